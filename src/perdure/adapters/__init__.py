@@ -1,0 +1,1 @@
+"""One door to each foreign library or kernel interface; errors are translated at the door."""

@@ -1,0 +1,1 @@
+"""The node agent's state machine, of the same shape as the controller's."""

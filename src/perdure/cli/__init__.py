@@ -1,0 +1,1 @@
+"""Words in, words out, exit codes. Nothing is decided here."""

@@ -1,0 +1,1 @@
+"""The controller's state machine: `handle(now, event) -> [Action]`."""

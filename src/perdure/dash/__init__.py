@@ -1,0 +1,1 @@
+"""Screens: a Snapshot or a Report in, text or a page out."""

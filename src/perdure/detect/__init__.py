@@ -1,0 +1,1 @@
+"""Signals in, verdicts out."""

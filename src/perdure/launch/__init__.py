@@ -1,0 +1,1 @@
+"""Platforms: render a job to data, then submit it."""

@@ -1,0 +1,1 @@
+"""Nouns: job, progress, verdicts, events, actions, messages, reports, errors. No behaviour."""

@@ -1,0 +1,89 @@
+"""Imperatives that the controller hands to its shell. Each says why.
+
+Commands to nodes are *levels*, not edges: an `Assignment` says what a node shall run from now
+on, is numbered, and may be repeated or lost at will; the agent reconciles towards the newest.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node shall run. A newer `number` replaces an older one."""
+
+    number: int
+    """Grows with every assignment of the job; one number is for all nodes."""
+    generation: int
+    """No process of an older generation may live once this arrived."""
+    phase: Literal["stop", "store", "run", "end"]
+    """stop: end older ranks; store: the same, and node 0 serves the generation's store;
+    run: start the ranks; end: end everything, keeper included, then leave."""
+    grace_s: float = 0.0
+    """Between SIGTERM and SIGKILL for older ranks; 0 kills at once."""
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+    restart_count: int = 0
+    """TORCHELASTIC_RESTART_COUNT."""
+    reason: str = ""
+
+
+class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """Base of all actions."""
+
+    reason: str
+
+
+class AssignNodes(Action):
+    """Send `assignment` to `nodes`, and again to each that registers later."""
+
+    nodes: tuple[int, ...]
+    assignment: Assignment
+
+
+class SendBoundary(Action):
+    """One step of a boundary agreement, to `ranks`."""
+
+    id: str
+    move: Literal["prepare", "commit", "abort"]
+    kind: Literal["checkpoint", "stop"]
+    step: int
+    ranks: tuple[int, ...]
+    generation: int
+
+
+class TakeStacks(Action):
+    """Take Python stacks of `ranks`; answers with `StacksTaken`."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
+class InjectFault(Action):
+    """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
+
+    id: str
+    generation: int
+    rank: int
+    kind: str
+    at_step: int = -1
+    args: dict[str, Any] = {}
+
+
+class AnswerCommand(Action):
+    """Tell the operator how it went."""
+
+    id: str
+    ok: bool
+    result: dict[str, Any] = {}
+
+
+class EndJob(Action):
+    """Everything is down: journal `JobEnded` and leave."""
+
+    status: Literal["done", "failed", "stopped"]
+    exit_code: int
+
+
+AnyAction = AssignNodes | SendBoundary | TakeStacks | InjectFault | AnswerCommand | EndJob

@@ -1,0 +1,46 @@
+"""The tree of errors; the class says whose fault it was.
+
+    PerdureError                exit code
+    ├── ConfigError             2   the user: an option, a job file, a script that is not there
+    ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
+    ├── ProtocolError           3   a peer: a message out of order or malformed
+    └── SafetyError             4   refused: the request would lose something
+
+A bug of perdure's own is an assertion, never one of these.
+"""
+
+
+class PerdureError(Exception):
+    """An error to show as one line, with one line `hint:` below it."""
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, hint: str = "") -> None:
+        """Keep `message` (what, naming the place) and `hint` (what to do) apart."""
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class ConfigError(PerdureError):
+    """The user asked for something that cannot be."""
+
+    exit_code = 2
+
+
+class PlatformError(PerdureError):
+    """The machine, a disk, a network or a foreign tool failed."""
+
+    exit_code = 3
+
+
+class ProtocolError(PerdureError):
+    """A peer said something that it may not say now."""
+
+    exit_code = 3
+
+
+class SafetyError(PerdureError):
+    """Refused, because something would be lost."""
+
+    exit_code = 4

@@ -1,0 +1,370 @@
+"""Past facts that the controller decides from. All of them are journaled before it does.
+
+Times ending in `_s` are job time (see `progress`). New fields get defaults; none is renamed.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Verdict
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """Base of all events."""
+
+
+class JobSubmitted(Event):
+    """The first event of every journal."""
+
+    spec: JobSpec
+    at_s: float
+    """When `perdure run` was started: the ledger's first instant."""
+
+
+class ControllerStarted(Event):
+    """A controller has replayed the journal up to here and takes over."""
+
+    incarnation: str
+
+
+class NodeRegistered(Event):
+    """An agent says hello, for the first time or after it was replaced."""
+
+    node: int
+    incarnation: str
+    host: str
+    boot_id: str
+    slots: int
+    generation: int = -1
+    """The generation whose ranks its keeper holds now; -1 for none."""
+    running: tuple[int, ...] = ()
+    """Global ranks alive in the keeper."""
+    keeper_pid: int = 0
+    device_ids: tuple[str, ...] = ()
+
+
+class StoreReady(Event):
+    """Node 0 serves the rendezvous store of a generation."""
+
+    generation: int
+    host: str
+    port: int
+    agent_store: bool
+    """Whether a process of the keeper serves it; otherwise rank 0 will (cold start)."""
+
+
+class RanksStarted(Event):
+    """A node has started its ranks of a generation."""
+
+    node: int
+    generation: int
+    pids: dict[int, int]
+    """Global rank -> pid."""
+    at_s: float
+    warm: bool
+    why_cold: str = ""
+
+
+class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a rank ended; the keeper writes it to a file before anybody hears of it."""
+
+    rank: int
+    generation: int
+    pid: int
+    at_s: float
+    code: int = 0
+    """Exit code; 0 with `signal` set."""
+    signal: int = 0
+    oom: bool = False
+    """The kernel's out-of-memory killer did it (cgroup `memory.events`)."""
+    asked: bool = False
+    """perdure itself ended it."""
+    error: str = ""
+    """Last line of the exception, such as `ValueError: bad lr`."""
+    traceback: str = ""
+    last_output: tuple[str, ...] = ()
+    """Last lines of its standard error, or of its output where that is empty."""
+    cpu_s: float = 0.0
+    max_rss_bytes: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by exit code 0."""
+        return bool(self.code or self.signal)
+
+    @property
+    def cause(self) -> str:
+        """Return it in words, such as `signal 9 (SIGKILL)`."""
+        if self.oom:
+            return "out of memory"
+        if self.signal:
+            return f"signal {self.signal} ({_SIGNALS.get(self.signal, '?')})"
+        return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
+
+
+_SIGNALS = {
+    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+    9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
+    15: "SIGTERM", 19: "SIGSTOP", 24: "SIGXCPU", 25: "SIGXFSZ",
+}  # fmt: skip
+
+
+class RankExited(Event):
+    """A rank ended. Idempotent by (generation, rank)."""
+
+    node: int
+    record: ExitRecord
+    account: RankAccount
+    """Read from its ring after its end, so nothing it stamped is lost."""
+    detected_s: float
+    """When the agent knew."""
+
+
+class GenerationStopped(Event):
+    """No process of this generation or an older one is left on the node."""
+
+    node: int
+    generation: int
+    at_s: float
+
+
+class KeeperLost(Event):
+    """The node's keeper died; its ranks died with it and a new one is up."""
+
+    node: int
+    generation: int
+    at_s: float
+
+
+class NodeLost(Event):
+    """The node has been silent for too long."""
+
+    node: int
+    at_s: float
+    reason: str
+
+
+class RankJoined(Event):
+    """A rank's script called `perdure.init`: its depth is resumable."""
+
+    generation: int
+    rank: int
+    start_step: int = 0
+
+
+class ProgressNoted(Event):
+    """A fold of heartbeats: every few seconds, at a generation's first step, and at its end."""
+
+    generation: int
+    at_s: float
+    step: int
+    """Steps committed by every rank; -1 where unknown."""
+    accounts: dict[int, RankAccount]
+    collectives: int = 0
+    """Collectives ended by every rank in this generation: the mark of progress of a script
+    that declares no steps."""
+
+
+class GenerationStepping(Event):
+    """Every rank of the generation makes progress again: recovery is over."""
+
+    generation: int
+    at_s: float
+    """When the last rank began its first step (or ended its first collective)."""
+    step: int = -1
+    stamps: dict[str, float] = {}
+    """Latest over the ranks: spawned, script, init, group, restored, first_step."""
+
+
+class MetricsLogged(Event):
+    """Values of `run.log` of rank 0, a batch of steps at a time."""
+
+    generation: int
+    rows: tuple[tuple[int, dict[str, float]], ...]
+    """(step, values); a step logged again after a restart replaces the older row."""
+
+
+class CheckpointSaved(Event):
+    """A checkpoint was written, verified by load, and tagged."""
+
+    generation: int
+    step: int
+    path: str
+    bytes: int
+    stall_s: float
+    save_s: float
+    """From the snapshot to the tag."""
+    at_s: float
+    reason: str = "interval"
+
+
+class CheckpointFailed(Event):
+    """A checkpoint could not be written, or did not verify. The previous one stays `latest`."""
+
+    generation: int
+    step: int
+    error: str
+    at_s: float
+
+
+class CheckpointRestored(Event):
+    """A rank resumed from a checkpoint (or from nothing: step 0, empty path)."""
+
+    generation: int
+    rank: int
+    step: int
+    path: str
+    skipped: tuple[str, ...] = ()
+    """`path: why` for every newer checkpoint that could not be used."""
+    exact: bool = True
+    why_not_exact: str = ""
+
+
+class VerdictReached(Event):
+    """The detector is sure, or an earlier verdict became actionable."""
+
+    verdict: Verdict
+
+
+class VerdictWithdrawn(Event):
+    """The suspect made progress again."""
+
+    verdict: Verdict
+    at_s: float
+    reason: str
+
+
+class StacksTaken(Event):
+    """Python stacks of suspects and of one waiting rank."""
+
+    generation: int
+    at_s: float
+    stacks: dict[int, str]
+    """Global rank -> text, or the reason why there is none."""
+
+
+class CommandReceived(Event):
+    """An operator (or a signal) asks for something. Idempotent by `id`."""
+
+    id: str
+    kind: Literal["checkpoint", "stop", "inject", "kill"]
+    args: dict[str, Any] = {}
+    who: str = ""
+    at_s: float = 0.0
+
+
+class BoundaryAnswered(Event):
+    """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
+
+    id: str
+    rank: int
+    ok: bool
+    step: int
+    reason: str = ""
+
+
+class BoundaryReached(Event):
+    """A rank has carried out the agreed action at the agreed step."""
+
+    id: str
+    rank: int
+    step: int
+    at_s: float
+    error: str = ""
+
+
+class FaultInjected(Event):
+    """An injected fault took place (or could not)."""
+
+    id: str
+    rank: int
+    kind: str
+    at_s: float
+    error: str = ""
+
+
+class ControllerLost(Event):
+    """The supervisor saw the controller (or nats-server, or an agent) die and restarted it."""
+
+    part: str
+    at_s: float
+    pid: int
+    cause: str
+    restarted_s: float
+
+
+class PreemptionNoticed(Event):
+    """The platform will take the machine away."""
+
+    node: int
+    at_s: float
+    grace_s: float
+    source: str
+
+
+class TimerFired(Event):
+    """The machine's own deadline passed."""
+
+
+class JobEnded(Event):
+    """The last event of a journal that ended in good order."""
+
+    status: Literal["done", "failed", "stopped"]
+    exit_code: int
+    reason: str
+    at_s: float
+
+
+class Decision(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """Journaled beside the events: what was decided, and why. Replay does not need it."""
+
+    action: str
+    """Type of the action, such as `AssignNode`."""
+    summary: str
+    reason: str
+
+
+AnyEvent = (
+    JobSubmitted
+    | ControllerStarted
+    | NodeRegistered
+    | StoreReady
+    | RanksStarted
+    | RankExited
+    | GenerationStopped
+    | KeeperLost
+    | NodeLost
+    | RankJoined
+    | ProgressNoted
+    | GenerationStepping
+    | MetricsLogged
+    | CheckpointSaved
+    | CheckpointFailed
+    | CheckpointRestored
+    | VerdictReached
+    | VerdictWithdrawn
+    | StacksTaken
+    | CommandReceived
+    | BoundaryAnswered
+    | BoundaryReached
+    | FaultInjected
+    | ControllerLost
+    | PreemptionNoticed
+    | TimerFired
+    | JobEnded
+)
+
+
+class JournalEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One line of the journal. `source`/`source_seq` make a repeated message harmless."""
+
+    seq: int
+    at_s: float
+    """Job time at which it was appended; the `now` of `Controller.handle`, in replay as well."""
+    body: AnyEvent | Decision
+    source: str = ""
+    """Incarnation of the agent (or id of the client) that sent the event; empty: the controller."""
+    source_seq: int = 0

@@ -1,0 +1,121 @@
+"""What a job is: the document that the user writes, or that `perdure run` makes of its options.
+
+Every field has a default but the script, so that a job file says only what matters to it.
+"""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+Seconds = Annotated[float, Meta(gt=0)]
+
+
+class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """When silence becomes a verdict, and when a verdict becomes an action."""
+
+    hang_floor_s: Seconds = 1.0
+    """A rank is never suspected before this long without progress, however short its steps."""
+    hang_step_factor: Annotated[float, Meta(ge=1)] = 1.0
+    """Suspected after `hang_floor_s` plus this many learned step times without progress."""
+    startup_allowance_s: Seconds = 120.0
+    """Silence allowed before the first collective or step of a generation."""
+    phase_allowance_s: Seconds = 60.0
+    """Silence allowed in a phase never seen to end before: first step, first evaluation."""
+    stopped_action_s: Annotated[float, Meta(ge=0)] = 0.5
+    """A rank in state T (stopped) is acted upon this long after its verdict."""
+    quiet_action_s: Seconds = 30.0
+    """A suspected rank of which nothing moves (CPU, I/O, stack) is acted upon after this long."""
+    hang_action_s: Seconds = 300.0
+    """A suspected rank that still burns CPU is acted upon after this long."""
+    node_lost_s: Seconds = 15.0
+    """A node without a heartbeat is lost after this long (its agent may be restarting)."""
+    exit_skew_s: Seconds = 5.0
+    """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
+
+
+class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where, how often and how many (depth resumable and above)."""
+
+    url: str = ""
+    """Directory or fsspec URL; empty means `checkpoints/` in the job's own directory."""
+    every_steps: Count = 0
+    """A checkpoint at every n-th step; 0 leaves it to `every_s` or the automatic interval."""
+    every_s: Annotated[float, Meta(ge=0)] = 0.0
+    """A checkpoint every so many seconds; 0 means automatic (Young/Daly)."""
+    keep_last: Positive = 3
+    """The newest verified checkpoints that are kept."""
+    keep_every_steps: Count = 0
+    """Checkpoints at multiples of this step are kept for ever; 0 keeps none."""
+    keep_best: str = ""
+    """Name of a logged metric; the checkpoint at its lowest value is kept."""
+    allow_pickle: bool = False
+    """Load checkpoints that need pickle (never needed for those perdure wrote)."""
+
+
+class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How long perdure goes on trying."""
+
+    max_restarts: Count = 3
+    """Failures in a row without progress between them; one more ends the job."""
+    same_fault_max: Positive = 3
+    """The same fault at the same step this many times is the user's bug: the job ends."""
+    window_s: Seconds = 600.0
+    """Length of the sliding window for `window_max`."""
+    window_max: Positive = 60
+    """Restarts within `window_s`; one more ends the job, whatever progress it makes."""
+    grace_s: Annotated[float, Meta(ge=0)] = 2.0
+    """Between SIGTERM and SIGKILL when a world is ended that did not crash."""
+
+
+class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One training job."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] = "job"
+    script: str
+    """Path of a Python file; a module's name with `module`; a program with `no_python`."""
+    args: tuple[str, ...] = ()
+    module: bool = False
+    """Run `script` as `python -m` would."""
+    no_python: bool = False
+    """Run `script` as a program of its own, without Python (and without the recorder)."""
+    nproc: Positive = 1
+    """Ranks on each node."""
+    nodes: Positive = 1
+    """Nodes; on one machine, that many agents and keepers of their own."""
+    spares: Count = 0
+    """Slots paid for and kept idle, ready to stand in."""
+    cwd: str = "."
+    env: dict[str, str] = {}
+    """Added to the environment of every rank."""
+    cold: bool = False
+    """Start ranks by exec instead of forking them from a warm image."""
+    log_dir: str = ""
+    """Where the ranks' streams go; empty means `logs/` in the job's own directory."""
+    tee: Literal["all", "none"] = "all"
+    """Whether the ranks' streams are also shown, prefixed, on the terminal of `perdure run`."""
+    run_id: str = ""
+    """TORCHELASTIC_RUN_ID; empty means the job's name."""
+    detect: DetectConfig = DetectConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    restart: RestartConfig = RestartConfig()
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole job."""
+        return self.nproc * self.nodes
+
+    @property
+    def slots(self) -> int:
+        """Slots paid for: ranks and spares."""
+        return self.world_size + self.spares
+
+    def node_of(self, rank: int) -> int:
+        """Return the node that runs global rank `rank`."""
+        return rank // self.nproc
+
+    def ranks_of(self, node: int) -> range:
+        """Return the global ranks of `node`."""
+        return range(node * self.nproc, (node + 1) * self.nproc)

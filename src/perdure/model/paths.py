@@ -1,0 +1,108 @@
+"""Where a job keeps its files: names only; nothing here touches a disk.
+
+    $PERDURE_HOME/jobs/NAME/
+        job.json            the JobSpec                    endpoint.json   NATS URL and token (0600)
+        parts.json          pids of the parts              state.json      newest Snapshot
+        journal.jsonl       mirror of the journal          nats/           the server's store
+        logs/*.log          of the parts
+        logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
+        exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
+        checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
+Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes).
+"""
+
+from hashlib import sha256
+from pathlib import PurePosixPath
+
+import msgspec
+
+
+class JobPaths(msgspec.Struct, frozen=True):
+    """Paths of one job, as strings, under `root` (its directory) and `sockets`."""
+
+    root: str
+    sockets: str
+
+    def _at(self, *parts: str) -> str:
+        return str(PurePosixPath(self.root, *parts))
+
+    @property
+    def spec(self) -> str:
+        """The JobSpec."""
+        return self._at("job.json")
+
+    @property
+    def endpoint(self) -> str:
+        """NATS URL and token."""
+        return self._at("endpoint.json")
+
+    @property
+    def parts(self) -> str:
+        """Pids of the parts."""
+        return self._at("parts.json")
+
+    @property
+    def snapshot(self) -> str:
+        """The newest Snapshot."""
+        return self._at("state.json")
+
+    @property
+    def journal(self) -> str:
+        """The mirror of the journal."""
+        return self._at("journal.jsonl")
+
+    @property
+    def imports(self) -> str:
+        """Names of the modules that ranks imported."""
+        return self._at("imports.json")
+
+    @property
+    def nats(self) -> str:
+        """The NATS server's directory."""
+        return self._at("nats")
+
+    @property
+    def checkpoints(self) -> str:
+        """Default place of checkpoints."""
+        return self._at("checkpoints")
+
+    @property
+    def logs(self) -> str:
+        """Logs of the parts."""
+        return self._at("logs")
+
+    def log(self, part: str) -> str:
+        """Log of a part, such as `controller` or `agent-0`."""
+        return self._at("logs", f"{part}.log")
+
+    def stream(self, generation: int, rank: int, name: str, log_dir: str = "") -> str:
+        """A rank's `out` or `err`; under `log_dir` where the user named one."""
+        base = log_dir or self._at("logs", "ranks")
+        return str(PurePosixPath(base, f"g{generation}", f"rank-{rank}.{name}"))
+
+    def ring(self, generation: int, rank: int) -> str:
+        """The rank's progress ring."""
+        return self._at("rings", f"g{generation}-r{rank}.ring")
+
+    def exit_record(self, generation: int, rank: int) -> str:
+        """The rank's `ExitRecord`."""
+        return self._at("exits", f"g{generation}-r{rank}.json")
+
+    def error_file(self, generation: int, rank: int) -> str:
+        """TORCHELASTIC_ERROR_FILE of the rank."""
+        return self._at("errors", f"g{generation}-r{rank}.json")
+
+    def keeper_socket(self, node: int) -> str:
+        """Where the keeper of `node` listens for its agent."""
+        return str(PurePosixPath(self.sockets, f"keeper-{node}"))
+
+    def worker_socket(self, node: int) -> str:
+        """Where the agent of `node` listens for its ranks."""
+        return str(PurePosixPath(self.sockets, f"agent-{node}"))
+
+
+def job_paths(home: str, job: str, uid: int) -> JobPaths:
+    """Return the paths of `job` under the absolute directory `home`."""
+    root = str(PurePosixPath(home, "jobs", job))
+    short = sha256(root.encode()).hexdigest()[:12]
+    return JobPaths(root, f"/tmp/perdure-{uid}/{short}")

@@ -1,0 +1,115 @@
+"""What an agent reads off its ranks and puts into one heartbeat a node.
+
+All times are *job time*: seconds since the Unix epoch by the node's monotonic clock plus an
+offset that is fixed once per agent, so that they never step backwards.
+"""
+
+from typing import Literal
+
+import msgspec
+
+Phase = Literal[
+    "spawned",
+    "script",
+    "init",
+    "group",
+    "restore",
+    "step",
+    "checkpoint",
+    "boundary",
+    "finished",
+]
+"""Where a rank is: process up; script's first line; `perdure.init` called; process group formed;
+state being restored; in a step; stalled by a checkpoint; waiting at a boundary; loop done."""
+
+
+class CommProgress(msgspec.Struct, frozen=True):
+    """The last collective of one rank in one communicator."""
+
+    name: str
+    size: int
+    """Ranks in it."""
+    started_seq: int
+    """Sequence number of the last collective that was entered."""
+    ended_seq: int
+    """Sequence number of the last collective known to have ended; -1 where the source of the
+    record cannot tell."""
+    op: str = ""
+    since_s: float = 0.0
+    """Job time at which `started_seq` was first seen."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks in it, where known."""
+
+
+class ProcSample(msgspec.Struct, frozen=True):
+    """One look at /proc/PID, with all descendants' CPU and I/O added in."""
+
+    state: str = "?"
+    """R, S, D, T, t, Z or X (gone)."""
+    cpu_s: float = 0.0
+    """CPU seconds used so far, user and system."""
+    io_bytes: int = 0
+    """Bytes read and written so far (rchar + wchar), 0 where not permitted."""
+    rss_bytes: int = 0
+    num_threads: int = 0
+
+
+class RankAccount(msgspec.Struct, frozen=True):
+    """Seconds that a rank has stamped since its generation began; each only grows.
+
+    `first_step_s` .. `last_step_s` is covered by the sum of step, checkpoint, boundary and
+    overhead, which is what lets the ledger check itself.
+    """
+
+    start_step: int = 0
+    """Committed steps at the time the generation's loop began (0, or the checkpoint's)."""
+    step: int = -1
+    """Committed steps so far; -1 where the script declares none."""
+    step_s: float = 0.0
+    """In committed steps of this generation: from the loop handing out a step until asking for
+    the next, data loading included, checkpoint gate excluded."""
+    checkpoint_s: float = 0.0
+    """Stalled for checkpoints."""
+    boundary_s: float = 0.0
+    """Waiting for a boundary agreement."""
+    overhead_s: float = 0.0
+    """In perdure's own code at step boundaries."""
+    spawned_s: float = 0.0
+    """Job time stamps of the start-up phases; 0 where not reached."""
+    script_s: float = 0.0
+    init_s: float = 0.0
+    group_s: float = 0.0
+    restored_s: float = 0.0
+    first_step_s: float = 0.0
+    last_step_s: float = 0.0
+    """End of the last committed step."""
+    finished_s: float = 0.0
+    marks: tuple[tuple[int, float], ...] = ()
+    """(committed step, `step_s` at that moment) at each snapshot taken, oldest first."""
+
+
+class RankProgress(msgspec.Struct, frozen=True):
+    """One rank in a heartbeat."""
+
+    rank: int
+    pid: int
+    phase: Phase
+    phase_since_s: float
+    heartbeat_s: float
+    """Job time at which the rank last wrote into its ring from its training thread, or its
+    recorder last saw a collective move."""
+    account: RankAccount
+    comms: tuple[CommProgress, ...] = ()
+    proc: ProcSample = ProcSample()
+
+
+class NodeBeat(msgspec.Struct, frozen=True):
+    """One heartbeat of one node. Not journaled; what is decided from it is."""
+
+    node: int
+    incarnation: str
+    """Of the agent that sent it."""
+    seq: int
+    sent_s: float
+    generation: int
+    ranks: tuple[RankProgress, ...] = ()

@@ -1,0 +1,126 @@
+"""What is shown: the ledger, recoveries, and the live snapshot. Their JSON is a contract."""
+
+import msgspec
+
+from perdure.model.verdicts import Verdict
+
+ACCOUNTS = (
+    "useful",
+    "packing",
+    "reconfiguration.detect",
+    "reconfiguration.decide",
+    "reconfiguration.abort",
+    "reconfiguration.communicator",
+    "reconfiguration.state",
+    "reconfiguration.warmup",
+    "lost_work",
+    "checkpoint",
+    "steady_overhead",
+    "startup",
+    "idle",
+    "unattributed",
+)
+"""Every slot-second paid for is in exactly one of these."""
+
+
+class Account(msgspec.Struct, frozen=True):
+    """One line of the ledger, in slot-seconds and as a fraction of all that was paid for."""
+
+    s: float
+    fraction: float
+
+
+class Recovery(msgspec.Struct, frozen=True):
+    """One incident from its cause to the first new step. Seconds of wall time by phase."""
+
+    cause: str
+    culprit: str
+    at_step: int
+    at_s: float
+    detect_s: float
+    decide_s: float
+    abort_s: float
+    communicator_s: float
+    state_s: float
+    warmup_s: float
+    total_s: float
+    lost_steps: int | None
+    """None: unknown, because the script declares no steps."""
+    lost_microbatches: int | None
+    rung: str
+    """`restart`, `give up`, or `none` where training did not stop (a part of perdure died)."""
+    reason: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`perdure report --json`."""
+
+    job: str
+    state: str
+    wall_s: float
+    slot_s: float
+    steps_committed: int | None
+    ranks: int
+    ledger: dict[str, Account]
+    goodput: float
+    """The useful fraction."""
+    step_s: float | None
+    """Median committed step, seconds."""
+    recoveries: tuple[Recovery, ...]
+    reason: str = ""
+    """Why it ended, or what it does now."""
+
+
+class RankRow(msgspec.Struct, frozen=True):
+    """One rank on a screen."""
+
+    rank: int
+    node: int
+    pid: int
+    state: str
+    """starting, running, waiting, suspected, exited, failed."""
+    phase: str
+    step: int
+    steps_per_s: float
+    collective: str
+    """Last collective in words, such as `allreduce #120 (waiting 0.2 s)`; may be empty."""
+    cpu_s: float
+    rss_bytes: int
+
+
+class DeviceRow(msgspec.Struct, frozen=True):
+    """One device in `perdure map`."""
+
+    device: str
+    node: int
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    state: str
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """`perdure status --json`: everything a screen needs, made by a fold."""
+
+    version: int
+    job: str
+    state: str
+    """pending, forming, running, recovering, stopping, done, failed, stopped."""
+    at_s: float
+    started_s: float
+    generation: int
+    restarts: int
+    step: int
+    steps_per_s: float
+    world_size: int
+    depth: str
+    """supervised or resumable."""
+    reason: str
+    """The newest decision's reason."""
+    ranks: tuple[RankRow, ...] = ()
+    devices: tuple[DeviceRow, ...] = ()
+    verdicts: tuple[Verdict, ...] = ()
+    checkpoints: tuple[dict[str, object], ...] = ()
+    """Newest last: step, path, bytes, at_s."""
+    metrics: dict[str, float] = {}
+    """Last logged values."""
+    incidents: int = 0

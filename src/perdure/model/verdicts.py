@@ -1,0 +1,63 @@
+"""What the detectors say: kind, culprit, evidence, and since when."""
+
+from typing import Any, Literal
+
+import msgspec
+
+VerdictKind = Literal[
+    "Crash",
+    "CommHang",
+    "ComputeHang",
+    "CommSlow",
+    "Straggler",
+    "Desync",
+    "UnhealthyDevice",
+    "NodeLost",
+    "Preemption",
+    "EarlyExit",
+]
+"""`EarlyExit`: a rank ended with exit code 0 while others wait for it in a collective."""
+
+Activity = Literal["gone", "stopped", "quiet", "busy"]
+"""What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O."""
+
+
+class Culprit(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one of the four is set; `link` is directed, from rank to rank."""
+
+    rank: int | None = None
+    node: int | None = None
+    device: str | None = None
+    link: tuple[int, int] | None = None
+
+    def __str__(self) -> str:
+        """Return it in words, such as `rank 3`."""
+        if self.rank is not None:
+            return f"rank {self.rank}"
+        if self.node is not None:
+            return f"node {self.node}"
+        if self.device is not None:
+            return f"device {self.device}"
+        return f"link {self.link[0]}->{self.link[1]}" if self.link else "the job"
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One finding. It is reported at once and acted upon only when `actionable`."""
+
+    kind: VerdictKind
+    culprit: Culprit
+    generation: int
+    first_seen_s: float
+    """Job time of the last sign of health before it, or of the exit itself."""
+    confirmed_s: float
+    """Job time at which the detector was sure."""
+    confidence: float
+    """0 to 1."""
+    reason: str
+    """One sentence that a person can act on."""
+    actionable: bool = False
+    """Its action threshold has passed as well."""
+    activity: Activity = "gone"
+    step: int = -1
+    """The culprit's last committed step; -1 where the script declares none."""
+    evidence: dict[str, Any] = {}

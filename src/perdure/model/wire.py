@@ -1,0 +1,247 @@
+"""Messages between the parts, and the names of subjects and files.
+
+CLI ── NATS request ──> controller          Command -> CommandReply
+agent ── NATS request ──> controller        EventMessage -> EventAck   (kept until acknowledged)
+agent ── NATS publish ──> controller        NodeBeat                   (lost without harm)
+controller ── NATS publish ──> agent        NodeOrder                  (levels: repeated at will)
+agent <── unix socket, JSON lines ──> worker, keeper
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.actions import Assignment, InjectFault, SendBoundary, TakeStacks
+from perdure.model.events import AnyEvent, ExitRecord
+
+
+def subject_events(job: str) -> str:
+    """Requests of agents: an `EventMessage`, answered by `EventAck`."""
+    return f"perdure.{job.replace('.', '_')}.events"
+
+
+def subject_beats(job: str) -> str:
+    """Heartbeats of agents, `NodeBeat`."""
+    return f"perdure.{job.replace('.', '_')}.beats"
+
+
+def subject_orders(job: str, node: int | str) -> str:
+    """Orders to the agent of `node`, `NodeOrder`; `all` reaches every agent."""
+    return f"perdure.{job.replace('.', '_')}.orders.{node}"
+
+
+def subject_commands(job: str) -> str:
+    """Requests of operators: a `Command`, answered by `CommandReply` when it is finished."""
+    return f"perdure.{job.replace('.', '_')}.commands"
+
+
+def subject_journal(job: str) -> str:
+    """The journal's subject inside its JetStream stream."""
+    return f"perdure.{job.replace('.', '_')}.journal"
+
+
+def stream_journal(job: str) -> str:
+    """The journal's JetStream stream, synced to disk at every append."""
+    return f"PERDURE_{job.replace('.', '_')}_JOURNAL"
+
+
+class EventMessage(msgspec.Struct, frozen=True):
+    """Events from one sender, in order; `first_seq` numbers the first of them."""
+
+    source: str
+    """The agent's incarnation."""
+    node: int
+    first_seq: int
+    events: tuple[AnyEvent, ...]
+
+
+class EventAck(msgspec.Struct, frozen=True):
+    """Everything up to `seq` of this source is in the journal."""
+
+    seq: int
+
+
+class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a controller says to an agent. Any of the fields may be set."""
+
+    controller: str
+    """Incarnation of the sender."""
+    assignment: Assignment | None = None
+    boundary: SendBoundary | None = None
+    stacks: TakeStacks | None = None
+    inject: InjectFault | None = None
+    register: bool = False
+    """Answer with `NodeRegistered` (a controller has just started)."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """An operator's request. `id` makes a retry harmless."""
+
+    id: str
+    kind: Literal["checkpoint", "stop", "inject", "kill", "status", "ping"]
+    args: dict[str, Any] = {}
+    who: str = ""
+
+
+class CommandReply(msgspec.Struct, frozen=True):
+    """How it went: a result, or one line of reason."""
+
+    id: str
+    ok: bool
+    reason: str = ""
+    result: dict[str, Any] = {}
+
+
+# --- agent <-> worker: unix socket, JSON lines ------------------------------------------------
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag=True):
+    """First line of a worker's control thread, again after every reconnect."""
+
+    job: str
+    rank: int
+    generation: int
+    pid: int
+
+
+class WorkerEvent(msgspec.Struct, frozen=True, tag=True):
+    """An event for the journal; repeated until acknowledged by `WorkerAck`."""
+
+    seq: int
+    event: AnyEvent
+
+
+class WorkerAck(msgspec.Struct, frozen=True, tag=True):
+    """The agent has taken over everything up to `seq`."""
+
+    seq: int
+
+
+class WorkerSignal(msgspec.Struct, frozen=True, tag=True):
+    """The worker got SIGTERM or SIGUSR1 and asks for an agreement on it."""
+
+    signal: int
+
+
+class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
+    """A prepared rank has reached the step and heard no decision: what was it?"""
+
+    id: str
+
+
+FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
+ToWorker = WorkerAck | SendBoundary | InjectFault
+
+# --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
+
+
+class RankLaunch(msgspec.Struct, frozen=True):
+    """One rank to start."""
+
+    rank: int
+    env: dict[str, str]
+    """The whole environment of the rank."""
+    stdout: str
+    """Path of the file for its standard output; appended to."""
+    stderr: str
+    ring: str
+    """Path of its ring; made by the keeper before the rank starts."""
+
+
+class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
+    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation."""
+
+    generation: int
+    ranks: tuple[RankLaunch, ...]
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    no_python: bool
+    cwd: str
+    cold: bool
+
+
+class KeeperStore(msgspec.Struct, frozen=True, tag=True):
+    """Serve a TCPStore for `generation`; answered by `KeeperStoreReady`."""
+
+    generation: int
+    world_size: int
+    bind: str = "127.0.0.1"
+
+
+class KeeperKill(msgspec.Struct, frozen=True, tag=True):
+    """End every process of generations up to `generation` with all descendants.
+
+    Answered by `KeeperStopped` when none is left. `grace_s` lies between SIGTERM and SIGKILL.
+    """
+
+    generation: int
+    grace_s: float = 0.0
+
+
+class KeeperSignal(msgspec.Struct, frozen=True, tag=True):
+    """Send a signal to one rank."""
+
+    generation: int
+    rank: int
+    signal: int
+
+
+class KeeperStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for `KeeperState`."""
+
+
+class KeeperExit(msgspec.Struct, frozen=True, tag=True):
+    """End everything and leave."""
+
+
+ToKeeper = KeeperSpawn | KeeperStore | KeeperKill | KeeperSignal | KeeperStatus | KeeperExit
+
+
+class KeeperState(msgspec.Struct, frozen=True, tag=True):
+    """What the keeper holds."""
+
+    pid: int
+    generation: int
+    """The newest generation of which it started a rank; -1 for none."""
+    running: dict[int, int]
+    """Global rank -> pid, alive, of that generation."""
+    exits: tuple[ExitRecord, ...]
+    """Of that generation."""
+    store_port: int = 0
+    store_generation: int = -1
+    warm: bool = False
+    why_cold: str = ""
+
+
+class KeeperSpawned(msgspec.Struct, frozen=True, tag=True):
+    """The ranks run."""
+
+    generation: int
+    pids: dict[int, int]
+    at_s: float
+    warm: bool
+    why_cold: str = ""
+
+
+class KeeperStoreReady(msgspec.Struct, frozen=True, tag=True):
+    """The store serves `port`; 0 with `why_not` where a keeper cannot (cold: rank 0 will)."""
+
+    generation: int
+    port: int
+    why_not: str = ""
+
+
+class KeeperExited(msgspec.Struct, frozen=True, tag=True):
+    """A rank ended; its record is already on disk."""
+
+    record: ExitRecord
+
+
+class KeeperStopped(msgspec.Struct, frozen=True, tag=True):
+    """Nothing of generations up to this one is left."""
+
+    generation: int
+
+
+FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped

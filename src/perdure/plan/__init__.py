@@ -1,0 +1,1 @@
+"""Shapes and intervals: nodes to a world, costs to a checkpoint interval."""

@@ -1,0 +1,1 @@
+"""Verdict, history and budget in, decision with its reason out."""

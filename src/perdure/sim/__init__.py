@@ -1,0 +1,1 @@
+"""The same machines under a virtual clock, with seeded faults."""

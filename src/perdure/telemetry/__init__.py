@@ -1,0 +1,1 @@
+"""Folds over the journal: ledger, incidents, snapshot."""
