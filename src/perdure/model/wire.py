@@ -245,3 +245,14 @@ class KeeperStopped(msgspec.Struct, frozen=True, tag=True):
 
 
 FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """`endpoint.json`: how the parts of one job find each other. Readable by its owner only."""
+
+    url: str
+    token: str
+    clock_offset_s: float
+    """Job time = CLOCK_MONOTONIC of this boot + this, for every part on this machine."""
+    external: bool = False
+    """The NATS server is the user's own (`--nats URL`)."""
