@@ -35,14 +35,14 @@ class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=
     reason: str
 
 
-class AssignNodes(Action):
+class AssignNodes(Action, frozen=True, kw_only=True):
     """Send `assignment` to `nodes`, and again to each that registers later."""
 
     nodes: tuple[int, ...]
     assignment: Assignment
 
 
-class SendBoundary(Action):
+class SendBoundary(Action, frozen=True, kw_only=True):
     """One step of a boundary agreement, to `ranks`."""
 
     id: str
@@ -53,14 +53,14 @@ class SendBoundary(Action):
     generation: int
 
 
-class TakeStacks(Action):
+class TakeStacks(Action, frozen=True, kw_only=True):
     """Take Python stacks of `ranks`; answers with `StacksTaken`."""
 
     generation: int
     ranks: tuple[int, ...]
 
 
-class InjectFault(Action):
+class InjectFault(Action, frozen=True, kw_only=True):
     """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
 
     id: str
@@ -71,7 +71,7 @@ class InjectFault(Action):
     args: dict[str, Any] = {}
 
 
-class AnswerCommand(Action):
+class AnswerCommand(Action, frozen=True, kw_only=True):
     """Tell the operator how it went."""
 
     id: str
@@ -79,7 +79,7 @@ class AnswerCommand(Action):
     result: dict[str, Any] = {}
 
 
-class EndJob(Action):
+class EndJob(Action, frozen=True, kw_only=True):
     """Everything is down: journal `JobEnded` and leave."""
 
     status: Literal["done", "failed", "stopped"]

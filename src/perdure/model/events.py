@@ -16,7 +16,7 @@ class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
     """Base of all events."""
 
 
-class JobSubmitted(Event):
+class JobSubmitted(Event, frozen=True, kw_only=True):
     """The first event of every journal."""
 
     spec: JobSpec
@@ -24,13 +24,13 @@ class JobSubmitted(Event):
     """When `perdure run` was started: the ledger's first instant."""
 
 
-class ControllerStarted(Event):
+class ControllerStarted(Event, frozen=True, kw_only=True):
     """A controller has replayed the journal up to here and takes over."""
 
     incarnation: str
 
 
-class NodeRegistered(Event):
+class NodeRegistered(Event, frozen=True, kw_only=True):
     """An agent says hello, for the first time or after it was replaced."""
 
     node: int
@@ -46,7 +46,7 @@ class NodeRegistered(Event):
     device_ids: tuple[str, ...] = ()
 
 
-class StoreReady(Event):
+class StoreReady(Event, frozen=True, kw_only=True):
     """Node 0 serves the rendezvous store of a generation."""
 
     generation: int
@@ -56,7 +56,7 @@ class StoreReady(Event):
     """Whether a process of the keeper serves it; otherwise rank 0 will (cold start)."""
 
 
-class RanksStarted(Event):
+class RanksStarted(Event, frozen=True, kw_only=True):
     """A node has started its ranks of a generation."""
 
     node: int
@@ -112,7 +112,7 @@ _SIGNALS = {
 }  # fmt: skip
 
 
-class RankExited(Event):
+class RankExited(Event, frozen=True, kw_only=True):
     """A rank ended. Idempotent by (generation, rank)."""
 
     node: int
@@ -123,7 +123,7 @@ class RankExited(Event):
     """When the agent knew."""
 
 
-class GenerationStopped(Event):
+class GenerationStopped(Event, frozen=True, kw_only=True):
     """No process of this generation or an older one is left on the node."""
 
     node: int
@@ -131,7 +131,7 @@ class GenerationStopped(Event):
     at_s: float
 
 
-class KeeperLost(Event):
+class KeeperLost(Event, frozen=True, kw_only=True):
     """The node's keeper died; its ranks died with it and a new one is up."""
 
     node: int
@@ -139,7 +139,7 @@ class KeeperLost(Event):
     at_s: float
 
 
-class NodeLost(Event):
+class NodeLost(Event, frozen=True, kw_only=True):
     """The node has been silent for too long."""
 
     node: int
@@ -147,7 +147,7 @@ class NodeLost(Event):
     reason: str
 
 
-class RankJoined(Event):
+class RankJoined(Event, frozen=True, kw_only=True):
     """A rank's script called `perdure.init`: its depth is resumable."""
 
     generation: int
@@ -155,7 +155,7 @@ class RankJoined(Event):
     start_step: int = 0
 
 
-class ProgressNoted(Event):
+class ProgressNoted(Event, frozen=True, kw_only=True):
     """A fold of heartbeats: every few seconds, at a generation's first step, and at its end."""
 
     generation: int
@@ -168,7 +168,7 @@ class ProgressNoted(Event):
     that declares no steps."""
 
 
-class GenerationStepping(Event):
+class GenerationStepping(Event, frozen=True, kw_only=True):
     """Every rank of the generation makes progress again: recovery is over."""
 
     generation: int
@@ -179,7 +179,7 @@ class GenerationStepping(Event):
     """Latest over the ranks: spawned, script, init, group, restored, first_step."""
 
 
-class MetricsLogged(Event):
+class MetricsLogged(Event, frozen=True, kw_only=True):
     """Values of `run.log` of rank 0, a batch of steps at a time."""
 
     generation: int
@@ -187,7 +187,7 @@ class MetricsLogged(Event):
     """(step, values); a step logged again after a restart replaces the older row."""
 
 
-class CheckpointSaved(Event):
+class CheckpointSaved(Event, frozen=True, kw_only=True):
     """A checkpoint was written, verified by load, and tagged."""
 
     generation: int
@@ -201,7 +201,7 @@ class CheckpointSaved(Event):
     reason: str = "interval"
 
 
-class CheckpointFailed(Event):
+class CheckpointFailed(Event, frozen=True, kw_only=True):
     """A checkpoint could not be written, or did not verify. The previous one stays `latest`."""
 
     generation: int
@@ -210,7 +210,7 @@ class CheckpointFailed(Event):
     at_s: float
 
 
-class CheckpointRestored(Event):
+class CheckpointRestored(Event, frozen=True, kw_only=True):
     """A rank resumed from a checkpoint (or from nothing: step 0, empty path)."""
 
     generation: int
@@ -223,13 +223,13 @@ class CheckpointRestored(Event):
     why_not_exact: str = ""
 
 
-class VerdictReached(Event):
+class VerdictReached(Event, frozen=True, kw_only=True):
     """The detector is sure, or an earlier verdict became actionable."""
 
     verdict: Verdict
 
 
-class VerdictWithdrawn(Event):
+class VerdictWithdrawn(Event, frozen=True, kw_only=True):
     """The suspect made progress again."""
 
     verdict: Verdict
@@ -237,7 +237,7 @@ class VerdictWithdrawn(Event):
     reason: str
 
 
-class StacksTaken(Event):
+class StacksTaken(Event, frozen=True, kw_only=True):
     """Python stacks of suspects and of one waiting rank."""
 
     generation: int
@@ -246,7 +246,7 @@ class StacksTaken(Event):
     """Global rank -> text, or the reason why there is none."""
 
 
-class CommandReceived(Event):
+class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
     id: str
@@ -256,7 +256,7 @@ class CommandReceived(Event):
     at_s: float = 0.0
 
 
-class BoundaryAnswered(Event):
+class BoundaryAnswered(Event, frozen=True, kw_only=True):
     """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
 
     id: str
@@ -266,7 +266,7 @@ class BoundaryAnswered(Event):
     reason: str = ""
 
 
-class BoundaryReached(Event):
+class BoundaryReached(Event, frozen=True, kw_only=True):
     """A rank has carried out the agreed action at the agreed step."""
 
     id: str
@@ -276,7 +276,7 @@ class BoundaryReached(Event):
     error: str = ""
 
 
-class FaultInjected(Event):
+class FaultInjected(Event, frozen=True, kw_only=True):
     """An injected fault took place (or could not)."""
 
     id: str
@@ -286,7 +286,7 @@ class FaultInjected(Event):
     error: str = ""
 
 
-class ControllerLost(Event):
+class ControllerLost(Event, frozen=True, kw_only=True):
     """The supervisor saw the controller (or nats-server, or an agent) die and restarted it."""
 
     part: str
@@ -296,7 +296,7 @@ class ControllerLost(Event):
     restarted_s: float
 
 
-class PreemptionNoticed(Event):
+class PreemptionNoticed(Event, frozen=True, kw_only=True):
     """The platform will take the machine away."""
 
     node: int
@@ -305,11 +305,11 @@ class PreemptionNoticed(Event):
     source: str
 
 
-class TimerFired(Event):
+class TimerFired(Event, frozen=True, kw_only=True):
     """The machine's own deadline passed."""
 
 
-class JobEnded(Event):
+class JobEnded(Event, frozen=True, kw_only=True):
     """The last event of a journal that ended in good order."""
 
     status: Literal["done", "failed", "stopped"]
