@@ -3,17 +3,16 @@
 It writes one line a moment to `--trail`: `line`, `step`, each with the rank and CLOCK_MONOTONIC.
 """
 
+import argparse
+import os
 import time
 
-FIRST_LINE = time.monotonic()
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-import argparse  # noqa: E402
-import os  # noqa: E402
-
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+FIRST_LINE = time.monotonic()  # the first of its own, after its imports
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--trail", required=True)
