@@ -121,7 +121,11 @@ def kill_and_time(
     line = max(r[2] for r in rows if r[0] == "line" and r[2] > killed)
     step = min(r[2] for r in rows if r[0] == "step" and r[2] > line)
     same = min(r[2] for r in rows if r[0] == "step" and r[2] > line and r[3] >= reached)
-    return {"first_line_s": line - killed, "first_step_s": step - killed, "same_step_s": same - killed}
+    return {
+        "first_line_s": line - killed,
+        "first_step_s": step - killed,
+        "same_step_s": same - killed,
+    }
 
 
 def main() -> None:

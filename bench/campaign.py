@@ -91,7 +91,9 @@ def check(home: Path, steps: int, code: int) -> list[str]:
     got, differs = read_trail(home / "trail-killed")
     wrong += differs
     wrong += [f"{key}: missing" for key in want if key not in got]
-    wrong += [f"{key}: {want[key]} but {got[key]}" for key in want if got.get(key, want[key]) != want[key]]
+    wrong += [
+        f"{key}: {want[key]} but {got[key]}" for key in want if got.get(key, want[key]) != want[key]
+    ]
     if len(want) != 2 * steps:
         wrong.append(f"the reference itself has {len(want)} of {2 * steps} steps")
     report = json.loads(

@@ -1,6 +1,5 @@
 """A small GPT, byte level: the whole model on one page."""
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -37,7 +37,9 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     torch.manual_seed(args.seed)
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else "cpu"
+    device = (
+        torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else "cpu"
+    )
     gpt = GPT(layers=args.layers, width=args.width, heads=4, context=args.context).to(device)
     model = DistributedDataParallel(gpt) if dist.is_initialized() else gpt
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)

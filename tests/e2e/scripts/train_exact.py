@@ -1,0 +1,97 @@
+"""Everything that makes exact resume hard, in one small script.
+
+Dropout, shuffled data, loader workers with random augmentation, AdamW with a schedule, gradient
+accumulation, several DDP buckets, or FSDP2. Every rank appends one line a step to its trail:
+step, loss (exact, as hex) and the samples it used.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+
+import perdure
+
+
+class Noisy(Dataset[tuple[int, Tensor]]):
+    """A sample is its index and a vector made of it, with random augmentation."""
+
+    def __len__(self) -> int:
+        return 600
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        base = torch.arange(32, dtype=torch.float32).add(index).mul(0.1).sin()
+        return index, base + 0.1 * torch.randn(32)
+
+
+def make_model(width: int) -> nn.Module:
+    """Return a perceptron with dropout whose gradients fill several small buckets."""
+    return nn.Sequential(
+        nn.Linear(32, width), nn.GELU(), nn.Dropout(0.2),
+        nn.Linear(width, width), nn.GELU(), nn.Dropout(0.2),
+        nn.Linear(width, width), nn.GELU(),
+        nn.Linear(width, 32),
+    )  # fmt: skip
+
+
+def main() -> None:
+    """Train, leaving a trail."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trail", required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--fsdp", action="store_true")
+    args = parser.parse_args()
+    run = perdure.init()
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    torch.manual_seed(7)
+    model = make_model(args.width)
+    if args.fsdp:
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in model:
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model, bucket_cap_mb=0.01)
+    torch.manual_seed(100 + rank)  # dropout differs from rank to rank
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.steps)
+    run.register(model=model, optimizer=optimizer, scheduler=schedule)
+    trail = open(Path(args.trail) / f"rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+    batches = run.batches(
+        Noisy(), batch_size=4, steps=args.steps, seed=3,
+        num_workers=args.workers, accumulate=args.accumulate,
+    )  # fmt: skip
+    for step, micro_batches in batches:
+        optimizer.zero_grad()
+        loss_sum, used = 0.0, []
+        for indices, x in micro_batches if args.accumulate > 1 else [micro_batches]:
+            loss = (model(x) - x).square().mean() / args.accumulate
+            loss.backward()
+            loss_sum += loss.item()
+            used += indices.tolist()
+        if args.pace_s:
+            time.sleep(args.pace_s)
+        optimizer.step()
+        schedule.step()
+        run.log(loss=loss_sum)
+        row = {"rank": rank, "step": step, "loss": loss_sum.hex(), "indices": used}
+        trail.write(json.dumps(row | {"generation": os.environ.get("PERDURE_GENERATION")}) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
