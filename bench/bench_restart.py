@@ -26,7 +26,7 @@ def read_log(path: Path) -> list[tuple[str, int, float, int]]:
     for line in path.read_text().splitlines() if path.exists() else []:
         parts = line.split()
         if len(parts) >= 3:
-            rows.append((parts[0], int(parts[1]), float(parts[2]), int((parts + ["-1"])[3])))
+            rows.append((parts[0], int(parts[1]), float(parts[2]), int([*parts, "-1"][3])))
     return rows
 
 
