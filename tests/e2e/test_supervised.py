@@ -1,0 +1,116 @@
+"""Depth supervised: scripts that know nothing of perdure."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+Start = Callable[..., Job]
+
+
+def test_environment_is_torchruns_and_exit_code_zero(start: Start) -> None:
+    job = start("env", "-n", "2", str(SCRIPTS / "env.py"))
+    assert job.wait() == 0, job.text()
+    rows = [
+        json.loads((job.folder / "logs" / "ranks" / "g0" / f"rank-{r}.out").read_text())
+        for r in range(2)
+    ]
+    assert [row["RANK"] for row in rows] == ["0", "1"]
+    assert {row["WORLD_SIZE"] for row in rows} == {"2"}
+    assert {row["LOCAL_WORLD_SIZE"] for row in rows} == {"2"}
+    assert {row["OMP_NUM_THREADS"] for row in rows} == {"1"}
+    assert {row["TORCHELASTIC_RESTART_COUNT"] for row in rows} == {"0"}
+    assert all(value is not None for row in rows for value in row.values()), rows
+    assert "to standard error" in job.text()
+
+
+def test_exit_code_is_passed_on_and_named(start: Start) -> None:
+    job = start("code", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
+    assert job.wait() == 17, job.text()
+    verdicts = json.loads(job.cli("diagnose", "code", "--json").stdout)["verdicts"]
+    assert verdicts[0]["kind"] == "Crash"
+    assert verdicts[0]["culprit"]["rank"] == 1
+
+
+def test_exception_is_shown_with_its_traceback(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "broken.py"
+    script.write_text("def f():\n    raise ValueError('a bad value')\nf()\n")
+    job = start("broken", "-n", "1", "--max-restarts", "0", str(script))
+    assert job.wait() == 1
+    verdicts = json.loads(job.cli("diagnose", "broken", "--json").stdout)["verdicts"]
+    assert "ValueError: a bad value" in json.dumps(verdicts)
+    text = (job.folder / "logs" / "ranks" / "g0" / "rank-0.err").read_text()
+    assert text.splitlines()[0] == "Traceback (most recent call last):"
+    assert "perdure" not in text
+
+
+def test_import_error_is_not_retried(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "imports.py"
+    script.write_text("import a_module_that_is_not_there\n")
+    job = start("imports", "-n", "2", str(script))
+    assert job.wait() == 1
+    assert not (job.folder / "logs" / "ranks" / "g1").exists()
+    assert "a_module_that_is_not_there" in job.text()
+
+
+@pytest.mark.parametrize(("text", "where"), [("def f(:\n", "line 1"), (None, "no_such.py")])
+def test_script_that_cannot_run_is_refused_at_once(
+    start: Start, tmp_path: Path, text: str | None, where: str
+) -> None:
+    script = tmp_path / "no_such.py"
+    if text is not None:
+        script.write_text(text)
+    job = start("refused", "-n", "2", str(script))
+    assert job.wait() == 2
+    assert where in job.text()
+    assert "hint:" in job.text()
+
+
+def test_killed_rank_restarts_the_world_warm(start: Start) -> None:
+    job = start("killed", "-n", "2", str(SCRIPTS / "allreduce.py"))
+    job.wait_state("running")
+    job.kill("perdure rank killed g0 r1")
+    assert job.wait() == 0, job.text()
+    report = job.report()
+    (recovery,) = [row for row in report["recoveries"] if row["rung"] == "restart"]
+    assert "SIGKILL" in recovery["cause"]
+    assert recovery["culprit"] == "rank 1"
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
+
+
+def test_stopped_rank_is_named_and_replaced(start: Start) -> None:
+    job = start("stopped", "-n", "2", str(SCRIPTS / "allreduce.py"))
+    job.wait_state("running")
+    job.cli("inject", "stopped", "stop", "--rank", "1")
+    assert job.wait() == 0, job.text()
+    verdicts = json.loads(job.cli("diagnose", "stopped", "--json").stdout)["verdicts"]
+    hang = next(v for v in verdicts if "Hang" in v["kind"])
+    assert hang["culprit"]["rank"] == 1
+    assert hang["confirmed_s"] - hang["first_seen_s"] < 3.0
+
+
+def test_rank_that_leaves_early_is_a_verdict(start: Start) -> None:
+    job = start(
+        "early", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "allreduce.py"), "--leave-early"
+    )
+    assert job.wait() != 0
+    verdicts = json.loads(job.cli("diagnose", "early", "--json").stdout)["verdicts"]
+    assert any(v["culprit"].get("rank") == 1 for v in verdicts), verdicts
+
+
+@pytest.mark.slow
+def test_long_evaluation_on_one_rank_survives(start: Start) -> None:
+    """No restart while CPU moves, however long the others wait (DESIGN: 60 s; here 12)."""
+    job = start("evaluate", "-n", "2", str(SCRIPTS / "allreduce.py"), "--evaluate-s", "12")
+    assert job.wait() == 0, job.text()
+    assert not (job.folder / "logs" / "ranks" / "g1").exists()
+
+
+def test_emulated_nodes(start: Start) -> None:
+    job = start("nodes", "-n", "1", "--nodes", "2", str(SCRIPTS / "allreduce.py"), "--steps", "50")
+    assert job.wait() == 0, job.text()
+    devices = json.loads(job.cli("map", "nodes", "--json").stdout)["devices"]
+    assert [d["node"] for d in devices] == [0, 1]

@@ -1,0 +1,28 @@
+import threading
+
+from perdure.adapters.rings import read_ring
+from perdure.worker.ring import RingWriter
+
+
+def test_a_reader_beside_a_busy_writer_sees_whole_states(tmp_path):
+    path = str(tmp_path / "r.ring")
+    ring = RingWriter.create(path, rank=0, generation=0)
+    done = threading.Event()
+
+    def write():
+        step = 0
+        while not done.is_set():
+            step += 1
+            ring.commit(step, step, step, (1_000_000_000, 0, 0, 0), phase=5)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    whole = 0
+    for _ in range(500):
+        reading = read_ring(path, 0.0)
+        if not reading.torn:
+            whole += 1
+            assert reading.account.step_s == max(reading.account.step, 0)
+    done.set()
+    writer.join()
+    assert whole > 250
