@@ -1,0 +1,241 @@
+"""Layout of a rank's progress ring, and how to read one. Drawn in `docs/ring.md`.
+
+The ring is a file that the rank maps and everybody else only reads: it survives the rank's
+death and can be read while the rank is stopped. Nobody locks it. Each of its two writers (the
+training thread: progress; the recorder: communicators) brackets its changes with a counter that
+is odd meanwhile; a reader takes the copy whose counters were even and the same before and
+after, or, where a writer died between the two, the copy as it is, marked `torn`.
+
+All numbers are native 64-bit words, times CLOCK_MONOTONIC in nanoseconds, 0 for "not reached".
+"""
+
+import struct
+import sys
+from typing import get_args
+
+import msgspec
+
+from perdure.model.errors import ProtocolError
+from perdure.model.progress import CommProgress, Phase, ProcSample, RankAccount, RankProgress
+
+MAGIC = int.from_bytes(b"PERDURE\0", sys.byteorder)
+VERSION = 1
+
+# Words of the header.
+W_MAGIC = 0
+W_VERSION = 1
+W_RANK = 2
+W_GENERATION = 3
+W_PID = 4
+"""0 until the rank has claimed the ring; no other process may write it afterwards."""
+W_RECORDER = 5
+"""Index in `RECORDERS`."""
+W_PROGRESS_SEQ = 6
+W_PHASE = 7
+W_PHASE_SINCE = 8
+W_BEAT = 9
+"""Last write of the training thread."""
+W_COMM_BEAT = 10
+"""Last time the recorder saw a collective begin or end."""
+W_START_STEP = 11
+W_STEP = 12
+W_STEP_NS = 13
+W_CHECKPOINT_NS = 14
+W_BOUNDARY_NS = 15
+W_OVERHEAD_NS = 16
+W_SPAWNED = 17
+W_SCRIPT = 18
+W_INIT = 19
+W_GROUP = 20
+W_RESTORED = 21
+W_FIRST_STEP = 22
+W_LAST_STEP = 23
+W_FINISHED = 24
+W_NUM_MARKS = 25
+"""Marks ever made; the last `MARKS_MAX` are kept."""
+W_NUM_RECORDS = 26
+"""Step records ever made; the last `RECORDS_MAX` are kept."""
+W_COMM_SEQ = 28
+W_NUM_COMMS = 29
+W_MARKS = 32
+MARKS_MAX = 16
+
+HEADER_BYTES = 512
+COMMS_MAX = 32
+COMM_BYTES = 256
+COMM_WORDS = COMM_BYTES // 8
+COMM_RANKS_MAX = 63
+COMM_TEXT = struct.Struct("32s64s")
+"""op and name, UTF-8, padded with zeros."""
+COMM_RANKS = struct.Struct(f"{1 + COMM_RANKS_MAX}H")
+COMM_TEXT_AT = 32
+COMM_RANKS_AT = 128
+RECORDS_AT = HEADER_BYTES + COMMS_MAX * COMM_BYTES
+RECORD_BYTES = 64
+RECORDS_MAX = 1024
+RING_BYTES = RECORDS_AT + RECORDS_MAX * RECORD_BYTES
+
+PHASES: tuple[Phase, ...] = get_args(Phase)
+PHASE_INDEX: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
+RECORDERS = ("off", "status", "python", "compiled")
+"""Who writes the communicator slots: nobody, a poll of Flight Recorder's status, the Python
+dispatcher hook, the compiled one."""
+
+STAMP_WORDS = {
+    "spawned": W_SPAWNED,
+    "script": W_SCRIPT,
+    "init": W_INIT,
+    "group": W_GROUP,
+    "restored": W_RESTORED,
+    "first_step": W_FIRST_STEP,
+    "last_step": W_LAST_STEP,
+    "finished": W_FINISHED,
+}
+
+_HEADER = struct.Struct(f"={HEADER_BYTES // 8}q")
+_COMM_HEAD = struct.Struct("=4q")
+_RECORD = struct.Struct("=8q")
+
+
+class StepRecord(msgspec.Struct, frozen=True):
+    """One committed step. Seconds; `begin_s` and `end_s` in job time."""
+
+    step: int
+    """Committed steps after it."""
+    begin_s: float
+    end_s: float
+    step_s: float
+    checkpoint_s: float
+    """Of the boundary before it and of gates inside it."""
+    boundary_s: float
+    overhead_s: float
+
+
+class RingReading(msgspec.Struct, frozen=True):
+    """A ring at one moment."""
+
+    rank: int
+    generation: int
+    pid: int
+    recorder: str
+    phase: Phase
+    phase_since_s: float
+    heartbeat_s: float
+    account: RankAccount
+    comms: tuple[CommProgress, ...] = ()
+    torn: bool = False
+    """A writer was in the middle of a change, for good if it is dead or stopped."""
+
+    def progress(self, proc: ProcSample) -> RankProgress:
+        """Return it as a rank's part of a heartbeat, with what /proc says beside it."""
+        return RankProgress(
+            rank=self.rank,
+            pid=self.pid,
+            phase=self.phase,
+            phase_since_s=self.phase_since_s,
+            heartbeat_s=self.heartbeat_s,
+            account=self.account,
+            comms=self.comms,
+            proc=proc,
+        )
+
+
+def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> RingReading:
+    """Return what the first `RECORDS_AT` bytes of a ring say, in job time.
+
+    Raises:
+        ProtocolError: it is no ring, or of another version.
+    """
+    if len(data) < RECORDS_AT:
+        raise ProtocolError(f"a ring of {len(data)} bytes is shorter than {RECORDS_AT}")
+    words = _HEADER.unpack_from(data)
+    if words[W_MAGIC] != MAGIC:
+        raise ProtocolError("not a ring: its first eight bytes are not PERDURE\\0")
+    if words[W_VERSION] != VERSION:
+        raise ProtocolError(f"ring of version {words[W_VERSION]}, expected {VERSION}")
+    phase = words[W_PHASE]
+    beat = max(words[W_BEAT], words[W_COMM_BEAT], words[W_SPAWNED])
+    return RingReading(
+        rank=words[W_RANK],
+        generation=words[W_GENERATION],
+        pid=words[W_PID],
+        recorder=RECORDERS[words[W_RECORDER]] if words[W_RECORDER] < len(RECORDERS) else "?",
+        phase=PHASES[phase] if 0 <= phase < len(PHASES) else "spawned",
+        phase_since_s=_stamp(words[W_PHASE_SINCE], clock_offset_s),
+        heartbeat_s=_stamp(beat, clock_offset_s),
+        account=_parse_account(words, clock_offset_s),
+        comms=_parse_comms(data, words[W_NUM_COMMS], clock_offset_s),
+        torn=torn,
+    )
+
+
+def parse_records(data: bytes, clock_offset_s: float) -> tuple[StepRecord, ...]:
+    """Return the step records of a whole ring, oldest first; empty ones are left out."""
+    total = _HEADER.unpack_from(data)[W_NUM_RECORDS]
+    records = []
+    for number in range(max(0, total - RECORDS_MAX), total):
+        at = RECORDS_AT + (number % RECORDS_MAX) * RECORD_BYTES
+        if at + RECORD_BYTES > len(data):
+            break
+        index, step, begin, end, *spent = _RECORD.unpack_from(data, at)
+        if index != number:  # Overwritten while it was copied.
+            continue
+        begin_s, end_s = _stamp(begin, clock_offset_s), _stamp(end, clock_offset_s)
+        records.append(StepRecord(step, begin_s, end_s, *(ns / 1e9 for ns in spent)))
+    return tuple(records)
+
+
+def seqs_of(data: bytes) -> tuple[int, int]:
+    """Return the counters of the two writers; a copy is whole while both are even and stay."""
+    words = _HEADER.unpack_from(data)
+    return words[W_PROGRESS_SEQ], words[W_COMM_SEQ]
+
+
+def comm_at(slot: int) -> int:
+    """Return the offset in bytes of communicator slot `slot`."""
+    return HEADER_BYTES + slot * COMM_BYTES
+
+
+def _stamp(ns: int, clock_offset_s: float) -> float:
+    return ns / 1e9 + clock_offset_s if ns else 0.0
+
+
+def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
+    total = words[W_NUM_MARKS]
+    marks = []
+    for number in range(max(0, total - MARKS_MAX), total):
+        at = W_MARKS + 2 * (number % MARKS_MAX)
+        marks.append((words[at], words[at + 1] / 1e9))
+    return RankAccount(
+        start_step=words[W_START_STEP],
+        step=words[W_STEP],
+        step_s=words[W_STEP_NS] / 1e9,
+        checkpoint_s=words[W_CHECKPOINT_NS] / 1e9,
+        boundary_s=words[W_BOUNDARY_NS] / 1e9,
+        overhead_s=words[W_OVERHEAD_NS] / 1e9,
+        spawned_s=_stamp(words[W_SPAWNED], offset),
+        script_s=_stamp(words[W_SCRIPT], offset),
+        init_s=_stamp(words[W_INIT], offset),
+        group_s=_stamp(words[W_GROUP], offset),
+        restored_s=_stamp(words[W_RESTORED], offset),
+        first_step_s=_stamp(words[W_FIRST_STEP], offset),
+        last_step_s=_stamp(words[W_LAST_STEP], offset),
+        finished_s=_stamp(words[W_FINISHED], offset),
+        marks=tuple(marks),
+    )
+
+
+def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, ...]:
+    comms = []
+    for slot in range(min(max(count, 0), COMMS_MAX)):
+        at = comm_at(slot)
+        size, started, ended, since = _COMM_HEAD.unpack_from(data, at)
+        op, name = (_text(raw) for raw in COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT))
+        ranks = COMM_RANKS.unpack_from(data, at + COMM_RANKS_AT)
+        known = ranks[1 : 1 + min(ranks[0], COMM_RANKS_MAX)]
+        comms.append(CommProgress(name, size, started, ended, op, _stamp(since, offset), known))
+    return tuple(comms)
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode("utf-8", "replace")

@@ -1,0 +1,242 @@
+"""The rank's side of its ring: a few stores into mapped memory at each step, no system call.
+
+The keeper creates the ring, so that a rank that dies in its first instruction has one too; the
+rank claims it by its pid. A forked child inherits the mapping and must never write it: after a
+fork every writer of the child points at private memory instead.
+"""
+
+import mmap
+import os
+import struct
+import time
+import weakref
+from collections.abc import Iterable
+from typing import Literal
+
+from perdure.model import ring as layout
+from perdure.model.errors import ProtocolError
+from perdure.model.progress import Phase
+
+Stamp = Literal[
+    "spawned", "script", "init", "group", "restored", "first_step", "last_step", "finished"
+]
+
+_RECORD = struct.Struct("@8q")
+_COMM_HEAD = struct.Struct("@4q")
+
+
+class RingWriter:
+    """One mapped ring. The training thread and the recorder write disjoint parts of it."""
+
+    def __init__(self, memory: mmap.mmap | bytearray, path: str) -> None:
+        """Wrap `memory`, laid out as `perdure.model.ring` says. Use `create` or `open`."""
+        self.path = path
+        self._memory = memory
+        self._words = memoryview(memory).cast("q")
+        _live.add(self)
+
+    @classmethod
+    def create(cls, path: str, *, rank: int, generation: int, pid: int = 0) -> "RingWriter":
+        """Make a ring at `path`, replacing any older one, and stamp `spawned`.
+
+        Its blocks are reserved, because a store into a hole of a full disk would kill the rank.
+
+        Raises:
+            OSError: there is no room, or no permission.
+        """
+        temporary = f"{path}.{os.getpid()}.tmp"
+        fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, layout.RING_BYTES)
+            writer = cls(mmap.mmap(fd, layout.RING_BYTES), path)
+        except OSError:
+            os.unlink(temporary)
+            raise
+        finally:
+            os.close(fd)
+        words = writer._words
+        words[layout.W_VERSION] = layout.VERSION
+        words[layout.W_RANK] = rank
+        words[layout.W_GENERATION] = generation
+        words[layout.W_PID] = pid
+        words[layout.W_STEP] = -1
+        words[layout.W_SPAWNED] = words[layout.W_PHASE_SINCE] = time.monotonic_ns()
+        words[layout.W_MAGIC] = layout.MAGIC
+        os.rename(temporary, path)
+        return writer
+
+    @classmethod
+    def open(cls, path: str) -> "RingWriter":
+        """Map the ring at `path` for writing.
+
+        Raises:
+            OSError: it is not there.
+            ProtocolError: it is no ring of this version.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != layout.RING_BYTES:
+                raise ProtocolError(f"{path} is no ring: {os.fstat(fd).st_size} bytes")
+            writer = cls(mmap.mmap(fd, layout.RING_BYTES), path)
+        finally:
+            os.close(fd)
+        words = writer._words
+        if words[layout.W_MAGIC] != layout.MAGIC or words[layout.W_VERSION] != layout.VERSION:
+            writer.close()
+            raise ProtocolError(f"{path} is no ring of version {layout.VERSION}")
+        return writer
+
+    @classmethod
+    def private(cls) -> "RingWriter":
+        """Return a ring that nobody reads: where there is no perdure around the script."""
+        return cls(bytearray(layout.RING_BYTES), "")
+
+    def claim(self, pid: int) -> bool:
+        """Make `pid` the ring's only writer; False where it is another process's already."""
+        if self._words[layout.W_PID] == 0:
+            self._words[layout.W_PID] = pid
+        return self._words[layout.W_PID] == pid
+
+    def close(self) -> None:
+        """Unmap it. Later writes go to private memory."""
+        memory = self._memory
+        self.detach()
+        if isinstance(memory, mmap.mmap):
+            memory.close()
+
+    def detach(self) -> None:
+        """Let later writes go to private memory; what is in the ring stays as it is."""
+        self._words.release()
+        self._memory = bytearray(layout.RING_BYTES)
+        self._words = memoryview(self._memory).cast("q")
+
+    @property
+    def attached(self) -> bool:
+        """Whether writes reach the file."""
+        return isinstance(self._memory, mmap.mmap)
+
+    @property
+    def rank(self) -> int:
+        """The global rank it belongs to."""
+        return self._words[layout.W_RANK]
+
+    @property
+    def generation(self) -> int:
+        """The generation of the world it belongs to."""
+        return self._words[layout.W_GENERATION]
+
+    # --- training thread ----------------------------------------------------------------------
+
+    def stamp(self, name: Stamp, ns: int = 0) -> None:
+        """Note when a phase was reached: `ns`, or now. A later stamp replaces an earlier one."""
+        self._words[layout.STAMP_WORDS[name]] = self._words[layout.W_BEAT] = (
+            ns or time.monotonic_ns()
+        )
+
+    def set_phase(self, phase: Phase, ns: int = 0) -> None:
+        """Say where the rank is, since `ns` or now."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        words[layout.W_PHASE] = layout.PHASE_INDEX[phase]
+        words[layout.W_PHASE_SINCE] = words[layout.W_BEAT] = ns or time.monotonic_ns()
+        words[layout.W_PROGRESS_SEQ] += 1
+
+    def start_steps(self, step: int) -> None:
+        """Say at which committed step the generation's loop begins."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        words[layout.W_START_STEP] = words[layout.W_STEP] = step
+        words[layout.W_PROGRESS_SEQ] += 1
+
+    def commit(
+        self, step: int, begin: int, end: int, spent: tuple[int, int, int, int], *, phase: int
+    ) -> None:
+        """Account up to `end`, at which `step` steps are committed.
+
+        `spent` is what this record adds to step, checkpoint, boundary and overhead: their sum
+        is the time since the previous record, which is what lets the ledger check itself.
+        """
+        words = self._words
+        seq = words[layout.W_PROGRESS_SEQ] + 1
+        words[layout.W_PROGRESS_SEQ] = seq
+        words[layout.W_STEP] = step
+        words[layout.W_STEP_NS] += spent[0]
+        words[layout.W_CHECKPOINT_NS] += spent[1]
+        words[layout.W_BOUNDARY_NS] += spent[2]
+        words[layout.W_OVERHEAD_NS] += spent[3]
+        words[layout.W_LAST_STEP] = words[layout.W_BEAT] = words[layout.W_PHASE_SINCE] = end
+        words[layout.W_PHASE] = phase
+        number = words[layout.W_NUM_RECORDS]
+        at = layout.RECORDS_AT + (number % layout.RECORDS_MAX) * layout.RECORD_BYTES
+        _RECORD.pack_into(self._memory, at, number, step, begin, end, *spent)
+        words[layout.W_NUM_RECORDS] = number + 1
+        words[layout.W_PROGRESS_SEQ] = seq + 1
+
+    def add_mark(self, step: int) -> None:
+        """Note that a snapshot of `step` was taken, with the useful seconds spent up to it."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        number = words[layout.W_NUM_MARKS]
+        at = layout.W_MARKS + 2 * (number % layout.MARKS_MAX)
+        words[at], words[at + 1] = step, words[layout.W_STEP_NS]
+        words[layout.W_NUM_MARKS] = number + 1
+        words[layout.W_PROGRESS_SEQ] += 1
+
+    # --- recorder -----------------------------------------------------------------------------
+
+    def set_recorder(self, kind: str) -> None:
+        """Say who writes the communicator slots, one of `RECORDERS`."""
+        self._words[layout.W_RECORDER] = layout.RECORDERS.index(kind)
+
+    def add_comm(self, name: str, size: int, ranks: Iterable[int]) -> int:
+        """Make a slot for a communicator and return its number; -1 where all are taken."""
+        words = self._words
+        slot = words[layout.W_NUM_COMMS]
+        if slot >= layout.COMMS_MAX:
+            return -1
+        members = tuple(ranks)
+        if len(members) > layout.COMM_RANKS_MAX or any(not 0 <= r < 1 << 16 for r in members):
+            members = ()
+        at = layout.comm_at(slot)
+        words[layout.W_COMM_SEQ] += 1
+        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0)
+        layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", name.encode()[:63])
+        padding = (0,) * (layout.COMM_RANKS_MAX - len(members))
+        layout.COMM_RANKS.pack_into(
+            self._memory, at + layout.COMM_RANKS_AT, len(members), *members, *padding
+        )
+        words[layout.W_NUM_COMMS] = slot + 1
+        words[layout.W_COMM_SEQ] += 1
+        return int(slot)
+
+    def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
+        """Note a communicator's last collectives; a change is a heartbeat."""
+        words = self._words
+        words[layout.W_COMM_SEQ] += 1
+        at = layout.comm_at(slot) // 8
+        words[at + 1], words[at + 2], words[at + 3] = started, ended, since
+        words[layout.W_COMM_BEAT] = time.monotonic_ns()
+        words[layout.W_COMM_SEQ] += 1
+
+    def set_comm_op(self, slot: int, op: bytes) -> None:
+        """Name the operation of a communicator's last collective."""
+        words = self._words
+        words[layout.W_COMM_SEQ] += 1
+        at = layout.comm_at(slot) + layout.COMM_TEXT_AT
+        self._memory[at : at + 32] = op[:31].ljust(32, b"\0")
+        words[layout.W_COMM_SEQ] += 1
+
+    def beat(self) -> None:
+        """Note that a collective moved of which no slot tells."""
+        self._words[layout.W_COMM_BEAT] = time.monotonic_ns()
+
+
+_live: "weakref.WeakSet[RingWriter]" = weakref.WeakSet()
+
+
+def _detach_all() -> None:
+    for writer in list(_live):
+        writer.detach()
+
+
+os.register_at_fork(after_in_child=_detach_all)
