@@ -191,31 +191,36 @@ class RingWriter:
     def add_comm(self, name: str, size: int, ranks: Iterable[int]) -> int:
         """Make a slot for a communicator and return its number; -1 where all are taken."""
         words = self._words
-        slot = words[layout.W_NUM_COMMS]
+        slot = int(words[layout.W_NUM_COMMS])
         if slot >= layout.COMMS_MAX:
             return -1
+        self.replace_comm(slot, name, size, ranks)
+        words[layout.W_NUM_COMMS] = slot + 1
+        return slot
+
+    def replace_comm(self, slot: int, name: str, size: int, ranks: Iterable[int]) -> None:
+        """Give `slot` to a communicator, at its beginning."""
+        words = self._words
         members = tuple(ranks)
         if len(members) > layout.COMM_RANKS_MAX or any(not 0 <= r < 1 << 16 for r in members):
             members = ()
+        padding = (0,) * (layout.COMM_RANKS_MAX - len(members))
+        text = name.encode()[:63]
         at = layout.comm_at(slot)
         words[layout.W_COMM_SEQ] += 1
         _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0)
-        layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", name.encode()[:63])
-        padding = (0,) * (layout.COMM_RANKS_MAX - len(members))
+        layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", text)
         layout.COMM_RANKS.pack_into(
             self._memory, at + layout.COMM_RANKS_AT, len(members), *members, *padding
         )
-        words[layout.W_NUM_COMMS] = slot + 1
         words[layout.W_COMM_SEQ] += 1
-        return int(slot)
 
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
-        """Note a communicator's last collectives; a change is a heartbeat."""
+        """Note a communicator's last collectives, and since when the newest is under way."""
         words = self._words
         words[layout.W_COMM_SEQ] += 1
         at = layout.comm_at(slot) // 8
         words[at + 1], words[at + 2], words[at + 3] = started, ended, since
-        words[layout.W_COMM_BEAT] = time.monotonic_ns()
         words[layout.W_COMM_SEQ] += 1
 
     def set_comm_op(self, slot: int, op: bytes) -> None:
@@ -226,9 +231,9 @@ class RingWriter:
         self._memory[at : at + 32] = op[:31].ljust(32, b"\0")
         words[layout.W_COMM_SEQ] += 1
 
-    def beat(self) -> None:
-        """Note that a collective moved of which no slot tells."""
-        self._words[layout.W_COMM_BEAT] = time.monotonic_ns()
+    def beat(self, now: int) -> None:
+        """Note that a collective began or ended at `now`: never merely that a thread lives."""
+        self._words[layout.W_COMM_BEAT] = now
 
 
 _live: "weakref.WeakSet[RingWriter]" = weakref.WeakSet()

@@ -1,0 +1,231 @@
+"""perdure's way into a rank: ring, recorder and control line, before the script's first line.
+
+`attach_rank` is called once in each rank: by the keeper's warm image in the child that it has
+forked, by the import hook of a cold start once torch.distributed is there, or else by
+`perdure.init`. Where it cannot attach it says so in one line and the script runs on without:
+watching must never be what breaks a training. Data loaders and other children share the
+environment but not the pid that the ring belongs to, so they never attach.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import time
+from typing import Any
+
+from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent
+from perdure.model.progress import Phase
+from perdure.model.wire import WorkerHello
+from perdure.worker.control import Control
+from perdure.worker.faults import Faults
+from perdure.worker.recorder import Dump, StatusRecorder
+from perdure.worker.ring import RingWriter
+
+_PR_SET_PTRACER = 0x59616D61
+_DRAIN_AT_EXIT_S = 5.0
+
+
+class Attachment:
+    """What perdure holds inside one rank."""
+
+    def __init__(self, ring: RingWriter) -> None:
+        """Attach to `ring`; `start_control` and `start_recorder` add the rest."""
+        self.ring = ring
+        self.pid = os.getpid()
+        self.job = os.environ.get("PERDURE_JOB", "")
+        self.clock_offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
+        self.control: Control | None = None
+        self.recorder: Any = None
+        self._phase: Phase = "spawned"
+        self.faults = Faults(
+            rank=ring.rank,
+            generation=ring.generation,
+            emit=self.emit,
+            drain=self.drain,
+            now=self.now,
+        )
+        self.on_boundary: Any = None
+        """Set by `perdure.init`; without it nothing is agreed with this rank."""
+
+    def now(self) -> float:
+        """Return job time."""
+        return time.monotonic() + self.clock_offset_s
+
+    def emit(self, event: AnyEvent) -> int:
+        """Send `event` to the journal, by way of the agent, as soon as there is one."""
+        return self.control.emit(event) if self.control is not None else 0
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until the agent has every event."""
+        return self.control is None or self.control.drain(timeout_s)
+
+    def enter(self, phase: Phase) -> None:
+        """Stamp a phase of the start-up, unless the rank is already beyond it."""
+        order: tuple[Phase, ...] = ("spawned", "script", "init", "group")
+        if phase == "script" or phase == "init" or phase == "group":
+            self.ring.stamp(phase)
+        if self._phase in order and order.index(phase) > order.index(self._phase):
+            self._phase = phase
+            self.ring.set_phase(phase)
+
+    def leave_startup(self) -> None:
+        """Let the phase be the loop's from now on."""
+        self._phase = "step"
+
+    def start_control(self) -> None:
+        """Open the line to the agent, where there is one."""
+        path = os.environ.get("PERDURE_SOCKET", "")
+        if not path or self.control is not None:
+            return
+        hello = WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
+        self.control = Control(path, hello)
+        self.control.on_fault = self._on_fault
+        self.control.on_boundary = self._on_boundary
+        self.control.start()
+
+    def start_recorder(self) -> None:
+        """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""
+        mode = os.environ.get("PERDURE_RECORDER", "auto")
+        if self.recorder is not None or mode == "off" or not _has_distributed():
+            return
+        dumps = _find_dumps()
+        if mode == "python" or not dumps:
+            from perdure.worker.hook import HookRecorder
+
+            hook = HookRecorder(self.ring, _find_members)
+            self.recorder = hook
+            self.faults.arm_collectives = lambda before: setattr(hook, "before", before)
+        else:
+            self.recorder = StatusRecorder(self.ring, dumps, _find_members)
+        self.recorder.start()
+        _note_group(self)
+
+    def stop(self) -> None:
+        """End the threads and hand over what is left; the ring stays."""
+        if os.getpid() != self.pid:
+            return
+        if self.recorder is not None:
+            self.recorder.stop()
+        if self.control is not None:
+            self.control.close(_DRAIN_AT_EXIT_S)
+
+    def _on_fault(self, order: InjectFault) -> None:
+        self.faults.handle(order)
+
+    def _on_boundary(self, order: SendBoundary) -> None:
+        if self.on_boundary is not None:
+            self.on_boundary(order)
+
+
+_attachment: Attachment | None = None
+
+
+def attach_ring() -> Attachment | None:
+    """Open this process's ring and stamp the script's first line. Imports no torch.
+
+    Returns None where there is no ring, it cannot be opened (said on standard error), or it
+    belongs to another process.
+    """
+    global _attachment
+    if _attachment is not None:
+        return _attachment if _attachment.pid == os.getpid() else None
+    path = os.environ.get("PERDURE_RING", "")
+    if not path:
+        return None
+    try:
+        ring = RingWriter.open(path)
+    except (OSError, ProtocolError) as error:
+        print(f"perdure: not watching this rank: {error}", file=sys.stderr)
+        return None
+    if not ring.claim(os.getpid()):
+        ring.close()
+        return None
+    _attachment = Attachment(ring)
+    _attachment.enter("script")
+    _allow_stacks()
+    atexit.register(_attachment.stop)
+    return _attachment
+
+
+def attach_rank() -> Attachment | None:
+    """Attach everything to this rank: ring, control line, recorder. Harmless when repeated.
+
+    Never raises: what perdure cannot watch, it leaves alone.
+    """
+    try:
+        attachment = attach_ring()
+        if attachment is not None:
+            attachment.start_control()
+            attachment.start_recorder()
+    except Exception as error:
+        print(f"perdure: cannot watch this rank: {error!r}", file=sys.stderr)
+        return _attachment
+    return attachment
+
+
+def _has_distributed() -> bool:
+    if "torch" not in sys.modules:
+        return False
+    import torch.distributed
+
+    return torch.distributed.is_available()
+
+
+def _find_dumps() -> dict[str, Dump]:
+    """Return Flight Recorder's sources; none where it was turned off."""
+    sizes = [os.environ.get(f"TORCH_{name}_BUFFER_SIZE") for name in ("FR", "NCCL_TRACE")]
+    if next((size for size in sizes if size is not None), "1").strip() == "0":
+        return {}
+    import torch
+
+    functions = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
+    found = {
+        name: getattr(torch._C._distributed_c10d, function, None)
+        for name, function in functions.items()
+    }
+    return {name: dump for name, dump in found.items() if dump is not None}
+
+
+def _find_members(name: str) -> tuple[int, tuple[int, ...]]:
+    """Return size and global ranks of the process group called `name`; (0, ()) if unknown."""
+    from torch.distributed import distributed_c10d as c10d
+
+    with contextlib.suppress(RuntimeError, AttributeError):  # Changed under our eyes.
+        for group, known in list(c10d._world.pg_names.items()):
+            if known == name:
+                ranks = tuple(c10d._world.pg_group_ranks.get(group, {}))
+                return group.size(), ranks
+    return 0, ()
+
+
+def _note_group(attachment: Attachment) -> None:
+    """Stamp the moment at which the default process group is there.
+
+    `init_process_group` itself stays untouched (people pickle, patch and import it early): what
+    is wrapped is the private function by which it publishes the finished group.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    publish = c10d._update_default_pg
+    if c10d.is_initialized():
+        attachment.enter("group")
+
+    @functools.wraps(publish)
+    def update(group: Any) -> Any:
+        result = publish(group)
+        if group is not None and attachment.pid == os.getpid():
+            attachment.enter("group")
+        return result
+
+    c10d._update_default_pg = update
+
+
+def _allow_stacks() -> None:
+    """Let the agent's py-spy read this process where Yama restricts ptrace to parents."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1).value, 0, 0, 0)

@@ -1,0 +1,149 @@
+"""A rank's side of the boundary agreement: prepare at step S, acknowledge while before S, wait.
+
+The control thread prepares and decides, the training thread arrives; one lock lies between
+them. A rank acknowledges only while fewer than S steps are committed, and then does not pass S
+without a decision: that gate, and nothing else, is what keeps ranks from acting at different
+steps. The training thread pays one comparison of integers at a boundary where nothing is open.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+import msgspec
+
+from perdure.model.actions import SendBoundary
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent, BoundaryAnswered
+
+NEVER = 1 << 62
+WAIT_S_MAX = 30.0
+ASK_FIRST_S = 0.25
+ASK_EVERY_S = 1.0
+
+
+class Agreed(msgspec.Struct, frozen=True):
+    """What all ranks do at this step."""
+
+    id: str
+    kind: Literal["checkpoint", "stop"]
+    step: int
+
+
+class _Open(msgspec.Struct):
+    agreed: Agreed
+    decision: Literal["", "commit", "abort"] = ""
+
+
+class BoundaryGate:
+    """The open agreements of one rank."""
+
+    def __init__(
+        self, *, rank: int, emit: Callable[[AnyEvent], object], ask: Callable[[str], object]
+    ) -> None:
+        """Answer through `emit`; ask about a missing decision through `ask`."""
+        self._rank = rank
+        self._emit = emit
+        self._ask = ask
+        self._changed = threading.Condition()
+        self._open: dict[str, _Open] = {}
+        self._answers: dict[str, BoundaryAnswered] = {}
+        self._committed = 0
+        self._closed = ""
+        self.next_step = NEVER
+        """The earliest step at which the training thread has to call `arrive`."""
+
+    def handle(self, order: SendBoundary) -> None:
+        """Take one move of the agreement. Called by the control thread; never waits."""
+        with self._changed:
+            if order.move == "prepare":
+                answer = self._prepare(order)
+            else:
+                answer = None
+                entry = self._open.get(order.id)
+                if entry is not None and not entry.decision:
+                    entry.decision = order.move
+                    if order.move == "abort":
+                        self._remove(order.id)
+                self._changed.notify_all()
+        if answer is not None:
+            self._emit(answer)
+
+    def advance(self, committed: int) -> bool:
+        """Note that `committed` steps are; True where something is agreed for this step."""
+        with self._changed:
+            self._committed = committed
+            return committed >= self.next_step
+
+    def arrive(self, committed: int) -> list[Agreed]:
+        """Return what was agreed for the step `committed`, waiting for open decisions.
+
+        Raises:
+            ProtocolError: no decision came within 30 s.
+        """
+        due = []
+        with self._changed:
+            for entry in [e for e in self._open.values() if e.agreed.step <= committed]:
+                self._wait(entry)
+                self._remove(entry.agreed.id)
+                if entry.decision == "commit" and entry.agreed.step == committed:
+                    due.append(entry.agreed)
+        return due
+
+    def close(self, why: str) -> list[Agreed]:
+        """Veto everything from now on; return what was promised and cannot be kept."""
+        with self._changed:
+            self._closed = why
+            broken = [entry.agreed for entry in self._open.values()]
+            self._open.clear()
+            self.next_step = NEVER
+            return broken
+
+    def reopen(self) -> None:
+        """Agree again: another loop begins."""
+        with self._changed:
+            self._closed = ""
+
+    def _prepare(self, order: SendBoundary) -> BoundaryAnswered:
+        known = self._answers.get(order.id)
+        if known is not None:
+            return known  # Asked again: the promise stands.
+        reason = self._closed
+        if not reason:
+            # The gate is set before the step is read: whoever passed it is seen here.
+            self.next_step = min(self.next_step, order.step)
+            if self._committed >= order.step:
+                reason = f"already at step {self._committed}"
+        if reason:
+            self._set_next()
+        else:
+            agreed = Agreed(order.id, order.kind, order.step)
+            self._open[order.id] = _Open(agreed)
+        answer = self._answers[order.id] = BoundaryAnswered(
+            id=order.id, rank=self._rank, ok=not reason, step=self._committed, reason=reason
+        )
+        return answer
+
+    def _wait(self, entry: _Open) -> None:
+        began = time.monotonic()
+        ask_s = ASK_FIRST_S
+        while not entry.decision:
+            if self._changed.wait_for(lambda: entry.decision, timeout=ask_s):
+                return
+            waited = time.monotonic() - began
+            if waited >= WAIT_S_MAX:
+                raise ProtocolError(
+                    f"no decision on {entry.agreed.kind} {entry.agreed.id} at step "
+                    f"{entry.agreed.step} within {waited:.0f} s",
+                    hint="perdure's controller or agent is gone: see `perdure ps`",
+                )
+            self._ask(entry.agreed.id)
+            ask_s = ASK_EVERY_S
+
+    def _remove(self, boundary_id: str) -> None:
+        self._open.pop(boundary_id, None)
+        self._set_next()
+
+    def _set_next(self) -> None:
+        self.next_step = min((e.agreed.step for e in self._open.values()), default=NEVER)

@@ -1,0 +1,199 @@
+"""A rank's line to its node's agent: one daemon thread, one unix socket, JSON lines.
+
+Events are kept until the agent says that it has taken them over, across any number of agents.
+The thread never touches training: it hands what it is told to handlers that only note it, and
+the training thread acts at its next step boundary. Losing the agent costs training nothing.
+"""
+
+import contextlib
+import os
+import select
+import socket
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent
+from perdure.model.wire import (
+    FromWorker,
+    ToWorker,
+    WorkerAck,
+    WorkerEvent,
+    WorkerHello,
+    WorkerQuery,
+    WorkerSignal,
+)
+
+RETRY_S = 0.2
+_SEND_TIMEOUT_S = 10.0
+
+
+class Control:
+    """The rank's end of the line. Every method may be called from any thread."""
+
+    def __init__(self, path: str, hello: WorkerHello) -> None:
+        """Talk to the agent that listens at `path`, introducing itself by `hello`."""
+        self._path = path
+        self._hello = hello
+        self._pid = os.getpid()
+        self._changed = threading.Condition()
+        self._unacked: deque[WorkerEvent] = deque()
+        self._seq = 0
+        self._sent = 0
+        """Newest event sent on this connection."""
+        self._asides: deque[FromWorker] = deque()
+        """Queries and signals: sent once, lost with the connection."""
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._socket: socket.socket | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.on_boundary: Callable[[SendBoundary], None] | None = None
+        self.on_fault: Callable[[InjectFault], None] | None = None
+        self.on_connect: Callable[[], None] | None = None
+        _live.add(self)
+
+    def start(self) -> None:
+        """Connect, and go on connecting for ever."""
+        self._thread = threading.Thread(target=self._run, name="perdure-control", daemon=True)
+        self._thread.start()
+
+    def emit(self, event: AnyEvent) -> int:
+        """Queue `event` for the journal and return its number. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return 0
+        with self._changed:
+            self._seq += 1
+            self._unacked.append(WorkerEvent(self._seq, event))
+            seq = self._seq
+        self._wake()
+        return seq
+
+    def query(self, boundary_id: str) -> None:
+        """Ask what became of a prepared boundary."""
+        self._asides.append(WorkerQuery(boundary_id))
+        self._wake()
+
+    def signal(self, number: int) -> None:
+        """Pass on a signal. Takes no lock, so a signal's handler may call it."""
+        self._asides.append(WorkerSignal(number))
+        self._wake()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until every event was taken over; False where `timeout_s` passed first."""
+        if os.getpid() != self._pid:
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._unacked, timeout_s)
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Wait up to `drain_s` for acknowledgements, then end the thread."""
+        if os.getpid() != self._pid or self._stop.is_set():
+            return
+        if drain_s:
+            self.drain(drain_s)
+        self._stop.set()
+        self._wake()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):  # Full: it will wake anyway.
+            os.write(self._wake_write, b".")
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                with self._connect() as connection:
+                    self._socket = connection
+                    self._serve(connection)
+            except OSError:
+                pass  # No agent now; the next one gets everything that is not acknowledged.
+            except ProtocolError as error:
+                print(f"perdure: the agent sent what it may not: {error}", file=sys.stderr)
+            finally:
+                self._socket = None
+            self._stop.wait(RETRY_S)
+
+    def _connect(self) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection.settimeout(_SEND_TIMEOUT_S)
+            connection.connect(self._path)
+        except OSError:
+            connection.close()
+            raise
+        return connection
+
+    def _serve(self, connection: socket.socket) -> None:
+        connection.sendall(encode(self._hello) + b"\n")
+        self._sent = 0
+        if self.on_connect is not None:
+            self.on_connect()
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        poll.register(self._wake_read, select.POLLIN)
+        rest = b""
+        while not self._stop.is_set():
+            self._send_queued(connection)
+            ready = {fd for fd, _ in poll.poll()}
+            if self._wake_read in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            if connection.fileno() in ready:
+                data = connection.recv(65536)
+                if not data:
+                    return
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._handle(decode(line, ToWorker))
+        self._send_queued(connection)
+
+    def _send_queued(self, connection: socket.socket) -> None:
+        with self._changed:
+            messages: list[FromWorker] = [m for m in self._unacked if m.seq > self._sent]
+            self._sent = self._seq
+        while self._asides:
+            messages.append(self._asides.popleft())
+        if messages:
+            connection.sendall(b"".join(encode(message) + b"\n" for message in messages))
+
+    def _handle(self, message: ToWorker) -> None:
+        match message:
+            case WorkerAck(seq=seq):
+                with self._changed:
+                    while self._unacked and self._unacked[0].seq <= seq:
+                        self._unacked.popleft()
+                    self._changed.notify_all()
+            case SendBoundary():
+                if self.on_boundary is not None:
+                    self.on_boundary(message)
+            case InjectFault():
+                if self.on_fault is not None:
+                    self.on_fault(message)
+
+    def _forget(self) -> None:
+        """In a forked child: give back the parent's descriptors, so that its end is seen."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            connection.close()
+        if not self._stop.is_set():
+            self._stop.set()
+            os.close(self._wake_read)
+            os.close(self._wake_write)
+            self._wake_read = self._wake_write = -1
+
+
+_live: "weakref.WeakSet[Control]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for control in list(_live):
+        control._forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
