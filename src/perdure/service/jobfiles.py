@@ -1,0 +1,247 @@
+"""The files of a job on disk: read and written here, and nowhere else in the service room.
+
+Every document is replaced atomically (temporary file, then rename), so that a reader sees the
+old one or the new one. Nothing here syncs: what must survive a power cut is in the journal.
+"""
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PlatformError, ProtocolError
+from perdure.model.events import JournalEntry
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths, job_paths
+from perdure.model.report import Snapshot
+from perdure.model.wire import Endpoint
+
+T = TypeVar("T")
+
+LOCK = "run.lock"
+"""Held (flock) by `perdure run` as long as it lives, so that no pid needs to be trusted."""
+PREVIOUS = "previous"
+"""Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
+KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """`parts.json`: who runs the job now."""
+
+    started_s: float
+    """Job time at which `perdure run` started: the ledger's first instant."""
+    run: int
+    nats: int = 0
+    """0 where the server is the user's own."""
+    controller: int = 0
+    agents: dict[int, int] = {}
+    """Node -> pid."""
+
+
+def resolve_home(env: dict[str, str] | None = None) -> str:
+    """Return the absolute state directory: `$PERDURE_HOME`, or `~/.perdure`."""
+    value = (os.environ if env is None else env).get("PERDURE_HOME") or "~/.perdure"
+    return os.path.abspath(os.path.expanduser(value))
+
+
+def paths_of(home: str, job: str) -> JobPaths:
+    """Return the paths of `job` for this user."""
+    return job_paths(home, job, os.getuid())
+
+
+def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
+    """Replace `path` by `data`.
+
+    Raises:
+        PlatformError: the disk is full, read-only or not ours.
+    """
+    folder, name = os.path.split(path)
+    temporary = ""
+    try:
+        os.makedirs(folder, exist_ok=True)
+        fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(data)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+        raise PlatformError(
+            f"cannot write {path}: {error.strerror or error}",
+            hint="make room, or choose another state directory with PERDURE_HOME",
+        ) from error
+
+
+def read_document(path: str, type_: type[T]) -> T | None:
+    """Return the document at `path`; None where there is none (or it is not one)."""
+    try:
+        with open(path, "rb") as file:
+            return decode(file.read(), type_)
+    except (FileNotFoundError, NotADirectoryError, ProtocolError):
+        return None
+
+
+def load_spec(paths: JobPaths) -> JobSpec:
+    """Return the job's document.
+
+    Raises:
+        ConfigError: there is no such job.
+    """
+    spec = read_document(paths.spec, JobSpec)
+    if spec is None:
+        raise ConfigError(
+            f"unknown job `{os.path.basename(paths.root)}`: no {paths.spec}",
+            hint="`perdure ps` lists the jobs under this PERDURE_HOME",
+        )
+    return spec
+
+
+def load_endpoint(paths: JobPaths) -> Endpoint:
+    """Return where the job's NATS server is.
+
+    Raises:
+        ConfigError: the job was never started.
+    """
+    endpoint = read_document(paths.endpoint, Endpoint)
+    if endpoint is None:
+        raise ConfigError(f"no endpoint of the job: {paths.endpoint}", hint="is it running?")
+    return endpoint
+
+
+def load_parts(paths: JobPaths) -> Parts | None:
+    """Return who runs the job, or ran it last."""
+    return read_document(paths.parts, Parts)
+
+
+def load_snapshot(paths: JobPaths) -> Snapshot | None:
+    """Return the newest snapshot that a controller wrote."""
+    return read_document(paths.snapshot, Snapshot)
+
+
+def write_document(path: str, value: Any, *, mode: int = 0o644) -> None:
+    """Replace the document at `path`."""
+    write_atomic(path, encode(value) + b"\n", mode=mode)
+
+
+def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
+    """Return the entries of `lines`; a torn last line (the writer was killed) is left out."""
+    entries: list[JournalEntry] = []
+    for line in lines:
+        if not line.strip():
+            continue
+        try:
+            entries.append(decode(line, JournalEntry))
+        except ProtocolError:
+            if line.endswith(b"\n"):
+                raise
+    return entries
+
+
+def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:
+    """Return the entries of `journal.jsonl`; None where there is no such file."""
+    try:
+        with open(paths.journal, "rb") as file:
+            return parse_journal(file)
+    except FileNotFoundError:
+        return None
+
+
+def list_jobs(home: str) -> list[str]:
+    """Return the names of the jobs under `home`, oldest first."""
+    folder = Path(home, "jobs")
+    found = [path.parent for path in folder.glob("*/job.json")]
+    return [path.name for path in sorted(found, key=lambda path: path.stat().st_mtime)]
+
+
+class JobLock:
+    """The right to run a job of one name on this machine; freed by the kernel on any death."""
+
+    def __init__(self, paths: JobPaths) -> None:
+        """Take it.
+
+        Raises:
+            ConfigError: a run of this job is alive.
+        """
+        path = os.path.join(paths.root, LOCK)
+        try:
+            os.makedirs(paths.root, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise PlatformError(
+                f"cannot use {paths.root}: {error.strerror}",
+                hint="choose another state directory with PERDURE_HOME",
+            ) from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(self._fd)
+            name = os.path.basename(paths.root)
+            raise ConfigError(
+                f"job `{name}` is running",
+                hint=f"`perdure status {name}`, `perdure stop {name}`, or another --name",
+            ) from None
+
+    def release(self) -> None:
+        """Give it back."""
+        os.close(self._fd)
+
+
+def is_alive(paths: JobPaths) -> bool:
+    """Return whether a `perdure run` of this job lives now."""
+    try:
+        fd = os.open(os.path.join(paths.root, LOCK), os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    else:
+        return False
+    finally:
+        os.close(fd)
+
+
+def set_previous_aside(paths: JobPaths) -> str:
+    """Move what an earlier run left into `previous/N`; return that folder, or an empty string.
+
+    The checkpoints stay, so that running the same name again resumes from them.
+    """
+    root = Path(paths.root)
+    left = [path for path in root.iterdir() if path.name not in KEPT]
+    if not left:
+        return ""
+    numbers = [int(path.name) for path in (root / PREVIOUS).glob("*") if path.name.isdigit()]
+    folder = root / PREVIOUS / str(max(numbers, default=0) + 1)
+    folder.mkdir(parents=True)
+    for path in left:
+        shutil.move(path, folder / path.name)
+    return str(folder)
+
+
+def make_folders(paths: JobPaths) -> None:
+    """Make the folders of a job; the sockets' one is private.
+
+    Raises:
+        PlatformError: they cannot be made, or the sockets' folder belongs to somebody else.
+    """
+    try:
+        for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
+            os.makedirs(os.path.join(paths.root, folder), exist_ok=True)
+        os.makedirs(paths.sockets, mode=0o700, exist_ok=True)
+        parent = os.path.dirname(paths.sockets)
+        for folder in (parent, paths.sockets):
+            if os.stat(folder).st_uid != os.getuid():
+                raise PlatformError(f"{folder} belongs to another user", hint="remove it")
+            os.chmod(folder, 0o700)
+    except OSError as error:
+        raise PlatformError(f"cannot make {error.filename}: {error.strerror}") from error

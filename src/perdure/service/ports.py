@@ -1,0 +1,190 @@
+"""What the event loops need of the outside, as Protocols, with the fakes that stand in for it.
+
+Two implementations of each hold one contract suite (`tests/contract`): the real one in
+`adapters/nats`, and the one in memory here, which is public code because users test with it too.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from perdure.model.errors import PlatformError, ProtocolError
+
+Reply = Callable[[bytes], Awaitable[None]]
+"""Sends the answer to one request; may be called later, or never."""
+OnMessage = Callable[[bytes], None]
+OnRequest = Callable[[bytes, Reply], None]
+
+
+class RequestError(PlatformError):
+    """A request was not answered in time, or nobody serves its subject now. Ask again."""
+
+
+class FencedError(ProtocolError):
+    """Another writer has appended to the journal: this one must leave, and decide nothing more."""
+
+
+class Bus(Protocol):
+    """Messages between the parts. Connections are kept up for ever; what is lost meanwhile is
+    lost, so everything that matters is either a request that is repeated or a level.
+    """
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be reached at this moment."""
+        ...
+
+    @property
+    def reconnects(self) -> int:
+        """How many times the connection was lost and came back."""
+        ...
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send `data` to whoever listens. Dropped without an error while not connected."""
+        ...
+
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Return the answer of whoever serves `subject`.
+
+        Raises:
+            RequestError: no answer in `timeout_s`, or (at once) nobody serves the subject.
+        """
+        ...
+
+    async def subscribe(self, subject: str, handler: OnMessage) -> None:
+        """Call `handler` with each message, in the order of each sender."""
+        ...
+
+    async def serve(self, subject: str, handler: OnRequest) -> None:
+        """Call `handler` with each request and the means to answer it."""
+        ...
+
+    async def close(self) -> None:
+        """Disconnect; nothing is called afterwards."""
+        ...
+
+
+class JournalStream(Protocol):
+    """A durable log of byte strings, numbered from 1 without gaps, with fenced appends."""
+
+    async def read_all(self) -> list[bytes]:
+        """Return every message, oldest first."""
+        ...
+
+    async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
+        """Return the number of the message, once it is on disk.
+
+        Repeating a call whose answer was lost is harmless: `message_id` is stored once.
+
+        Raises:
+            FencedError: the log's last number is not `expected_last`.
+            PlatformError: it could not be written, or nobody answered; it may be on disk or not.
+        """
+        ...
+
+
+# --- in memory -------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class FakeServer:
+    """What several `FakeBus` are connected to; `down` plays an outage."""
+
+    down: bool = False
+    listeners: dict[str, list[tuple["FakeBus", OnMessage]]] = field(default_factory=dict)
+    servers: dict[str, tuple["FakeBus", OnRequest]] = field(default_factory=dict)
+
+
+class FakeBus:
+    """`Bus` in memory."""
+
+    def __init__(self, server: FakeServer | None = None) -> None:
+        """Connect to `server`, or to one of its own."""
+        self.server = server or FakeServer()
+        self.reconnects = 0
+        self.published: list[tuple[str, bytes]] = []
+        self._closed = False
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server is up."""
+        return not (self.server.down or self._closed)
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send to every listener on the next turn of the loop."""
+        if not self.connected:
+            return
+        self.published.append((subject, data))
+        loop = asyncio.get_running_loop()
+        for bus, handler in self.server.listeners.get(subject, ()):
+            loop.call_soon(bus._deliver, handler, data)
+
+    def _deliver(self, handler: OnMessage, data: bytes) -> None:
+        if not self._closed:
+            handler(data)
+
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Hand it to the one that serves the subject, and wait."""
+        entry = self.server.servers.get(subject)
+        if not self.connected or entry is None or entry[0]._closed:
+            raise RequestError(f"nobody serves {subject}")
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+        async def reply(data: bytes) -> None:
+            if not answer.done():
+                answer.set_result(data)
+
+        entry[1](data, reply)
+        try:
+            return await asyncio.wait_for(answer, timeout_s)
+        except TimeoutError:
+            raise RequestError(f"no answer on {subject} in {timeout_s:g} s") from None
+
+    async def subscribe(self, subject: str, handler: OnMessage) -> None:
+        """Listen."""
+        self.server.listeners.setdefault(subject, []).append((self, handler))
+
+    async def serve(self, subject: str, handler: OnRequest) -> None:
+        """Serve; the last one to call it wins."""
+        self.server.servers[subject] = (self, handler)
+
+    async def close(self) -> None:
+        """Disconnect."""
+        self._closed = True
+        for listeners in self.server.listeners.values():
+            listeners[:] = [pair for pair in listeners if pair[0] is not self]
+        for subject in [s for s, (bus, _) in self.server.servers.items() if bus is self]:
+            del self.server.servers[subject]
+
+
+class FakeStream:
+    """`JournalStream` in memory. `failures` plays errors: each is raised once, in order."""
+
+    def __init__(self, messages: Sequence[bytes] = ()) -> None:
+        """Start with `messages`."""
+        self.messages = list(messages)
+        self.ids: dict[str, int] = {}
+        self.failures: list[tuple[PlatformError, bool]] = []
+        """(error, whether the message is stored all the same: the answer was lost)."""
+
+    async def read_all(self) -> list[bytes]:
+        """Return a copy."""
+        return list(self.messages)
+
+    async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
+        """Append, or fail as told."""
+        await asyncio.sleep(0)
+        failure, stored = self.failures.pop(0) if self.failures else (None, True)
+        number = self.ids.get(message_id, 0)
+        if stored and not number:
+            if expected_last != len(self.messages):
+                raise FencedError(
+                    f"another controller writes this journal: it ends at {len(self.messages)}, "
+                    f"not {expected_last}"
+                )
+            self.messages.append(data)
+            number = self.ids[message_id] = len(self.messages)
+        if failure is not None:
+            raise failure
+        return number
