@@ -14,7 +14,7 @@ import functools
 import os
 import sys
 import time
-from typing import Any
+from typing import Any, Literal
 
 from perdure.model.actions import InjectFault, SendBoundary
 from perdure.model.errors import ProtocolError
@@ -42,6 +42,7 @@ class Attachment:
         self.control: Control | None = None
         self.recorder: Any = None
         self._phase: Phase = "spawned"
+        self._entered: set[str] = set()
         self.faults = Faults(
             rank=ring.rank,
             generation=ring.generation,
@@ -64,10 +65,11 @@ class Attachment:
         """Wait until the agent has every event."""
         return self.control is None or self.control.drain(timeout_s)
 
-    def enter(self, phase: Phase) -> None:
-        """Stamp a phase of the start-up, unless the rank is already beyond it."""
+    def enter(self, phase: Literal["script", "init", "group"]) -> None:
+        """Stamp a phase of the start-up, once; show it unless the rank is already beyond it."""
         order: tuple[Phase, ...] = ("spawned", "script", "init", "group")
-        if phase == "script" or phase == "init" or phase == "group":
+        if phase not in self._entered:
+            self._entered.add(phase)
             self.ring.stamp(phase)
         if self._phase in order and order.index(phase) > order.index(self._phase):
             self._phase = phase
@@ -216,13 +218,12 @@ def _note_group(attachment: Attachment) -> None:
         attachment.enter("group")
 
     @functools.wraps(publish)
-    def update(group: Any) -> Any:
-        result = publish(group)
+    def update(group: Any) -> None:
+        publish(group)
         if group is not None and attachment.pid == os.getpid():
             attachment.enter("group")
-        return result
 
-    c10d._update_default_pg = update
+    c10d._update_default_pg = update  # type: ignore[assignment]
 
 
 def _allow_stacks() -> None:

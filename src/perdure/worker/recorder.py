@@ -95,10 +95,12 @@ class StatusRecorder:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread, so that none is inside torch while the interpreter goes down."""
+        """Look once more and end: no thread may be in torch while the interpreter goes down."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._poll_safely()
 
     def poll(self, now: int) -> None:
         """Bring the slots up to `now` (monotonic ns)."""
@@ -126,14 +128,21 @@ class StatusRecorder:
         return POLL_QUIET_S if now - self._moved_ns > QUIET_AFTER_S * 1e9 else POLL_S
 
     def _run(self) -> None:
+        while not self._stop.wait(self.next_delay_s(time.monotonic_ns())):
+            if not self._poll_safely():
+                return
+
+    def _poll_safely(self) -> bool:
+        """Poll; False where there is nothing to write to, or nothing that can be read."""
+        if not self._ring.attached:
+            return False
         try:
-            while not self._stop.wait(self.next_delay_s(time.monotonic_ns())):
-                if not self._ring.attached:
-                    return  # A forked child, or closed.
-                self.poll(time.monotonic_ns())
+            self.poll(time.monotonic_ns())
         except (msgspec.MsgspecError, RuntimeError, ValueError):
             # Flight Recorder of a torch that speaks otherwise: no slots rather than wrong ones.
             self._ring.set_recorder("off")
+            return False
+        return True
 
     def _update(self, comm: _Comm, state: _Status, now: int) -> None:
         started, ended = int(state.last_enqueued_collective), int(state.last_completed_collective)
