@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.verdicts import Verdict
 
 
@@ -121,6 +121,8 @@ class RankExited(Event, frozen=True, kw_only=True):
     """Read from its ring after its end, so nothing it stamped is lost."""
     detected_s: float
     """When the agent knew."""
+    comms: tuple[CommProgress, ...] = ()
+    """Its last collectives, from the same ring: whether others still wait for it."""
 
 
 class GenerationStopped(Event, frozen=True, kw_only=True):
@@ -145,6 +147,8 @@ class NodeLost(Event, frozen=True, kw_only=True):
     node: int
     at_s: float
     reason: str
+    last_seen_s: float = 0.0
+    """When it was last heard of."""
 
 
 class RankJoined(Event, frozen=True, kw_only=True):

@@ -1,0 +1,109 @@
+"""What is usual for this job: how long a step takes, and which long silences are its habit.
+
+Nothing here is configured. A threshold that a person sets is wrong for the next model; the job's
+own steps are the only yardstick that always fits. Two memories, because they forget differently:
+`Cadence` follows the last steps, `Habits` keeps every silence that once ended by itself.
+"""
+
+from collections import deque
+
+WINDOW = 64
+"""Samples a rank keeps: seconds to minutes of training, and 20 MB at 10,000 ranks."""
+
+
+class Cadence:
+    """The times between one rank's last steps (or between its collectives, where it has none)."""
+
+    __slots__ = ("_samples", "_stale", "_typical_s", "_usual_s")
+
+    def __init__(self) -> None:
+        """Begin knowing nothing."""
+        self._samples: deque[float] = deque(maxlen=WINDOW)
+        self._typical_s = self._usual_s = 0.0
+        self._stale = False
+
+    def __len__(self) -> int:
+        """Return how many samples are known."""
+        return len(self._samples)
+
+    def add(self, duration_s: float) -> None:
+        """Take one more sample; sorting waits until somebody asks."""
+        self._samples.append(duration_s)
+        self._stale = True
+
+    @property
+    def typical_s(self) -> float:
+        """Return the median; 0 where nothing is known."""
+        self._sort()
+        return self._typical_s
+
+    @property
+    def usual_s(self) -> float:
+        """Return a time that a healthy step stays below; 0 where nothing is known.
+
+        The two longest of 64 are left out, so that one evaluation does not blunt the detector;
+        half the distance from the median to the rest is added, so that a job with noisy long
+        steps gets the room its own noise asks for.
+        """
+        self._sort()
+        return self._usual_s
+
+    def _sort(self) -> None:
+        if not self._stale:
+            return
+        self._stale = False
+        ordered = sorted(self._samples)
+        n = len(ordered)
+        high = ordered[n - 1 - n // 32]
+        self._typical_s = ordered[n // 2]
+        self._usual_s = high + 0.5 * (high - self._typical_s)
+
+
+class Habits:
+    """Long silences that ended by themselves: by phase, and by where in training they came.
+
+    Evaluation every 500 steps is not known to be one, only as a silence at step 500. It is
+    allowed again where two silences (or one, and step 0) predict it: at 1000, then at 1500.
+    """
+
+    __slots__ = ("_gaps", "_phases")
+
+    KEPT = 16
+
+    def __init__(self) -> None:
+        """Begin knowing nothing."""
+        self._gaps: dict[int, float] = {}
+        self._phases: dict[str, float] = {}
+
+    def end_phase(self, phase: str, duration_s: float) -> None:
+        """A phase ended by itself."""
+        self._phases[phase] = max(self._phases.get(phase, 0.0), duration_s)
+
+    def phase_s(self, phase: str) -> float | None:
+        """Return the longest time that ever ended by itself in `phase`; None if none did."""
+        return self._phases.get(phase)
+
+    def end_gap(self, position: int, duration_s: float) -> None:
+        """A silence at `position` (step, or collectives so far) ended by itself."""
+        self._gaps[position] = max(self._gaps.pop(position, 0.0), duration_s)
+        while len(self._gaps) > self.KEPT:
+            del self._gaps[next(iter(self._gaps))]
+
+    def expected_s(self, position: int, tolerance: int = 0) -> float:
+        """Return how long a silence at `position` is usual; 0 where none is expected.
+
+        `tolerance` is for positions counted in collectives: ranks that wait are one ahead of
+        the rank that they wait for.
+        """
+        points = sorted(self._gaps.items())
+        best = 0.0
+        for index, (at, duration_s) in enumerate(points):
+            for earlier, earlier_s in ((0, 0.0), *points[:index]):
+                period = at - earlier
+                if period < 2 or position <= at:
+                    continue
+                allowed = min(tolerance, period // 8)
+                offset = (position - at + allowed) % period
+                if offset <= 2 * allowed:
+                    best = max(best, duration_s, earlier_s)
+        return best

@@ -1,0 +1,301 @@
+"""Heartbeats to verdicts: who makes no progress, since when, and whether to act yet.
+
+A hang is found by the absence of progress, measured against the job's own steps, and is blamed
+on the rank that did not arrive (`arrival`). Saying so and acting on it are two thresholds: a
+verdict comes within about a second, and becomes actionable only when its process is stopped,
+has been still for `quiet_action_s`, or has burned CPU for `hang_action_s`. Crashes are not
+looked at here: an exit needs no detector.
+"""
+
+import msgspec
+
+from perdure.detect.arrival import Finding, find_culprit
+from perdure.detect.cadence import Cadence, Habits
+from perdure.detect.nodes import NodeWatch
+from perdure.detect.notes import ProgressNotes
+from perdure.detect.watch import RankWatch
+from perdure.model.events import (
+    AnyEvent,
+    ControllerStarted,
+    GenerationStepping,
+    NodeLost,
+    NodeRegistered,
+    ProgressNoted,
+    RankExited,
+    RanksStarted,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import CommProgress, NodeBeat, RankProgress
+from perdure.model.verdicts import Activity, Culprit, Verdict
+
+FRESH_S = 2.0
+"""Nothing is acted upon by a heartbeat older than this: its agent may be restarting."""
+
+
+class Detector:
+    """Watches one job, one generation of it at a time."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Begin before the first event of the journal."""
+        self._spec = spec
+        self._config = spec.detect
+        self._nodes = NodeWatch(spec.detect.node_lost_s)
+        self._notes = ProgressNotes(spec)
+        self._habits = Habits()
+        self._cadences: dict[int, Cadence] = {}
+        self._generation = -1
+        self._watches: dict[int, RankWatch] = {}
+        self._exited: dict[int, tuple[CommProgress, ...]] = {}
+        self._exit_s: dict[int, float] = {}
+        self._open: Verdict | None = None
+        self._closed = False
+        self._looked_s = 0.0
+        self._look_every_s = max(0.05, spec.world_size / 10_000)
+
+    # --- what comes in ------------------------------------------------------------------------
+
+    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+        """Take a heartbeat; return what it shows."""
+        if not self._nodes.take_beat(now, beat):
+            return []
+        if beat.generation > self._generation:
+            self._begin(beat.generation, now)
+        if beat.generation < self._generation or beat.generation < 0:
+            return []
+        suspicious = False
+        for progress in beat.ranks:
+            watch = self._take(now, beat, progress)
+            if watch is not None and watch.silence_s > self._config.hang_floor_s:
+                suspicious |= watch.silence_s > watch.find_allowance(self._habits)[0]
+        out: list[AnyEvent] = [*self._notes.make(now, self._watches)]
+        if (suspicious or self._open) and now - self._looked_s >= self._look_every_s:
+            out += self._look(now)
+        return out
+
+    def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
+        """Take a journaled event, in replay as well; return what follows from it."""
+        match event:
+            case ControllerStarted():
+                self._nodes.restart(now)
+            case NodeRegistered():
+                self._nodes.register(now, event.node)
+            case NodeLost():
+                self._nodes.mark_lost(event.node)
+            case RanksStarted() if event.generation > self._generation:
+                self._begin(event.generation, now)
+            case RankExited() if event.record.generation == self._generation:
+                self._note_exit(event)
+            case ProgressNoted() if event.generation == self._generation:
+                self._notes.mark_noted(event.at_s)
+                self._learn(event)
+            case GenerationStepping() if event.generation == self._generation:
+                self._notes.mark_stepping()
+            case VerdictReached() if event.verdict.generation == self._generation:
+                self._open = event.verdict
+                self._closed |= event.verdict.actionable
+            case VerdictWithdrawn() if event.verdict.generation == self._generation:
+                self._open = None
+            case _:
+                pass
+        return []
+
+    def tick(self, now: float) -> list[AnyEvent]:
+        """Return what time alone has brought about: nodes fallen silent.
+
+        Everything else is said of a rank that is still heard of, so a heartbeat brings it.
+        """
+        return [*self._nodes.find_lost(now)]
+
+    def next_deadline(self) -> float | None:
+        """Return when to call `tick`."""
+        return self._nodes.due_s
+
+    # --- bookkeeping --------------------------------------------------------------------------
+
+    def _begin(self, generation: int, now: float) -> None:
+        self._generation = generation
+        self._watches, self._exited, self._exit_s = {}, {}, {}
+        self._open, self._closed = None, False
+        self._notes.begin(generation, now)
+
+    def _take(self, now: float, beat: NodeBeat, progress: RankProgress) -> RankWatch | None:
+        watch = self._watches.get(progress.rank)
+        moved = True
+        if watch is None:
+            if progress.rank in self._exit_s:
+                return None
+            cadence = self._cadences.setdefault(progress.rank, Cadence())
+            watch = RankWatch(progress.rank, beat.node, cadence, self._config)
+            self._watches[progress.rank] = watch
+            watch.begin(progress, beat.sent_s)
+        elif watch.gone:
+            return None
+        else:
+            moved = watch.observe(progress, beat.sent_s, self._habits)
+        watch.seen_s, watch.received_s = beat.sent_s, now
+        self._notes.take(watch, moved)
+        return watch
+
+    def _note_exit(self, event: RankExited) -> None:
+        record = event.record
+        watch = self._watches.get(record.rank)
+        self._exit_s[record.rank] = record.at_s
+        if watch is not None:
+            watch.gone = True
+            if event.account.last_step_s >= watch.account.last_step_s:
+                watch.account = event.account
+        if record.failed:
+            self._closed = True
+        elif not record.asked:
+            self._exited[record.rank] = event.comms or (watch.comms if watch else ())
+            self._notes.mark_ended(record.rank, record.at_s)
+
+    def _learn(self, event: ProgressNoted) -> None:
+        """After a controller's restart the journal is all that is known of the step time."""
+        for rank, account in event.accounts.items():
+            cadence = self._cadences.setdefault(rank, Cadence())
+            steps = account.step - account.start_step
+            if len(cadence) < 3 and rank not in self._watches and steps > 0:
+                cadence.add(account.step_s / steps)
+
+    # --- verdicts -----------------------------------------------------------------------------
+
+    def _look(self, now: float) -> list[AnyEvent]:
+        """Look at the whole generation: withdraw, find, escalate."""
+        self._looked_s = now
+        out: list[AnyEvent] = []
+        if self._open is not None and (withdrawn := self._withdraw(now, self._open)):
+            out.append(withdrawn)
+            self._open = None
+        if self._closed:
+            return out
+        live = {r: w for r, w in sorted(self._watches.items()) if not w.gone}
+        finding = find_culprit(live, self._find_silent(live), self._spec.world_size, self._exited)
+        if finding is not None:
+            out += self._report(now, finding)
+        due_s = self._find_action(now)
+        if self._open is not None and due_s is not None and now >= due_s:
+            activity = self._find_activity(self._open)
+            evidence = {
+                **self._open.evidence,
+                "acted_after_s": round(now - self._open.confirmed_s, 3),
+            }
+            self._open = msgspec.structs.replace(
+                self._open, actionable=True, activity=activity, evidence=evidence
+            )
+            self._closed = True
+            out.append(VerdictReached(verdict=self._open))
+        return out
+
+    def _find_silent(self, live: dict[int, RankWatch]) -> dict[int, RankWatch]:
+        floor_s = self._config.hang_floor_s
+        return {
+            rank: watch
+            for rank, watch in live.items()
+            if watch.silence_s > floor_s and watch.silence_s > watch.find_allowance(self._habits)[0]
+        }
+
+    def _report(self, now: float, finding: Finding) -> list[AnyEvent]:
+        culprit = Culprit(rank=finding.rank)
+        old = self._open
+        out: list[AnyEvent] = []
+        if old is not None:
+            same = old.kind == finding.kind and old.culprit == culprit
+            if same or old.confidence >= finding.confidence:
+                return []
+            reason = f"better explained: {finding.reason}"
+            out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
+        self._open = self._make_verdict(now, finding, culprit)
+        return [*out, VerdictReached(verdict=self._open)]
+
+    def _make_verdict(self, now: float, finding: Finding, culprit: Culprit) -> Verdict:
+        watch = self._watches.get(finding.rank) if finding.rank is not None else None
+        evidence = dict(finding.evidence)
+        first_s = max(w.progress_s for w in self._watches.values() if not w.gone)
+        step = max((w.account.step for w in self._watches.values()), default=-1)
+        if finding.kind == "EarlyExit" and finding.rank is not None:
+            first_s = self._exit_s[finding.rank]
+        if watch is not None:
+            step = watch.account.step
+            if not watch.gone:
+                allowed_s, why = watch.find_allowance(self._habits)
+                first_s = watch.progress_s
+                evidence |= {
+                    "pid": watch.pid,
+                    "proc_state": watch.state,
+                    "phase": watch.phase,
+                    "silence_s": round(watch.silence_s, 3),
+                    "allowed_s": round(allowed_s, 3),
+                    "allowed_for": why,
+                    "learned_step_s": round(watch.cadence.usual_s, 4),
+                }
+        verdict = Verdict(
+            kind=finding.kind,
+            culprit=culprit,
+            generation=self._generation,
+            first_seen_s=first_s,
+            confirmed_s=now,
+            confidence=finding.confidence,
+            reason=f"{finding.reason}; no progress for {now - first_s:.1f} s",
+            step=step,
+            evidence=evidence,
+        )
+        return msgspec.structs.replace(verdict, activity=self._find_activity(verdict))
+
+    def _withdraw(self, now: float, verdict: Verdict) -> VerdictWithdrawn | None:
+        rank = verdict.culprit.rank
+        if rank is not None and verdict.kind != "EarlyExit":
+            watch = self._watches.get(rank)
+            if watch is None or watch.progress_s <= verdict.first_seen_s + 1e-6:
+                return None
+            who, at_s = f"rank {rank}", watch.progress_s
+        else:
+            moved = [w for w in self._watches.values() if w.progress_s > verdict.confirmed_s]
+            if not moved:
+                return None
+            who, at_s = f"rank {moved[0].rank}", moved[0].progress_s
+        reason = f"{who} made progress again after {at_s - verdict.first_seen_s:.1f} s"
+        return VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason)
+
+    def _find_suspects(self, verdict: Verdict) -> list[RankWatch]:
+        """Return the ranks whose activity decides when to act on `verdict`."""
+        rank = verdict.culprit.rank
+        if rank is not None and verdict.kind != "EarlyExit":
+            return [w for w in (self._watches.get(rank),) if w is not None and not w.gone]
+        return [w for w in self._watches.values() if not w.gone]
+
+    def _find_activity(self, verdict: Verdict) -> Activity:
+        """Return what the suspects do; the busiest speaks for all."""
+        seen = {w.activity for w in self._find_suspects(verdict)}
+        order: tuple[Activity, ...] = ("busy", "quiet", "stopped")
+        return next((a for a in order if a in seen), "gone")
+
+    def _find_action(self, now: float) -> float | None:
+        """Return when the open verdict becomes actionable, as things look.
+
+        None if never, or if what is known of the suspects is no longer fresh.
+        """
+        verdict = self._open
+        if verdict is None or verdict.actionable or self._closed:
+            return None
+        suspects = self._find_suspects(verdict)
+        if not suspects:
+            return None
+        if now - min(w.received_s for w in suspects) > FRESH_S:
+            return None
+        config, since_s = self._config, verdict.confirmed_s
+        activity = self._find_activity(verdict)
+        quiet_s = max(since_s, max(w.busy_s for w in suspects))
+        match activity:
+            case "stopped":
+                return since_s + config.stopped_action_s
+            case _ if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
+                return max(since_s, verdict.first_seen_s + config.exit_skew_s)
+            case "quiet" if verdict.kind == "EarlyExit":
+                return max(since_s, verdict.first_seen_s + config.exit_skew_s)
+            case "quiet" if all(w.instrumented for w in suspects):
+                return min(quiet_s + config.quiet_action_s, since_s + config.hang_action_s)
+            case _:
+                return since_s + config.hang_action_s

@@ -1,0 +1,78 @@
+"""Which nodes are still heard of.
+
+A node is lost only after seconds without a heartbeat: its agent may be restarting while its
+ranks train on. After a controller's own restart every node gets that time again, because the
+silence was the controller's.
+"""
+
+from dataclasses import dataclass
+
+from perdure.model.events import NodeLost
+from perdure.model.progress import NodeBeat
+
+
+@dataclass(slots=True)
+class _Node:
+    received_s: float
+    sent_s: float = 0.0
+    lost: bool = False
+
+
+class NodeWatch:
+    """Receives every heartbeat and says when a node fell silent."""
+
+    def __init__(self, node_lost_s: float) -> None:
+        """Begin with no nodes; those that never came are not lost."""
+        self._node_lost_s = node_lost_s
+        self._nodes: dict[int, _Node] = {}
+        self._due_s: float | None = None
+
+    def take_beat(self, now: float, beat: NodeBeat) -> bool:
+        """Return whether the heartbeat is news: not a duplicate, not overtaken by another."""
+        node = self._nodes.get(beat.node)
+        if node is None:
+            self._nodes[beat.node] = _Node(now, beat.sent_s)
+            self._due_s = self._due_s or now + self._node_lost_s
+            return True
+        if beat.sent_s <= node.sent_s:
+            return False
+        node.received_s, node.sent_s, node.lost = now, beat.sent_s, False
+        self._due_s = self._due_s or now + self._node_lost_s
+        return True
+
+    def register(self, now: float, node: int) -> None:
+        """An agent said hello."""
+        known = self._nodes.setdefault(node, _Node(now))
+        known.received_s, known.lost = now, False
+        self._due_s = self._due_s or now + self._node_lost_s
+
+    def restart(self, now: float) -> None:
+        """A controller has just started: no silence before now counts."""
+        for node in self._nodes.values():
+            node.received_s = max(node.received_s, now)
+
+    def mark_lost(self, node: int) -> None:
+        """It is in the journal that this node was lost."""
+        if node in self._nodes:
+            self._nodes[node].lost = True
+
+    @property
+    def due_s(self) -> float | None:
+        """Return when to look next; heartbeats since then only make it later."""
+        return self._due_s
+
+    def find_lost(self, now: float) -> list[NodeLost]:
+        """Return the nodes that have just fallen silent for too long."""
+        if self._due_s is None or now < self._due_s:
+            return []
+        lost = []
+        for number, node in sorted(self._nodes.items()):
+            silence_s = now - node.received_s
+            if not node.lost and silence_s >= self._node_lost_s:
+                node.lost = True
+                reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
+                last_s = node.sent_s or node.received_s
+                lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
+        waiting = [n.received_s for n in self._nodes.values() if not n.lost]
+        self._due_s = min(waiting) + self._node_lost_s if waiting else None
+        return lost

@@ -1,0 +1,117 @@
+"""Progress worth journaling: heartbeats folded to one line every few seconds.
+
+Heartbeats themselves are never journaled. What decisions and the ledger need of them is: how
+far every rank is, and the moment at which a new generation is training again.
+"""
+
+from collections.abc import Mapping
+
+from perdure.detect.watch import RankWatch
+from perdure.model.events import GenerationStepping, ProgressNoted
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+
+INTERVAL_S = 5.0
+RANKS_AT_FULL_RATE = 1000
+"""Above it the interval grows with the world, so that the journal does not."""
+ALIVE_S = 1.0
+"""A world that cannot show collectives (one rank, or no Python) trains once it lived so long."""
+MUTE_S = 30.0
+"""A Python world of several ranks that shows neither steps nor collectives, after so long."""
+
+_STAMPS = ("spawned", "script", "init", "group", "restored", "first_step")
+
+
+class ProgressNotes:
+    """Turns the ranks of one generation into `ProgressNoted` and `GenerationStepping`."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Begin before the first generation."""
+        self._spec = spec
+        self._interval_s = INTERVAL_S * max(1.0, spec.world_size / RANKS_AT_FULL_RATE)
+        self._generation = -1
+        self._noted_s = 0.0
+        self._moved = False
+        self._stepping = False
+        self._ready: dict[int, float] = {}
+
+    def begin(self, generation: int, now: float) -> None:
+        """A new generation starts."""
+        self._generation, self._noted_s = generation, now
+        self._moved = self._stepping = False
+        self._ready = {}
+
+    def mark_noted(self, at_s: float) -> None:
+        """A `ProgressNoted` of this generation is in the journal."""
+        self._noted_s = max(self._noted_s, at_s)
+
+    def mark_stepping(self) -> None:
+        """A `GenerationStepping` of this generation is in the journal."""
+        self._stepping = True
+
+    def mark_ended(self, rank: int, at_s: float) -> None:
+        """A rank ended well: nobody waits for its first step any more."""
+        self._ready.setdefault(rank, at_s)
+
+    def take(self, watch: RankWatch, moved: bool) -> None:
+        """Look at one rank's newest heartbeat."""
+        self._moved |= moved
+        if not self._stepping and watch.rank not in self._ready:
+            at_s = self._find_first(watch)
+            if at_s:
+                self._ready[watch.rank] = at_s
+
+    def make(
+        self, now: float, watches: Mapping[int, RankWatch]
+    ) -> list[ProgressNoted | GenerationStepping]:
+        """Return what is due."""
+        if not self._stepping and watches and len(self._ready) >= self._spec.world_size:
+            self._stepping, self._moved = True, True
+            return [self._note(now, watches), self._say_stepping(watches)]
+        if self._moved and now - self._noted_s >= self._interval_s:
+            return [self._note(now, watches)]
+        return []
+
+    def _find_first(self, watch: RankWatch) -> float:
+        """Return when the rank began its first step, as well as can be told; 0 if not yet."""
+        account = watch.account
+        if account.first_step_s > 0:
+            return account.first_step_s
+        alive_s = watch.seen_s - (account.spawned_s or watch.began_s)
+        if not watch.joined:
+            if _ended(watch) >= 1:
+                return watch.progress_s
+            alone = self._spec.world_size == 1 or self._spec.no_python
+            if alone and not watch.collectives and alive_s >= ALIVE_S:
+                return watch.seen_s
+        return watch.seen_s if alive_s >= MUTE_S and watch.collectives == 0 else 0.0
+
+    def _note(self, now: float, watches: Mapping[int, RankWatch]) -> ProgressNoted:
+        self._noted_s, self._moved = now, False
+        accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
+        live = [w for w in watches.values() if not w.gone]
+        return ProgressNoted(
+            generation=self._generation,
+            at_s=now,
+            step=min((a.step for a in accounts.values()), default=-1),
+            accounts=accounts,
+            collectives=min((_ended(w) for w in live), default=0),
+        )
+
+    def _say_stepping(self, watches: Mapping[int, RankWatch]) -> GenerationStepping:
+        accounts = [w.account for w in watches.values()]
+        stamps = {name: max(getattr(a, f"{name}_s") for a in accounts) for name in _STAMPS}
+        return GenerationStepping(
+            generation=self._generation,
+            at_s=max(self._ready.values()),
+            step=min(a.step for a in accounts),
+            stamps={name: at_s for name, at_s in stamps.items() if at_s > 0},
+        )
+
+
+def _ended(watch: RankWatch) -> int:
+    """Return the collectives that the rank has surely left: all but the last one entered."""
+    total = 0
+    for comm in watch.comms:
+        total += comm.ended_seq if comm.ended_seq >= 0 else max(comm.started_seq - 1, 0)
+    return total

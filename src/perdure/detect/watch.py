@@ -1,0 +1,196 @@
+"""One rank as its heartbeats show it: progress, activity, and how much silence it is allowed.
+
+*Progress* is a step, a collective or a change of phase, and nothing else: a pulse proves only
+that something can send one. *Activity* is what /proc says (stopped, quiet, busy); it never
+clears a suspicion, it only decides how soon one may be acted upon. The one exception is a rank
+that has shown no step and no collective yet: its CPU and I/O are all there is to see, and
+minutes of preprocessing before the first collective are common.
+"""
+
+from dataclasses import dataclass, field
+
+from perdure.detect.cadence import Cadence, Habits
+from perdure.model.job import DetectConfig
+from perdure.model.progress import CommProgress, RankAccount, RankProgress
+from perdure.model.verdicts import Activity
+
+SAMPLE_S = 1.0
+"""Activity is judged over at least this long: /proc counts CPU in ticks of 10 ms."""
+CPU_SHARE = 0.05
+"""Above this share of one core a process is busy."""
+IO_RATE = 16384.0
+"""Above so many bytes a second, too."""
+MOVES_MIN = 5
+"""Before so many collectives were seen to move, a script without steps is at its first one."""
+SLACK = 1.5
+"""How much longer than ever before a known phase or silence may last."""
+
+_LONG_PHASES = frozenset({"init", "group", "restore", "checkpoint", "boundary"})
+
+
+@dataclass(slots=True)
+class RankWatch:
+    """What is known of one rank in the current generation."""
+
+    rank: int
+    node: int
+    cadence: Cadence
+    config: DetectConfig
+    pid: int = 0
+    received_s: float = 0.0
+    """When the controller heard of it last."""
+    began_s: float = 0.0
+    """When its first heartbeat was sent."""
+    seen_s: float = 0.0
+    """When the newest heartbeat was sent: silence is measured up to here, not up to now, so
+    that a late heartbeat is never taken for a silent rank."""
+    progress_s: float = 0.0
+    phase: str = "spawned"
+    phase_since_s: float = 0.0
+    heartbeat_s: float = 0.0
+    account: RankAccount = field(default_factory=RankAccount)
+    comms: tuple[CommProgress, ...] = ()
+    collectives: int = 0
+    """Collectives entered so far, in all communicators."""
+    moves: int = 0
+    instrumented: bool = False
+    """It has shown a step or a collective."""
+    state: str = "?"
+    stopped_in_gap: bool = False
+    busy_s: float = 0.0
+    """When CPU or I/O was last seen to move."""
+    gone: bool = False
+    _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
+
+    @property
+    def silence_s(self) -> float:
+        """Return how long it had made no progress when it was last heard of."""
+        return self.seen_s - self.progress_s
+
+    @property
+    def stopped(self) -> bool:
+        """Return whether it is in state T. A debugger's `t` is not: py-spy makes it too."""
+        return self.state == "T"
+
+    @property
+    def activity(self) -> Activity:
+        """Return what its process does."""
+        if self.gone:
+            return "gone"
+        if self.stopped:
+            return "stopped"
+        return "busy" if self.seen_s - self.busy_s <= 2 * SAMPLE_S else "quiet"
+
+    @property
+    def position(self) -> int:
+        """Return where in training it is: committed steps, or else collectives."""
+        return self.account.step if self.account.step >= 0 else self.collectives
+
+    @property
+    def joined(self) -> bool:
+        """Return whether it declares steps."""
+        return self.account.init_s > 0 or self.account.step >= 0
+
+    def begin(self, progress: RankProgress, sent_s: float) -> None:
+        """Take the first heartbeat of this generation (or the first after a new controller)."""
+        self.began_s = self.busy_s = sent_s
+        self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
+        self._store(progress)
+        stamps = max(progress.heartbeat_s, progress.phase_since_s, progress.account.last_step_s)
+        self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
+
+    def observe(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
+        """Take a heartbeat; return whether it shows progress."""
+        self._weigh(progress, sent_s)
+        collectives = _entered(progress.comms)
+        stepped = progress.account.step - self.account.step
+        moved = (
+            progress.heartbeat_s > self.heartbeat_s
+            or stepped > 0
+            or collectives > self.collectives
+            or progress.phase != self.phase
+        )
+        if moved:
+            self._move(progress, sent_s, habits, stepped, collectives > self.collectives)
+        elif not self.instrumented and self.busy_s == sent_s:
+            self.progress_s = sent_s
+        self._store(progress)
+        self.stopped_in_gap |= self.stopped
+        return moved
+
+    def _move(
+        self, new: RankProgress, sent_s: float, habits: Habits, stepped: int, entered: bool
+    ) -> None:
+        at_s = min(max(new.heartbeat_s, new.phase_since_s, new.account.last_step_s), sent_s)
+        if at_s <= self.progress_s:
+            at_s = sent_s
+        gap_s = at_s - self.progress_s
+        if new.phase != self.phase and self.phase_since_s > 0 and not self.stopped_in_gap:
+            habits.end_phase(self.phase, new.phase_since_s - self.phase_since_s)
+        if self.instrumented and len(self.cadence) >= 3 and not self.stopped_in_gap:
+            floor_s = self.config.hang_floor_s
+            if gap_s > floor_s and gap_s > floor_s + self.cadence.usual_s:
+                habits.end_gap(self.position, gap_s)
+        last_s, new_last_s = self.account.last_step_s, new.account.last_step_s
+        if self.stopped_in_gap:
+            pass  # What a stopped rank took says nothing about what its steps take.
+        elif new.account.step >= 0:
+            if stepped > 0 and last_s > 0 and new_last_s > last_s:
+                self.cadence.add((new_last_s - last_s) / stepped)
+        elif entered and self.instrumented:
+            self.cadence.add(gap_s)
+        self.moves += 1
+        self.progress_s = at_s
+        self.stopped_in_gap = False
+
+    def _weigh(self, progress: RankProgress, sent_s: float) -> None:
+        at_s, cpu_s, io_bytes = self._anchor
+        elapsed_s = sent_s - at_s
+        if elapsed_s < SAMPLE_S:
+            return
+        cpu, read = progress.proc.cpu_s - cpu_s, progress.proc.io_bytes - io_bytes
+        # A sum that shrank lost a descendant: that, too, is something moving.
+        if cpu > CPU_SHARE * elapsed_s or read > IO_RATE * elapsed_s or cpu < 0 or read < 0:
+            self.busy_s = sent_s
+        self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
+
+    def _store(self, progress: RankProgress) -> None:
+        self.pid = progress.pid
+        self.phase, self.phase_since_s = progress.phase, progress.phase_since_s
+        self.heartbeat_s = max(self.heartbeat_s, progress.heartbeat_s)
+        self.account, self.comms = progress.account, progress.comms
+        self.collectives = max(self.collectives, _entered(progress.comms))
+        self.state = progress.proc.state
+        self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
+
+    def find_allowance(self, habits: Habits) -> tuple[float, str]:
+        """Return how long it may be silent now, and why so long.
+
+        A stopped process gets no allowance for a phase: no evaluation is ever in state T.
+        """
+        config = self.config
+        factor, floor_s = config.hang_step_factor, config.hang_floor_s
+        if self.stopped:
+            return floor_s + factor * self.cadence.typical_s, "a stopped process"
+        if not self.instrumented or self.phase == "finished":
+            return config.startup_allowance_s, "before the first, or after the last, step"
+        base_s = floor_s + factor * self.cadence.usual_s
+        if self.phase in _LONG_PHASES:
+            known_s = habits.phase_s(self.phase)
+            room_s = config.phase_allowance_s if known_s is None else floor_s + SLACK * known_s
+            return max(base_s, room_s), f"phase {self.phase}"
+        steps = self.account.step
+        first = steps <= self.account.start_step if steps >= 0 else self.moves < MOVES_MIN
+        if first or len(self.cadence) < 3:
+            return max(base_s, config.phase_allowance_s), "the first step"
+        expected_s = habits.expected_s(self.position, 0 if steps >= 0 else 2)
+        if expected_s:
+            return max(base_s, floor_s + SLACK * expected_s), "a silence seen here before"
+        return base_s, "the usual step"
+
+
+def _entered(comms: tuple[CommProgress, ...]) -> int:
+    total = 0
+    for comm in comms:
+        total += comm.started_seq
+    return total

@@ -1,0 +1,41 @@
+from perdure.detect.cadence import Cadence, Habits
+
+
+def test_one_evaluation_does_not_blunt_the_learned_step():
+    cadence = Cadence()
+    for i in range(64):
+        cadence.add(60.0 if i == 30 else 0.3)
+    assert cadence.usual_s == 0.3
+    assert cadence.typical_s == 0.3
+
+
+def test_a_job_that_became_slower_is_learned():
+    cadence = Cadence()
+    for _ in range(64):
+        cadence.add(0.3)
+    for _ in range(5):
+        cadence.add(4.0)
+    assert cadence.usual_s >= 4.0
+
+
+def test_one_silence_is_expected_at_multiples_and_nowhere_else():
+    habits = Habits()
+    habits.end_gap(500, 60.0)
+    assert habits.expected_s(1000) == 60.0
+    assert habits.expected_s(999) == 0.0
+
+
+def test_two_silences_set_the_period():
+    habits = Habits()
+    habits.end_gap(130, 10.0)
+    habits.end_gap(230, 20.0)
+    assert habits.expected_s(330) == 20.0
+    assert habits.expected_s(350) == 0.0
+
+
+def test_positions_in_collectives_may_be_one_off():
+    habits = Habits()
+    habits.end_gap(4000, 10.0)
+    habits.end_gap(8001, 10.0)
+    assert habits.expected_s(12001, tolerance=2) == 10.0
+    assert habits.expected_s(12100, tolerance=2) == 0.0

@@ -1,0 +1,289 @@
+import random
+
+import msgspec
+import pytest
+
+from perdure.detect import Detector
+from perdure.model.events import (
+    ControllerStarted,
+    ExitRecord,
+    GenerationStepping,
+    NodeLost,
+    NodeRegistered,
+    ProgressNoted,
+    RankExited,
+    VerdictWithdrawn,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat, ProcSample, RankAccount, RankProgress
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize("ends_known", [True, False])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_stopped_rank_of_two_is_named_within_the_floor_and_one_step(
+    make_world, resumable, ends_known, victim
+):
+    world = make_world(resumable=resumable, ends_known=ends_known)
+    world.run(30)
+    stopped_s = world.now
+    world.ranks[victim].state = "T"
+    world.run(3)
+    first = world.verdicts[0]
+    assert (first.kind, first.culprit.rank, first.activity) == ("ComputeHang", victim, "stopped")
+    assert not first.actionable
+    assert first.confirmed_s - stopped_s <= 1.0 + 0.32 + 0.2
+    assert first.first_seen_s <= stopped_s
+    (acted,) = world.actionable
+    assert acted.culprit.rank == victim
+    assert 0.5 <= acted.evidence["acted_after_s"] <= 0.8
+    assert acted.step == (world.ranks[victim].step if resumable else -1)
+
+
+def test_a_rank_stopped_inside_the_collective_is_named_by_its_state(make_world):
+    world = make_world()
+    world.run(20)
+    for r in world.ranks:
+        r.started, r.since_s, r.heartbeat_s = r.ended + 1, world.now, world.now
+    world.ranks[1].state, world.network = "T", False
+    world.run(3, hold=lambda rank: True)
+    assert {v.culprit.rank for v in world.verdicts} == {1}
+
+
+@pytest.mark.parametrize("activity", ["busy", "quiet"])
+def test_a_rank_that_did_not_arrive_is_named_and_acted_upon_by_what_it_does(make_world, activity):
+    world = make_world()
+    world.run(20)
+    at_s = world.now
+    world.ranks[1].busy = activity == "busy"
+    world.run(2, hold=lambda rank: rank == 1)
+    (verdict,) = world.verdicts
+    assert (verdict.kind, verdict.culprit.rank) == ("ComputeHang", 1)
+    assert verdict.evidence["missing"] == [1]
+    assert verdict.evidence["arrived"] == [0]
+    assert verdict.confirmed_s - at_s <= 1.0 + 0.32 + 0.4
+    world.run(400, hold=lambda rank: rank == 1)
+    (acted,) = world.actionable
+    assert acted.activity == activity
+    expected = {"busy": 300.0, "quiet": 30.0}[activity]
+    assert expected <= acted.evidence["acted_after_s"] <= expected + 3.0
+
+
+def test_a_first_evaluation_of_60_s_on_rank_0_survives(make_world):
+    world = make_world()
+    world.run(20)
+    world.run(60, hold=lambda rank: rank == 0)
+    world.run(10)
+    assert not world.actionable
+    assert [v.culprit.rank for v in world.verdicts] == [0]
+    assert len(world.of(VerdictWithdrawn)) == 1
+
+
+def test_the_next_evaluation_is_expected(make_world):
+    world = make_world()
+
+    def evaluate(rank, step):
+        return 20.0 if rank == 0 and step % 50 == 0 and step else 0.3
+
+    world.run(100, duration=evaluate)
+    before = len(world.verdicts)
+    assert before >= 1
+    world.run(200, duration=evaluate)
+    assert len(world.verdicts) == before
+    world.run(20, hold=lambda rank: rank == 1)  # Anywhere else a hang is found as fast as ever.
+    assert world.verdicts[-1].culprit.rank == 1
+
+
+def test_a_recompile_of_30_s_and_a_blocked_read_of_20_s_survive(make_world):
+    world = make_world()
+    world.run(20)
+    world.run(30, hold=lambda rank: True)
+    world.run(10)
+    world.ranks[1].busy = False
+    world.run(20, hold=lambda rank: rank == 1)
+    world.run(10)
+    assert not world.actionable
+    assert world.verdicts
+    assert len(world.of(VerdictWithdrawn)) == len(world.verdicts)
+
+
+def test_all_entered_and_nobody_moves_is_a_communication_hang_of_nobody(make_world):
+    world = make_world()
+    world.run(20)
+    for r in world.ranks:
+        r.started, r.since_s, r.heartbeat_s, r.busy = r.ended + 1, world.now, world.now, False
+    world.network = False
+    world.run(40, hold=lambda rank: True)
+    assert {(v.kind, v.culprit.rank) for v in world.verdicts} == {("CommHang", None)}
+    assert world.actionable
+
+
+def test_an_hour_of_noisy_healthy_steps_accuses_nobody(make_world):
+    rng = random.Random(7)
+    world = make_world(beat_every_s=1.0)
+
+    def noisy(rank, step):
+        return max(0.05, rng.lognormvariate(-0.7, 0.25))
+
+    world.run(3600, duration=noisy)
+    assert world.verdicts == []
+    assert len(world.of(GenerationStepping)) == 1
+    assert 650 <= len(world.of(ProgressNoted)) <= 722
+
+
+def test_a_long_first_step_is_allowed(make_world):
+    world = make_world()
+    world.run(120, duration=lambda rank, step: 55.0 if step == 0 else 0.3)
+    assert world.verdicts == []
+
+
+def test_cpu_counts_as_progress_only_before_the_first_collective(make_world):
+    world = make_world(size=1, resumable=False)
+    world.run(1000, hold=lambda rank: True)  # An hour of tokenising, say.
+    assert world.verdicts == []
+
+
+def test_a_script_that_shows_nothing_and_is_stopped_is_found(make_world):
+    world = make_world(size=1, resumable=False)
+    world.run(5, hold=lambda rank: True)
+    world.ranks[0].state = "T"
+    world.run(3)
+    assert [v.activity for v in world.actionable] == ["stopped"]
+
+
+def test_a_sleeping_script_without_collectives_is_left_alone_for_minutes(make_world):
+    world = make_world(size=1, resumable=False)
+    world.ranks[0].busy = False
+    world.run(400, hold=lambda rank: True)
+    assert not world.actionable
+
+
+def exited(rank, at_s, *, code=0, comms=()):
+    record = ExitRecord(rank=rank, generation=0, pid=1, at_s=at_s, code=code)
+    return RankExited(node=0, record=record, account=RankAccount(), detected_s=at_s, comms=comms)
+
+
+def test_a_rank_that_left_while_another_waits_is_an_early_exit(make_world):
+    world = make_world(resumable=False)
+    world.run(20)
+    left_s = world.now
+    world.take(exited(1, left_s, comms=world.progress(world.ranks[1]).comms))
+    world.run(4, hold=lambda rank: rank == 1)
+    assert [(v.kind, v.culprit.rank) for v in world.verdicts] == [("EarlyExit", 1)]
+    assert not world.actionable
+    world.run(3, hold=lambda rank: rank == 1)
+    (acted,) = world.actionable
+    assert acted.confirmed_s - left_s < 2
+    assert 5 <= acted.confirmed_s + acted.evidence["acted_after_s"] - left_s <= 5.5
+
+
+def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
+    world = make_world(resumable=False, ends_known=False)
+    world.run(20)
+    assert world.ranks[0].started == world.ranks[1].started
+    world.take(exited(1, world.now, comms=world.progress(world.ranks[1]).comms))
+    world.run(100, hold=lambda rank: True)  # Rank 0 saves the model.
+    assert not world.actionable
+
+
+def test_after_a_crash_the_waiting_ranks_are_not_accused(make_world):
+    world = make_world()
+    world.run(20)
+    world.take(exited(1, world.now, code=1))
+    world.run(30, hold=lambda rank: rank == 1)
+    assert world.verdicts == []
+
+
+def test_the_hang_is_found_after_the_controller_was_replaced(make_world):
+    world = make_world()
+    world.run(30)
+    fresh = Detector(world.spec)
+    for at_s, event in world.events:
+        assert fresh.note(at_s, event) == []
+    fresh.note(world.now, ControllerStarted(incarnation="b"))
+    world.detector = fresh
+    world.ranks[1].state = "T"
+    stopped_s = world.now
+    world.run(5)
+    assert world.actionable[0].culprit.rank == 1
+    assert world.verdicts[0].confirmed_s - stopped_s < 2
+    assert len(world.of(GenerationStepping)) == 1
+
+
+def test_a_missing_rank_of_a_silent_node_is_left_to_the_node(make_world):
+    world = make_world(size=2, nodes=2)
+    world.run(20)
+    silent = world.ranks[1]
+    for _ in range(100):
+        world.now += 0.2
+        world.ranks[0].started = world.ranks[0].ended + 1
+        progress = world.progress(world.ranks[0])
+        world.seq += 1
+        beat = NodeBeat(0, "a", world.seq, world.now, 0, (progress,))
+        for event in [*world.detector.observe(world.now, beat), *world.detector.tick(world.now)]:
+            world.take(event)
+    assert world.verdicts == []
+    (lost,) = world.of(NodeLost)
+    assert lost.node == 1
+    assert silent.step > 0
+    assert world.detector.next_deadline() is not None
+
+
+def test_a_new_controller_gives_nodes_their_time_again():
+    detector = Detector(JobSpec(script="x.py"))
+    hello = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
+    detector.note(0.0, hello)
+    detector.note(100.0, ControllerStarted(incarnation="b"))
+    assert detector.tick(114.0) == []
+    assert detector.next_deadline() == 115.0
+    (lost,) = detector.tick(115.0)
+    assert lost.node == 0
+    assert detector.tick(200.0) == []
+    assert detector.next_deadline() is None
+
+
+def test_a_script_without_collectives_is_stepping_once_it_lived_a_second(make_world):
+    world = make_world(size=1, resumable=False)
+    world.run(0.8, hold=lambda rank: True)
+    assert world.of(GenerationStepping) == []
+    world.run(0.8, hold=lambda rank: True)
+    assert len(world.of(GenerationStepping)) == 1
+
+
+def test_stepping_carries_the_latest_stamps(make_world):
+    world = make_world()
+    world.run(2)
+    (stepping,) = world.of(GenerationStepping)
+    assert stepping.at_s == stepping.stamps["first_step"] == world.first_step_s
+    kinds = [type(event) for _, event in world.events]
+    assert kinds.index(ProgressNoted) < kinds.index(GenerationStepping)
+
+
+def test_ten_thousand_ranks_at_1_hz_take_less_than_a_core():
+    import time
+
+    spec = JobSpec(script="x.py", nproc=8, nodes=1250)
+    detector = Detector(spec)
+
+    def rank_at(rank, now, step):
+        account = RankAccount(step=step, init_s=1.0, first_step_s=1.0, last_step_s=now)
+        return RankProgress(rank, rank, "step", 1.0, now, account, (), ProcSample("R", now, 0))
+
+    beats = [
+        NodeBeat(n, "a", s, 10.0 + s, 0, tuple(rank_at(r, 10.0 + s, s) for r in spec.ranks_of(n)))
+        for s in range(4)
+        for n in range(1250)
+    ]
+    before = time.process_time()
+    for beat in beats:
+        detector.observe(beat.sent_s, beat)
+    assert time.process_time() - before < 4.0
+
+
+def test_a_verdict_survives_the_journal(make_world):
+    world = make_world()
+    world.run(20)
+    world.ranks[1].state = "T"
+    world.run(3)
+    text = msgspec.json.encode(world.verdicts[-1])
+    assert msgspec.json.decode(text, type=type(world.verdicts[-1])) == world.verdicts[-1]
