@@ -1,1 +1,6 @@
 """The controller's state machine: `handle(now, event) -> [Action]`."""
+
+from perdure.control.machine import Controller
+from perdure.control.state import ControllerState
+
+__all__ = ["Controller", "ControllerState"]

@@ -1,0 +1,104 @@
+"""Operators' commands: taken once by id, answered once, never half applied."""
+
+from typing import Any
+
+from perdure.control.boundary import open_boundary
+from perdure.control.formation import end_job
+from perdure.control.state import ControllerState, OpenCommand
+from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
+from perdure.model.events import CommandReceived
+
+
+def answer(
+    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+) -> list[AnyAction]:
+    """Close a command with its answer, which is kept for a client that asks again."""
+    state.commands.pop(id_, None)
+    state.answered[id_] = (ok, reason, result)
+    return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
+
+
+def answer_open(
+    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+) -> list[AnyAction]:
+    """Close a command if it is still open; otherwise do nothing."""
+    return answer(state, id_, ok, reason, result) if id_ in state.commands else []
+
+
+def receive_command(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
+    """Begin, queue or refuse a command; a repeated one gets the answer it had."""
+    if event.id in state.answered:
+        ok, reason, result = state.answered[event.id]
+        return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
+    if event.id in state.commands:
+        return []
+    if state.phase in ("ending", "ended"):
+        return answer(state, event.id, event.kind in ("stop", "kill"), "the job is ending", {})
+    command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
+    match event.kind:
+        case "kill":
+            done = answer(state, event.id, True, "killed", {})
+            reason = f"killed by {event.who or 'an operator'}"
+            return [*done, *end_job(state, now, "stopped", 1, reason)]
+        case "inject":
+            return _receive_inject(state, command)
+        case "stop" | "checkpoint":
+            state.commands[event.id] = command
+            return start_waiting_command(state, now)
+
+
+def _receive_inject(state: ControllerState, command: OpenCommand) -> list[AnyAction]:
+    rank = int(command.args.get("rank", -1))
+    if rank not in state.world:
+        return answer(state, command.id, False, f"there is no rank {rank}", {})
+    state.injects[command.id] = command
+    action = inject_action(state, command, f"asked for by {command.who or 'an operator'}")
+    if int(command.args.get("at_step", -1)) >= 0:
+        return [action, *answer(state, command.id, True, "armed", dict(command.args))]
+    state.commands[command.id] = command
+    return [action]
+
+
+def inject_action(state: ControllerState, command: OpenCommand, reason: str) -> InjectFault:
+    """Return the order behind an `inject` command, for the generation that lives now."""
+    known = ("rank", "kind", "at_step")
+    return InjectFault(
+        id=command.id,
+        generation=state.generation,
+        rank=int(command.args["rank"]),
+        kind=str(command.args.get("kind", "crash")),
+        at_step=int(command.args.get("at_step", -1)),
+        args={key: value for key, value in command.args.items() if key not in known},
+        reason=reason,
+    )
+
+
+def start_waiting_command(state: ControllerState, now: float) -> list[AnyAction]:
+    """Begin the oldest stop or checkpoint that waits, if it can begin now.
+
+    A stop that no agreement can carry (the script does not take part, or no step was made yet)
+    ends the ranks with SIGTERM and the configured grace.
+    """
+    waiting = [c for c in state.commands.values() if c.kind in ("stop", "checkpoint")]
+    if state.boundary is not None or not waiting or state.phase in ("ending", "ended"):
+        return []
+    command = min(waiting, key=lambda c: (c.kind != "stop" or "at_step" in c.args, c.at_s, c.id))
+    if "at_step" in command.args:
+        return []
+    agreed = state.phase == "running" and state.stepping and state.resumable
+    if command.kind == "checkpoint":
+        if agreed:
+            reason = f"asked for by {command.who or 'an operator'}"
+            return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
+        if state.stepping and not state.joined:
+            why = "the script does not call perdure.init(), so perdure cannot save its state"
+            return answer(state, command.id, False, why, {})
+        return []
+    if agreed:
+        state.checkpoint_due_s = None
+        reason = f"stop asked for by {command.who or 'an operator'}"
+        return open_boundary(state, now, "stop", reason=reason, command=command.id)
+    done = answer(state, command.id, True, "stopped", {"step": state.step})
+    grace_s = state.the_spec().restart.grace_s
+    reason = f"stopped by {command.who or 'an operator'}"
+    return [*done, *end_job(state, now, "stopped", 0, reason, grace_s=grace_s)]

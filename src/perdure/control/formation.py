@@ -1,0 +1,101 @@
+"""Generations: how a world is ended and the next one formed.
+
+Each phase is one `Assignment` to all nodes. Assignments are levels: they may be repeated, and a
+node that registers late gets the newest.
+"""
+
+from typing import Literal
+
+from perdure.control.state import ControllerState, Ending
+from perdure.model.actions import AnyAction, AssignNodes, Assignment, EndJob
+
+_FORM_TIMEOUT_S = 120.0
+_END_TIMEOUT_S = 20.0
+
+
+def form_world(
+    state: ControllerState, now: float, reason: str, *, grace_s: float = 0.0
+) -> list[AnyAction]:
+    """Begin the next generation: end everything older everywhere, and serve a new store."""
+    state.phase = "forming"
+    state.generation += 1
+    state.phase_deadline_s = now + _FORM_TIMEOUT_S
+    state.store = None
+    state.started.clear()
+    state.exits.clear()
+    state.joined.clear()
+    state.stepping = False
+    state.boundary = None
+    state.checkpoint_due_s = None
+    return [assign(state, "store", reason, grace_s=grace_s)]
+
+
+def assign(
+    state: ControllerState,
+    phase: Literal["store", "run", "end"],
+    reason: str,
+    *,
+    grace_s: float = 0.0,
+) -> AssignNodes:
+    """Number a new assignment and send it to every node that has registered."""
+    state.number += 1
+    store = state.store
+    state.assignment = Assignment(
+        number=state.number,
+        generation=state.generation + (phase == "end"),
+        phase=phase,
+        grace_s=grace_s,
+        master_addr=store.host if store else "",
+        master_port=store.port if store else 0,
+        agent_store=store.agent_store if store else False,
+        restart_count=max(0, state.generation),
+        reason=reason,
+    )
+    return AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=reason)
+
+
+def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:
+    """Start the ranks once nothing older lives anywhere and the store is served."""
+    if state.phase != "forming" or state.store is None:
+        return []
+    if any(
+        state.stopped.get(node, -1) < state.generation - 1 for node in range(state.the_spec().nodes)
+    ):
+        return []
+    state.phase = "starting"
+    state.phase_deadline_s = now + _FORM_TIMEOUT_S
+    return [assign(state, "run", f"generation {state.generation}: all older ranks are gone")]
+
+
+def end_job(
+    state: ControllerState,
+    now: float,
+    status: Literal["done", "failed", "stopped"],
+    exit_code: int,
+    reason: str,
+    *,
+    grace_s: float = 0.0,
+) -> list[AnyAction]:
+    """Begin the end: every node ends what it runs, keeper included."""
+    if state.phase in ("ending", "ended"):
+        return []
+    state.phase = "ending"
+    state.phase_deadline_s = now + _END_TIMEOUT_S + grace_s
+    state.ending = Ending(status, exit_code, reason)
+    state.boundary = None
+    state.checkpoint_due_s = None
+    return [assign(state, "end", reason, grace_s=grace_s), *advance_end(state, now)]
+
+
+def advance_end(state: ControllerState, now: float) -> list[AnyAction]:
+    """Finish once every registered node is empty, or the bound has passed."""
+    if state.phase != "ending" or state.ending is None:
+        return []
+    overdue = state.phase_deadline_s is not None and now >= state.phase_deadline_s
+    waiting = [n for n in sorted(state.nodes) if state.stopped.get(n, -1) < state.generation]
+    if waiting and not overdue:
+        return []
+    state.phase = "ended"
+    state.phase_deadline_s = None
+    ending = state.ending
+    return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]

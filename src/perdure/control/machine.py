@@ -1,0 +1,377 @@
+"""The controller's door: one event in, a list of actions out, each with its reason.
+
+It does not look at heartbeats (the detector does) and it starts nothing (its shell does). It is
+replayed from the journal after a crash; `ControllerStarted` then issues again what is open.
+"""
+
+from typing import Literal, assert_never
+
+from perdure.control.boundary import (
+    abort_boundary,
+    answer_boundary,
+    open_boundary,
+    reach_boundary,
+    retry_boundary,
+    send_boundary,
+)
+from perdure.control.commands import (
+    answer,
+    answer_open,
+    inject_action,
+    receive_command,
+    start_waiting_command,
+)
+from perdure.control.formation import advance_end, advance_formation, end_job, form_world
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction, AssignNodes, TakeStacks
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
+    CheckpointFailed,
+    CheckpointRestored,
+    CheckpointSaved,
+    CommandReceived,
+    ControllerLost,
+    ControllerStarted,
+    FaultInjected,
+    GenerationStepping,
+    GenerationStopped,
+    JobEnded,
+    JobSubmitted,
+    KeeperLost,
+    MetricsLogged,
+    NodeLost,
+    NodeRegistered,
+    PreemptionNoticed,
+    ProgressNoted,
+    RankExited,
+    RankJoined,
+    RanksStarted,
+    StacksTaken,
+    StoreReady,
+    TimerFired,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
+
+
+class Controller:
+    """The state machine of one job."""
+
+    def __init__(self) -> None:
+        """Know nothing; the journal's first event brings the job."""
+        self.state = ControllerState()
+
+    def next_deadline(self) -> float | None:
+        """Return the job time at which `TimerFired` is wanted."""
+        state = self.state
+        times = [state.phase_deadline_s, state.checkpoint_due_s]
+        if state.boundary is not None:
+            times = [state.phase_deadline_s, state.boundary.deadline_s]
+        return min((time for time in times if time is not None), default=None)
+
+    def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
+        """Return what to do about `event`, which is in the journal already."""
+        match event:
+            case JobSubmitted():
+                self.state.spec, self.state.submitted_s = event.spec, event.at_s
+                return []
+            case ControllerStarted():
+                return self._issue_again(f"controller {event.incarnation} took over")
+            case NodeRegistered():
+                return self._register(now, event)
+            case StoreReady():
+                if event.generation == self.state.generation and self.state.phase == "forming":
+                    self.state.store = event
+                return advance_formation(self.state, now)
+            case GenerationStopped():
+                known = self.state.stopped.get(event.node, -1)
+                self.state.stopped[event.node] = max(known, event.generation)
+                return [*advance_formation(self.state, now), *advance_end(self.state, now)]
+            case RanksStarted():
+                return self._note_started(event)
+            case RankExited():
+                return self._note_exit(now, event)
+            case KeeperLost() | NodeLost():
+                return self._lose_node(now, event)
+            case VerdictReached():
+                return self._judge(now, event)
+            case RankJoined() | ProgressNoted() | GenerationStepping():
+                return self._note_progress(now, event)
+            case CheckpointSaved() | CheckpointFailed():
+                return self._note_checkpoint(now, event)
+            case CommandReceived():
+                return receive_command(self.state, now, event)
+            case BoundaryAnswered():
+                return self._after_boundary(now, answer_boundary(self.state, now, event))
+            case BoundaryReached():
+                return self._reach(now, event)
+            case FaultInjected():
+                self.state.injects.pop(event.id, None)
+                ok, result = not event.error, {"rank": event.rank, "kind": event.kind}
+                return answer_open(self.state, event.id, ok, event.error or "done", dict(result))
+            case TimerFired():
+                return self._fire(now)
+            case JobEnded():
+                self.state.phase = "ended"
+                self.state.phase_deadline_s = self.state.checkpoint_due_s = None
+                return []
+            case (
+                MetricsLogged()
+                | CheckpointRestored()
+                | VerdictWithdrawn()
+                | StacksTaken()
+                | ControllerLost()
+                | PreemptionNoticed()
+            ):
+                return []
+            case _:
+                assert_never(event)
+
+    # --- nodes and ranks ---------------------------------------------------------------------
+
+    def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
+        state = self.state
+        state.nodes[event.node] = event
+        if state.phase == "pending":
+            if len(state.nodes) < state.the_spec().nodes:
+                return []
+            return form_world(state, now, f"all {len(state.nodes)} nodes are there")
+        if state.phase == "running" and event.generation < state.generation:
+            lost = [r for r in state.the_spec().ranks_of(event.node) if r not in state.exits]
+            if lost:
+                return self._fail(
+                    now, f"node {event.node}", "its ranks are gone, keeper and all", code=1
+                )
+        if state.assignment is None:
+            return []
+        reason = f"node {event.node} registered"
+        again = AssignNodes(nodes=(event.node,), assignment=state.assignment, reason=reason)
+        actions: list[AnyAction] = [again]
+        if state.boundary is not None:
+            actions.append(send_boundary(state, reason))
+        return actions
+
+    def _note_started(self, event: RanksStarted) -> list[AnyAction]:
+        state = self.state
+        if event.generation == state.generation and state.phase == "starting":
+            state.started.add(event.node)
+            if len(state.started) == state.the_spec().nodes:
+                state.phase = "running"
+                state.phase_deadline_s = None
+        return []
+
+    def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
+        state, record = self.state, event.record
+        if record.generation != state.generation or record.rank in state.exits:
+            return []
+        if state.phase not in ("starting", "running"):
+            return []
+        state.exits[record.rank] = record
+        state.step = max(state.step, event.account.step)
+        state.mark = max(state.mark, event.account.step)
+        if record.failed and not record.asked:
+            return self._fail(
+                now,
+                f"rank {record.rank}",
+                record.cause,
+                error=record.error,
+                code=record.code or 128 + record.signal,
+                signal=record.signal,
+                step=event.account.step,
+            )
+        if len(state.exits) < len(state.world) or any(e.failed for e in state.exits.values()):
+            return []
+        stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
+        if stop is not None:
+            done = answer(state, stop.id, True, "stopped", {"step": state.step})
+            who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
+            return [*done, *end_job(state, now, "stopped", 0, who)]
+        return end_job(state, now, "done", 0, "every rank ended with exit code 0")
+
+    def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
+        state = self.state
+        if isinstance(event, KeeperLost):
+            if event.generation != state.generation or state.phase not in ("starting", "running"):
+                return []
+            return self._fail(now, f"node {event.node}", "keeper died", code=1)
+        if state.phase not in ("starting", "running"):
+            return []
+        return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
+
+    def _judge(self, now: float, event: VerdictReached) -> list[AnyAction]:
+        """Take stacks at a hang's first verdict; recover once it is actionable."""
+        state, verdict = self.state, event.verdict
+        if verdict.generation != state.generation or state.phase != "running":
+            return []
+        if verdict.kind not in ("CommHang", "ComputeHang", "EarlyExit"):
+            return []
+        if not verdict.actionable:
+            waiting = [r for r in state.world if r != verdict.culprit.rank and r not in state.exits]
+            ranks = [r for r in (verdict.culprit.rank,) if r is not None and r not in state.exits]
+            return [
+                TakeStacks(
+                    generation=state.generation,
+                    ranks=(*ranks, *waiting[:1]),
+                    reason=f"{verdict.kind} of {verdict.culprit}",
+                )
+            ]
+        cause = f"{verdict.kind} ({verdict.activity})"
+        return self._fail(now, str(verdict.culprit), cause, code=1, step=verdict.step)
+
+    def _fail(
+        self,
+        now: float,
+        culprit: str,
+        cause: str,
+        *,
+        error: str = "",
+        code: int = 0,
+        signal: int = 0,
+        step: int | None = None,
+    ) -> list[AnyAction]:
+        """Decide on one failure of the world: the next generation, or the end."""
+        state = self.state
+        failure = Failure(
+            at_s=now,
+            cause=cause,
+            culprit=culprit,
+            generation=state.generation,
+            step=state.step if step is None else step,
+            mark=state.mark,
+            error=error,
+            code=code,
+            signal=signal,
+        )
+        decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
+        state.failures.append(failure)
+        actions: list[AnyAction] = []
+        if state.boundary is not None:
+            actions.append(abort_boundary(state, decision.reason))
+            state.boundary = None
+        if decision.rung == "give up":
+            return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
+        return [*actions, *form_world(state, now, decision.reason)]
+
+    # --- progress and checkpoints ------------------------------------------------------------
+
+    def _note_progress(
+        self, now: float, event: RankJoined | ProgressNoted | GenerationStepping
+    ) -> list[AnyAction]:
+        state = self.state
+        if event.generation != state.generation:
+            return []
+        match event:
+            case RankJoined():
+                state.joined.add(event.rank)
+                return []
+            case ProgressNoted():
+                state.step = max(event.step, state.step if state.stepping else -1)
+                state.mark = max(state.mark, event.step, event.collectives)
+                return []
+            case GenerationStepping():
+                state.stepping = True
+                state.step = event.step
+                self._plan_checkpoint(now)
+                actions = start_waiting_command(state, now)
+                reason = f"generation {state.generation} is stepping"
+                return actions + [
+                    inject_action(state, command, reason) for command in state.injects.values()
+                ]
+
+    def _plan_checkpoint(self, now: float) -> None:
+        """Set when the next checkpoint of the controller's own is due."""
+        state = self.state
+        state.checkpoint_due_s = None
+        if not (state.stepping and state.resumable and state.phase == "running"):
+            return
+        interval_s = decide_checkpoint_interval(
+            state.the_spec().checkpoint,
+            stall_s=state.stall_s,
+            failures=len(state.failures),
+            elapsed_s=now - state.submitted_s,
+        )
+        state.checkpoint_due_s = None if interval_s is None else now + interval_s
+
+    def _note_checkpoint(
+        self, now: float, event: CheckpointSaved | CheckpointFailed
+    ) -> list[AnyAction]:
+        state = self.state
+        if isinstance(event, CheckpointSaved):
+            state.stall_s = event.stall_s
+        if event.generation == state.generation and state.checkpoint_due_s is not None:
+            self._plan_checkpoint(now)
+        actions: list[AnyAction] = []
+        for command in sorted(state.commands.values(), key=lambda c: c.id):
+            if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
+                if isinstance(event, CheckpointSaved):
+                    result = {"step": event.step, "path": event.path, "bytes": event.bytes}
+                    actions += answer(state, command.id, True, "saved and verified", result)
+                else:
+                    actions += answer(state, command.id, False, event.error, {"step": event.step})
+        return actions
+
+    def _reach(self, now: float, event: BoundaryReached) -> list[AnyAction]:
+        """All ranks carried the agreement out: remember its step for the command behind it."""
+        done = reach_boundary(self.state, event)
+        if done is None:
+            return []
+        self.state.step = max(self.state.step, done.step)
+        command = self.state.commands.get(done.command)
+        if command is not None and done.kind == "checkpoint":
+            command.args["at_step"] = done.step
+        if done.kind == "checkpoint":
+            self._plan_checkpoint(now)
+        return start_waiting_command(self.state, now)
+
+    def _after_boundary(self, now: float, actions: list[AnyAction]) -> list[AnyAction]:
+        """Tell the operator when an agreement was given up."""
+        state = self.state
+        if actions and state.boundary is None:
+            self._plan_checkpoint(now)
+            for command in sorted(state.commands.values(), key=lambda c: c.id):
+                if command.kind == "checkpoint" and "at_step" not in command.args:
+                    why = "the ranks could not agree on a step"
+                    actions += answer(state, command.id, False, why, {})
+        return actions
+
+    # --- time --------------------------------------------------------------------------------
+
+    def _fire(self, now: float) -> list[AnyAction]:
+        state = self.state
+        actions: list[AnyAction] = []
+        if state.phase == "ending":
+            return advance_end(state, now)
+        if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
+            waiting: Literal["forming", "starting"] = (
+                "forming" if state.phase == "forming" else "starting"
+            )
+            return self._fail(now, "the job", f"{waiting} the world took too long", code=1)
+        boundary = state.boundary
+        if boundary is not None and now >= boundary.deadline_s:
+            if boundary.move == "prepare":
+                silent = sorted(set(state.world) - boundary.yes)
+                return self._after_boundary(
+                    now, retry_boundary(state, now, f"ranks {silent} did not answer")
+                )
+            state.boundary = None
+            return start_waiting_command(state, now)
+        due = state.checkpoint_due_s
+        if due is not None and now >= due and boundary is None:
+            state.checkpoint_due_s = None
+            actions = open_boundary(state, now, "checkpoint", reason="the interval has passed")
+        return actions
+
+    def _issue_again(self, reason: str) -> list[AnyAction]:
+        """Return everything that is outstanding, once more."""
+        state = self.state
+        actions: list[AnyAction] = []
+        if state.phase == "pending" or state.assignment is None:
+            return actions
+        nodes = tuple(sorted(state.nodes))
+        actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
+        if state.boundary is not None:
+            actions.append(send_boundary(state, reason))
+        return actions + [inject_action(state, c, reason) for c in state.injects.values()]

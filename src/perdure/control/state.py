@@ -1,0 +1,108 @@
+"""What the controller remembers. Everything here follows from the journal alone.
+
+States of a job:
+
+    pending --all nodes registered--> forming --old ranks gone, store up--> starting
+    starting --all nodes started--> running --failure--> forming (a new generation)
+    any --done, stop, give up--> ending --all nodes empty--> ended
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from perdure.model.actions import Assignment
+from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
+from perdure.model.job import JobSpec
+from perdure.policy import Failure
+
+JobPhase = Literal["pending", "forming", "starting", "running", "ending", "ended"]
+
+
+@dataclass(slots=True)
+class OpenBoundary:
+    """A boundary agreement that is not finished."""
+
+    id: str
+    kind: Literal["checkpoint", "stop"]
+    step: int
+    move: Literal["prepare", "commit"]
+    tries: int
+    deadline_s: float
+    reason: str
+    command: str = ""
+    """Id of the operator's command behind it; empty for the controller's own."""
+    yes: set[int] = field(default_factory=set)
+    reached: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class OpenCommand:
+    """An operator's command that is not answered yet."""
+
+    id: str
+    kind: str
+    args: dict[str, Any]
+    who: str
+    at_s: float
+
+
+@dataclass(slots=True)
+class Ending:
+    """How the job will have ended once every node is empty."""
+
+    status: Literal["done", "failed", "stopped"]
+    exit_code: int
+    reason: str
+
+
+@dataclass(slots=True)
+class ControllerState:
+    """All of it."""
+
+    phase: JobPhase = "pending"
+    spec: JobSpec | None = None
+    submitted_s: float = 0.0
+    nodes: dict[int, NodeRegistered] = field(default_factory=dict)
+    generation: int = -1
+    assignment: Assignment | None = None
+    number: int = 0
+    phase_deadline_s: float | None = None
+    stopped: dict[int, int] = field(default_factory=dict)
+    """Node -> newest generation of which nothing is left there."""
+    store: StoreReady | None = None
+    started: set[int] = field(default_factory=set)
+    """Nodes that have started their ranks of this generation."""
+    exits: dict[int, ExitRecord] = field(default_factory=dict)
+    joined: set[int] = field(default_factory=set)
+    stepping: bool = False
+    step: int = -1
+    mark: int = 0
+    """Best achievement: committed steps, or collectives of a generation."""
+    failures: list[Failure] = field(default_factory=list)
+    ending: Ending | None = None
+    boundary: OpenBoundary | None = None
+    boundaries: int = 0
+    """Agreements begun so far; numbers their ids."""
+    commands: dict[str, OpenCommand] = field(default_factory=dict)
+    injects: dict[str, OpenCommand] = field(default_factory=dict)
+    """Injected faults that have not taken place."""
+    answered: dict[str, tuple[bool, str, dict[str, Any]]] = field(default_factory=dict)
+    """Command id -> (ok, reason, result), so that a repeated command gets the same answer."""
+    checkpoint_due_s: float | None = None
+    stall_s: float | None = None
+    """Measured cost of the newest checkpoint to training."""
+
+    def the_spec(self) -> JobSpec:
+        """Return the job's specification, which is there from the first event on."""
+        assert self.spec is not None, "JobSubmitted is the first event of every journal"
+        return self.spec
+
+    @property
+    def world(self) -> tuple[int, ...]:
+        """Return all global ranks."""
+        return tuple(range(self.the_spec().world_size))
+
+    @property
+    def resumable(self) -> bool:
+        """Whether every rank of this generation has called `perdure.init`."""
+        return len(self.joined) == self.the_spec().world_size

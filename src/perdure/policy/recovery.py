@@ -1,0 +1,104 @@
+"""Which rung of the ladder a failure gets: restart the world, or give up loudly.
+
+Looks only at what the script achieved between failures. How the failure was found, and how a
+world is restarted, are other rooms' business.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from perdure.model.job import RestartConfig
+
+_USERS_ERRORS = ("ModuleNotFoundError", "ImportError", "SyntaxError", "IndentationError")
+_EXIT_USAGE = 2
+_SIGINT = 2
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """One failure of the world, as the controller saw it."""
+
+    at_s: float
+    cause: str
+    """In words, such as `signal 9 (SIGKILL)`; equal causes count as the same fault."""
+    culprit: str
+    generation: int
+    step: int
+    """Committed steps at that time; -1 where the script declares none."""
+    mark: int
+    """What was achieved so far: committed steps, or collectives of this generation."""
+    error: str = ""
+    """Last line of the exception, where there was one."""
+    code: int = 0
+    signal: int = 0
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """A rung and why it was taken."""
+
+    rung: Literal["restart", "give up"]
+    reason: str
+
+
+def decide_recovery(
+    failure: Failure, earlier: tuple[Failure, ...], config: RestartConfig
+) -> Decision:
+    """Return what to do about `failure`, given the failures before it (oldest first).
+
+    A failure counts against `max_restarts` only while nothing is achieved in between: a job that
+    makes progress may be killed for ever, up to `window_max` within `window_s`. The same fault
+    at the same step is counted apart, because a script that dies on the same batch makes progress
+    up to that batch every time.
+    """
+    if failure.signal == _SIGINT:
+        return Decision("give up", f"{failure.culprit} was interrupted (SIGINT)")
+    if failure.mark <= 0 and failure.error.split(":")[0].split(".")[-1] in _USERS_ERRORS:
+        return Decision(
+            "give up", f"{failure.culprit}: {failure.error}: a restart would meet it again"
+        )
+    if failure.mark <= 0 and failure.code == _EXIT_USAGE and not failure.error:
+        return Decision("give up", f"{failure.culprit} ended with exit code 2 (usage) at its start")
+    same = 1 + _count_same(failure, earlier)
+    if same >= config.same_fault_max and failure.step >= 0:
+        return Decision(
+            "give up",
+            f"the same fault {same} times at step {failure.step}: {failure.culprit}, "
+            f"{failure.cause}",
+        )
+    fruitless = _count_fruitless(failure, earlier)
+    if fruitless > config.max_restarts:
+        return Decision(
+            "give up",
+            f"{failure.culprit}: {failure.cause}; {config.max_restarts} restarts in a row "
+            "without progress are used up",
+        )
+    recent = 1 + sum(failure.at_s - one.at_s <= config.window_s for one in earlier)
+    if recent > config.window_max:
+        return Decision(
+            "give up", f"{recent} failures within {config.window_s:g} s: {failure.cause}"
+        )
+    return Decision("restart", f"{failure.culprit}: {failure.cause}; restart {len(earlier) + 1}")
+
+
+def _count_same(failure: Failure, earlier: tuple[Failure, ...]) -> int:
+    """Return how many failures directly before this one had its cause, culprit and step.
+
+    SIGKILL and SIGSTOP come from outside, so they are never the script's own fault.
+    """
+    if "SIGKILL" in failure.cause or "stopped" in failure.cause:
+        return 0
+    count = 0
+    for one in reversed(earlier):
+        if (one.cause, one.culprit, one.step) != (failure.cause, failure.culprit, failure.step):
+            break
+        count += 1
+    return count
+
+
+def _count_fruitless(failure: Failure, earlier: tuple[Failure, ...]) -> int:
+    """Return how many failures in a row, this one included, came without progress before them."""
+    best, row = 0, 0
+    for one in (*earlier, failure):
+        row = 1 if one.mark > best else row + 1
+        best = max(best, one.mark)
+    return row
