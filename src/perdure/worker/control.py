@@ -100,6 +100,15 @@ class Control:
         self._wake()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=1.0)
+            if self._thread.is_alive():
+                return
+        self._close_pipe()
+
+    def _close_pipe(self) -> None:
+        ends = (self._wake_read, self._wake_write)
+        self._wake_read = self._wake_write = -1
+        for fd in ends:
+            os.close(fd)
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # Full: it will wake anyway.
@@ -183,9 +192,7 @@ class Control:
             connection.close()
         if not self._stop.is_set():
             self._stop.set()
-            os.close(self._wake_read)
-            os.close(self._wake_write)
-            self._wake_read = self._wake_write = -1
+            self._close_pipe()
 
 
 _live: "weakref.WeakSet[Control]" = weakref.WeakSet()

@@ -1,0 +1,198 @@
+"""`perdure.init()`: the five lines by which a training script becomes resumable.
+
+    run = perdure.init()
+    run.register(model=model, optimizer=optimizer, scheduler=schedule)
+    for step, batch in run.batches(dataset, batch_size=8, steps=1000):
+        loss = train_step(batch, lr=run.config.lr)
+        run.log(loss=loss)
+
+Under `perdure run` this joins the job. Alone, or under torchrun, every call is a no-op that
+keeps the same script running: `steps` counts, `batches` yields the same data in the same order.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+from perdure.model.codec import decode
+from perdure.model.errors import ConfigError
+from perdure.model.events import RankJoined
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.worker.attach import Attachment, attach_rank
+from perdure.worker.config import Config, Value
+from perdure.worker.loop import StepLoop
+from perdure.worker.metrics import MetricsBuffer
+
+
+class Run:
+    """One training run, as its script sees it. Made by `init`."""
+
+    def __init__(self, config: Config, attachment: Attachment | None) -> None:
+        """Join `attachment`'s job; with None, stand alone."""
+        self.config = config
+        """Settings that may change while it runs; `run.config.declare(lr=...)` names them."""
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self._step = 0
+        self._loop: StepLoop | None = None
+        self._registered: dict[str, Any] = {}
+        self._saver: Any = None
+        self._metrics: MetricsBuffer | None = None
+        if attachment is not None:
+            self._join(attachment)
+
+    @property
+    def joined(self) -> bool:
+        """Whether perdure supervises this process."""
+        return self._loop is not None
+
+    @property
+    def step(self) -> int:
+        """Committed steps so far: inside the loop, the number of the step under way."""
+        return self._step if self._loop is None else self._loop.committed
+
+    def register(self, **objects: Any) -> None:
+        """Name what a checkpoint holds: models, optimizers, schedulers, scalers, anything with
+        `state_dict` and `load_state_dict`. Call it before the first step.
+
+        Raises:
+            ConfigError: an object cannot be saved, or its name is taken.
+        """  # noqa: D205
+        for name, value in objects.items():
+            if self._registered.get(name, value) is not value:
+                raise ConfigError(f"register: the name {name!r} is taken by another object")
+            if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+                raise ConfigError(
+                    f"register: {name} is a {type(value).__name__} without state_dict",
+                    hint="give it state_dict() and load_state_dict(state)",
+                )
+            if name not in self._registered and self._saver is not None:
+                self._saver.register(name, value)
+            self._registered[name] = value
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Yield the number of each step up to `total`, counted over the whole run.
+
+        The first one is where the newest verified checkpoint left off. A step is committed when
+        the next one is asked for. A stop agreed by all ranks ends the loop early.
+        """
+        loop = self._loop
+        if loop is None:
+            while self._step < total:
+                yield self._step
+                self._step += 1
+            return
+        loop.begin()
+        left_early = True
+        try:
+            while loop.committed < total and not loop.stopping:
+                loop.enter_step()
+                yield loop.committed
+                loop.commit_step()
+            left_early = False
+        finally:
+            if left_early:
+                loop.abandon()
+        loop.leave()
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        batch_size: int,
+        steps: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        accumulate: int = 1,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        **loader: Any,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yield (step, batch) up to `steps`: this rank's share of each step's samples.
+
+        Which samples a step uses is a function of (`seed`, step) alone. `batch_size` is per rank
+        and micro-batch; with `accumulate` above 1, `batch` is a list of that many. Further
+        arguments go to the DataLoader. Loading counts as part of the step.
+
+        Raises:
+            ConfigError: the loader cannot be positioned exactly; the message says why.
+        """
+        from perdure.worker.data import open_batches
+
+        if self._loop is not None:
+            self._loop.begin()
+        stream = open_batches(
+            dataset,
+            batch_size=batch_size,
+            start=self.step,
+            stop=steps,
+            rank=self.rank,
+            world_size=self.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            accumulate=accumulate,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            **loader,
+        )
+        with contextlib.closing(stream):
+            for step in self.steps(steps):
+                yield step, next(stream)
+
+    def log(self, **metrics: SupportsFloat) -> None:
+        """Note values of the step under way. Rank 0's are shown; the others' are ignored."""
+        if self._metrics is not None and self.rank == 0:
+            self._metrics.add(self.step, {name: float(v) for name, v in metrics.items()})
+
+    def checkpoint_now(self) -> None:
+        """Save at the end of this step. Every rank must call it in the same step."""
+        if self._loop is not None:
+            self._loop.save_requested = True
+
+    def _join(self, attachment: Attachment) -> None:
+        from perdure.worker.checkpoint import Checkpointer
+
+        attachment.enter("init")
+        ring = attachment.ring
+        self._metrics = MetricsBuffer(ring.generation, attachment.emit)
+        checkpoint = _read_checkpoint_config()
+        self._saver = Checkpointer(
+            url=os.environ.get("PERDURE_CHECKPOINT_URL", "") or checkpoint.url,
+            config=checkpoint,
+            rank=self.rank,
+            world_size=self.world_size,
+            generation=ring.generation,
+            emit=attachment.emit,
+            now=attachment.now,
+        )
+        self._loop = StepLoop(attachment, self._saver, self._metrics, self.config)
+        self._loop.every_steps = checkpoint.every_steps
+        self._loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
+        self._loop.install_signals()
+        attachment.emit(RankJoined(generation=ring.generation, rank=self.rank))
+
+
+_run: tuple[int, Run] | None = None
+
+
+def init(config: Mapping[str, Value] | None = None) -> Run:
+    """Join the job that this process is a rank of; alone, return a run that only counts.
+
+    May be called before or after `init_process_group`, and again: the run is the same.
+    `config` declares settings, as `run.config.declare` does.
+    """
+    global _run
+    if _run is None or _run[0] != os.getpid():
+        _run = (os.getpid(), Run(Config(), attach_rank()))
+    run = _run[1]
+    run.config.declare(**(config or {}))
+    return run
+
+
+def _read_checkpoint_config() -> CheckpointConfig:
+    path = os.environ.get("PERDURE_SPEC", "")
+    if not path:
+        return CheckpointConfig()
+    return decode(Path(path).read_bytes(), JobSpec).checkpoint

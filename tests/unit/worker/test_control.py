@@ -1,0 +1,147 @@
+import contextlib
+import os
+import socket
+import threading
+
+import pytest
+
+from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.codec import decode, encode
+from perdure.model.events import RankJoined
+from perdure.model.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
+from perdure.worker.control import Control
+
+
+class FakeAgent:
+    """The other end of the line."""
+
+    def __init__(self, path):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(path)
+        self.listener.listen()
+        self.listener.settimeout(10)
+        self.connection = self.lines = None
+
+    def accept(self):
+        self.hang_up()
+        self.connection, _ = self.listener.accept()
+        self.connection.settimeout(10)
+        self.lines = self.connection.makefile("rb")
+        return self.read()
+
+    def read(self):
+        return decode(self.lines.readline(), FromWorker)
+
+    def say(self, message):
+        self.connection.sendall(encode(message) + b"\n")
+
+    def hang_up(self):
+        if self.connection is not None:
+            self.lines.close()
+            self.connection.close()
+            self.connection = None
+
+    def close(self):
+        self.hang_up()
+        self.listener.close()
+
+
+@pytest.fixture
+def agent(tmp_path):
+    agent = FakeAgent(str(tmp_path / "s"))
+    yield agent
+    agent.close()
+
+
+@pytest.fixture
+def control(tmp_path):
+    control = Control(str(tmp_path / "s"), WorkerHello("job", 1, 2, 3))
+    yield control
+    control.close()
+
+
+def joined(rank):
+    return RankJoined(generation=2, rank=rank)
+
+
+def test_it_says_hello_first_and_then_what_was_queued(agent, control):
+    control.emit(joined(7))
+    control.start()
+    assert agent.accept() == WorkerHello("job", 1, 2, 3)
+    assert agent.read() == WorkerEvent(1, joined(7))
+
+
+def test_events_are_repeated_to_the_next_agent_until_acknowledged(agent, control):
+    control.start()
+    agent.accept()
+    for rank in range(3):
+        control.emit(joined(rank))
+        assert agent.read().seq == rank + 1
+    agent.say(WorkerAck(1))
+    agent.hang_up()
+    assert isinstance(agent.accept(), WorkerHello)
+    assert [agent.read().seq, agent.read().seq] == [2, 3]
+    agent.say(WorkerAck(3))
+    assert control.drain(10)
+
+
+def test_orders_reach_their_handlers(agent, control):
+    got, both = [], threading.Event()
+    control.on_boundary = got.append
+    control.on_fault = lambda order: (got.append(order), both.set())
+    control.start()
+    agent.accept()
+    boundary = SendBoundary(
+        id="b", move="prepare", kind="stop", step=9, ranks=(1,), generation=2, reason="asked"
+    )
+    fault = InjectFault(id="f", generation=2, rank=1, kind="stop", reason="asked")
+    agent.connection.sendall(encode(boundary) + b"\n" + encode(fault) + b"\n")
+    assert both.wait(10)
+    assert got == [boundary, fault]
+
+
+def test_signals_and_queries_pass(agent, control):
+    control.start()
+    agent.accept()
+    control.signal(15)
+    assert agent.read() == WorkerSignal(15)
+    control.query("b9")
+    assert agent.read().id == "b9"
+
+
+def test_without_an_agent_nothing_is_lost_and_nobody_waits(tmp_path, control):
+    control.start()
+    control.emit(joined(0))
+    assert not control.drain(0.01)
+    agent = FakeAgent(str(tmp_path / "s"))
+    agent.accept()
+    assert agent.read().seq == 1
+    agent.close()
+
+
+def test_nonsense_from_the_agent_only_costs_the_connection(agent, control, capfd):
+    control.start()
+    agent.accept()
+    agent.connection.sendall(b"nonsense\n")
+    assert isinstance(agent.accept(), WorkerHello)
+    assert "may not" in capfd.readouterr().err
+
+
+def test_a_forked_child_is_silent_and_lets_go_of_the_line(agent, control):
+    control.start()
+    agent.accept()
+    release = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(release[1])
+        control.emit(joined(9))
+        control.close()
+        os.read(release[0], 1)
+        os._exit(0)
+    control.close()
+    assert agent.lines.readline() == b""  # The end is seen although the child lives.
+    os.close(release[1])
+    os.close(release[0])
+    assert os.waitpid(pid, 0)[1] == 0
