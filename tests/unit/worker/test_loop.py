@@ -1,0 +1,192 @@
+import pytest
+
+from perdure.adapters.rings import read_records, read_ring
+from perdure.model.actions import SendBoundary
+from perdure.model.events import BoundaryReached, MetricsLogged
+from perdure.worker.attach import Attachment
+from perdure.worker.config import Config
+from perdure.worker.loop import StepLoop
+from perdure.worker.metrics import MetricsBuffer
+from perdure.worker.ring import RingWriter
+
+
+class FakeSaver:
+    def __init__(self, start=0):
+        self.start, self.saves, self.gate_s, self.closed, self.full = start, [], 0.0, False, False
+
+    def restore(self, extra):
+        extra["config"] = {"epoch": 2, "values": {"lr": 0.5}}
+        return self.start
+
+    def save(self, step, *, reason, extra, wait=False):
+        if self.full:
+            raise OSError("no space left")
+        self.saves.append((step, reason, extra))
+        return 0.0
+
+    def close(self):
+        self.closed = True
+
+
+class FakeControl:
+    def __init__(self):
+        self.events, self.queries = [], []
+
+    def emit(self, event):
+        self.events.append(event)
+        return len(self.events)
+
+    def drain(self, timeout_s):
+        return True
+
+    def query(self, boundary_id):
+        self.queries.append(boundary_id)
+
+    def signal(self, number):
+        pass
+
+
+class Rank:
+    """A rank whose steps the test takes one by one."""
+
+    def __init__(self, path, start=0):
+        self.path = path
+        self.attachment = Attachment(RingWriter.create(path, rank=0, generation=1))
+        self.control = self.attachment.control = FakeControl()
+        self.saver = FakeSaver(start)
+        self.config = Config().declare(lr=0.1, wd=0.0)
+        self.metrics = MetricsBuffer(1, self.attachment.emit)
+        self.loop = StepLoop(self.attachment, self.saver, self.metrics, self.config)
+
+    def step(self, times=1):
+        for _ in range(times):
+            self.loop.enter_step()
+            self.loop.commit_step()
+
+    def order(self, move, step, kind="checkpoint"):
+        self.attachment._on_boundary(
+            SendBoundary(
+                id="b", move=move, kind=kind, step=step, ranks=(0,), generation=1, reason="test"
+            )
+        )
+
+    def account(self):
+        return read_ring(self.path, 0.0).account
+
+
+@pytest.fixture
+def rank(tmp_path):
+    rank = Rank(str(tmp_path / "r.ring"))
+    yield rank
+    rank.loop._signals.remove()
+
+
+def assert_closed(account):
+    spent = account.step_s + account.checkpoint_s + account.boundary_s + account.overhead_s
+    assert spent == pytest.approx(account.last_step_s - account.first_step_s, abs=1e-8)
+
+
+def test_restoring_comes_before_the_first_step(tmp_path, rank):
+    rank.saver.start = 40
+    rank.loop.begin()
+    account = rank.account()
+    assert (account.start_step, account.step, account.first_step_s) == (40, 40, 0.0)
+    assert account.restored_s > 0
+    assert (rank.config.lr, rank.config.wd, rank.config.epoch) == (0.5, 0.0, 2)
+
+
+def test_every_instant_is_in_one_account(rank):
+    rank.loop.every_steps = 3
+    rank.loop.begin()
+    for _ in range(10):
+        rank.step()
+        assert_closed(rank.account())
+    rank.loop.leave()
+    account = rank.account()
+    assert_closed(account)
+    assert account.step == 10
+    assert account.finished_s >= account.last_step_s
+    assert read_ring(rank.path, 0.0).phase == "finished"
+    assert {record.step for record in read_records(rank.path, 0.0)} == set(range(1, 11))
+
+
+def test_checkpoints_at_every_nth_step_leave_marks(rank):
+    rank.loop.every_steps, rank.loop.save_at_end = 4, True
+    rank.loop.begin()
+    rank.step(9)
+    rank.loop.leave()
+    assert [(step, reason) for step, reason, _ in rank.saver.saves] == [
+        (4, "interval"), (8, "interval"), (9, "end"),
+    ]  # fmt: skip
+    assert [step for step, _ in rank.account().marks] == [4, 8, 9]
+    assert rank.saver.closed
+    assert rank.saver.saves[0][2]["config"]["epoch"] == 2
+
+
+def test_a_last_step_that_was_saved_is_not_saved_again(rank):
+    rank.loop.every_steps, rank.loop.save_at_end = 4, True
+    rank.loop.begin()
+    rank.step(8)
+    rank.loop.leave()
+    assert [step for step, _, _ in rank.saver.saves] == [4, 8]
+
+
+def test_an_agreed_checkpoint_happens_at_its_step(rank):
+    rank.loop.begin()
+    rank.step(2)
+    rank.order("prepare", 5)
+    rank.order("commit", 5)
+    rank.step(5)
+    assert [(step, reason) for step, reason, _ in rank.saver.saves] == [(5, "checkpoint")]
+    reached = [e for e in rank.control.events if isinstance(e, BoundaryReached)]
+    assert [(e.id, e.step, e.error) for e in reached] == [("b", 5, "")]
+    assert not rank.loop.stopping
+
+
+def test_an_agreed_stop_saves_and_ends_the_loop(rank):
+    rank.loop.begin()
+    rank.order("prepare", 3, "stop")
+    rank.order("commit", 3, "stop")
+    rank.step(3)
+    assert rank.loop.stopping
+    assert [(step, reason) for step, reason, _ in rank.saver.saves] == [(3, "stop")]
+
+
+def test_a_full_disk_is_told_and_training_goes_on(rank):
+    rank.loop.begin()
+    rank.saver.full = True
+    rank.order("prepare", 2)
+    rank.order("commit", 2)
+    rank.step(4)
+    reached = [e for e in rank.control.events if isinstance(e, BoundaryReached)]
+    assert reached[0].error == "no space left"
+    assert rank.account().marks == ()
+
+
+def test_a_promise_beyond_the_end_is_broken_aloud(rank):
+    rank.loop.begin()
+    rank.order("prepare", 9)
+    rank.step(5)
+    rank.loop.leave()
+    reached = [e for e in rank.control.events if isinstance(e, BoundaryReached)]
+    assert "ended at step 5, before step 9" in reached[0].error
+
+
+def test_gates_count_as_checkpoint_not_as_step(rank):
+    rank.loop.begin()
+    rank.loop.enter_step()
+    rank.saver.gate_s += 1e-6
+    rank.loop.commit_step()
+    assert rank.account().checkpoint_s == pytest.approx(1e-6)
+    assert_closed(rank.account())
+
+
+def test_metrics_travel_in_batches(rank):
+    rank.loop.begin()
+    for step in range(100):
+        rank.metrics.add(step, {"loss": float(step)})
+        rank.step()
+    rank.loop.leave()
+    logged = [e for e in rank.control.events if isinstance(e, MetricsLogged)]
+    assert len(logged) == 2  # The first at once, the others at the end.
+    assert [step for e in logged for step, _ in e.rows] == list(range(100))
