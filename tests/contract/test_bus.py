@@ -1,0 +1,146 @@
+# ruff: noqa: ASYNC110
+"""One suite for every `Bus`: the one in memory, and the one over a real nats-server."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.model.errors import PlatformError, RequestError
+from perdure.model.wire import Endpoint
+from perdure.service.ports import Bus, FakeBus, FakeServer, Reply
+
+Connect = Callable[[], Awaitable[Bus]]
+
+
+class Server:
+    """A real server that can be killed and started again on its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files = NatsServer(folder=str(folder / "nats"), token="s3cr3t")
+        self.log = folder / "nats.log"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> Endpoint:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self.files.command(), stdout=log, stderr=log)
+        self.files.wait_ready()
+        return Endpoint(url=self.files.url, token="s3cr3t", clock_offset_s=0.0)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["fake", "nats"])
+async def connect(request: pytest.FixtureRequest) -> AsyncIterator[Connect]:
+    buses: list[Bus] = []
+    fake = FakeServer()
+    endpoint = request.getfixturevalue("server").start() if request.param == "nats" else None
+
+    async def connect() -> Bus:
+        bus: Bus = await NatsBus.connect(endpoint, timeout_s=10) if endpoint else FakeBus(fake)
+        buses.append(bus)
+        return bus
+
+    yield connect
+    for bus in buses:
+        await bus.close()
+
+
+async def receive(bus: Bus, subject: str) -> "asyncio.Queue[bytes]":
+    queue: asyncio.Queue[bytes] = asyncio.Queue()
+    await bus.subscribe(subject, queue.put_nowait)
+    return queue
+
+
+async def test_publish_reaches_each_listener_in_order(connect: Connect) -> None:
+    one, two = await connect(), await connect()
+    queues = [await receive(one, "a.b"), await receive(two, "a.b"), await receive(two, "a.c")]
+    for number in range(100):
+        await one.publish("a.b", b"%d" % number)
+    for queue in queues[:2]:
+        got = [await asyncio.wait_for(queue.get(), 5) for _ in range(100)]
+        assert got == [b"%d" % number for number in range(100)]
+    assert queues[2].empty()
+
+
+async def test_request_is_answered_also_later(connect: Connect) -> None:
+    one, two = await connect(), await connect()
+    held: list[Reply] = []
+    await one.serve("ask", lambda data, reply: held.append(reply))
+    pending = asyncio.create_task(two.request("ask", b"?", timeout_s=5))
+    async with asyncio.timeout(5):
+        while not held:
+            await asyncio.sleep(0)
+    assert not pending.done()
+    await held[0](b"!")
+    assert await pending == b"!"
+
+
+async def test_request_to_nobody_fails_at_once(connect: Connect) -> None:
+    bus = await connect()
+    async with asyncio.timeout(3):
+        with pytest.raises(RequestError, match="nobody serves"):
+            await bus.request("nobody", b"?", timeout_s=60)
+
+
+async def test_request_without_answer_times_out(connect: Connect) -> None:
+    bus = await connect()
+    await bus.serve("mute", lambda data, reply: None)
+    with pytest.raises(RequestError, match=r"no answer on mute in 0\.05 s"):
+        await bus.request("mute", b"?", timeout_s=0.05)
+
+
+async def test_closed_bus_hears_nothing(connect: Connect) -> None:
+    one, two = await connect(), await connect()
+    queue = await receive(two, "a.b")
+    await two.close()
+    await one.publish("a.b", b"x")
+    await asyncio.sleep(0.02)
+    assert queue.empty()
+    assert not two.connected
+
+
+async def test_nats_reconnects_to_a_killed_server(server: Server) -> None:
+    endpoint = server.start()
+    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    queue = await receive(bus, "a.b")
+    server.kill()
+    async with asyncio.timeout(5):
+        while bus.connected:
+            await asyncio.sleep(0.01)
+    await bus.publish("a.b", b"lost")
+    with pytest.raises(RequestError):
+        await bus.request("a.b", b"x", timeout_s=5)
+    assert server.start().url == endpoint.url
+    async with asyncio.timeout(10):
+        while not bus.connected:
+            await asyncio.sleep(0.01)
+    await bus.publish("a.b", b"back")
+    assert await asyncio.wait_for(queue.get(), 5) == b"back"
+    assert bus.reconnects == 1
+    await bus.close()
+
+
+async def test_nats_wants_the_token(server: Server) -> None:
+    url = server.start().url
+    with pytest.raises(PlatformError, match="no NATS server"):
+        await NatsBus.connect(Endpoint(url=url, token="wrong", clock_offset_s=0), timeout_s=0.5)
+
+
+def test_the_secret_is_its_owners(server: Server) -> None:
+    command = server.files.command()
+    assert "s3cr3t" not in " ".join(command)
+    assert Path(command[-1]).stat().st_mode & 0o777 == 0o600

@@ -1,0 +1,170 @@
+# ruff: noqa: ASYNC110, ASYNC230, ASYNC240
+"""One suite for every `JournalStream`, and the journal on top of it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters.nats import NatsBus, NatsStream
+from perdure.model.codec import decode, encode
+from perdure.model.errors import FencedError, PlatformError
+from perdure.model.events import ControllerStarted, Decision, JournalEntry
+from perdure.model.wire import Endpoint
+from perdure.service.jobfiles import make_folders, paths_of, read_mirror, write_document
+from perdure.service.journal import Journal, Mirror, read_journal
+from perdure.service.ports import FakeStream, JournalStream
+from tests.contract.test_bus import Server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    yield server
+    server.kill()
+
+
+@pytest.fixture(params=["fake", "nats"])
+async def stream(request: pytest.FixtureRequest) -> AsyncIterator[JournalStream]:
+    if request.param == "fake":
+        yield FakeStream()
+        return
+    endpoint = request.getfixturevalue("server").start()
+    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    yield await NatsStream.open(bus, "a.job")
+    await bus.close()
+
+
+def entries(journal: Journal, *words: str) -> list[JournalEntry]:
+    return journal.number([Decision(action="A", summary=w, reason="r") for w in words], at_s=1.0)
+
+
+async def test_messages_are_numbered_and_read_in_order(stream: JournalStream) -> None:
+    assert await stream.read_all() == []
+    for index in range(1200):
+        number = await stream.append(b"%d" % index, expected_last=index, message_id=f"m{index}")
+        assert number == index + 1
+        if index == 3:
+            assert len(await stream.read_all()) == 4
+    assert await stream.read_all() == [b"%d" % index for index in range(1200)]
+
+
+async def test_a_repeated_append_is_stored_once(stream: JournalStream) -> None:
+    assert await stream.append(b"x", expected_last=0, message_id="a") == 1
+    assert await stream.append(b"x", expected_last=0, message_id="a") == 1
+    assert await stream.read_all() == [b"x"]
+
+
+async def test_the_second_writer_is_fenced(stream: JournalStream) -> None:
+    await stream.append(b"x", expected_last=0, message_id="a")
+    with pytest.raises(FencedError, match="another controller"):
+        await stream.append(b"y", expected_last=0, message_id="b")
+    assert await stream.read_all() == [b"x"]
+
+
+async def test_journal_survives_a_change_of_writer(stream: JournalStream) -> None:
+    first = Journal(stream, writer="one")
+    assert await first.open() == []
+    await first.append(entries(first, "a", "b"))
+    second = Journal(stream, writer="two")
+    assert [e.seq for e in await second.open()] == [1, 2]
+    await second.append(entries(second, "c"))
+    with pytest.raises(FencedError):
+        await first.append(entries(first, "late"))
+    third = Journal(stream, writer="three")
+    found = await third.open()
+    assert [(e.seq, e.body.summary) for e in found if isinstance(e.body, Decision)] == [
+        (1, "a"), (2, "b"), (3, "c"),
+    ]  # fmt: skip
+
+
+async def test_large_groups_are_split(stream: JournalStream) -> None:
+    journal = Journal(stream, writer="one")
+    await journal.open()
+    await journal.append(entries(journal, *("x" * 300_000 for _ in range(5))))
+    assert journal.last_seq == 5
+    assert len(await stream.read_all()) == 5
+    await journal.append(entries(journal, "a", "b"))
+    assert len(await Journal(stream, writer="two").open()) == 7
+
+
+@pytest.mark.parametrize("stored", [False, True])
+async def test_journal_tries_again_until_it_can_be_written(stored: bool) -> None:
+    stream = FakeStream()
+    stream.failures = [(PlatformError("no answer"), stored), (PlatformError("full"), False)]
+    journal = Journal(stream, writer="one")
+    await journal.open()
+    await journal.append(entries(journal, "a"))
+    await journal.append(entries(journal, "b"))
+    assert len(stream.messages) == 2
+
+
+async def test_mirror_follows_and_heals(tmp_path: Path) -> None:
+    stream = FakeStream()
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(stream, writer="one", mirror=Mirror(str(path)))
+    await journal.open()
+    await journal.append(entries(journal, "a"))
+    path.rename(tmp_path / "aside")
+    path.mkdir()  # cannot be written
+    await journal.append(entries(journal, "b"))
+    path.rmdir()
+    (tmp_path / "aside").rename(path)
+    with open(path, "ab") as file:
+        file.write(b'{"seq": 2, "half')
+    await journal.append(entries(journal, "c"))
+    assert path.read_bytes() == b"".join(stream.messages)
+    path.write_bytes(b"")
+    await Journal(stream, writer="two", mirror=Mirror(str(path))).open()
+    assert path.read_bytes() == b"".join(stream.messages)
+
+
+async def test_a_torn_last_line_of_the_mirror_is_left_out(tmp_path: Path) -> None:
+    paths = paths_of(str(tmp_path), "job")
+    assert read_mirror(paths) is None
+    whole = encode(JournalEntry(seq=1, at_s=0.5, body=ControllerStarted(incarnation="c")))
+    Path(paths.root).mkdir(parents=True)
+    Path(paths.journal).write_bytes(whole + b"\n" + whole[:-7])
+    found = read_journal(paths)
+    assert found == [decode(whole, JournalEntry)]
+
+
+async def test_acknowledged_entries_survive_kill_9_of_the_server(server: Server) -> None:
+    endpoint = server.start()
+    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    journal = Journal(await NatsStream.open(bus, "job"), writer="one")
+    await journal.open()
+    for index in range(20):
+        await journal.append(entries(journal, str(index)))
+        if index % 5 == 4:
+            server.kill()
+            server.start()
+    async with asyncio.timeout(10):
+        while bus.reconnects < 4:
+            await asyncio.sleep(0.01)
+    again = Journal(await NatsStream.open(bus, "job"), writer="two")
+    assert [entry.seq for entry in await again.open()] == list(range(1, 21))
+    await bus.close()
+
+
+def test_journal_is_read_from_the_store_when_there_is_no_mirror(tmp_path: Path) -> None:
+    paths = paths_of(str(tmp_path), "job")
+    make_folders(paths)
+    server = Server(Path(paths.root))
+    endpoint = server.start()
+
+    async def write() -> None:
+        bus = await NatsBus.connect(endpoint, timeout_s=10)
+        journal = Journal(await NatsStream.open(bus, "job"), writer="one")
+        await journal.open()
+        await journal.append(entries(journal, "a", "b"))
+        await bus.close()
+
+    try:
+        asyncio.run(write())
+        write_document(paths.endpoint, Endpoint(url=endpoint.url, token="s3cr3t", clock_offset_s=0))
+        assert len(read_journal(paths)) == 2  # the server runs
+    finally:
+        server.kill()
+    assert len(read_journal(paths)) == 2  # it does not
