@@ -3,9 +3,9 @@
 The default asks Flight Recorder, which PyTorch fills in C++ for every gloo and NCCL collective
 (DDP's buckets, FSDP2, functional and compiled ones, subgroups), for its *status*: per process
 group the number of the last collective that was entered and of the last that ended. That costs
-3 µs ten times a second and nothing per collective, and is what "who did not arrive" needs. Two
-things it leaves out are looked up in a full dump (up to 65 ms with 2,000 entries), and only
-then: the name of a group that is new, and the operation of a collective that stays pending.
+3 µs ten times a second and nothing per collective, and is what "who did not arrive" needs. What
+it leaves out is looked up in a full dump (up to 65 ms with 2,000 entries), and only then: the
+name of a group that is new, and more about a collective that seems to stay pending.
 
 Deliberately not seen this way: send and recv, which Flight Recorder does not record for gloo,
 and instants finer than the poll. `perdure.worker.hook` sees both, for 30 to 65 µs a collective.
@@ -45,6 +45,7 @@ class _Entry(msgspec.Struct):
     profiling_name: str = ""
     time_created_ns: int = 0
     is_p2p: bool = False
+    retired: bool = False
 
 
 class _Trace(msgspec.Struct):
@@ -64,8 +65,8 @@ class _Comm(msgspec.Struct):
     started: int = 0
     ended: int = 0
     since: int = 0
-    named: int = 0
-    """The collective whose operation was looked up."""
+    looked_at: int = 0
+    """The collective that a dump was asked about."""
 
 
 class StatusRecorder:
@@ -118,8 +119,8 @@ class StatusRecorder:
             if all((source, key) in self._comms for key in status):
                 self._raw[source] = raw  # Else they are looked for again at the next poll.
         for comm in self._comms.values():
-            if comm.started > comm.ended and comm.named != comm.started:
-                self._find_operation(comm, now)
+            if comm.started > comm.ended and comm.looked_at != comm.started:
+                self._look_closer(comm, now)
 
     def next_delay_s(self, now: int) -> float:
         """Return how long to sleep: short at the start, longer while nothing moves."""
@@ -177,24 +178,30 @@ class StatusRecorder:
                 self._ring.replace_comm(slot, name, size, ranks)
         return slot
 
-    def _find_operation(self, comm: _Comm, now: int) -> None:
-        """Name the operation of a collective that stays pending, and when it was entered."""
+    def _look_closer(self, comm: _Comm, now: int) -> None:
+        """Learn about a collective that seems to stay pending: its operation, when it was entered.
+
+        And whether it really is pending: gloo ends the buckets of DDP in any order and the status
+        names the one that ended last, so 11 of 12 may mean that 12 ended before it.
+        """
         if comm.slot < 0 or now - comm.since < PENDING_S * 1e9:
             return
         entries = self._dump(comm.source, now)
         if entries is None:
             return
-        comm.named = comm.started
-        for entry in reversed(entries):
-            same = entry.process_group[:1] == (comm.name,) and not entry.is_p2p
-            if same and entry.collective_seq_id == comm.started:
-                operation = entry.profiling_name.rpartition(":")[2]
-                self._ring.set_comm_op(comm.slot, operation.encode())
-                age = time.time_ns() - entry.time_created_ns
-                if 0 <= age < 3600 * 10**9:
-                    comm.since = now - age
-                    self._ring.set_comm(comm.slot, comm.started, comm.ended, comm.since)
-                return
+        comm.looked_at = comm.started
+        mine = [e for e in entries if e.process_group[:1] == (comm.name,) and not e.is_p2p]
+        newest = next((e for e in reversed(mine) if e.collective_seq_id == comm.started), None)
+        if newest is None:
+            return
+        self._ring.set_comm_op(comm.slot, newest.profiling_name.rpartition(":")[2].encode())
+        age = time.time_ns() - newest.time_created_ns
+        if 0 <= age < 3600 * 10**9:
+            comm.since = now - age
+        ended = comm.ended
+        if all(entry.retired for entry in mine if entry.collective_seq_id >= comm.ended):
+            ended = comm.started
+        self._ring.set_comm(comm.slot, comm.started, ended, comm.since)
 
     def _dump(self, source: str, now: int) -> list[_Entry] | None:
         """Return the entries, or None where the last dump was too recent for its cost."""

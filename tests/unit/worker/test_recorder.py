@@ -129,6 +129,7 @@ class FakeFlightRecorder:
         self.status = {}
         self.entries = []
         self.full_dumps = 0
+        self.retired = set()
 
     def __call__(self, entries, only_active):
         self.full_dumps += entries
@@ -145,7 +146,8 @@ class FakeFlightRecorder:
         }
         self.entries.append(
             {"pg_id": int(group), "process_group": [f"group{group}", ""],
-             "collective_seq_id": seq, "profiling_name": "gloo:all_reduce"}
+             "collective_seq_id": seq, "profiling_name": "gloo:all_reduce",
+             "retired": seq <= ended or seq in self.retired}
         )  # fmt: skip
 
 
@@ -189,3 +191,26 @@ def test_nothing_moves_nothing_beats(recorder):
     assert beat == 10**6
     status.poll(2 * 10**15)
     assert read_ring(path, 0.0).heartbeat_s == beat
+
+
+def test_buckets_that_ended_out_of_order_are_not_pending(recorder):
+    status, trace, path = recorder
+    trace.retired = {1, 2}
+    trace.enter("0", 1, ended=0)
+    trace.enter("0", 2, ended=1)  # 2 ended first, then 1.
+    status.poll(10**12)
+    assert read_ring(path, 0.0).comms[0].ended_seq == 1
+    status._dump_after_ns = 0
+    status.poll(2 * 10**12)
+    comm = read_ring(path, 0.0).comms[0]
+    assert (comm.started_seq, comm.ended_seq, comm.op) == (2, 2, "all_reduce")
+
+
+def test_what_is_pending_stays_pending(recorder):
+    status, trace, path = recorder
+    trace.enter("0", 1, ended=1)
+    trace.enter("0", 2, ended=1)
+    status.poll(10**12)
+    status._dump_after_ns = 0
+    status.poll(2 * 10**12)
+    assert read_ring(path, 0.0).comms[0].ended_seq == 1
