@@ -99,7 +99,7 @@ class Attachment:
         if mode == "python" or not dumps:
             from perdure.worker.hook import HookRecorder
 
-            hook = HookRecorder(self.ring, _find_members)
+            hook = HookRecorder(self.ring, _find_members, dumps)
             self.recorder = hook
             self.faults.arm_collectives = lambda before: setattr(hook, "before", before)
         else:

@@ -2,20 +2,20 @@
 
 A kernel on dispatch key `BackendSelect` for each `c10d::` operator notes the collective and
 passes it on below that key, so process groups keep their types. It knows begin and end of each
-one exactly, send and recv too, and is where a fault can be injected into a script that declares
+one exactly, and the begin of each send and recv, and is where a fault can be injected into a script that declares
 no steps. It costs 30 to 65 µs a collective, so it is not the default. The compiled recorder
 will take its place behind the same slots.
 """
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
-from perdure.worker.recorder import Members
+from perdure.worker.recorder import Dump, Members, is_idle
 from perdure.worker.ring import RingWriter
 
 _POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
@@ -38,10 +38,15 @@ class HookRecorder:
 
     kind = "python"
 
-    def __init__(self, ring: RingWriter, members: Members) -> None:
-        """Write to `ring`; `members` returns size and ranks of a group by its name."""
+    def __init__(self, ring: RingWriter, members: Members, dumps: Mapping[str, Dump]) -> None:
+        """Write to `ring`; `members` returns size and ranks of a group by its name.
+
+        `dumps` are Flight Recorder's, where it is on: the works of gloo's reduce_scatter and
+        send never say that they ended, not even after `wait`.
+        """
         self._ring = ring
         self._members = members
+        self._dumps = dumps
         self._lock = threading.Lock()
         self._comms: dict[str, _Comm] = {}
         self._library: torch.library.Library | None = None
@@ -91,6 +96,8 @@ class HookRecorder:
             comm, seq = self._begin(group, suffix, op)
             result = operator.redispatch(keyset & below, *args, **kwargs)
             work = result[-1] if isinstance(result, (tuple, list)) else result
+            if suffix:
+                return result  # A receive says nothing about its end; -1 in its slot says so.
             if work is None:
                 self._end(comm, seq)
             else:
@@ -120,7 +127,9 @@ class HookRecorder:
         if suffix:
             # Two ranks' counts of sends and receives need not agree: nobody may compare them.
             size, ranks = 1, ()
-        return _Comm(self._ring.add_comm(group + suffix, size, ranks))
+        comm = _Comm(self._ring.add_comm(group + suffix, size, ranks))
+        comm.ended = -1 if suffix else 0
+        return comm
 
     def _end(self, comm: _Comm, seq: int) -> None:
         now = time.monotonic_ns()
@@ -149,9 +158,10 @@ class HookRecorder:
                 return
             with self._lock:
                 pending, self._pending = self._pending, []
+            idle = bool(pending) and bool(self._dumps) and all(map(is_idle, self._dumps.values()))
             left = []
             for comm, seq, work in pending:
-                if _is_over(work):
+                if idle or _is_over(work):
                     self._end(comm, seq)
                 else:
                     left.append((comm, seq, work))

@@ -211,3 +211,11 @@ class StatusRecorder:
         entries = _decoder.decode(self._dumps[source](True, False)).entries
         self._dump_after_ns = now + DUMP_SHARE * (time.monotonic_ns() - began)
         return entries
+
+
+def is_idle(dump: Dump) -> bool:
+    """Return whether every collective that `dump` knows of has ended."""
+    status = _decoder.decode(dump(False, False)).pg_status.values()
+    return all(
+        state.last_enqueued_collective == state.last_completed_collective for state in status
+    )
