@@ -10,6 +10,9 @@ from collections import deque
 WINDOW = 64
 """Samples a rank keeps: seconds to minutes of training, and 20 MB at 10,000 ranks."""
 
+SETTLED = 16
+"""From so many samples on the spread is trusted."""
+
 
 class Cadence:
     """The times between one rank's last steps (or between its collectives, where it has none)."""
@@ -42,8 +45,9 @@ class Cadence:
         """Return a time that a healthy step stays below; 0 where nothing is known.
 
         The two longest of 64 are left out, so that one evaluation does not blunt the detector;
-        half the distance from the median to the rest is added, so that a job with noisy long
-        steps gets the room its own noise asks for.
+        the distance from the median to the rest is added once more, so that a job with noisy
+        long steps gets the room its own noise asks for. Few samples say little about noise:
+        until there are `SETTLED`, half a step is added at least.
         """
         self._sort()
         return self._usual_s
@@ -56,7 +60,10 @@ class Cadence:
         n = len(ordered)
         high = ordered[n - 1 - n // 32]
         self._typical_s = ordered[n // 2]
-        self._usual_s = high + 0.5 * (high - self._typical_s)
+        room_s = high - self._typical_s
+        if n < SETTLED:
+            room_s = max(room_s, 0.5 * self._typical_s)
+        self._usual_s = high + room_s
 
 
 class Habits:

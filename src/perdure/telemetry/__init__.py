@@ -1,1 +1,8 @@
-"""Folds over the journal: ledger, incidents, snapshot."""
+"""Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves."""
+
+from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.series import Series, SeriesFold, make_series
+from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.verdicts import find_verdicts
+
+__all__ = ["LedgerFold", "Series", "SeriesFold", "SnapshotFold", "find_verdicts", "make_series"]

@@ -1,0 +1,250 @@
+"""The journal, sorted by generation and rank: what the ledger and the incidents are made from.
+
+Nothing is computed here. A stamp that the journal lacks stays absent, so that the time it would
+have explained ends up as `unattributed` and somebody asks why.
+"""
+
+from dataclasses import dataclass, field
+
+from perdure.model.events import (
+    CheckpointRestored,
+    CheckpointSaved,
+    ControllerLost,
+    Decision,
+    ExitRecord,
+    GenerationStepping,
+    GenerationStopped,
+    JobEnded,
+    JobSubmitted,
+    JournalEntry,
+    KeeperLost,
+    NodeLost,
+    ProgressNoted,
+    RankExited,
+    RankJoined,
+    RanksStarted,
+    VerdictReached,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Verdict
+
+
+@dataclass(slots=True)
+class RankHistory:
+    """One rank in one generation."""
+
+    account: RankAccount = field(default_factory=RankAccount)
+    exit: ExitRecord | None = None
+    detected_s: float = 0.0
+
+    def take(self, account: RankAccount) -> None:
+        """Keep the newest account; one read from a lost ring may know less than a heartbeat."""
+        old = self.account
+        if account.last_step_s >= old.last_step_s and account.first_step_s >= old.first_step_s:
+            self.account = account
+
+
+@dataclass(slots=True)
+class Incident:
+    """Why a generation ended, and when that was seen and decided upon."""
+
+    cause: str
+    culprit: str
+    at_step: int
+    failure_s: float
+    detected_s: float
+    reason: str
+    decided_s: float | None = None
+
+
+@dataclass(slots=True)
+class Generation:
+    """One generation of the world."""
+
+    number: int
+    started: dict[int, RanksStarted] = field(default_factory=dict)
+    ranks: dict[int, RankHistory] = field(default_factory=dict)
+    stepping: GenerationStepping | None = None
+    stopped: dict[int, float] = field(default_factory=dict)
+    """Node -> when the last of its processes was gone."""
+    restored: dict[int, int] = field(default_factory=dict)
+    """Rank -> step it resumed from."""
+    incident: Incident | None = None
+    decided_s: float | None = None
+
+    def rank(self, rank: int) -> RankHistory:
+        """Return the history of `rank`, new where it has none."""
+        return self.ranks.setdefault(rank, RankHistory())
+
+    @property
+    def resumable(self) -> bool:
+        """Return whether its script declared steps."""
+        return any(h.account.init_s > 0 or h.account.step >= 0 for h in self.ranks.values())
+
+    @property
+    def start_step(self) -> int | None:
+        """Return the step it resumed from on every rank; None if it never came so far."""
+        steps = [
+            h.account.start_step
+            for h in self.ranks.values()
+            if h.account.restored_s > 0 or h.account.first_step_s > 0
+        ]
+        return min([*steps, *self.restored.values()], default=None)
+
+    @property
+    def step(self) -> int:
+        """Return the steps committed by every rank that declared any; -1 for none."""
+        known = [h.account.step for h in self.ranks.values() if h.account.step >= 0]
+        return min(known, default=-1)
+
+
+class History:
+    """The fold; `add` takes entries in the journal's order."""
+
+    def __init__(self) -> None:
+        """Begin before the first entry."""
+        self.spec: JobSpec | None = None
+        self.start_s = 0.0
+        self.last_s = 0.0
+        self.ended: JobEnded | None = None
+        self.generations: dict[int, Generation] = {}
+        self.lost_parts: list[ControllerLost] = []
+        self.checkpoints: list[CheckpointSaved] = []
+        self.step_times_s: list[float] = []
+        self.reason = ""
+
+    @property
+    def newest(self) -> Generation | None:
+        """Return the newest generation; None before the first."""
+        return self.generations[max(self.generations)] if self.generations else None
+
+    def ordered(self) -> list[Generation]:
+        """Return the generations, oldest first."""
+        return [self.generations[number] for number in sorted(self.generations)]
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take one entry."""
+        self.last_s = max(self.last_s, entry.at_s)
+        match entry.body:
+            case JobSubmitted() as event:
+                self.spec, self.start_s = event.spec, event.at_s
+            case JobEnded() as event:
+                self.ended, self.reason = event, event.reason
+            case Decision() as decision:
+                self._decide(entry.at_s, decision)
+            case RanksStarted() as event:
+                generation = self._of(event.generation)
+                generation.started.setdefault(event.node, event)
+                for rank in event.pids:
+                    generation.rank(rank)
+            case GenerationStopped() as event:
+                self._stop(event)
+            case GenerationStepping() as event:
+                generation = self._of(event.generation)
+                generation.stepping = generation.stepping or event
+            case ControllerLost() as event:
+                self.lost_parts.append(event)
+            case ProgressNoted() as event:
+                self._note(event)
+            case CheckpointSaved() as event:
+                self.checkpoints.append(event)
+            case CheckpointRestored() as event:
+                self._of(event.generation).restored[event.rank] = event.step
+            case RankJoined() as event:
+                self._of(event.generation).rank(event.rank)
+            case _:
+                self._add_cause(entry)
+
+    def _of(self, number: int) -> Generation:
+        return self.generations.setdefault(number, Generation(number))
+
+    def _decide(self, at_s: float, decision: Decision) -> None:
+        self.reason = decision.reason or decision.summary
+        newest = self.newest
+        if newest is None or newest.incident is None or newest.decided_s is not None:
+            return
+        if decision.action.startswith("AssignNode"):
+            newest.decided_s = newest.incident.decided_s = at_s
+
+    def _stop(self, event: GenerationStopped) -> None:
+        known = [n for n in self.generations if n <= event.generation]
+        if known:
+            self.generations[max(known)].stopped.setdefault(event.node, event.at_s)
+
+    def _note(self, event: ProgressNoted) -> None:
+        generation = self._of(event.generation)
+        for rank, account in event.accounts.items():
+            self._take(generation, rank, account)
+
+    def _take(self, generation: Generation, rank: int, account: RankAccount) -> None:
+        history = generation.rank(rank)
+        old = history.account
+        history.take(account)
+        steps = account.step - max(old.step, old.start_step if old.step >= 0 else 0)
+        if old.step < 0:
+            steps = account.step - account.start_step
+        if rank == min(generation.ranks) and steps > 0 and account.step_s > old.step_s:
+            self.step_times_s.append((account.step_s - old.step_s) / steps)
+
+    def _add_cause(self, entry: JournalEntry) -> None:
+        match entry.body:
+            case RankExited() as event:
+                record = event.record
+                generation = self._of(record.generation)
+                self._take(generation, record.rank, event.account)
+                history = generation.rank(record.rank)
+                if history.exit is None:
+                    history.exit, history.detected_s = record, event.detected_s
+                    if record.failed and not record.asked:
+                        self._blame(generation, _crash(event, history.account.step))
+            case VerdictReached() as event if event.verdict.actionable:
+                self._blame(self._of(event.verdict.generation), _hang(event.verdict))
+            case NodeLost() as event if self.newest is not None:
+                seen_s = event.last_seen_s or event.at_s
+                step = self.newest.step
+                node = f"node {event.node}"
+                cause = Incident("NodeLost", node, step, seen_s, entry.at_s, event.reason)
+                self._blame(self.newest, cause)
+            case KeeperLost() as event if event.generation in self.generations:
+                generation = self.generations[event.generation]
+                node, reason = f"node {event.node}", "its keeper died, and its ranks with it"
+                cause = Incident(
+                    "keeper lost", node, generation.step, event.at_s, entry.at_s, reason
+                )
+                self._blame(generation, cause)
+            case _:
+                pass
+
+    def _blame(self, generation: Generation, cause: Incident) -> None:
+        """The earliest failure is the cause; those that come after it are consequences."""
+        old = generation.incident
+        if old is not None and old.failure_s <= cause.failure_s:
+            return
+        if old is None:
+            later = [n for n in self.generations if n > generation.number]
+            if later:
+                return
+        else:
+            cause.detected_s = min(cause.detected_s, old.detected_s)
+        cause.decided_s = generation.decided_s
+        generation.incident = cause
+
+
+def _crash(event: RankExited, step: int) -> Incident:
+    record = event.record
+    culprit = f"rank {record.rank}"
+    where = f" at step {step}" if step >= 0 else ""
+    reason = f"{culprit} ended with {record.cause}{where}"
+    return Incident(record.cause, culprit, step, record.at_s, event.detected_s, reason)
+
+
+def _hang(verdict: Verdict) -> Incident:
+    return Incident(
+        f"{verdict.kind} ({verdict.activity})",
+        str(verdict.culprit),
+        verdict.step,
+        verdict.first_seen_s,
+        verdict.confirmed_s,
+        verdict.reason,
+    )

@@ -1,0 +1,198 @@
+"""The live picture: journal for what is certain, newest heartbeats for what moves.
+
+A screen needs nothing else, and nothing here decides anything.
+"""
+
+from collections import deque
+
+from perdure.model.events import (
+    CheckpointSaved,
+    CommandReceived,
+    JournalEntry,
+    MetricsLogged,
+    RanksStarted,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import CommProgress, NodeBeat, RankProgress
+from perdure.model.report import DeviceRow, RankRow, Snapshot
+from perdure.telemetry.history import Generation, History
+from perdure.telemetry.incidents import find_state
+from perdure.telemetry.ledger import find_committed
+from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
+
+SPEED_WINDOW_S = 10.0
+VERDICTS_SHOWN = 20
+CHECKPOINTS_SHOWN = 20
+
+
+class SnapshotFold:
+    """Folds journal and heartbeats into a `Snapshot`."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Begin before the first entry."""
+        self._spec = spec
+        self._history = History()
+        self._verdicts = VerdictFold()
+        self._version = 0
+        self._pids: dict[int, int] = {}
+        self._ranks: dict[int, tuple[float, RankProgress]] = {}
+        self._beat_generation = -1
+        self._points: dict[int, deque[tuple[float, int]]] = {}
+        self._metrics: dict[str, float] = {}
+        self._stopping = False
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take the next entry of the journal."""
+        self._version += 1
+        self._history.add(entry)
+        self._verdicts.add(entry)
+        match entry.body:
+            case RanksStarted() as event:
+                self._pids |= event.pids
+                self._begin(event.generation)
+            case MetricsLogged() as event:
+                for _, values in sorted(event.rows, key=lambda row: row[0]):
+                    self._metrics |= values
+            case CommandReceived() as event if event.kind in ("stop", "kill"):
+                self._stopping = True
+            case _:
+                pass
+
+    def observe(self, now: float, beat: NodeBeat) -> None:
+        """Take a heartbeat."""
+        if beat.generation < self._beat_generation or not beat.ranks:
+            return
+        self._version += 1
+        self._begin(beat.generation)
+        for progress in beat.ranks:
+            self._ranks[progress.rank] = (beat.sent_s, progress)
+            points = self._points.setdefault(progress.rank, deque())
+            points.append((progress.account.last_step_s or beat.sent_s, progress.account.step))
+            while len(points) > 2 and points[-1][0] - points[0][0] > SPEED_WINDOW_S:
+                points.popleft()
+
+    def _begin(self, generation: int) -> None:
+        if generation > self._beat_generation:
+            self._beat_generation = generation
+            self._ranks, self._points = {}, {}
+
+    def snapshot(self, now: float) -> Snapshot:
+        """Return the picture at `now`."""
+        history = self._history
+        newest = history.newest
+        number = newest.number if newest else -1
+        verdicts = self._verdicts.verdicts()
+        open_ranks = {
+            v.culprit.rank for v in verdicts if v.generation == number and not is_withdrawn(v)
+        }
+        state = find_state(history)
+        if self._stopping and history.ended is None:
+            state = "stopping"
+        rows = tuple(self._make_row(r, newest, open_ranks) for r in range(self._spec.world_size))
+        steps = [row.step for row in rows if row.step >= 0]
+        step = min(steps) if steps and len(steps) == len(rows) else -1
+        committed = find_committed(history)
+        if step < 0 and committed is not None:
+            step = committed
+        resumable = any(g.resumable for g in history.generations.values())
+        joined = any(p.account.init_s > 0 for _, p in self._ranks.values())
+        running = state in ("running", "stopping")
+        return Snapshot(
+            version=self._version,
+            job=self._spec.name,
+            state=state,
+            at_s=now,
+            started_s=history.start_s,
+            generation=number,
+            restarts=max(0, len(history.generations) - 1),
+            step=step,
+            steps_per_s=min((r.steps_per_s for r in rows), default=0.0) if running else 0.0,
+            world_size=self._spec.world_size,
+            depth="resumable" if resumable or joined else "supervised",
+            reason=history.reason,
+            ranks=rows,
+            devices=self._make_devices(rows),
+            verdicts=verdicts[-VERDICTS_SHOWN:],
+            checkpoints=tuple(_describe_checkpoint(c) for c in self._find_checkpoints()),
+            metrics=dict(sorted(self._metrics.items())),
+            incidents=sum(g.incident is not None for g in history.generations.values())
+            + len(history.lost_parts),
+        )
+
+    def _find_checkpoints(self) -> list[CheckpointSaved]:
+        return self._history.checkpoints[-CHECKPOINTS_SHOWN:]
+
+    def _make_row(
+        self, rank: int, newest: Generation | None, suspected: set[int | None]
+    ) -> RankRow:
+        history = newest.ranks.get(rank) if newest else None
+        record = history.exit if history else None
+        sent_s, progress = self._ranks.get(rank, (0.0, None))
+        account = progress.account if progress else (history.account if history else None)
+        collective, waiting = _describe_collective(progress, sent_s)
+        if record is not None:
+            state = "failed" if record.failed else "exited"
+        elif rank in suspected:
+            state = "suspected"
+        elif progress is None or progress.phase not in ("step", "checkpoint", "boundary"):
+            stepping = newest is not None and newest.stepping is not None
+            state = "running" if progress and stepping else "starting"
+        else:
+            state = "waiting" if waiting else "running"
+        return RankRow(
+            rank=rank,
+            node=self._spec.node_of(rank),
+            pid=progress.pid if progress else self._pids.get(rank, 0),
+            state=state,
+            phase=progress.phase if progress else "",
+            step=account.step if account else -1,
+            steps_per_s=self._find_speed(rank),
+            collective=collective,
+            cpu_s=progress.proc.cpu_s if progress else 0.0,
+            rss_bytes=progress.proc.rss_bytes if progress else 0,
+        )
+
+    def _find_speed(self, rank: int) -> float:
+        points = self._points.get(rank)
+        if not points or len(points) < 2:
+            return 0.0
+        (first_s, first), (last_s, last) = points[0], points[-1]
+        return max(0, last - first) / (last_s - first_s) if last_s > first_s else 0.0
+
+    def _make_devices(self, rows: tuple[RankRow, ...]) -> tuple[DeviceRow, ...]:
+        """One slot is one device until the agents report real ones."""
+        return tuple(
+            DeviceRow(
+                device=f"node{row.node}/slot{row.rank % self._spec.nproc}",
+                node=row.node,
+                ranks=(row.rank,),
+                replicas=(),
+                state="idle" if row.state in ("exited", "failed") else "in use",
+            )
+            for row in rows
+        )
+
+
+def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:
+    return {
+        "step": saved.step,
+        "path": saved.path,
+        "bytes": saved.bytes,
+        "at_s": saved.at_s,
+        "stall_s": saved.stall_s,
+        "save_s": saved.save_s,
+        "reason": saved.reason,
+    }
+
+
+def _describe_collective(progress: RankProgress | None, sent_s: float) -> tuple[str, bool]:
+    """Return the newest collective in words, and whether the rank has long waited in it."""
+    if progress is None or not progress.comms:
+        return "", False
+    comm: CommProgress = max(progress.comms, key=lambda c: (c.since_s, c.name))
+    text = f"{comm.op or 'collective'} #{comm.started_seq}"
+    waited_s = sent_s - comm.since_s
+    inside = 0 <= comm.ended_seq < comm.started_seq
+    if inside and comm.since_s > 0 and waited_s > 0.1:
+        return f"{text} (waiting {waited_s:.1f} s)", waited_s > 1.0
+    return text, False

@@ -1,0 +1,161 @@
+"""All that was found wrong, from the journal: the detector's verdicts, and crashes.
+
+A crash needs no detector, so nobody journals a verdict about it; it is made here, from the
+exits. The first exit by the clock of its node is the culprit's; what its peers died of
+afterwards is a consequence, and is listed as evidence instead of as further verdicts.
+"""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from perdure.model.events import (
+    ExitRecord,
+    JournalEntry,
+    KeeperLost,
+    NodeLost,
+    PreemptionNoticed,
+    RankExited,
+    StacksTaken,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.model.verdicts import Culprit, Verdict
+
+_Key = tuple[int, str, str, float]
+
+
+def find_verdicts(entries: Iterable[JournalEntry]) -> tuple[Verdict, ...]:
+    """Return every verdict of a journal by time; withdrawn ones say so in their evidence."""
+    fold = VerdictFold()
+    for entry in entries:
+        fold.add(entry)
+    return fold.verdicts()
+
+
+class VerdictFold:
+    """The same, one entry at a time."""
+
+    def __init__(self) -> None:
+        """Begin before the first entry."""
+        self._reached: dict[_Key, Verdict] = {}
+        self._exits: dict[int, list[RankExited]] = {}
+        self._stacks: dict[int, StacksTaken] = {}
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take the next entry."""
+        match entry.body:
+            case VerdictReached() as event:
+                self._reached[_key(event.verdict)] = event.verdict
+            case VerdictWithdrawn() as event:
+                evidence = {**event.verdict.evidence, "withdrawn": event.reason}
+                evidence["withdrawn_s"] = event.at_s
+                verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
+                self._reached[_key(verdict)] = verdict
+            case RankExited() as event if event.record.failed and not event.record.asked:
+                exits = self._exits.setdefault(event.record.generation, [])
+                if all(e.record.rank != event.record.rank for e in exits):
+                    exits.append(event)
+            case StacksTaken() as event:
+                self._stacks[event.generation] = event
+            case NodeLost() as event:
+                first_s = event.last_seen_s or event.at_s
+                self._put("NodeLost", event.node, -1, first_s, entry.at_s, event.reason)
+            case KeeperLost() as event:
+                reason = f"the keeper of node {event.node} died, and its ranks with it"
+                self._put("Crash", event.node, event.generation, event.at_s, entry.at_s, reason)
+            case PreemptionNoticed() as event:
+                reason = f"{event.source}: node {event.node} goes away in {event.grace_s:.0f} s"
+                self._put("Preemption", event.node, -1, event.at_s, entry.at_s, reason)
+            case _:
+                pass
+
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return what was found so far, by time."""
+        found = [self._add_stacks(v) for v in self._reached.values()]
+        for generation, exits in sorted(self._exits.items()):
+            crash = self._find_crash(generation, exits)
+            if crash is not None:
+                found.append(self._add_stacks(crash))
+        return tuple(sorted(found, key=lambda v: (v.first_seen_s, v.confirmed_s, str(v.culprit))))
+
+    def _put(
+        self, kind: str, node: int, generation: int, first_s: float, at_s: float, reason: str
+    ) -> None:
+        verdict = Verdict(
+            kind=kind,  # type: ignore[arg-type]
+            culprit=Culprit(node=node),
+            generation=generation,
+            first_seen_s=first_s,
+            confirmed_s=at_s,
+            confidence=1.0,
+            reason=reason,
+            actionable=True,
+        )
+        self._reached[_key(verdict)] = verdict
+
+    def _find_crash(self, generation: int, exits: list[RankExited]) -> Verdict | None:
+        ordered = sorted(exits, key=lambda e: (e.record.at_s, e.record.rank))
+        first, record = ordered[0], ordered[0].record
+        for verdict in self._reached.values():
+            blamed = verdict.generation == generation and verdict.actionable
+            if (
+                blamed
+                and verdict.first_seen_s <= record.at_s
+                and verdict.confirmed_s <= record.at_s
+            ):
+                return None  # They died of the hang that is already explained.
+        step = first.account.step
+        where = f" at step {step}" if step >= 0 else ""
+        return Verdict(
+            kind="Crash",
+            culprit=Culprit(rank=record.rank),
+            generation=generation,
+            first_seen_s=record.at_s,
+            confirmed_s=first.detected_s,
+            confidence=1.0,
+            reason=f"rank {record.rank} ended with {record.cause}{where}",
+            actionable=True,
+            step=step,
+            evidence=_find_evidence(record, ordered[1:]),
+        )
+
+    def _add_stacks(self, verdict: Verdict) -> Verdict:
+        taken = self._stacks.get(verdict.generation)
+        if taken is None or taken.at_s < verdict.first_seen_s:
+            return verdict
+        stacks = {str(rank): text for rank, text in sorted(taken.stacks.items())}
+        return msgspec.structs.replace(verdict, evidence={**verdict.evidence, "stacks": stacks})
+
+
+def is_withdrawn(verdict: Verdict) -> bool:
+    """Return whether the suspect made progress again."""
+    return "withdrawn" in verdict.evidence
+
+
+def _key(verdict: Verdict) -> _Key:
+    return (verdict.generation, verdict.kind, str(verdict.culprit), verdict.first_seen_s)
+
+
+def _find_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:
+    evidence: dict[str, object] = {"pid": record.pid}
+    facts: dict[str, object] = {
+        "exit_code": record.code,
+        "signal": record.signal,
+        "oom": record.oom,
+        "error": record.error,
+        "traceback": record.traceback,
+        "last_output": list(record.last_output),
+        "max_rss_bytes": record.max_rss_bytes,
+    }
+    evidence |= {name: fact for name, fact in facts.items() if fact}
+    if others:
+        evidence["consequences"] = [
+            {
+                "rank": e.record.rank,
+                "cause": e.record.cause,
+                "after_s": round(e.record.at_s - record.at_s, 3),
+            }
+            for e in others
+        ]
+    return evidence

@@ -1,0 +1,1 @@
+"""Makes `tests` importable from every test: pytest puts this file's parent on the path."""

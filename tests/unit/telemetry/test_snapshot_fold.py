@@ -1,0 +1,80 @@
+from tests.journals import Story, tell
+
+from perdure.model import codec
+from perdure.model.events import CommandReceived
+from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.report import Snapshot
+from perdure.telemetry import SnapshotFold, make_series
+
+
+def fold_of(story):
+    fold = SnapshotFold(story.spec)
+    for entry in story.entries:
+        fold.add(entry)
+    return fold
+
+
+def beat(seq, now, step, generation=0):
+    account = RankAccount(step=step, init_s=1.0, first_step_s=1.0, last_step_s=now)
+    comms = (CommProgress("pg", 2, 7, 6, "allreduce", now - 2.0),)
+    ranks = tuple(
+        RankProgress(r, 100 + r, "step", 0.0, now, account, comms, ProcSample("S", 3.0, 0, 9))
+        for r in range(2)
+    )
+    return NodeBeat(0, "a", seq, now, generation, ranks)
+
+
+def test_states_follow_the_job():
+    story = Story()
+    fold = SnapshotFold(story.spec)
+    states = []
+    tell(story)
+    for entry in story.entries:
+        fold.add(entry)
+        state = fold.snapshot(entry.at_s).state
+        if not states or states[-1] != state:
+            states.append(state)
+    cycle = ["running", "recovering"]
+    assert states == ["pending", "forming", *cycle, *cycle, "running", "done"]
+
+
+def test_heartbeats_give_steps_speed_and_waiting():
+    story = Story()
+    story.start()
+    fold = fold_of(story)
+    for i in range(11):
+        fold.observe(story.now + i, beat(i, story.now + i, i * 2))
+    snapshot = fold.snapshot(story.now + 10)
+    assert (snapshot.step, snapshot.steps_per_s, snapshot.depth) == (20, 2.0, "resumable")
+    row = snapshot.ranks[1]
+    assert (row.state, row.pid, row.cpu_s, row.rss_bytes) == ("waiting", 101, 3.0, 9)
+    assert row.collective == "allreduce #7 (waiting 2.0 s)"
+    assert codec.decode(codec.encode(snapshot), Snapshot) == snapshot
+
+
+def test_a_late_heartbeat_of_an_older_generation_is_ignored():
+    story = Story()
+    story.start()
+    story.train(6)
+    story.crash()
+    story.start()
+    fold = fold_of(story)
+    fold.observe(story.now, beat(1, story.now, 99, generation=0))
+    assert fold.snapshot(story.now).step == 5
+    assert fold.snapshot(story.now).restarts == 1
+
+
+def test_stop_shows_until_the_end():
+    story = Story()
+    story.start()
+    story.write(CommandReceived(id="1", kind="stop"))
+    assert fold_of(story).snapshot(story.now).state == "stopping"
+
+
+def test_a_step_logged_again_counts_once():
+    story = tell(Story())
+    series = make_series(story.entries, story.now)
+    steps = [step for step, _ in series.metrics["loss"]]
+    assert steps == list(range(1, 106))
+    assert len(series.checkpoints) == 21
+    assert {s.rank for s in series.segments} == {0, 1}

@@ -1,0 +1,66 @@
+import msgspec
+from tests.journals import Story, tell
+
+from perdure.model.events import (
+    JournalEntry,
+    KeeperLost,
+    NodeLost,
+    StacksTaken,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.telemetry import find_verdicts
+
+
+def test_crash_and_hang_are_found_in_order_of_time():
+    first, second = find_verdicts(tell(Story()).entries)
+    assert (first.kind, first.culprit.rank, first.step) == ("Crash", 1, 23)
+    assert first.evidence["signal"] == 9
+    assert first.reason == "rank 1 ended with signal 9 (SIGKILL) at step 23"
+    assert (second.kind, second.actionable) == ("ComputeHang", True)
+
+
+def test_the_first_exit_is_the_culprit_and_the_others_are_its_consequences():
+    story = Story(nproc=3)
+    story.start()
+    story.train(2)
+    story.exit(0, story.now + 0.05, code=1, error="RuntimeError: Connection closed by peer")
+    story.exit(2, story.now, code=1, error="ValueError: bad lr")
+    (verdict,) = find_verdicts(story.entries)
+    assert verdict.culprit.rank == 2
+    assert verdict.evidence["error"] == "ValueError: bad lr"
+    assert [c["rank"] for c in verdict.evidence["consequences"]] == [0]
+
+
+def test_ranks_that_die_of_a_known_hang_are_no_crash():
+    story = Story()
+    story.start()
+    story.train(2)
+    story.hang(1)
+    story.exit(0, story.now + 1, code=1, error="RuntimeError: Timed out")
+    assert [v.kind for v in find_verdicts(story.entries)] == ["ComputeHang"]
+
+
+def test_stacks_and_withdrawals_become_evidence():
+    story = Story()
+    story.start()
+    story.hang(0)
+    verdict = next(e.body for e in story.entries if isinstance(e.body, VerdictReached)).verdict
+    suspicion = msgspec.structs.replace(verdict, first_seen_s=verdict.first_seen_s - 5)
+    story.write(VerdictReached(verdict=suspicion))
+    story.write(VerdictWithdrawn(verdict=suspicion, at_s=story.now, reason="it moved"))
+    story.write(StacksTaken(generation=0, at_s=story.now, stacks={0: "train.py:3"}))
+    withdrawn, hang = find_verdicts(story.entries)
+    assert withdrawn.evidence["withdrawn"] == "it moved"
+    assert not withdrawn.actionable
+    assert hang.evidence["stacks"] == {"0": "train.py:3"}
+
+
+def test_lost_nodes_and_keepers_are_verdicts_on_the_node():
+    entries = [
+        JournalEntry(1, 30.0, NodeLost(node=3, at_s=30.0, reason="silent", last_seen_s=15.0)),
+        JournalEntry(2, 31.0, KeeperLost(node=1, generation=0, at_s=30.5)),
+    ]
+    lost, keeper = find_verdicts(entries)
+    assert (lost.kind, lost.culprit.node, lost.first_seen_s) == ("NodeLost", 3, 15.0)
+    assert (keeper.kind, keeper.culprit.node) == ("Crash", 1)
