@@ -2,9 +2,9 @@
 
 A kernel on dispatch key `BackendSelect` for each `c10d::` operator notes the collective and
 passes it on below that key, so process groups keep their types. It knows begin and end of each
-one exactly, and the begin of each send and recv, and is where a fault can be injected into a script that declares
-no steps. It costs 30 to 65 µs a collective, so it is not the default. The compiled recorder
-will take its place behind the same slots.
+one exactly and the begin of each send and recv, and is where a fault can be injected into a
+script that declares no steps. It costs 30 to 65 µs a collective, so it is not the default. The
+compiled recorder will take its place behind the same slots.
 """
 
 import threading
