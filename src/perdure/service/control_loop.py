@@ -1,0 +1,354 @@
+"""The controller's loop: events in from the bus, decisions out, the journal in between.
+
+One turn of the loop takes everything that has arrived, asks the machines, appends the events and
+the decisions as one group, waits until the group is on disk, and only then sends anything: no
+node acts on, and no sender is told of, what a power cut could undo. While the journal cannot be
+written the loop stands still, and training goes on without it.
+
+One fsync thus lies between a rank's exit and the next assignment. The machines run ahead of the
+disk by at most this one group, of which nobody has heard; a controller that dies in between is
+replaced by one that never knew of it, and the senders repeat what was not acknowledged.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.control import Controller
+from perdure.detect import Detector
+from perdure.model.actions import AnswerCommand, AnyAction, EndJob
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.model.events import (
+    AnyEvent,
+    CommandReceived,
+    ControllerStarted,
+    Decision,
+    JobEnded,
+    JobSubmitted,
+    JournalEntry,
+    TimerFired,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat
+from perdure.model.report import Snapshot
+from perdure.model.wire import (
+    Command,
+    CommandReply,
+    EventAck,
+    EventMessage,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_orders,
+)
+from perdure.service.journal import Journal
+from perdure.service.orders import OrderBook, Sending, describe_action
+from perdure.service.ports import Bus, Reply
+from perdure.telemetry import SnapshotFold
+
+log = logging.getLogger("perdure.controller")
+
+SNAPSHOT_S = 0.5
+_LAG_S = 0.5
+"""After a turn or an outage longer than this, silence proves nothing for `_SETTLE_S`."""
+_SETTLE_S = 1.0
+_TIMER_PAUSE_S = 0.05
+"""At the least between two `TimerFired`, should a machine leave its deadline in the past."""
+_BACKLOG_MAX = 4
+"""Heartbeats kept of one node; older ones are dropped when the loop falls behind."""
+
+
+@dataclass(slots=True)
+class _Inbox:
+    """What has arrived since the last turn."""
+
+    messages: list[tuple[EventMessage, Reply]] = field(default_factory=list)
+    commands: list[tuple[Command, Reply]] = field(default_factory=list)
+    beats: dict[int, deque[NodeBeat]] = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.commands or self.beats)
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one turn has brought about; nothing of it leaves before the journal has it."""
+
+    now: float
+    entries: list[JournalEntry] = field(default_factory=list)
+    sendings: list[Sending] = field(default_factory=list)
+    answers: list[AnswerCommand] = field(default_factory=list)
+    replies: list[tuple[Reply, bytes]] = field(default_factory=list)
+    acks: list[tuple[Reply, str]] = field(default_factory=list)
+
+
+class ControllerService:
+    """One controller of one job; `run` is its life."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        bus: Bus,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        incarnation: str,
+        submitted_s: float,
+        show: Callable[[Snapshot], None],
+    ) -> None:
+        """Wire the machines; `show` takes a snapshot twice a second."""
+        self._spec, self._bus, self._journal = spec, bus, journal
+        self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
+        self._show = show
+        self._machine, self._detector = Controller(), Detector(spec)
+        self._orders = OrderBook(spec, incarnation)
+        self._fold = SnapshotFold(spec)
+        self._taken: dict[str, int] = {}
+        """Source -> number of its newest event in the journal."""
+        self._answers: dict[str, CommandReply] = {}
+        self._asked: set[str] = set()
+        """Commands that are in the journal."""
+        self._waiting: dict[str, list[Reply]] = {}
+        self._inbox, self._wake = _Inbox(), asyncio.Event()
+        self._ended: JobEnded | None = None
+        self._show_at_s = self._timer_at_s = self._settled_at_s = 0.0
+        self._reconnects = 0
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def run(self) -> JobEnded:
+        """Replay, take over, decide until the job has ended; return how it did.
+
+        Raises:
+            FencedError: another controller writes the journal.
+            PlatformError: the journal cannot be read at the start.
+        """
+        started_s = self._clock()
+        entries = await self._journal.open()
+        for entry in entries:
+            self._replay(entry)
+        replayed_s = self._clock() - started_s
+        log.info("replayed %d entries in %.3f s", len(entries), replayed_s)
+        if self._ended is None:
+            await self._serve()
+            await self._begin(first=not entries)
+        while self._ended is None:
+            await self._pause()
+            await self._turn()
+        self._show(self._fold.snapshot(self._clock()))
+        return self._ended
+
+    def _replay(self, entry: JournalEntry) -> None:
+        """Take an entry of the past; what followed from it is in the journal too, or is lost."""
+        self._fold.add(entry)
+        event = entry.body
+        if isinstance(event, Decision):
+            return
+        if entry.source:
+            self._taken[entry.source] = max(entry.source_seq, self._taken.get(entry.source, 0))
+        for action in self._machine.handle(entry.at_s, event):
+            self._remember(action)
+        self._detector.note(entry.at_s, event)
+        if isinstance(event, CommandReceived):
+            self._asked.add(event.id)
+        if isinstance(event, JobEnded):
+            self._ended = event
+
+    async def _serve(self) -> None:
+        await self._bus.serve(subject_events(self._spec.name), self._take_message)
+        await self._bus.serve(subject_commands(self._spec.name), self._take_command)
+        await self._bus.subscribe(subject_beats(self._spec.name), self._take_beat)
+
+    async def _begin(self, *, first: bool) -> None:
+        turn = _Turn(self._clock())
+        if first:
+            self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
+        self._add(turn, ControllerStarted(incarnation=self._incarnation))
+        turn.sendings += self._orders.start(turn.now)
+        await self._finish(turn)
+
+    async def _pause(self) -> None:
+        """Sleep until something arrives or is due."""
+        due = [self._show_at_s, self._orders.next_deadline(), self._timer_due()]
+        detector_s = self._detector.next_deadline()
+        if detector_s is not None:
+            due.append(max(detector_s, self._settled_at_s))
+        wait_s = min(time_s for time_s in due if time_s is not None) - self._clock()
+        if not self._inbox and wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+        lag_s = -wait_s
+        if lag_s > _LAG_S or self._bus.reconnects != self._reconnects:
+            self._reconnects = self._bus.reconnects
+            self._settled_at_s = self._clock() + _SETTLE_S
+        self._wake.clear()
+
+    def _timer_due(self) -> float | None:
+        deadline_s = self._machine.next_deadline()
+        return None if deadline_s is None else max(deadline_s, self._timer_at_s)
+
+    # --- what arrives -------------------------------------------------------------------------
+
+    def _take_message(self, data: bytes, reply: Reply) -> None:
+        try:
+            self._inbox.messages.append((decode(data, EventMessage), reply))
+        except ProtocolError as error:
+            log.error("event refused: %s", error)
+            return
+        self._wake.set()
+
+    def _take_command(self, data: bytes, reply: Reply) -> None:
+        try:
+            self._inbox.commands.append((decode(data, Command), reply))
+        except ProtocolError as error:
+            log.error("command refused: %s", error)
+            return
+        self._wake.set()
+
+    def _take_beat(self, data: bytes) -> None:
+        try:
+            beat: NodeBeat = decode(data, NodeBeat)
+        except ProtocolError as error:
+            log.error("heartbeat refused: %s", error)
+            return
+        self._inbox.beats.setdefault(beat.node, deque(maxlen=_BACKLOG_MAX)).append(beat)
+        self._wake.set()
+
+    def command(self, command: Command) -> None:
+        """Take a command of this process's own."""
+
+        async def nobody(_: bytes) -> None:
+            """Nobody waits for the answer."""
+
+        self._inbox.commands.append((command, nobody))
+        self._wake.set()
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        inbox, self._inbox = self._inbox, _Inbox()
+        turn = _Turn(self._clock())
+        for message, reply in inbox.messages:
+            self._take_events(turn, message)
+            turn.acks.append((reply, message.source))
+        for command, reply in inbox.commands:
+            self._obey(turn, command, reply)
+        for node in sorted(inbox.beats):
+            for beat in inbox.beats[node]:
+                self._fold.observe(turn.now, beat)
+                self._derive(turn, self._detector.observe(turn.now, beat))
+        due_s = self._detector.next_deadline()
+        if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
+            self._derive(turn, self._detector.tick(turn.now))
+        due_s = self._timer_due()
+        if due_s is not None and due_s <= turn.now:
+            self._timer_at_s = turn.now + _TIMER_PAUSE_S
+            self._add(turn, TimerFired())
+        turn.sendings += self._orders.repeat(turn.now)
+        await self._finish(turn)
+
+    def _take_events(self, turn: _Turn, message: EventMessage) -> None:
+        """Take what is new; a gap is left for the sender to fill."""
+        for number, event in enumerate(message.events, message.first_seq):
+            taken = self._taken.get(message.source, 0)
+            if number == taken + 1:
+                self._taken[message.source] = number
+                self._add(turn, event, message.source, number)
+
+    def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
+        match command.kind:
+            case "ping":
+                result = {"controller": self._incarnation, "pid": os.getpid()}
+                answer = CommandReply(id=command.id, ok=True, result=result)
+                turn.replies.append((reply, encode(answer)))
+            case "status":
+                result = msgspec.to_builtins(self._fold.snapshot(turn.now))
+                answer = CommandReply(id=command.id, ok=True, result=result)
+                turn.replies.append((reply, encode(answer)))
+            case kind:
+                if command.id in self._answers:
+                    turn.replies.append((reply, encode(self._answers[command.id])))
+                    return
+                self._waiting.setdefault(command.id, []).append(reply)
+                if command.id not in self._asked:
+                    self._asked.add(command.id)
+                    event = CommandReceived(
+                        id=command.id, kind=kind, args=command.args, who=command.who, at_s=turn.now
+                    )
+                    self._add(turn, event)
+
+    def _derive(self, turn: _Turn, events: list[AnyEvent]) -> None:
+        for event in events:
+            self._add(turn, event)
+
+    def _add(self, turn: _Turn, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
+        """Take one event through the machines: its entry, then its decisions, then what follows."""
+        self._enter(turn, event, source, source_seq)
+        turn.sendings += self._orders.note(event)
+        for action in self._machine.handle(turn.now, event):
+            log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
+            decision = Decision(
+                action=type(action).__name__,
+                summary=describe_action(action),
+                reason=action.reason,
+            )
+            self._enter(turn, decision)
+            self._remember(action)
+            turn.sendings += self._orders.take(action)
+            if isinstance(action, AnswerCommand):
+                turn.answers.append(action)
+            if isinstance(action, EndJob):
+                self._ended = JobEnded(
+                    status=action.status,
+                    exit_code=action.exit_code,
+                    reason=action.reason,
+                    at_s=turn.now,
+                )
+                self._add(turn, self._ended)
+        self._derive(turn, self._detector.note(turn.now, event))
+
+    def _enter(
+        self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0
+    ) -> None:
+        entry = JournalEntry(
+            seq=self._journal.last_seq + 1 + len(turn.entries),
+            at_s=turn.now,
+            body=body,
+            source=source,
+            source_seq=source_seq,
+        )
+        turn.entries.append(entry)
+        self._fold.add(entry)
+
+    def _remember(self, action: AnyAction) -> None:
+        if isinstance(action, AnswerCommand):
+            self._answers[action.id] = CommandReply(
+                id=action.id, ok=action.ok, reason=action.reason, result=action.result
+            )
+
+    async def _finish(self, turn: _Turn) -> None:
+        """Wait until the turn is on disk; then send what it decided."""
+        if turn.entries:
+            await self._journal.append(turn.entries)
+        for node, order in turn.sendings:
+            await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
+        for reply, source in turn.acks:
+            await reply(encode(EventAck(seq=self._taken.get(source, 0))))
+        for action in turn.answers:
+            for reply in self._waiting.pop(action.id, ()):
+                await reply(encode(self._answers[action.id]))
+        for reply, data in turn.replies:
+            await reply(data)
+        now = self._clock()
+        if now - turn.now > _LAG_S:
+            self._settled_at_s = now + _SETTLE_S
+        if now >= self._show_at_s or self._ended is not None:
+            self._show_at_s = now + SNAPSHOT_S
+            self._show(self._fold.snapshot(now))

@@ -1,0 +1,137 @@
+"""The controller's process: what it is told by its environment, and how it ends.
+
+It leaves with 0 once `JobEnded` is in the journal, and on SIGTERM; whoever kills it in between
+loses nothing. When `perdure run` itself is gone it ends the job, since nobody is left to clean up.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from secrets import token_hex
+
+from perdure.adapters.nats import NatsBus, NatsStream
+from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.events import JobEnded
+from perdure.model.paths import JobPaths
+from perdure.model.report import Snapshot
+from perdure.model.wire import Command
+from perdure.service.control_loop import ControllerService
+from perdure.service.jobfiles import (
+    load_endpoint,
+    load_parts,
+    load_spec,
+    paths_of,
+    resolve_home,
+    write_document,
+)
+from perdure.service.journal import Journal, Mirror
+
+log = logging.getLogger("perdure.controller")
+
+
+def main(job: str) -> int:
+    """Run the controller of `job` as a process; return its exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    try:
+        ended = asyncio.run(_main(job))
+    except asyncio.CancelledError:
+        log.info("SIGTERM: leaving; the journal has everything")
+        return 128 + signal.SIGTERM
+    except PerdureError as error:
+        log.error("%s (%s)", error.message, error.hint)
+        return error.exit_code
+    log.info("the job has ended: %s, %s", ended.status, ended.reason)
+    return 0
+
+
+async def _main(job: str) -> JobEnded:
+    paths = paths_of(resolve_home(), job)
+    spec, endpoint = load_spec(paths), load_endpoint(paths)
+    parts = load_parts(paths)
+    offset_s = endpoint.clock_offset_s
+    incarnation = f"c{os.getpid()}-{token_hex(3)}"
+
+    def clock() -> float:
+        return time.monotonic() + offset_s
+
+    def show(snapshot: Snapshot) -> None:
+        try:
+            write_document(paths.snapshot, snapshot)
+        except PlatformError as error:
+            log.warning("%s", error)
+
+    task = asyncio.current_task()
+    assert task is not None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    bus = await NatsBus.connect(endpoint, name=f"perdure controller {job}")
+    try:
+        stream = await _open_stream(bus, job)
+        service = ControllerService(
+            spec,
+            bus,
+            Journal(stream, writer=incarnation, mirror=Mirror(paths.journal)),
+            clock=clock,
+            incarnation=incarnation,
+            submitted_s=parts.started_s if parts else clock(),
+            show=show,
+        )
+        with _watch_run(service):
+            ended = await service.run()
+    finally:
+        await bus.close()
+    _end_orphaned_server(paths)
+    return ended
+
+
+async def _open_stream(bus: NatsBus, job: str) -> NatsStream:
+    """Return the journal's stream, waiting for a server that is being restarted."""
+    while True:
+        try:
+            return await NatsStream.open(bus, job)
+        except PlatformError as error:
+            log.warning("%s; trying again", error)
+            await asyncio.sleep(0.1)
+
+
+@contextlib.contextmanager
+def _watch_run(service: ControllerService) -> Iterator[None]:
+    """End the job when `perdure run` is gone: nobody is left to show it, or to clean up."""
+    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
+    loop = asyncio.get_running_loop()
+    fd = -1
+
+    def end() -> None:
+        if fd >= 0:
+            loop.remove_reader(fd)
+        log.error("`perdure run` (pid %d) is gone: ending the job", run_pid)
+        service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who="loss of perdure run"))
+
+    if run_pid:
+        try:
+            fd = os.pidfd_open(run_pid)
+            loop.add_reader(fd, end)
+        except ProcessLookupError:
+            end()
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+
+def _end_orphaned_server(paths: JobPaths) -> None:
+    """End the job's nats-server if its parent is gone and the pid is still its own."""
+    run_pid, parts = os.environ.get("PERDURE_RUN_PID", ""), load_parts(paths)
+    if not run_pid or os.path.exists(f"/proc/{run_pid}") or parts is None or not parts.nats:
+        return
+    with contextlib.suppress(OSError):
+        if paths.nats.encode() in Path(f"/proc/{parts.nats}/cmdline").read_bytes():
+            os.kill(parts.nats, signal.SIGTERM)

@@ -1,0 +1,191 @@
+"""What nodes were told and have not yet acknowledged: sent again until they have.
+
+Pure: time is an argument, and what to send is returned. Orders are levels, so that repeating one
+is always harmless; nothing here survives the controller, because the next one issues again what
+its replay says is open.
+"""
+
+from dataclasses import dataclass
+from typing import assert_never
+
+from perdure.model.actions import (
+    AnswerCommand,
+    AnyAction,
+    Assignment,
+    AssignNodes,
+    EndJob,
+    InjectFault,
+    SendBoundary,
+    TakeStacks,
+)
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryReached,
+    FaultInjected,
+    NodeRegistered,
+    RankExited,
+    StacksTaken,
+)
+from perdure.model.job import JobSpec
+from perdure.model.wire import NodeOrder
+
+Sending = tuple[int | str, NodeOrder]
+"""To a node, or to `all`."""
+
+REPEAT_S = 1.0
+_STACKS_SENT_MAX = 5
+_ABORT_SENT_MAX = 5
+_COMMIT_SENT_MAX = 600
+
+
+@dataclass(slots=True)
+class _Open:
+    """One order that waits for an answer."""
+
+    order: NodeOrder
+    generation: int
+    ranks: set[int]
+    sent: int = 0
+    sent_max: int = 600
+
+
+class OrderBook:
+    """The open orders of one job."""
+
+    def __init__(self, spec: JobSpec, controller: str) -> None:
+        """Sign orders as `controller`."""
+        self._spec, self._controller = spec, controller
+        self._assignments: dict[int, Assignment] = {}
+        self._registered: set[int] = set()
+        self._open: dict[str, _Open] = {}
+        self._repeat_at_s: float | None = None
+
+    def next_deadline(self) -> float | None:
+        """Return when to call `repeat`."""
+        return self._repeat_at_s
+
+    def start(self, now: float) -> list[Sending]:
+        """Ask every agent to register: a controller has just started."""
+        self._repeat_at_s = now + REPEAT_S
+        return [("all", NodeOrder(controller=self._controller, register=True))]
+
+    def take(self, action: AnyAction) -> list[Sending]:
+        """Keep `action` until it is acknowledged; return what to send now."""
+        match action:
+            case AssignNodes():
+                return self._assign(action)
+            case SendBoundary():
+                limit = {"prepare": 600, "commit": _COMMIT_SENT_MAX, "abort": _ABORT_SENT_MAX}
+                order = NodeOrder(controller=self._controller, boundary=action)
+                return self._keep(
+                    f"boundary {action.id}",
+                    _Open(order, action.generation, set(action.ranks), 1, limit[action.move]),
+                )
+            case TakeStacks():
+                order = NodeOrder(controller=self._controller, stacks=action)
+                return self._keep(
+                    f"stacks {action.generation}",
+                    _Open(order, action.generation, set(action.ranks), 1, _STACKS_SENT_MAX),
+                )
+            case InjectFault():
+                order = NodeOrder(controller=self._controller, inject=action)
+                return self._keep(
+                    f"inject {action.id}", _Open(order, action.generation, {action.rank}, 1)
+                )
+            case _:
+                return []
+
+    def _assign(self, action: AssignNodes) -> list[Sending]:
+        assignment = action.assignment
+        for node in action.nodes:
+            held = self._assignments.get(node)
+            if held is None or held.number <= assignment.number:
+                self._assignments[node] = assignment
+        for key in [k for k, o in self._open.items() if o.generation < assignment.generation]:
+            del self._open[key]
+        return self._address(
+            NodeOrder(controller=self._controller, assignment=assignment), set(action.nodes)
+        )
+
+    def _keep(self, key: str, open_: _Open) -> list[Sending]:
+        self._open[key] = open_
+        return self._send(open_)
+
+    def note(self, event: AnyEvent) -> list[Sending]:
+        """Take what may be an acknowledgement; a node that registers is told what it shall run."""
+        match event:
+            case NodeRegistered():
+                self._registered.add(event.node)
+                return self._tell(event.node)
+            case BoundaryReached():
+                self._settle(f"boundary {event.id}", event.rank)
+            case FaultInjected():
+                self._settle(f"inject {event.id}", event.rank)
+            case StacksTaken():
+                for rank in event.stacks:
+                    self._settle(f"stacks {event.generation}", rank)
+            case RankExited():
+                for key in [k for k, o in self._open.items() if event.record.rank in o.ranks]:
+                    if self._open[key].generation == event.record.generation:
+                        self._settle(key, event.record.rank)
+            case _:
+                pass
+        return []
+
+    def _settle(self, key: str, rank: int) -> None:
+        if key in self._open:
+            self._open[key].ranks.discard(rank)
+            if not self._open[key].ranks:
+                del self._open[key]
+
+    def repeat(self, now: float) -> list[Sending]:
+        """Return everything that is open, again, if it is time."""
+        if self._repeat_at_s is None or now < self._repeat_at_s:
+            return []
+        self._repeat_at_s = now + REPEAT_S
+        sendings: list[Sending] = []
+        for node in range(self._spec.nodes):
+            sendings += self._tell(node)
+        for key, open_ in list(self._open.items()):
+            open_.sent += 1
+            sendings += self._send(open_)
+            if open_.sent >= open_.sent_max:
+                del self._open[key]
+        return sendings
+
+    def _tell(self, node: int) -> list[Sending]:
+        assignment = self._assignments.get(node)
+        register = node not in self._registered
+        if assignment is None and not register:
+            return []
+        order = NodeOrder(controller=self._controller, assignment=assignment, register=register)
+        return [(node, order)]
+
+    def _send(self, open_: _Open) -> list[Sending]:
+        return self._address(open_.order, {self._spec.node_of(rank) for rank in open_.ranks})
+
+    def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:
+        if len(nodes) == self._spec.nodes > 1:
+            return [("all", order)]
+        return [(node, order) for node in sorted(nodes)]
+
+
+def describe_action(action: AnyAction) -> str:
+    """Return the line that the journal keeps of a decision."""
+    match action:
+        case AssignNodes(assignment=a):
+            where = f", store {a.master_addr}:{a.master_port}" if a.phase == "run" else ""
+            return f"#{a.number} {a.phase} generation {a.generation}{where}, nodes {action.nodes}"
+        case SendBoundary():
+            return f"{action.move} {action.kind} {action.id} at step {action.step}"
+        case TakeStacks():
+            return f"stacks of ranks {action.ranks}"
+        case InjectFault():
+            when = f"at step {action.at_step}" if action.at_step >= 0 else "now"
+            return f"{action.kind} on rank {action.rank} {when}"
+        case AnswerCommand():
+            return f"{action.id}: {'ok' if action.ok else 'refused'}"
+        case EndJob():
+            return f"{action.status}, exit code {action.exit_code}"
+        case _:
+            assert_never(action)

@@ -1,0 +1,240 @@
+# ruff: noqa: ASYNC110
+"""The controller's loop against agents in memory: no NATS, no processes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from perdure.model.codec import decode, encode
+from perdure.model.errors import FencedError, PlatformError
+from perdure.model.events import (
+    AnyEvent,
+    Decision,
+    ExitRecord,
+    GenerationStopped,
+    JobEnded,
+    NodeRegistered,
+    RankExited,
+    RanksStarted,
+    StoreReady,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat, RankAccount
+from perdure.model.report import Snapshot
+from perdure.model.wire import (
+    Command,
+    CommandReply,
+    EventAck,
+    EventMessage,
+    NodeOrder,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_orders,
+)
+from perdure.service.control_loop import ControllerService
+from perdure.service.jobfiles import parse_journal
+from perdure.service.journal import Journal
+from perdure.service.ports import FakeBus, FakeServer, FakeStream
+
+SPEC = JobSpec(name="job", script="train.py", nproc=2)
+
+
+class Rig:
+    """One agent's end of the bus, and controllers that can be ended and started again."""
+
+    def __init__(self) -> None:
+        self.server, self.stream = FakeServer(), FakeStream()
+        self.agent = FakeBus(self.server)
+        self.orders: list[NodeOrder] = []
+        self.snapshots: list[Snapshot] = []
+        self.seq, self.time_s = 0, 1000.0
+        self.task: asyncio.Task[JobEnded] | None = None
+        self.controllers = 0
+
+    async def start(self) -> None:
+        for node in ("0", "all"):
+            await self.agent.subscribe(subject_orders("job", node), self._take)
+        await self.start_controller()
+
+    def _take(self, data: bytes) -> None:
+        self.orders.append(decode(data, NodeOrder))
+
+    async def start_controller(self) -> None:
+        self.controllers += 1
+        name = f"c{self.controllers}"
+        service = ControllerService(
+            SPEC,
+            FakeBus(self.server),
+            Journal(self.stream, writer=name),
+            clock=lambda: self.time_s,
+            incarnation=name,
+            submitted_s=990.0,
+            show=self.snapshots.append,
+        )
+        self.task = asyncio.create_task(service.run())
+        await self.until(lambda: any(order.controller == name for order in self.orders))
+
+    async def end_controller(self) -> None:
+        assert self.task is not None
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        self.server.servers.clear()
+        self.server.listeners.pop(subject_beats("job"), None)
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0)
+
+    async def send(self, *events: AnyEvent, first_seq: int = 0) -> int:
+        if not first_seq:
+            first_seq, self.seq = self.seq + 1, self.seq + len(events)
+        message = EventMessage(source="a1", node=0, first_seq=first_seq, events=events)
+        data = await self.agent.request(subject_events("job"), encode(message), timeout_s=5)
+        return decode(data, EventAck).seq  # type: ignore[no-any-return]
+
+    def assigned(self) -> list[tuple[str, int]]:
+        found = [o.assignment for o in self.orders if o.assignment]
+        return [(a.phase, a.generation) for a in found]
+
+    def bodies(self) -> list[AnyEvent | Decision]:
+        lines = b"".join(self.stream.messages).splitlines(keepends=True)
+        return [entry.body for entry in parse_journal(lines)]
+
+    async def form(self) -> None:
+        """Bring generation 0 up."""
+        await self.send(
+            NodeRegistered(node=0, incarnation="a1", host="h", boot_id="b", slots=2),
+            GenerationStopped(node=0, generation=-1, at_s=1000.0),
+            StoreReady(generation=0, host="127.0.0.1", port=5000, agent_store=True),
+            RanksStarted(node=0, generation=0, pids={0: 10, 1: 11}, at_s=1001.0, warm=True),
+        )
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    await rig.start()
+    yield rig
+    if rig.task is not None and not rig.task.done():
+        await rig.end_controller()
+
+
+def exited(rank: int, **how: int) -> RankExited:
+    record = ExitRecord(rank=rank, generation=0, pid=10 + rank, at_s=1002.0, **how)
+    return RankExited(node=0, record=record, account=RankAccount(), detected_s=1002.0)
+
+
+async def test_a_job_from_submission_to_its_end(rig: Rig) -> None:
+    await rig.form()
+    assert rig.assigned() == [("store", 0), ("run", 0)]
+    assert await rig.send(exited(0), exited(1)) == 6
+    assert rig.assigned()[-1] == ("end", 1)
+    await rig.send(GenerationStopped(node=0, generation=1, at_s=1003.0))
+    assert rig.task is not None
+    ended = await asyncio.wait_for(rig.task, 5)
+    assert (ended.status, ended.exit_code) == ("done", 0)
+    names = [type(body).__name__ for body in rig.bodies()]
+    assert names[:2] == ["JobSubmitted", "ControllerStarted"]
+    assert names[-1] == "JobEnded"
+    assert rig.snapshots[-1].state == "done"
+
+
+async def test_a_crash_is_answered_in_the_turn_that_hears_of_it(rig: Rig) -> None:
+    await rig.form()
+    groups = len(rig.stream.messages)
+    await rig.send(exited(1, signal=9))
+    assert rig.assigned()[-1] == ("store", 1)
+    assert len(rig.stream.messages) == groups + 1  # one sync for the event and what it led to
+    assert [type(b).__name__ for b in rig.bodies()[-2:]] == ["RankExited", "Decision"]
+
+
+async def test_repeated_events_are_taken_once_and_gaps_are_not_skipped(rig: Rig) -> None:
+    await rig.form()
+    assert await rig.send(exited(1, signal=9)) == 5
+    entries = len(rig.bodies())
+    assert await rig.send(exited(1, signal=9), first_seq=5) == 5
+    assert await rig.send(exited(0, signal=9), first_seq=8) == 5
+    assert len(rig.bodies()) == entries
+
+
+async def test_the_next_controller_replays_and_issues_again(rig: Rig) -> None:
+    await rig.form()
+    await rig.end_controller()
+    rig.orders.clear()
+    await rig.start_controller()
+    await rig.until(lambda: rig.assigned())
+    assert rig.assigned()[-1] == ("run", 0)
+    assert any(order.register for order in rig.orders)
+    assert await rig.send(exited(1, signal=9), first_seq=4) == 4  # known: it was in the journal
+
+
+async def test_nothing_is_sent_before_the_journal_has_it(rig: Rig) -> None:
+    await rig.form()
+    rig.stream.failures = [(PlatformError("no space left"), False)] * 3
+    sent = len(rig.orders)
+    task = asyncio.create_task(rig.send(exited(1, signal=9)))
+    await rig.until(lambda: len(rig.stream.failures) < 3)
+    assert len(rig.orders) == sent
+    assert not task.done()
+    assert await asyncio.wait_for(task, 5) == 5
+    assert rig.assigned()[-1] == ("store", 1)
+
+
+async def test_a_fenced_controller_leaves(rig: Rig) -> None:
+    await rig.form()
+    rig.stream.messages.append(rig.stream.messages[-1])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(rig.send(exited(1, signal=9)), 0.2)
+    assert rig.task is not None
+    with pytest.raises(FencedError):
+        await asyncio.wait_for(rig.task, 5)
+    assert rig.assigned()[-1] == ("run", 0)
+
+
+async def ask(rig: Rig, command: Command) -> CommandReply:
+    data = await rig.agent.request(subject_commands("job"), encode(command), timeout_s=5)
+    reply: CommandReply = decode(data, CommandReply)
+    return reply
+
+
+async def test_status_and_ping_are_answered_without_a_line_in_the_journal(rig: Rig) -> None:
+    entries = len(rig.bodies())
+    assert (await ask(rig, Command(id="1", kind="ping"))).result["controller"] == "c1"
+    assert (await ask(rig, Command(id="2", kind="status"))).result["job"] == "job"
+    assert len(rig.bodies()) == entries
+
+
+async def test_a_repeated_command_gets_its_first_answer_also_from_the_next_controller(
+    rig: Rig,
+) -> None:
+    await rig.form()
+    command = Command(id="x", kind="inject", args={"rank": 9, "kind": "crash"}, who="test")
+    first = await ask(rig, command)
+    assert not first.ok
+    assert first.reason
+    entries = len(rig.bodies())
+    assert await ask(rig, command) == first
+    assert len(rig.bodies()) == entries
+    await rig.end_controller()
+    await rig.start_controller()
+    assert await ask(rig, command) == first
+
+
+async def test_orders_are_repeated_until_the_job_ends(rig: Rig) -> None:
+    await rig.form()
+    count = len(rig.assigned())
+    rig.time_s += 1.1
+    beat = NodeBeat(node=0, incarnation="a1", seq=1, sent_s=rig.time_s, generation=0)
+    await rig.agent.publish(subject_beats("job"), encode(beat))
+    await rig.until(lambda: len(rig.assigned()) > count)
+    assert rig.assigned()[-1] == ("run", 0)
+
+
+async def test_malformed_messages_are_refused(rig: Rig) -> None:
+    await rig.agent.publish(subject_beats("job"), b"{")
+    with pytest.raises(PlatformError):
+        await rig.agent.request(subject_events("job"), b"nonsense", timeout_s=0.05)
+    await rig.form()
