@@ -98,6 +98,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Whether the ranks' streams are also shown, prefixed, on the terminal of `perdure run`."""
     run_id: str = ""
     """TORCHELASTIC_RUN_ID; empty means the job's name."""
+    role: str = "default"
+    """ROLE_NAME."""
     detect: DetectConfig = DetectConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
