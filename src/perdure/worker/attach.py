@@ -27,7 +27,7 @@ from perdure.worker.recorder import Dump, StatusRecorder
 from perdure.worker.ring import RingWriter
 
 _PR_SET_PTRACER = 0x59616D61
-_DRAIN_AT_EXIT_S = 5.0
+_DRAIN_AT_EXIT_S = 3.0
 
 
 class Attachment:
