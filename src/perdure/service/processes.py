@@ -1,0 +1,156 @@
+"""The processes of a job: started, named, counted, and in the end all gone.
+
+A job's processes are found in two ways, neither of which needs a right that an ordinary user
+lacks: as descendants (the supervisor is a subreaper, so an orphan of any depth comes back to it),
+and by `PERDURE_JOB` and `PERDURE_HOME` in their environment, for those that an earlier, killed
+supervisor has left behind.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Child:
+    """One part of the job that the supervisor has started."""
+
+    part: str
+    """`controller`, `agent 0`, `nats-server`."""
+    pid: int
+    pidfd: int
+    process: "subprocess.Popen[bytes]"
+    started_s: float
+    """By the monotonic clock."""
+
+    def reap(self) -> int | None:
+        """Return how it ended as `subprocess` says it (-9 for SIGKILL); None while it lives."""
+        return self.process.poll()
+
+    def close(self) -> None:
+        """Give its descriptor back."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def part_command(*words: str) -> list[str]:
+    """Return the command line of a part, such as `controller JOB`."""
+    return [sys.executable, "-P", "-m", "perdure", *words]
+
+
+def start_child(part: str, command: list[str], env: dict[str, str], log: str) -> Child:
+    """Start `command` in a session of its own, so that the terminal's Ctrl-C is ours alone."""
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            env=env,
+            start_new_session=True,
+        )
+    return Child(part, process.pid, os.pidfd_open(process.pid), process, time.monotonic())
+
+
+def describe_exit(status: int) -> str:
+    """Return `subprocess`'s return code in words."""
+    if status >= 0:
+        return f"exit code {status}"
+    with contextlib.suppress(ValueError):
+        return f"signal {-status} ({signal.Signals(-status).name})"
+    return f"signal {-status}"
+
+
+def _read_stat(pid: int) -> tuple[int, str] | None:
+    """Return (parent, state) of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return int(fields[1]), fields[0].decode()
+
+
+def _list_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def find_descendants(pid: int) -> list[int]:
+    """Return the living descendants of `pid`, zombies left out."""
+    children: dict[int, list[tuple[int, str]]] = {}
+    for other in _list_pids():
+        stat = _read_stat(other)
+        if stat is not None:
+            children.setdefault(stat[0], []).append((other, stat[1]))
+    found: list[int] = []
+    queue = [pid]
+    while queue:
+        for child, state in children.get(queue.pop(), ()):
+            queue.append(child)
+            if state not in ("Z", "X"):
+                found.append(child)
+    return sorted(found)
+
+
+def find_marked(job: str, home: str) -> list[int]:
+    """Return the processes of this user that carry the job's mark, but for our own ancestors."""
+    marks = {f"PERDURE_JOB={job}".encode(), f"PERDURE_HOME={home}".encode()}
+    spared: set[int] = set()
+    pid = os.getpid()
+    while pid > 1 and (stat := _read_stat(pid)) is not None:
+        spared.add(pid)
+        pid = stat[0]
+    found = []
+    for other in _list_pids():
+        try:
+            environ = Path(f"/proc/{other}/environ").read_bytes()
+        except OSError:
+            continue
+        if other not in spared and marks <= set(environ.split(b"\0")):
+            stat = _read_stat(other)
+            if stat is not None and stat[1] not in ("Z", "X"):
+                found.append(other)
+    return found
+
+
+def reap_adopted(known: set[int]) -> None:
+    """Reap orphans that have come to us and ended; `known` pids have somebody who waits."""
+    try:
+        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        pids = [int(pid) for pid in children]
+    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        stats = ((pid, _read_stat(pid)) for pid in _list_pids())
+        pids = [pid for pid, stat in stats if stat is not None and stat[0] == os.getpid()]
+    for pid in pids:
+        if pid not in known:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float = 10.0) -> list[int]:
+    """Kill every process of the job but `spare`; return those that would not go.
+
+    Repeats until none is found, since a process may have forked while it was being counted.
+    """
+    deadline = time.monotonic() + timeout_s
+    while True:
+        reap_adopted(set(spare))
+        pids = {*find_descendants(os.getpid()), *find_marked(job, home)} - spare
+        if not pids or time.monotonic() > deadline:
+            return sorted(pids)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+
+
+def find_start_s() -> float:
+    """Return when this process was started, by the monotonic clock (to 10 ms)."""
+    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic() - max(0.0, age_s)

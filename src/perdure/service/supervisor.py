@@ -1,0 +1,480 @@
+"""`perdure run`: starts the parts of a job, keeps them up, shows what the ranks say, cleans up.
+
+It decides nothing about the training. If a part dies it is started again at once; what that part
+was doing is in the journal (controller), in the store (nats-server) or in the keeper (agent). Its
+own death ends the job: controller and agents watch its pid.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine
+from secrets import token_urlsafe
+from typing import Any
+
+import msgspec
+
+from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PerdureError, PlatformError
+from perdure.model.events import ControllerLost, JobEnded, JournalEntry
+from perdure.model.job import JobSpec
+from perdure.model.report import Snapshot
+from perdure.model.wire import Command, CommandReply, Endpoint, subject_commands, subject_events
+from perdure.service.jobfiles import (
+    JobLock,
+    Parts,
+    load_snapshot,
+    make_folders,
+    parse_journal,
+    paths_of,
+    read_mirror,
+    set_previous_aside,
+    write_document,
+)
+from perdure.service.outbox import Outbox
+from perdure.service.processes import (
+    Child,
+    describe_exit,
+    end_family,
+    find_descendants,
+    find_start_s,
+    part_command,
+    reap_adopted,
+    start_child,
+)
+from perdure.service.tail import RankTails
+from perdure.worker.prctl import set_subreaper
+
+log = logging.getLogger("perdure.run")
+
+RESTARTS_MAX = 30
+RESTARTS_WINDOW_S = 60.0
+_NATS_READY_S = 20.0
+_POLL_S = 0.1
+_LEAVE_S = 10.0
+"""Given to agents and keepers to leave by themselves after the job has ended."""
+_KILL_S = 3.0
+"""Between a second signal and the end by force."""
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def run(
+    spec: JobSpec,
+    *,
+    home: str,
+    nats_url: str | None = None,
+    on_line: Callable[[str], None] = print,
+    on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
+    command: Callable[..., list[str]] = part_command,
+) -> int:
+    """Run a job to its end on this machine; return its exit code.
+
+    `on_line` gets the ranks' lines, prefixed `[rank 0]`, and what happened to the parts, prefixed
+    `[perdure]`. `on_snapshot` gets the newest picture twice a second, and the last one. `command`
+    returns the command line of a part, such as `controller JOB`.
+
+    Raises:
+        ConfigError: a job of this name is running.
+        PlatformError: a part cannot be started or does not stay up.
+    """
+    home = os.path.abspath(home)
+    paths = paths_of(home, spec.name)
+    lock = JobLock(paths)
+    try:
+        end_family(spec.name, home, spare=frozenset(find_descendants(os.getpid())))
+        rerun = bool(set_previous_aside(paths))
+        make_folders(paths)
+        write_document(paths.spec, spec)
+        supervisor = Supervisor(
+            spec, home, nats_url, on_line, on_snapshot, command=command, rerun=rerun
+        )
+        set_subreaper()
+        return asyncio.run(supervisor.run())
+    finally:
+        lock.release()
+
+
+class Supervisor:
+    """One run of one job."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        home: str,
+        nats_url: str | None,
+        on_line: Callable[[str], None],
+        on_snapshot: Callable[[Snapshot], None],
+        *,
+        command: Callable[..., list[str]] = part_command,
+        rerun: bool = False,
+    ) -> None:
+        """Prepare; nothing runs yet."""
+        self._command = command
+        self._spec, self._home, self._nats_url = spec, home, nats_url
+        self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, rerun
+        self._paths = paths_of(home, spec.name)
+        self._offset_s = time.time() - time.monotonic()
+        began_s = find_start_s()
+        if time.monotonic() - began_s > 10.0:  # a process that did something else before
+            began_s = time.monotonic()
+        self._started_s = began_s + self._offset_s
+        token = "" if nats_url else token_urlsafe(24)
+        self._server = NatsServer(folder=self._paths.nats, token=token, name=spec.name)
+        self._children: dict[str, Child] = {}
+        self._restarts: deque[float] = deque()
+        self._over = asyncio.Event()
+        """The job has ended, or cannot go on."""
+        self._ended: JobEnded | None = None
+        self._failure: PerdureError | None = None
+        self._signals: list[signal.Signals] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outbox: Outbox | None = None
+        self._bus: NatsBus | None = None
+        self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
+        self._shown = -1
+
+    def _now(self) -> float:
+        return time.monotonic() + self._offset_s
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Start everything, wait for the end, leave nothing behind; return the exit code."""
+        self._catch_signals()
+        watch = asyncio.create_task(self._watch_files())
+        try:
+            await self._start_or_fail()
+            await self._over.wait()
+            await self._let_go()
+        finally:
+            for task in (*self._tasks, watch):
+                task.cancel()
+            await asyncio.gather(*self._tasks, watch, return_exceptions=True)
+            if self._bus is not None:
+                await self._bus.close()
+            left = self._end_all()
+            self._show_lines(last=True)
+            self._finish_snapshot()
+        if left:
+            self._note(f"processes {left} cannot be killed (waiting for a disk or a driver?)")
+        if self._failure is not None:
+            raise self._failure
+        if self._ended is not None:
+            return self._ended.exit_code
+        return 128 + self._signals[-1] if self._signals else 1
+
+    async def _start_or_fail(self) -> None:
+        """Start everything, unless a part keeps dying meanwhile."""
+        start = asyncio.create_task(self._start())
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait((start, over), return_when=asyncio.FIRST_COMPLETED)
+            if start.done():
+                start.result()
+        finally:
+            start.cancel()
+            over.cancel()
+
+    async def _start(self) -> None:
+        if self._nats_url is None:
+            self._start_part("nats-server")
+            await self._wait_server()
+            url, external = self._server.url, False
+        else:
+            url, external = self._nats_url, True
+        endpoint = Endpoint(url, self._server.token, self._offset_s, external)
+        write_document(self._paths.endpoint, endpoint, mode=0o600)
+        self._write_parts()
+        if external:
+            await self._clear_stream(endpoint)
+        self._start_part("controller")
+        for node in range(self._spec.nodes):
+            self._start_part(f"agent {node}")
+        self._write_parts()
+        self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
+        subject, source = subject_events(self._spec.name), f"run-{os.getpid()}"
+        self._outbox = Outbox(self._bus, subject, source, -1)
+        self._spawn(self._outbox.run())
+
+    async def _wait_server(self) -> None:
+        deadline = time.monotonic() + _NATS_READY_S
+        while not self._server.poll_ready():
+            if time.monotonic() > deadline:
+                raise PlatformError(
+                    f"nats-server is not ready after {_NATS_READY_S:g} s",
+                    hint=f"see {self._paths.log('nats-server')}",
+                )
+            await asyncio.sleep(0.005)
+
+    async def _clear_stream(self, endpoint: Endpoint) -> None:
+        """Remove an ended run's journal from a user's own server.
+
+        Raises:
+            ConfigError: it belongs to a job that has not ended, and that is not of this machine.
+        """
+        name = self._spec.name
+        bus = await NatsBus.connect(endpoint, name="perdure run", timeout_s=10)
+        try:
+            stream = await NatsStream.open(bus, name)
+            groups = await stream.read_all()
+            if groups and not self._rerun:
+                entries = parse_journal(groups[-1].splitlines(keepends=True))
+                if not isinstance(entries[-1].body, JobEnded):
+                    raise ConfigError(
+                        f"{endpoint.url} holds the journal of a job `{name}` that has not ended",
+                        hint="choose another --name, or remove its stream",
+                    )
+            await stream.delete()
+        finally:
+            await bus.close()
+
+    async def _let_go(self) -> None:
+        """Give agents and keepers the time to leave by themselves."""
+        if self._ended is None:
+            return
+        server = self._children.get("nats-server")
+        spare = {server.pid} if server else set()
+        deadline = time.monotonic() + _LEAVE_S
+        while time.monotonic() < deadline and len(self._signals) < 3:
+            reap_adopted({child.pid for child in self._children.values()})
+            if not set(find_descendants(os.getpid())) - spare:
+                return
+            await asyncio.sleep(0.02)
+
+    def _end_all(self) -> list[int]:
+        """Kill what is left of the job; nats-server gets to close its store first."""
+        server = self._children.pop("nats-server", None)
+        spare = frozenset({server.pid} if server else ())
+        for child in self._children.values():
+            self._forget(child)
+        end_family(self._spec.name, self._home, spare=spare)
+        if server is not None:
+            self._forget(server)
+            server.process.terminate()
+            try:
+                server.process.wait(3)
+            except subprocess.TimeoutExpired:
+                server.process.kill()
+        return end_family(self._spec.name, self._home, spare=frozenset())
+
+    # --- the parts ----------------------------------------------------------------------------
+
+    def _start_part(self, part: str) -> None:
+        kind, _, node = part.partition(" ")
+        job = self._spec.name
+        if kind == "nats-server":
+            command = self._server.command()
+        else:
+            command = self._command(kind, job, *([node] if node else []))
+        env = os.environ | {
+            "PERDURE_HOME": self._home,
+            "PERDURE_JOB": job,
+            "PERDURE_RUN_PID": str(os.getpid()),
+            "PERDURE_CLOCK_OFFSET_S": repr(self._offset_s),
+            "SPT_NOENV": "1",  # setproctitle shall leave the marks above readable
+        }
+        try:
+            child = start_child(part, command, env, self._paths.log(part.replace(" ", "-")))
+        except OSError as error:
+            raise PlatformError(f"cannot start {part}: {error}") from error
+        self._children[part] = child
+        asyncio.get_running_loop().add_reader(child.pidfd, self._notice, child)
+
+    def _forget(self, child: Child) -> None:
+        if child.pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(child.pidfd)
+            child.close()
+
+    def _notice(self, child: Child) -> None:
+        """A part has ended: was it asked to, or is it started again?"""
+        status = child.reap()
+        if status is None:
+            return
+        at_s = self._now()
+        self._forget(child)
+        if self._over.is_set():
+            return
+        if child.part == "controller":
+            self._spawn(self._look_for_end(child, describe_exit(status), at_s))
+            return
+        if child.part.startswith("agent") and status == 0:
+            self._spawn(self._restart_later(child, at_s))
+            return
+        self._restart(child, describe_exit(status), at_s)
+
+    async def _restart_later(self, child: Child, at_s: float) -> None:
+        """An agent that left in good order does so at the end; otherwise it is missed."""
+        await asyncio.sleep(2.0)
+        if not self._over.is_set():
+            self._restart(child, "exit code 0", at_s)
+
+    def _restart(self, child: Child, cause: str, at_s: float) -> None:
+        now = time.monotonic()
+        while self._restarts and now - self._restarts[0] > RESTARTS_WINDOW_S:
+            self._restarts.popleft()
+        self._restarts.append(now)
+        if len(self._restarts) > RESTARTS_MAX:
+            name = self._paths.log(child.part.replace(" ", "-"))
+            self._fail(
+                PlatformError(
+                    f"perdure's own parts died {RESTARTS_MAX} times in "
+                    f"{RESTARTS_WINDOW_S:g} s, the last one {child.part}: {cause}",
+                    hint=f"see {name}",
+                )
+            )
+            return
+        try:
+            self._start_part(child.part)
+        except PerdureError as error:
+            self._fail(error)
+            return
+        self._write_parts()
+        restarted_s = self._now()
+        self._note(f"{child.part} (pid {child.pid}) died: {cause}; started again")
+        if self._outbox is not None:
+            self._outbox.put(
+                ControllerLost(
+                    part=child.part, at_s=at_s, pid=child.pid, cause=cause, restarted_s=restarted_s
+                )
+            )
+
+    def _fail(self, error: PerdureError) -> None:
+        self._failure = error
+        self._over.set()
+
+    async def _look_for_end(self, child: Child, cause: str, at_s: float) -> None:
+        """A controller that is gone has finished if the journal says so; else it is missed."""
+        entries = read_mirror(self._paths) or []
+        if not (entries and isinstance(entries[-1].body, JobEnded)) and cause == "exit code 0":
+            with contextlib.suppress(PerdureError):  # the mirror's disk may be full
+                entries = await self._read_stream()
+        body = entries[-1].body if entries else None
+        if isinstance(body, JobEnded):
+            self._ended = body
+            self._over.set()
+        else:
+            self._restart(child, cause, at_s)
+
+    async def _read_stream(self) -> list[JournalEntry]:
+        if self._bus is None:
+            return []
+        groups = await NatsStream(self._bus, self._spec.name).read_all()
+        return parse_journal(b"".join(groups).splitlines(keepends=True))
+
+    def _write_parts(self) -> None:
+        pids = {part: child.pid for part, child in self._children.items()}
+        agents = {int(p.split()[1]): pid for p, pid in pids.items() if p.startswith("agent")}
+        parts = Parts(
+            started_s=self._started_s,
+            run=os.getpid(),
+            nats=pids.get("nats-server", 0),
+            controller=pids.get("controller", 0),
+            agents=agents,
+        )
+        try:
+            write_document(self._paths.parts, parts)
+        except PlatformError as error:
+            self._note(f"{error}")
+
+    # --- signals ------------------------------------------------------------------------------
+
+    def _catch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in _STOP_SIGNALS:
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup
+                loop.add_signal_handler(number, self._stop, number)
+        loop.add_signal_handler(signal.SIGUSR1, self._checkpoint)
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._signals.append(number)
+        match len(self._signals):
+            case 1:
+                self._note(f"{number.name}: stopping; once more ends it at once")
+                self._spawn(self._order("stop", number.name))
+            case 2:
+                self._note(f"{number.name} again: killing the ranks")
+                self._spawn(self._order("kill", number.name))
+                asyncio.get_running_loop().call_later(_KILL_S, self._over.set)
+            case _:
+                self._over.set()
+
+    def _checkpoint(self) -> None:
+        self._spawn(self._order("checkpoint", "SIGUSR1"))
+
+    async def _order(self, kind: str, who: str) -> None:
+        """Repeat a command until the controller has answered it."""
+        command = msgspec.convert(
+            {"id": f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}", "kind": kind, "who": who},
+            Command,
+        )
+        while True:
+            try:
+                if self._bus is not None:
+                    answer = await self._bus.request(
+                        subject_commands(self._spec.name), encode(command), timeout_s=2.0
+                    )
+                    reply: CommandReply = decode(answer, CommandReply)
+                    self._note(f"{kind}: {reply.reason or ('ok' if reply.ok else 'refused')}")
+                    return
+            except PerdureError:
+                pass
+            await asyncio.sleep(_POLL_S)
+
+    # --- what is shown ------------------------------------------------------------------------
+
+    async def _watch_files(self) -> None:
+        """Show new lines and pictures, and reap orphans, ten times a second."""
+        while True:
+            self._show_lines()
+            self._show_snapshot()
+            reap_adopted({child.pid for child in self._children.values()})
+            await asyncio.sleep(_POLL_S)
+
+    def _show_lines(self, *, last: bool = False) -> None:
+        if self._spec.tee == "all":
+            for line in self._tails.poll(last=last):
+                self._say(line)
+
+    def _show_snapshot(self) -> None:
+        try:
+            changed = os.stat(self._paths.snapshot).st_mtime_ns
+        except OSError:
+            return
+        if changed != self._shown:
+            self._shown = changed
+            snapshot = load_snapshot(self._paths)
+            if snapshot is not None:
+                self._on_snapshot(snapshot)
+
+    def _finish_snapshot(self) -> None:
+        """Leave no picture of a running job where the job was ended by force."""
+        snapshot = load_snapshot(self._paths)
+        if snapshot is not None and self._ended is None:
+            by_force = self._failure.message if self._failure else "ended by force"
+            state = "failed" if self._failure else "stopped"
+            snapshot = msgspec.structs.replace(snapshot, state=state, reason=by_force)
+            with contextlib.suppress(PlatformError):
+                write_document(self._paths.snapshot, snapshot)
+        self._show_snapshot()
+
+    def _note(self, line: str) -> None:
+        log.info(line)
+        self._say(f"[perdure] {line}")
+
+    def _say(self, line: str) -> None:
+        """Show a line; a terminal that has gone away is no reason to end the training."""
+        try:
+            self._on_line(line)
+        except OSError:
+            self._on_line = lambda line: None
+
+    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
