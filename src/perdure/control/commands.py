@@ -79,12 +79,14 @@ def start_waiting_command(state: ControllerState, now: float) -> list[AnyAction]
     A stop that no agreement can carry (the script does not take part, or no step was made yet)
     ends the ranks with SIGTERM and the configured grace.
     """
-    waiting = [c for c in state.commands.values() if c.kind in ("stop", "checkpoint")]
+    waiting = [
+        command
+        for command in state.commands.values()
+        if command.kind in ("stop", "checkpoint") and "at_step" not in command.args
+    ]
     if state.boundary is not None or not waiting or state.phase in ("ending", "ended"):
         return []
-    command = min(waiting, key=lambda c: (c.kind != "stop" or "at_step" in c.args, c.at_s, c.id))
-    if "at_step" in command.args:
-        return []
+    command = min(waiting, key=lambda c: (c.kind != "stop", c.at_s, c.id))
     agreed = state.phase == "running" and state.stepping and state.resumable
     if command.kind == "checkpoint":
         if agreed:

@@ -22,7 +22,7 @@ from perdure.control.commands import (
     start_waiting_command,
 )
 from perdure.control.formation import advance_end, advance_formation, end_job, form_world
-from perdure.control.state import ControllerState
+from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, AssignNodes, TakeStacks
 from perdure.model.events import (
     AnyEvent,
@@ -245,6 +245,11 @@ class Controller:
             code=code,
             signal=signal,
         )
+        stopped = self._reached_stop()
+        if stopped is not None:
+            why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
+            done = answer(state, stopped.id, True, why, {"step": state.step})
+            return [*done, *end_job(state, now, "stopped", 0, why)]
         decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
         state.failures.append(failure)
         actions: list[AnyAction] = []
@@ -254,6 +259,11 @@ class Controller:
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         return [*actions, *form_world(state, now, decision.reason)]
+
+    def _reached_stop(self) -> OpenCommand | None:
+        """Return the stop that all ranks have carried out, if there is one."""
+        stops = [c for c in self.state.commands.values() if c.kind == "stop"]
+        return next((command for command in stops if "at_step" in command.args), None)
 
     # --- progress and checkpoints ------------------------------------------------------------
 
@@ -320,8 +330,8 @@ class Controller:
             return []
         self.state.step = max(self.state.step, done.step)
         command = self.state.commands.get(done.command)
-        if command is not None and done.kind == "checkpoint":
-            command.args["at_step"] = done.step
+        if command is not None:
+            command.args["at_step"] = done.step  # Carried out; its answer may come later.
         if done.kind == "checkpoint":
             self._plan_checkpoint(now)
         return start_waiting_command(self.state, now)
