@@ -9,6 +9,7 @@ comparisons of integers.
 import time
 from typing import Any, Protocol
 
+from perdure.model.errors import PerdureError
 from perdure.model.events import BoundaryReached
 from perdure.model.ring import PHASE_INDEX
 from perdure.worker.attach import Attachment
@@ -178,7 +179,7 @@ class StepLoop:
         extra = {"config": self._config.state(), "metrics": self._metrics.last}
         try:
             self._saver.save(self.committed, reason=reason, extra=extra)
-        except OSError as error:
+        except (OSError, PerdureError) as error:
             return str(error)
         self._saved_step = self.committed
         self._ring.add_mark(self.committed)
