@@ -11,7 +11,7 @@ NumPy's and torch's generators are seeded for it, and in the training process re
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from hashlib import blake2b
 from typing import Any
 
@@ -67,7 +67,7 @@ def open_batches(
     num_workers: int,
     collate_fn: Callable[[list[Any]], Any] | None,
     **loader: Any,
-) -> Iterator[Any]:
+) -> Generator[Any, None, None]:
     """Return an iterator over this rank's batches of steps `start` to `stop`.
 
     Its loader exists when this returns, and has drawn nothing from the global generators.
@@ -90,7 +90,7 @@ def open_batches(
     return _stream(iter(data_loader), accumulate)
 
 
-def _stream(batches: Iterator[Any], accumulate: int) -> Iterator[Any]:
+def _stream(batches: Iterator[Any], accumulate: int) -> Generator[Any, None, None]:
     if accumulate == 1:
         yield from batches
         return
