@@ -7,7 +7,7 @@ node that registers late gets the newest.
 from typing import Literal
 
 from perdure.control.state import ControllerState, Ending
-from perdure.model.actions import AnyAction, AssignNodes, Assignment, EndJob
+from perdure.model.actions import AnyAction, Assignment, AssignNodes, EndJob
 
 _FORM_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 20.0

@@ -1,5 +1,7 @@
 """When a checkpoint is worth its cost, from what saves cost and how often the job fails."""
 
+import math
+
 from perdure.model.job import CheckpointConfig
 
 _PRIOR_MTBF_S = 3600.0
@@ -23,4 +25,4 @@ def decide_checkpoint_interval(
     if stall_s is None:
         return 15.0
     mtbf_s = (elapsed_s + _PRIOR_MTBF_S) / (failures + 1)
-    return min(900.0, max(5.0, (2.0 * max(stall_s, 0.005) * mtbf_s) ** 0.5))
+    return min(900.0, max(5.0, math.sqrt(2.0 * max(stall_s, 0.005) * mtbf_s)))
