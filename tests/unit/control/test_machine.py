@@ -1,0 +1,260 @@
+"""The controller read as prose: events in, actions out, no clock and no process."""
+
+from typing import Any
+
+from perdure.control import Controller
+from perdure.model.actions import (
+    AnswerCommand,
+    AnyAction,
+    AssignNodes,
+    EndJob,
+    SendBoundary,
+    TakeStacks,
+)
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CheckpointSaved,
+    CommandReceived,
+    ControllerStarted,
+    ExitRecord,
+    GenerationStepping,
+    GenerationStopped,
+    JobSubmitted,
+    KeeperLost,
+    NodeRegistered,
+    RankExited,
+    RankJoined,
+    RanksStarted,
+    StoreReady,
+    TimerFired,
+    VerdictReached,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Culprit, Verdict
+
+
+class Driver:
+    """Plays the rest of the world."""
+
+    def __init__(self, **spec: Any) -> None:
+        self.spec = JobSpec(**{"name": "j", "script": "train.py", "nproc": 2} | spec)
+        self.controller = Controller()
+        self.now = 100.0
+        self.log: list[Any] = []
+        self.do(JobSubmitted(spec=self.spec, at_s=self.now))
+        self.do(ControllerStarted(incarnation="c1"))
+
+    def do(self, event: Any) -> list[AnyAction]:
+        self.log.append((self.now, event))
+        return self.controller.handle(self.now, event)
+
+    def register(self, node: int = 0, **fields: Any) -> list[AnyAction]:
+        known = {"incarnation": f"a{node}", "host": "h", "boot_id": "b", "slots": 2}
+        return self.do(NodeRegistered(node=node, **known | fields))
+
+    def run(self) -> None:
+        """Bring the newest generation to its first step."""
+        generation = self.controller.state.generation
+        nodes = range(self.spec.nodes)
+        for node in nodes:
+            self.do(GenerationStopped(node=node, generation=generation - 1, at_s=self.now))
+        self.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
+        for node in nodes:
+            pids = {rank: 1000 + rank for rank in self.spec.ranks_of(node)}
+            self.do(
+                RanksStarted(node=node, generation=generation, pids=pids, at_s=self.now, warm=True)
+            )
+        for rank in range(self.spec.world_size):
+            self.do(RankJoined(generation=generation, rank=rank))
+        self.do(GenerationStepping(generation=generation, at_s=self.now, step=0))
+
+    def exit(self, rank: int, step: int = 10, **how: Any) -> list[AnyAction]:
+        generation = self.controller.state.generation
+        record = ExitRecord(rank=rank, generation=generation, pid=1, at_s=self.now, **how)
+        account = RankAccount(step=step)
+        return self.do(RankExited(node=0, record=record, account=account, detected_s=self.now))
+
+
+def one(actions: list[AnyAction], kind: type) -> Any:
+    """Return the only action of `kind`."""
+    found = [action for action in actions if isinstance(action, kind)]
+    assert len(found) == 1, actions
+    return found[0]
+
+
+def started(**spec: Any) -> Driver:
+    driver = Driver(**spec)
+    for node in range(driver.spec.nodes):
+        driver.register(node)
+    driver.run()
+    assert driver.controller.state.phase == "running"
+    return driver
+
+
+def test_world_forms_once_all_nodes_are_there() -> None:
+    driver = Driver(nodes=2)
+    assert driver.register(0) == []
+    action = one(driver.register(1), AssignNodes)
+    assert action.nodes == (0, 1)
+    assert (action.assignment.phase, action.assignment.generation) == ("store", 0)
+
+
+def test_ranks_start_only_when_nothing_older_lives_anywhere() -> None:
+    driver = started(nodes=2)
+    one(driver.exit(1, signal=9), AssignNodes)
+    store = StoreReady(generation=1, host="h", port=8, agent_store=True)
+    assert driver.do(store) == []
+    assert driver.do(GenerationStopped(node=0, generation=0, at_s=1.0)) == []
+    run = one(driver.do(GenerationStopped(node=1, generation=0, at_s=1.0)), AssignNodes)
+    assert (run.assignment.phase, run.assignment.master_port) == ("run", 8)
+
+
+def test_killed_rank_restarts_the_world_with_the_reason() -> None:
+    driver = started()
+    action = one(driver.exit(1, signal=9), AssignNodes)
+    assert (action.assignment.generation, action.assignment.restart_count) == (1, 1)
+    assert "rank 1" in action.reason
+    assert "SIGKILL" in action.reason
+
+
+def test_repeated_and_stale_events_change_nothing() -> None:
+    driver = started()
+    driver.exit(1, signal=9)
+    before = driver.controller.state.generation
+    stale = ExitRecord(rank=0, generation=0, pid=1, at_s=0.0, signal=9)
+    event = RankExited(node=0, record=stale, account=RankAccount(), detected_s=0.0)
+    assert driver.do(event) == []
+    assert driver.do(event) == []
+    assert driver.controller.state.generation == before
+
+
+def test_job_is_done_when_every_rank_ended_well() -> None:
+    driver = started()
+    assert driver.exit(0) == []
+    end = one(driver.exit(1), AssignNodes)
+    assert end.assignment.phase == "end"
+    done = one(driver.do(GenerationStopped(node=0, generation=0, at_s=1.0)), EndJob)
+    assert (done.status, done.exit_code) == ("done", 0)
+
+
+def test_exit_code_of_the_job_is_the_ranks_own() -> None:
+    driver = started()
+    for _ in range(3):
+        actions = driver.exit(0, step=5, code=17, error="ValueError: x")
+        if any(isinstance(a, AssignNodes) and a.assignment.phase == "end" for a in actions):
+            break
+        driver.run()
+    generation = driver.controller.state.generation
+    event = GenerationStopped(node=0, generation=generation, at_s=1.0)
+    done = one(driver.do(event), EndJob)
+    assert (done.status, done.exit_code) == ("failed", 17)
+    assert "3 times at step 5" in done.reason
+
+
+def verdict(actionable: bool) -> VerdictReached:
+    return VerdictReached(
+        verdict=Verdict(
+            kind="ComputeHang", culprit=Culprit(rank=1), generation=0, first_seen_s=1.0,
+            confirmed_s=2.0, confidence=0.9, reason="r", actionable=actionable, activity="stopped",
+        )
+    )  # fmt: skip
+
+
+def test_hang_is_looked_at_first_and_acted_upon_when_its_time_has_come() -> None:
+    driver = started()
+    stacks = one(driver.do(verdict(False)), TakeStacks)
+    assert stacks.ranks == (1, 0)
+    action = one(driver.do(verdict(True)), AssignNodes)
+    assert action.assignment.generation == 1
+
+
+def agree(driver: Driver, sent: SendBoundary, step: int = 0) -> SendBoundary:
+    """Let all ranks say yes; return the commit."""
+    driver.do(BoundaryAnswered(id=sent.id, rank=0, ok=True, step=step))
+    commit = one(driver.do(BoundaryAnswered(id=sent.id, rank=1, ok=True, step=step)), SendBoundary)
+    assert commit.move == "commit"
+    return commit
+
+
+def test_checkpoint_is_answered_when_it_is_verified() -> None:
+    driver = started()
+    sent = one(driver.do(CommandReceived(id="x", kind="checkpoint")), SendBoundary)
+    assert sent.move == "prepare"
+    commit = agree(driver, sent)
+    for rank in (0, 1):
+        actions = driver.do(BoundaryReached(id=commit.id, rank=rank, step=commit.step, at_s=1.0))
+        assert actions == []
+    saved = CheckpointSaved(
+        generation=0, step=commit.step, path="p", bytes=3, stall_s=0.1, save_s=0.2, at_s=1.0
+    )
+    answer = one(driver.do(saved), AnswerCommand)
+    assert (answer.ok, answer.result["step"]) == (True, commit.step)
+
+
+def test_veto_aborts_and_tries_a_later_step() -> None:
+    driver = started()
+    sent = one(driver.do(CommandReceived(id="x", kind="checkpoint")), SendBoundary)
+    abort, again = driver.do(BoundaryAnswered(id=sent.id, rank=0, ok=False, step=50))
+    assert isinstance(abort, SendBoundary)
+    assert isinstance(again, SendBoundary)
+    assert (abort.move, abort.id) == ("abort", sent.id)
+    assert again.move == "prepare"
+    assert again.id != sent.id
+    assert again.step > 50
+
+
+def test_silence_aborts_at_the_deadline() -> None:
+    driver = started()
+    sent = one(driver.do(CommandReceived(id="x", kind="checkpoint")), SendBoundary)
+    deadline = driver.controller.next_deadline()
+    assert deadline is not None
+    driver.now = deadline
+    moves = [a.move for a in driver.do(TimerFired()) if isinstance(a, SendBoundary)]
+    assert moves == ["abort", "prepare"]
+    late = BoundaryAnswered(id=sent.id, rank=0, ok=True, step=0)
+    assert driver.do(late) == []
+
+
+def test_stop_is_agreed_and_the_job_counts_as_stopped() -> None:
+    driver = started()
+    sent = one(driver.do(CommandReceived(id="s", kind="stop", who="me")), SendBoundary)
+    commit = agree(driver, sent)
+    for rank in (0, 1):
+        driver.do(BoundaryReached(id=commit.id, rank=rank, step=commit.step, at_s=1.0))
+    driver.exit(0)
+    actions = driver.exit(1)
+    assert one(actions, AnswerCommand).ok
+    done = one(driver.do(GenerationStopped(node=0, generation=0, at_s=1.0)), EndJob)
+    assert done.status == "stopped"
+
+
+def test_keeper_death_restarts_the_world() -> None:
+    driver = started()
+    action = one(driver.do(KeeperLost(node=0, generation=0, at_s=1.0)), AssignNodes)
+    assert action.assignment.generation == 1
+
+
+def test_new_controller_issues_again_what_is_open() -> None:
+    driver = started()
+    driver.do(CommandReceived(id="x", kind="checkpoint"))
+    successor = Controller()
+    for now, event in driver.log:
+        successor.handle(now, event)
+    actions = successor.handle(driver.now, ControllerStarted(incarnation="c2"))
+    assert one(actions, AssignNodes).assignment == driver.controller.state.assignment
+    assert one(actions, SendBoundary).move == "prepare"
+
+
+def test_agent_that_comes_back_gets_the_newest_assignment() -> None:
+    driver = started()
+    again = one(driver.register(0, generation=0, running=(0, 1)), AssignNodes)
+    assert again.assignment == driver.controller.state.assignment
+    assert driver.controller.state.phase == "running"
+
+
+def test_agent_that_comes_back_empty_means_lost_ranks() -> None:
+    driver = started()
+    action = one(driver.register(0, generation=-1), AssignNodes)
+    assert action.assignment.generation == 1

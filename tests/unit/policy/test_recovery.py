@@ -1,0 +1,73 @@
+import pytest
+
+from perdure.model.job import CheckpointConfig, RestartConfig
+from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
+
+
+def failure(at_s: float = 0.0, **changes: object) -> Failure:
+    fields = {"cause": "signal 9 (SIGKILL)", "culprit": "rank 1", "generation": 0, "step": 10}
+    return Failure(at_s=at_s, **({"mark": 10} | fields | changes))  # type: ignore[arg-type]
+
+
+def test_progress_makes_kills_free() -> None:
+    earlier = tuple(failure(float(i), step=i * 10, mark=i * 10) for i in range(1, 40))
+    decision = decide_recovery(failure(41.0, step=400, mark=400), earlier, RestartConfig())
+    assert decision.rung == "restart"
+
+
+def test_failures_without_progress_use_the_budget_up() -> None:
+    config = RestartConfig(max_restarts=2)
+    rungs = []
+    earlier: tuple[Failure, ...] = ()
+    for i in range(4):
+        one = failure(float(i), mark=10)
+        rungs.append(decide_recovery(one, earlier, config).rung)
+        earlier = (*earlier, one)
+    # The first failure came after progress (from 0 to 10): it and two more are restarted.
+    assert rungs == ["restart", "restart", "give up", "give up"]
+
+
+def test_same_fault_at_the_same_step_is_the_users() -> None:
+    one = failure(cause="exit code 1: ValueError: bad", error="ValueError: bad", code=1)
+    config = RestartConfig(max_restarts=100)
+    assert decide_recovery(one, (one,), config).rung == "restart"
+    decision = decide_recovery(one, (one, one), config)
+    assert decision.rung == "give up"
+    assert "rank 1" in decision.reason
+    assert "step 10" in decision.reason
+
+
+@pytest.mark.parametrize("error", ["ModuleNotFoundError: No module named 'x'", "SyntaxError: bad"])
+def test_import_error_before_any_progress_is_not_retried(error: str) -> None:
+    one = failure(mark=0, step=-1, error=error, cause=f"exit code 1: {error}", code=1)
+    assert decide_recovery(one, (), RestartConfig()).rung == "give up"
+
+
+def test_import_error_after_progress_is_retried() -> None:
+    one = failure(mark=5, error="ImportError: lazily", code=1)
+    assert decide_recovery(one, (), RestartConfig()).rung == "restart"
+
+
+def test_window_bounds_a_job_that_is_killed_all_the_time() -> None:
+    config = RestartConfig(window_max=5, window_s=100.0)
+    earlier = tuple(failure(float(i), step=i, mark=i) for i in range(5))
+    assert decide_recovery(failure(6.0, mark=9, step=9), earlier, config).rung == "give up"
+    assert decide_recovery(failure(300.0, mark=9, step=9), earlier, config).rung == "restart"
+
+
+def test_checkpoint_interval_follows_young() -> None:
+    config = CheckpointConfig()
+    # C = 0.5 s; one hour without a failure on top of the prior's hour: M = 7200 s.
+    interval_s = decide_checkpoint_interval(config, stall_s=0.5, failures=0, elapsed_s=3600.0)
+    assert interval_s == pytest.approx((2 * 0.5 * 7200) ** 0.5)
+    often = decide_checkpoint_interval(config, stall_s=0.5, failures=9, elapsed_s=3600.0)
+    assert often is not None
+    assert interval_s is not None
+    assert often < interval_s
+
+
+def test_steps_and_seconds_of_the_user_win() -> None:
+    by_steps = CheckpointConfig(every_steps=10)
+    assert decide_checkpoint_interval(by_steps, stall_s=1.0, failures=0, elapsed_s=1.0) is None
+    by_time = CheckpointConfig(every_s=7.0)
+    assert decide_checkpoint_interval(by_time, stall_s=1.0, failures=0, elapsed_s=1.0) == 7.0
