@@ -59,6 +59,8 @@ _NATS_READY_S = 20.0
 _POLL_S = 0.1
 _LEAVE_S = 10.0
 """Given to agents and keepers to leave by themselves after the job has ended."""
+_ORPHANS_S = 1.0
+"""Given to what is still there after the last agent has left."""
 _KILL_S = 3.0
 """Between a second signal and the end by force."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -245,6 +247,10 @@ class Supervisor:
             reap_adopted({child.pid for child in self._children.values()})
             if not set(find_descendants(os.getpid())) - spare:
                 return
+            if not any(
+                c.part.startswith("agent") and c.pidfd >= 0 for c in self._children.values()
+            ):
+                deadline = min(deadline, time.monotonic() + _ORPHANS_S)
             await asyncio.sleep(0.02)
 
     def _end_all(self) -> list[int]:

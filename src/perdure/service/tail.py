@@ -9,7 +9,7 @@ from pathlib import Path
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
 _CHUNK = 1 << 20
-"""Read of one file at a time, so that one loud rank does not hold up the others."""
+"""Read of one file at a time, so that memory stays bounded."""
 _KEPT_GENERATIONS = 2
 """Files of generations older than the newest two say nothing new."""
 
@@ -29,24 +29,28 @@ class RankTails:
         """Follow what is appended below `folder` from now on (`gN/rank-R.out` and `.err`)."""
         self._folder = Path(folder)
         self._files: dict[str, _File] = {}
-        for path, rank, _ in self._find():
+        self._closed: set[int] = set()
+        for _, path, rank in self._find():
             self._files[path] = _File(path, rank, os.stat(path).st_size)
 
-    def _find(self) -> Iterator[tuple[str, int, int]]:
-        """Yield (path, rank, generation) of the newest generations' files."""
+    def _find(self) -> Iterator[tuple[int, str, int]]:
+        """Yield (generation, path, rank) of the files that may still say something."""
         try:
-            folders = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _named(_FOLDER, p))]
+            names = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _named(_FOLDER, p))]
         except (FileNotFoundError, NotADirectoryError):
             return
-        for generation, folder in sorted(folders)[-_KEPT_GENERATIONS:]:
-            for path in sorted(folder.iterdir()):
-                match = _named(_FILE, path)
-                if match:
-                    yield str(path), int(match[1]), generation
+        for generation, folder in sorted(names):
+            if generation not in self._closed:
+                for path in sorted(folder.iterdir()):
+                    match = _named(_FILE, path)
+                    if match:
+                        yield generation, str(path), int(match[1])
 
     def poll(self, *, last: bool = False) -> Iterator[str]:
         """Yield the lines that are new; with `last` also a line without an end."""
-        for path, rank, _ in self._find():
+        seen: set[int] = set()
+        for generation, path, rank in self._find():
+            seen.add(generation)
             file = self._files.setdefault(path, _File(path, rank))
             while True:
                 data = self._read(file)
@@ -59,6 +63,7 @@ class RankTails:
                     yield f"[rank {rank}] {line.decode(errors='replace')}"
                 if len(data) < _CHUNK:
                     break
+        self._closed.update(sorted(seen)[:-_KEPT_GENERATIONS])
 
     def _read(self, file: _File) -> bytes:
         try:

@@ -1,0 +1,114 @@
+# ruff: noqa: ASYNC110, ASYNC220, ASYNC230
+"""A stand-in for agent, keeper and ranks: `python stub_agent.py JOB NODE`. No torch."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perdure.adapters.nats import NatsBus
+from perdure.model.codec import decode
+from perdure.model.events import (
+    ExitRecord,
+    GenerationStopped,
+    NodeRegistered,
+    RankExited,
+    RanksStarted,
+    StoreReady,
+)
+from perdure.model.progress import RankAccount
+from perdure.model.wire import NodeOrder, subject_events, subject_orders
+from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
+from perdure.service.outbox import Outbox
+
+RANK = "echo hello from $RANK of generation $GEN; sleep ${1:-0.3} & wait $!; exit ${2:-0}"
+
+
+async def main(job: str, node: int) -> None:
+    paths = paths_of(resolve_home(), job)
+    spec, endpoint = load_spec(paths), load_endpoint(paths)
+    bus = await NatsBus.connect(endpoint)
+    outbox = Outbox(bus, subject_events(job), f"a{os.getpid()}", node)
+    sender = asyncio.create_task(outbox.run())
+    orders: asyncio.Queue[NodeOrder] = asyncio.Queue()
+    for name in (node, "all"):
+        await bus.subscribe(
+            subject_orders(job, name), lambda data: orders.put_nowait(decode(data, NodeOrder))
+        )
+    now = lambda: time.monotonic() + endpoint.clock_offset_s  # noqa: E731
+
+    def hello() -> NodeRegistered:
+        return NodeRegistered(
+            node=node,
+            incarnation=f"a{os.getpid()}",
+            host="h",
+            boot_id="b",
+            slots=spec.nproc,
+            generation=generation,
+            running=tuple(ranks),
+        )
+
+    ranks: dict[int, subprocess.Popen[bytes]] = {}
+    generation = -1
+    outbox.put(hello())
+    number = -1
+
+    async def wait_rank(rank: int, generation: int, process: subprocess.Popen[bytes]) -> None:
+        while process.poll() is None:
+            await asyncio.sleep(0.01)
+        code = process.returncode
+        record = ExitRecord(
+            rank=rank, generation=generation, pid=process.pid, at_s=now(),
+            code=max(code, 0), signal=max(-code, 0),
+        )  # fmt: skip
+        outbox.put(RankExited(node=node, record=record, account=RankAccount(), detected_s=now()))
+
+    waits = []
+    while True:
+        order = await orders.get()
+        if order.register:
+            outbox.put(hello())
+        wanted = order.assignment
+        if wanted is None or wanted.number <= number:
+            continue
+        number = wanted.number
+        if wanted.phase in ("store", "end"):
+            for process in ranks.values():
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            stopped = GenerationStopped(node=node, generation=wanted.generation - 1, at_s=now())
+            outbox.put(stopped)
+        if wanted.phase == "store":
+            outbox.put(
+                StoreReady(generation=wanted.generation, host="127.0.0.1", port=1, agent_store=True)
+            )
+        if wanted.phase == "run":
+            generation = wanted.generation
+            for rank in spec.ranks_of(node):
+                path = paths.stream(wanted.generation, rank, "out")
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                with open(path, "ab") as out:
+                    ranks[rank] = subprocess.Popen(
+                        ["sh", "-c", RANK, "rank", *spec.args], stdout=out, start_new_session=True,
+                        env=dict(os.environ, RANK=str(rank), GEN=str(wanted.generation)),
+                    )  # fmt: skip
+                waits.append(asyncio.create_task(wait_rank(rank, wanted.generation, ranks[rank])))
+            pids = {rank: process.pid for rank, process in ranks.items()}
+            outbox.put(
+                RanksStarted(
+                    node=node, generation=wanted.generation, pids=pids, at_s=now(), warm=False
+                )
+            )
+        if wanted.phase == "end":
+            await outbox.drain(3)
+            sender.cancel()
+            await bus.close()
+            return
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], int(sys.argv[2])))

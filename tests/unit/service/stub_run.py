@@ -1,0 +1,34 @@
+"""`perdure run` with the stand-in agent: `python stub_run.py HOME NAME [RANK'S ARGS...]`."""
+
+import sys
+from pathlib import Path
+
+from perdure.model.errors import PerdureError
+from perdure.model.job import JobSpec, RestartConfig
+from perdure.service.processes import part_command
+from perdure.service.supervisor import run
+
+
+def command(*words: str) -> list[str]:
+    if words[0] == "agent":
+        return [sys.executable, str(Path(__file__).with_name("stub_agent.py")), *words[1:]]
+    return part_command(*words)
+
+
+def show(line: str) -> None:
+    print(line, flush=True)
+
+
+if __name__ == "__main__":
+    spec = JobSpec(
+        name=sys.argv[2],
+        script="x",
+        args=tuple(sys.argv[3:]),
+        nproc=2,
+        restart=RestartConfig(grace_s=0.1),
+    )
+    try:
+        sys.exit(run(spec, home=sys.argv[1], on_line=show, command=command))
+    except PerdureError as error:
+        print(f"{type(error).__name__}: {error.message}\nhint: {error.hint}", flush=True)
+        sys.exit(error.exit_code)

@@ -1,0 +1,163 @@
+"""The supervisor with a real nats-server and controller, and a stand-in for agent and ranks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.model.events import ControllerLost, JobEnded, JobSubmitted
+from perdure.service.jobfiles import is_alive, load_parts, load_snapshot, paths_of, read_mirror
+from perdure.service.journal import read_journal
+from perdure.service.processes import find_marked
+
+STUB = Path(__file__).with_name("stub_run.py")
+
+
+class Run:
+    """One `perdure run`, given `args` for its ranks: seconds to sleep, then an exit code."""
+
+    def __init__(self, home: Path, *args: str, name: str = "job") -> None:
+        self.home, self.name, self.paths = home, name, paths_of(str(home), name)
+        self.output = home / f"{time.monotonic_ns()}.out"
+        with open(self.output, "wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, str(STUB), str(home), name, *args],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=dict(os.environ, PYTHONWARNINGS="ignore"),
+            )
+
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def wait(self, timeout_s: float = 30.0) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            pytest.fail(f"did not end:\n{self.text()}")
+
+    def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.text()
+            assert time.monotonic() < deadline, self.text()
+            time.sleep(0.01)
+
+    def until_running(self) -> None:
+        self.until(lambda: "[rank 1] hello" in self.text())
+
+    def pid(self, part: str) -> int:
+        parts = load_parts(self.paths)
+        assert parts is not None
+        return {"controller": parts.controller, "nats": parts.nats, "agent": parts.agents[0]}[part]
+
+    def lost(self) -> list[ControllerLost]:
+        entries = read_journal(self.paths)
+        return [e.body for e in entries if isinstance(e.body, ControllerLost)]
+
+    def assert_clean(self) -> None:
+        assert find_marked(self.name, str(self.home)) == []
+        assert not is_alive(self.paths)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def start(*args: str, name: str = "job") -> Run:
+        runs.append(Run(tmp_path, *args, name=name))
+        return runs[-1]
+
+    yield start
+    for one in runs:
+        if one.process.poll() is None:
+            one.process.kill()
+            one.process.wait()
+        for pid in find_marked(one.name, str(one.home)):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_run_shows_its_ranks_and_returns_their_status(run: Callable[..., Run]) -> None:
+    job = run("0.1")
+    assert job.wait() == 0
+    assert "[rank 0] hello from 0 of generation 0" in job.text()
+    entries = read_mirror(job.paths) or []
+    assert isinstance(entries[0].body, JobSubmitted)
+    assert isinstance(entries[-1].body, JobEnded)
+    assert [entry.seq for entry in entries] == list(range(1, len(entries) + 1))
+    snapshot = load_snapshot(job.paths)
+    assert snapshot is not None
+    assert snapshot.state == "done"
+    job.assert_clean()
+
+
+def test_a_failing_job_passes_its_exit_code_on(run: Callable[..., Run]) -> None:
+    job = run("0", "7")
+    assert job.wait() == 7
+    assert "generation 1" in job.text()
+    job.assert_clean()
+
+
+@pytest.mark.parametrize("part", ["controller", "nats"])
+def test_a_killed_part_is_started_again_and_nothing_is_lost(
+    run: Callable[..., Run], part: str
+) -> None:
+    job = run("3")
+    job.until_running()
+    killed = [job.pid(part)]
+    os.kill(killed[0], signal.SIGKILL)
+    job.until(lambda: job.pid(part) != killed[0])
+    job.until(lambda: len(job.lost()) == 1)
+    assert job.wait() == 0
+    assert job.lost()[0].pid == killed[0]
+    assert job.lost()[0].cause == "signal 9 (SIGKILL)"
+    assert "started again" in job.text()
+    seqs = [entry.seq for entry in read_journal(job.paths)]
+    assert seqs == list(range(1, len(seqs) + 1))
+    assert "generation 1" not in job.text()  # training never stopped
+    job.assert_clean()
+
+
+def test_sigterm_stops_the_job(run: Callable[..., Run]) -> None:
+    job = run("60")
+    job.until_running()
+    job.process.send_signal(signal.SIGTERM)
+    job.wait(15)
+    ended = (read_mirror(job.paths) or [])[-1].body
+    assert isinstance(ended, JobEnded)
+    assert ended.status == "stopped"
+    job.assert_clean()
+
+
+def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(run: Callable[..., Run]) -> None:
+    job = run("2")
+    job.until_running()
+    second = run("0")
+    assert second.wait() == 2
+    assert "ConfigError: job `job` is running" in second.text()
+    (Path(job.paths.root) / "checkpoints").mkdir()
+    assert job.wait() == 0
+    third = run("0")
+    assert third.wait() == 0
+    root = Path(job.paths.root)
+    assert (root / "previous/1/journal.jsonl").exists()
+    assert (root / "checkpoints").exists()
+    assert len([e for e in read_journal(job.paths) if isinstance(e.body, JobSubmitted)]) == 1
+
+
+def test_the_death_of_the_run_itself_leaves_nothing(run: Callable[..., Run]) -> None:
+    job = run("60")
+    job.until_running()
+    job.process.kill()
+    job.process.wait()
+    deadline = time.monotonic() + 10
+    while find_marked(job.name, str(job.home)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    job.assert_clean()
+    assert run("0").wait() == 0
