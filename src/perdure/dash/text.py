@@ -1,0 +1,108 @@
+"""The report for a terminal: plain text, so that a file, a pipe and a test read the same."""
+
+from collections.abc import Sequence
+
+from perdure.model.report import Recovery, Report
+from perdure.telemetry.series import Series
+
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
+
+
+def render_text(report: Report, series: Series | None = None, width: int = 100) -> str:
+    """Return incidents by phase, the loss curve and the ledger, `width` columns wide."""
+    parts = [_render_head(report), _render_recoveries(report, series, width)]
+    if series is not None:
+        parts.append(_render_loss(report, series, width))
+    parts.append(_render_ledger(report, width))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _render_head(report: Report) -> str:
+    steps = ""
+    if report.steps_committed is not None:
+        steps = f", {report.steps_committed} steps"
+        if report.step_s is not None:
+            steps += f" of {report.step_s * 1000:.0f} ms"
+    line = (
+        f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
+        f"goodput {report.goodput:.1%}"
+    )
+    return line + (f"\n{report.reason}" if report.reason else "")
+
+
+def _render_recoveries(report: Report, series: Series | None, width: int) -> str:
+    if not report.recoveries:
+        return "No incidents."
+    start_s = series.start_s if series is not None else min(r.at_s for r in report.recoveries)
+    lines = ["Incidents (seconds of wall time by phase)"]
+    for number, r in enumerate(report.recoveries, 1):
+        at_step = f" at step {r.at_step}" if r.at_step >= 0 else ""
+        lines.append(
+            _clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {_sentence(r, at_step)}", width)
+        )
+        if r.rung == "none":
+            lines.append(_clip(f"{'':16}{r.reason}", width))
+            continue
+        phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in _PHASES)
+        lines.append(f"{'':16}{phases}")
+        lines.append(f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}")
+    return "\n".join(lines)
+
+
+def _sentence(r: Recovery, at_step: str) -> str:
+    return f"{r.culprit}: {r.cause}{at_step} -> {r.rung if r.rung != 'none' else 'no restart'}"
+
+
+def _describe_loss(r: Recovery) -> str:
+    if r.lost_steps is None:
+        return "lost steps unknown (the script declares none)"
+    return "1 step lost" if r.lost_steps == 1 else f"{r.lost_steps} steps lost"
+
+
+def _render_loss(report: Report, series: Series, width: int) -> str:
+    name = next((n for n in ("loss", *sorted(series.metrics)) if n in series.metrics), None)
+    if name is None or len(series.metrics[name]) < 2:
+        return ""
+    rows = series.metrics[name]
+    columns = min(width - 10, len(rows))
+    steps = [rows[i * (len(rows) - 1) // max(1, columns - 1)][0] for i in range(columns)]
+    values = [rows[i * (len(rows) - 1) // max(1, columns - 1)][1] for i in range(columns)]
+    chart = render_chart(values, height=6)
+    high, low = max(values), min(values)
+    labels = [f"{high:8.3f}", *[" " * 8] * 4, f"{low:8.3f}"]
+    lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident)"]
+    lines += [f"{label}  {line}" for label, line in zip(labels, chart, strict=True)]
+    at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.rung != "none"}
+    marks = [" "] * columns
+    for step in at:
+        index = next((i for i, s in enumerate(steps) if s >= step), columns - 1)
+        marks[index] = "^"
+    lines.append(" " * 10 + "".join(marks))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def render_chart(values: Sequence[float], height: int) -> list[str]:
+    """Return `height` lines of block characters, highest first, one column a value."""
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    eighths = [1 + round((v - low) / span * (height * 8 - 1)) for v in values]
+    lines = []
+    for level in range(height - 1, -1, -1):
+        lines.append("".join(_BLOCKS[min(8, max(0, e - 8 * level))] for e in eighths))
+    return lines
+
+
+def _render_ledger(report: Report, width: int) -> str:
+    lines = [f"Ledger ({report.slot_s:.1f} slot-seconds)"]
+    room = max(10, min(40, width - 52))
+    for name, account in report.ledger.items():
+        full = account.fraction * room
+        bar = "█" * int(full) + (_BLOCKS[round(full % 1 * 8)] if full % 1 >= 0.0625 else "")
+        line = f"{name:<29}{account.s:>11.2f} s{account.fraction:>9.2%}  {bar}"
+        lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _clip(text: str, width: int) -> str:
+    return text if len(text) <= width else text[: max(1, width - 1)] + "…"
