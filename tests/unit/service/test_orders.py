@@ -1,0 +1,84 @@
+from perdure.model.actions import Assignment, AssignNodes, InjectFault, SendBoundary, TakeStacks
+from perdure.model.events import BoundaryReached, FaultInjected, NodeRegistered, StacksTaken
+from perdure.model.job import JobSpec
+from perdure.service.orders import REPEAT_S, OrderBook, Sending
+
+
+def book(nodes: int = 2) -> OrderBook:
+    orders = OrderBook(JobSpec(script="x", nproc=2, nodes=nodes), "c1")
+    assert [(to, order.register) for to, order in orders.start(0.0)] == [("all", True)]
+    return orders
+
+
+def assign(number: int, generation: int = 0, nodes: tuple[int, ...] = (0, 1)) -> AssignNodes:
+    assignment = Assignment(number=number, generation=generation, phase="store")
+    return AssignNodes(nodes=nodes, assignment=assignment, reason="r")
+
+
+def boundary(move: str, generation: int = 0) -> SendBoundary:
+    return SendBoundary(
+        id="b1",
+        move=move,  # type: ignore[arg-type]
+        kind="checkpoint",
+        step=5,
+        ranks=(0, 1, 2, 3),
+        generation=generation,
+        reason="r",
+    )
+
+
+def register(node: int) -> NodeRegistered:
+    return NodeRegistered(node=node, incarnation="a", host="h", boot_id="b", slots=2)
+
+
+def numbers(sendings: list[Sending]) -> list[tuple[int | str, int]]:
+    return [(to, order.assignment.number) for to, order in sendings if order.assignment]
+
+
+def test_the_newest_assignment_is_repeated_and_told_to_who_registers() -> None:
+    orders = book()
+    assert numbers(orders.take(assign(1))) == [("all", 1)]
+    assert numbers(orders.take(assign(2, nodes=(1,)))) == [(1, 2)]
+    assert orders.repeat(REPEAT_S / 2) == []
+    assert numbers(orders.repeat(REPEAT_S)) == [(0, 1), (1, 2)]
+    assert numbers(orders.note(register(1))) == [(1, 2)]
+    assert orders.next_deadline() == 2 * REPEAT_S
+
+
+def test_nodes_that_have_not_registered_are_asked_again() -> None:
+    orders = book()
+    orders.note(register(0))
+    assert [(to, order.register) for to, order in orders.repeat(REPEAT_S)] == [(1, True)]
+
+
+def test_a_boundary_is_repeated_until_every_rank_reached_it() -> None:
+    orders = book()
+    orders.take(boundary("prepare"))
+    sent = orders.take(boundary("commit"))
+    assert [to for to, _ in sent] == ["all"]
+    for rank in (0, 1, 2):
+        orders.note(BoundaryReached(id="b1", rank=rank, step=5, at_s=1.0))
+    again = [(to, o.boundary.move) for to, o in orders.repeat(REPEAT_S) if o.boundary]
+    assert again == [(1, "commit")]
+    orders.note(BoundaryReached(id="b1", rank=3, step=5, at_s=1.0))
+    assert not any(order.boundary for _, order in orders.repeat(2 * REPEAT_S))
+
+
+def test_orders_of_an_older_generation_are_dropped() -> None:
+    orders = book()
+    orders.take(boundary("prepare"))
+    orders.take(assign(1, generation=1))
+    assert not any(order.boundary for _, order in orders.repeat(REPEAT_S))
+
+
+def test_stacks_and_faults_are_repeated_until_answered() -> None:
+    orders = book()
+    orders.take(TakeStacks(generation=0, ranks=(3,), reason="r"))
+    orders.take(InjectFault(id="i", generation=0, rank=0, kind="crash", reason="r"))
+    sent = orders.repeat(REPEAT_S)
+    assert [to for to, order in sent if order.stacks] == [1]
+    assert [to for to, order in sent if order.inject] == [0]
+    orders.note(StacksTaken(generation=0, at_s=1.0, stacks={3: "..."}))
+    orders.note(FaultInjected(id="i", rank=0, kind="crash", at_s=1.0))
+    sent = orders.repeat(2 * REPEAT_S)
+    assert not any(order.stacks or order.inject for _, order in sent)
