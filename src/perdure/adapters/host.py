@@ -1,124 +1,328 @@
-"""The machine under the ranks: /proc, the boot, the devices. Linux; works as an ordinary user."""
+"""One machine, as /proc and the kernel show it: samples of ranks, leftovers, devices.
+
+Linux only. Files of /proc are kept open from sample to sample: reading an open one costs a
+quarter of opening it, and it can never show another process that got the same pid.
+"""
 
 import contextlib
 import importlib
 import os
 import signal
 import socket
-from pathlib import Path
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
-import psutil
-
+from perdure.model.job import JobSpec
 from perdure.model.progress import ProcSample
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+TREE_S = 5.0
+"""How often the whole process table is looked at for descendants of the ranks."""
+_GONE = ProcSample(state="X")
 
 
-def read_boot_id() -> str:
-    """Return the kernel's id of this boot: it tells a reboot from a death."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return "unknown"
+class ProcStat:
+    """`/proc/PID/stat` and `/proc/PID/io` of one process, held open."""
+
+    __slots__ = ("_io", "_stat", "pid")
+
+    def __init__(self, pid: int) -> None:
+        """Open them.
+
+        Raises:
+            OSError: the process is gone.
+        """
+        self.pid = pid
+        self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._io = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            self._io = -1  # Not permitted, or no such accounting in this kernel.
+
+    def sample(self) -> ProcSample:
+        """Return one look at it, without descendants; state X once it is gone."""
+        try:
+            text = os.pread(self._stat, 2048, 0)
+        except OSError:
+            return _GONE
+        words = text[text.rfind(b")") + 2 :].split()
+        if len(words) < 22:
+            return _GONE
+        io_bytes = 0
+        if self._io >= 0:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                lines = os.pread(self._io, 512, 0).split(b"\n", 2)
+                io_bytes = int(lines[0].split()[1]) + int(lines[1].split()[1])
+        return ProcSample(
+            state=words[0].decode(),
+            # Children that were waited for count with their parent, so the sum never falls.
+            cpu_s=sum(int(word) for word in words[11:15]) * _TICK_S,
+            io_bytes=io_bytes,
+            rss_bytes=int(words[21]) * _PAGE,
+            num_threads=int(words[17]),
+        )
+
+    def close(self) -> None:
+        """Close them."""
+        for fd in (self._stat, self._io):
+            if fd >= 0:
+                os.close(fd)
+        self._stat = self._io = -1
 
 
-def read_host() -> str:
-    """Return this machine's name."""
-    return socket.gethostname()
-
-
-def find_devices(node: int, slots: int) -> tuple[str, ...]:
-    """Return the ids of the node's devices: GPU UUIDs, or stable names for its CPU slots."""
-    with contextlib.suppress(Exception):
-        nvml = importlib.import_module("pynvml")
-        nvml.nvmlInit()
-        count = nvml.nvmlDeviceGetCount()
-        found = [nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(i)) for i in range(count)]
-        if found:
-            return tuple(str(one) for one in found)
-    boot = read_boot_id()[:8]
-    return tuple(f"cpu-{boot}-{node}-{slot}" for slot in range(slots))
+@dataclass(slots=True)
+class _Watched:
+    root: ProcStat
+    below: dict[int, ProcStat] = field(default_factory=dict)
+    newest: ProcSample = _GONE
+    taken_s: float = float("-inf")
 
 
 class ProcSampler:
-    """Looks at ranks in /proc, with what their descendants used added in.
+    """Samples of ranks with their descendants, at a pace that costs next to nothing."""
 
-    Descendants are searched for only every few looks: a loader's worker shows up a second late,
-    and a look costs one small file instead of the whole process table.
-    """
+    def __init__(self) -> None:
+        """Watch nobody yet."""
+        self._watched: dict[int, _Watched] = {}
+        self._tree_s = float("-inf")
 
-    def __init__(self, *, scan_every: int = 4) -> None:
-        """Scan for descendants at every `scan_every`-th look at a rank."""
-        self._scan_every = scan_every
-        self._looks: dict[int, int] = {}
-        self._children: dict[int, list[int]] = {}
+    def watch(self, pids: Iterable[int]) -> None:
+        """Watch exactly `pids` from now on."""
+        wanted = set(pids)
+        for pid in [pid for pid in self._watched if pid not in wanted]:
+            watched = self._watched.pop(pid)
+            for stat in (watched.root, *watched.below.values()):
+                stat.close()
+        for pid in sorted(wanted - set(self._watched)):
+            with contextlib.suppress(OSError):
+                self._watched[pid] = _Watched(ProcStat(pid))
+                self._tree_s = float("-inf")
 
-    def sample(self, pid: int) -> ProcSample:
-        """Return one look at `pid`; state X where it is gone."""
-        stat = _read_stat(pid)
-        if stat is None:
-            self._looks.pop(pid, None)
-            self._children.pop(pid, None)
-            return ProcSample(state="X")
-        look = self._looks.get(pid, 0)
-        self._looks[pid] = look + 1
-        if look % self._scan_every == 0:
-            self._children[pid] = _find_children(pid)
-        state, cpu_s, threads, rss = stat
-        io_bytes = _read_io(pid)
-        for child in self._children.get(pid, ()):
-            other = _read_stat(child)
-            if other is not None:
-                cpu_s += other[1]
-                rss += other[3]
-                io_bytes += _read_io(child)
-        return ProcSample(
-            state=state, cpu_s=cpu_s, io_bytes=io_bytes, rss_bytes=rss, num_threads=threads
+    def sample(self, pid: int, now: float, age_s: float = 0.0) -> ProcSample:
+        """Return a sample of `pid` that is no older than `age_s`."""
+        watched = self._watched.get(pid)
+        if watched is None:
+            return _GONE
+        if now - watched.taken_s < age_s:
+            return watched.newest
+        if now - self._tree_s >= TREE_S:
+            self._tree_s = now
+            self._find_descendants()
+        own = watched.root.sample()
+        cpu_s, io_bytes, rss, threads = own.cpu_s, own.io_bytes, own.rss_bytes, own.num_threads
+        for child, stat in list(watched.below.items()):
+            look = stat.sample()
+            if look.state == "X":
+                watched.below.pop(child).close()
+                continue
+            cpu_s, io_bytes = cpu_s + look.cpu_s, io_bytes + look.io_bytes
+            rss, threads = rss + look.rss_bytes, threads + look.num_threads
+        watched.taken_s = now
+        watched.newest = ProcSample(
+            state=own.state,
+            cpu_s=cpu_s,
+            io_bytes=max(io_bytes, watched.newest.io_bytes),
+            rss_bytes=rss,
+            num_threads=threads,
         )
+        return watched.newest
+
+    def _find_descendants(self) -> None:
+        below = list_descendants(self._watched)
+        for root, watched in self._watched.items():
+            for pid in below[root] - set(watched.below):
+                with contextlib.suppress(OSError):
+                    watched.below[pid] = ProcStat(pid)
 
 
-def kill_leftovers(job: str, home: str, node: int) -> int:
-    """SIGKILL every process of the job's ranks on `node` that outlived its keeper; return how many.
+def list_parents() -> dict[int, int]:
+    """Return pid -> parent's pid of every process, by one look at the process table."""
+    parents: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                with open(f"/proc/{name}/stat", "rb") as file:
+                    text = file.read()
+                parents[int(name)] = int(text[text.rfind(b")") + 2 :].split()[1])
+    return parents
 
-    They are known by what only perdure puts into an environment.
-    """
-    wanted = {"PERDURE_JOB": job, "PERDURE_HOME": home, "PERDURE_NODE": str(node)}
-    killed = 0
-    for process in psutil.process_iter():
-        try:
-            env = process.environ()
-            if "PERDURE_RING" in env and all(env.get(k) == v for k, v in wanted.items()):
-                os.kill(process.pid, signal.SIGKILL)
-                killed += 1
-        except (psutil.Error, OSError):
+
+def list_descendants(roots: Iterable[int]) -> dict[int, set[int]]:
+    """Return the descendants of each of `roots`; one that is below two of them is the nearer's."""
+    found: dict[int, set[int]] = {root: set() for root in roots}
+    parents = list_parents()
+    for pid in parents:
+        if pid in found:
             continue
-    return killed
+        above, path = parents[pid], 0
+        while above and above not in found and path < 64:
+            above, path = parents.get(above, 0), path + 1
+        if above in found:
+            found[above].add(pid)
+    return found
 
 
-def _read_stat(pid: int) -> tuple[str, float, int, int] | None:
-    """Return (state, CPU seconds, threads, resident bytes) of one process."""
+def read_start_time(pid: int) -> int:
+    """Return the start time of a process in ticks since boot, which tells it from a later one
+    with the same pid; 0 if it is gone (or a zombie).
+    """  # noqa: D205
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             text = file.read()
     except OSError:
-        return None
-    fields = text[text.rindex(b")") + 2 :].split()
-    cpu_s = (int(fields[11]) + int(fields[12])) * _TICK_S
-    return fields[0].decode(), cpu_s, int(fields[17]), int(fields[21]) * 4096
-
-
-def _read_io(pid: int) -> int:
-    """Return bytes read and written, page cache and sockets included; 0 where not permitted."""
-    try:
-        with open(f"/proc/{pid}/io", "rb") as file:
-            rows = file.read().split()
-    except OSError:
         return 0
-    return int(rows[1]) + int(rows[3]) if len(rows) > 3 else 0
+    words = text[text.rfind(b")") + 2 :].split()
+    return 0 if words[0] in (b"Z", b"X") else int(words[19])
 
 
-def _find_children(pid: int) -> list[int]:
+def read_state(pid: int) -> str:
+    """Return the state letter of a process, X if it is gone."""
     try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:
-        return []
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            text = file.read()
+    except OSError:
+        return "X"
+    return text[text.rfind(b")") + 2 :][:1].decode()
+
+
+def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
+    """Return pid -> start time of all living processes whose environment carries `marks`.
+
+    Looks at the environment that each was started with: everything below a keeper has the
+    keeper's. The caller itself is left out, and so is who cannot be looked at (other users).
+    """
+    wanted = {f"{name}={value}".encode() for name, value in marks.items()}
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or int(name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            with open(f"/proc/{name}/environ", "rb") as file:
+                variables = set(file.read().split(b"\0"))
+            if wanted <= variables and (start := read_start_time(int(name))):
+                found[int(name)] = start
+    return found
+
+
+def kill_process(pid: int, start: int) -> bool:
+    """SIGKILL `pid` if it is still the process that started at `start`; return whether it was."""
+    try:
+        fd = os.pidfd_open(pid)
+    except OSError:
+        return False
+    try:
+        if read_start_time(pid) != start:
+            return False
+        signal.pidfd_send_signal(fd, signal.SIGKILL)
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return True
+
+
+def end_leftovers(
+    known: Mapping[int, int], marks: Mapping[str, str], *, timeout_s: float
+) -> list[int]:
+    """Kill `known` (pid -> start time) and all that carry `marks` until none is left.
+
+    Blocks, for `timeout_s` at most. Returns the pids that were found alive.
+    """
+    deadline = time.monotonic() + timeout_s
+    killed: set[int] = set()
+    while True:
+        left = find_marked(marks) | {p: s for p, s in known.items() if read_start_time(p) == s}
+        if not left or time.monotonic() > deadline:
+            return sorted(killed)
+        for pid, start in left.items():
+            if kill_process(pid, start):
+                killed.add(pid)
+        time.sleep(0.005)
+
+
+def pick_free_port(host: str) -> int:
+    """Return a TCP port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# --- what the machine is -----------------------------------------------------------------------
+
+
+def read_boot_id() -> str:
+    """Return the id of this boot; empty where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def list_gpus() -> tuple[str, ...]:
+    """Return the UUIDs of NVIDIA GPUs, in NVML's order; empty without pynvml or a driver.
+
+    NVML is asked and never CUDA: a CUDA context would cost memory and break forking.
+    """
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return ()
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return ()
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
+    except nvml.NVMLError:
+        return ()
+    finally:
+        nvml.nvmlShutdown()
+    return tuple(u.decode() if isinstance(u, bytes) else str(u) for u in uuids)
+
+
+def list_device_ids(spec: JobSpec, node: int) -> tuple[str, ...]:
+    """Return a stable id for each slot of `node`: a GPU's UUID, or a synthetic one for CPU.
+
+    Nodes that share this machine share its GPUs in order, as CUDA_VISIBLE_DEVICES of the script
+    decides; it is not touched here.
+    """
+    gpus = list_gpus()
+    first = node * spec.nproc
+    boot = read_boot_id()[:8]
+    return tuple(
+        gpus[first + slot] if first + slot < len(gpus) else f"cpu-{boot}-{node}-{slot}"
+        for slot in range(spec.nproc)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCheck:
+    """What a look at the machine before the start has shown."""
+
+    cores: int
+    gpus: tuple[str, ...]
+    warnings: tuple[str, ...]
+
+
+def check_devices(spec: JobSpec) -> DeviceCheck:
+    """Return the devices of this machine, and what about them will slow this job.
+
+    Nothing is refused: whether a script needs a GPU for each rank only the script knows.
+    """
+    cores, gpus = count_cores(), list_gpus()
+    warnings = []
+    if spec.world_size > cores and not gpus:
+        warnings.append(f"{spec.world_size} ranks share {cores} cores: expect them to be slower")
+    if gpus and spec.world_size > len(gpus):
+        warnings.append(f"{spec.world_size} ranks, but {len(gpus)} GPUs: some ranks get none")
+    return DeviceCheck(cores, gpus, tuple(warnings))

@@ -1,43 +1,55 @@
-"""Python stacks of a process that does not cooperate, by py-spy."""
+"""Python stacks of a running or stopped process, by py-spy as a process of its own.
+
+py-spy reads the other's memory; where that is not permitted the text says so, so that a
+diagnosis shows what is missing rather than nothing.
+"""
 
 import asyncio
-import contextlib
+import os
 import shutil
 import sys
-from pathlib import Path
 
-_TIMEOUT_S = 5.0
-
-
-def find_py_spy() -> str | None:
-    """Return the program beside this interpreter, or on the path."""
-    beside = Path(sys.executable).parent / "py-spy"
-    return str(beside) if beside.exists() else shutil.which("py-spy")
+TIMEOUT_S = 3.0
+_TEXT_MAX = 20_000
 
 
-async def take_stack(pid: int, *, stopped: bool) -> str:
-    """Return the stacks of `pid` as text, or one line that says why there are none.
+def find_py_spy() -> str:
+    """Return the path of py-spy: beside this Python, or on PATH; empty where there is none."""
+    path = os.path.join(os.path.dirname(sys.executable), "py-spy")
+    return path if os.access(path, os.X_OK) else shutil.which("py-spy") or ""
 
-    A stopped process cannot be paused again, so it is read without pausing.
+
+async def dump_stack(pid: int, *, nonblocking: bool, timeout_s: float = TIMEOUT_S) -> str:
+    """Return the stacks of all threads of `pid`, or one line that says why there are none.
+
+    `nonblocking` is for a process that is stopped already (state T), which cannot be paused
+    again; otherwise py-spy pauses it for some milliseconds, so that the picture is of one moment.
     """
     program = find_py_spy()
-    if program is None:
+    if not program:
         return "no stack: py-spy is not installed"
-    command = [program, "dump", "--pid", str(pid)] + (["--nonblocking"] if stopped else [])
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
+    command = [program, "dump", "--pid", str(pid)]
+    if nonblocking:
+        command.append("--nonblocking")
     try:
-        out, err = await asyncio.wait_for(process.communicate(), _TIMEOUT_S)
-    except TimeoutError:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+        )
+    except OSError as error:
+        return f"no stack: cannot run py-spy: {error.strerror}"
+    try:
+        out, err = await asyncio.wait_for(process.communicate(), timeout_s)
+    except (TimeoutError, asyncio.CancelledError) as error:
+        process.kill()
         await process.wait()
-        return f"no stack: py-spy did not answer within {_TIMEOUT_S:g} s"
-    if process.returncode != 0:
-        lines = err.decode(errors="replace").strip().splitlines() or ["it failed"]
-        return f"no stack: {lines[0]}"
-    return out.decode(errors="replace")
+        if isinstance(error, asyncio.CancelledError):
+            raise
+        return f"no stack: py-spy took longer than {timeout_s:g} s"
+    if process.returncode == 0:
+        return out.decode(errors="replace").strip()[:_TEXT_MAX]
+    lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
+    why = "; ".join(lines[-3:]) or f"exit code {process.returncode}"
+    return f"no stack: py-spy: {why}"

@@ -1,5 +1,6 @@
-"""The node agent's state machine, of the same shape as the controller's."""
+"""The node agent's state machine: orders and facts in, requests out."""
 
 from perdure.agent.machine import Agent
+from perdure.agent.state import NodeIdentity
 
-__all__ = ["Agent"]
+__all__ = ["Agent", "NodeIdentity"]

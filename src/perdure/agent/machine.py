@@ -1,329 +1,384 @@
-"""The node agent's machine: bring what the keeper holds to what the newest assignment says.
+"""The agent's door: one input in, a list of requests out.
 
-It decides nothing about the job. Orders are levels, so repeating one is harmless; what it reports
-is idempotent by generation and rank, so a new agent that takes over a keeper may report again.
+The machine steers towards the newest assignment, a level: from what the keeper holds now it
+follows what is missing, so that a repeated, lost or late order changes nothing, and an agent
+that was replaced goes on where the old one stood. Only one thing is never repeated: a
+generation's start. A keeper that lost one is reported, and the controller forms the next.
 """
 
-from dataclasses import dataclass, field
 from typing import assert_never
 
 from perdure.agent.messages import (
-    AgentAction,
-    AgentEvent,
-    KeeperConnected,
-    KeeperDied,
+    AgentStarted,
+    CollectStacks,
+    Input,
+    KeeperGone,
     KeeperSaid,
-    LeaveNode,
+    KeeperUp,
+    Leave,
     OrderReceived,
+    RankEnded,
     Report,
-    ReportExit,
-    ReportStore,
+    Request,
     SpawnRanks,
+    StacksCollected,
     StartKeeper,
-    TakeStacksOf,
+    SupervisorGone,
     TellKeeper,
-    TellWorkers,
-    WorkerConnected,
     WorkerSaid,
 )
-from perdure.model.actions import Assignment, InjectFault, SendBoundary
+from perdure.agent.relay import answer_worker, relay_boundary, relay_fault, settle_boundaries
+from perdure.agent.state import AgentState, KeeperView, NodeIdentity
+from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.events import (
-    CommandReceived,
-    FaultInjected,
     GenerationStopped,
     KeeperLost,
     NodeRegistered,
+    RankExited,
     RanksStarted,
+    StacksTaken,
+    StoreReady,
+    TimerFired,
 )
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
     KeeperExit,
-    KeeperExited,
     KeeperKill,
-    KeeperSignal,
     KeeperSpawned,
-    KeeperState,
     KeeperStopped,
     KeeperStore,
     KeeperStoreReady,
     NodeOrder,
-    WorkerEvent,
-    WorkerHello,
-    WorkerQuery,
-    WorkerSignal,
 )
 
-_SIGKILL, _SIGTERM, _SIGUSR1, _SIGSTOP = 9, 15, 10, 19
-_BY_SIGNAL = {"crash": _SIGKILL, "stop": _SIGSTOP}
-"""Faults that the keeper can do from outside, whatever the rank is doing."""
+END_TIMEOUT_S = 20.0
+"""Beyond its grace, how long the end of the job may take before the agent leaves anyhow."""
 
-
-@dataclass(slots=True)
-class _State:
-    assignment: Assignment | None = None
-    keeper: KeeperState | None = None
-    generation: int = -1
-    """Newest generation of which the keeper started ranks."""
-    pids: dict[int, int] = field(default_factory=dict)
-    """Living ranks of it."""
-    stopped: int = -2
-    """Newest generation known to be gone, by the keeper's word."""
-    stopped_reported: int = -2
-    killing: int = -2
-    spawning: int = -1
-    store_asked: int = -1
-    reported: set[tuple[int, int]] = field(default_factory=set)
-    """(generation, rank) of exits reported."""
-    boundaries: dict[str, SendBoundary] = field(default_factory=dict)
-    """Newest move of each agreement of this generation, for ranks that connect late."""
-    injects: dict[str, InjectFault] = field(default_factory=dict)
-    ended: bool = False
+ORPHANED_TIMEOUT_S = 8.0
+"""The same after the death of `perdure run`: the keeper gives its ranks two seconds."""
 
 
 class Agent:
     """The state machine of one node."""
 
-    def __init__(
-        self, spec: JobSpec, node: int, *, incarnation: str, host: str, boot_id: str,
-        device_ids: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
-        """Know the job and the node; the keeper's word brings the rest."""
-        self.spec, self.node = spec, node
-        self.incarnation, self.host, self.boot_id = incarnation, host, boot_id
-        self.device_ids = device_ids
-        self.state = _State()
+    def __init__(self, spec: JobSpec, identity: NodeIdentity) -> None:
+        """Stand for `identity.node` of `spec`."""
+        self.spec = spec
+        self.identity = identity
+        self.state = AgentState()
 
-    def handle(self, now: float, event: AgentEvent) -> list[AgentAction]:
-        """Return what to do about `event`."""
-        match event:
-            case OrderReceived():
-                return self._order(now, event.order)
-            case KeeperConnected():
-                return self._adopt(now, event.state)
-            case KeeperSaid():
-                return self._hear_keeper(now, event)
-            case KeeperDied():
+    def next_deadline(self) -> float | None:
+        """Return the job time at which `TimerFired` is wanted."""
+        return None if self.state.leaving else self.state.end_deadline_s
+
+    def handle(self, now: float, input_: Input) -> list[Request]:
+        """Return what to do about `input_`."""
+        match input_:
+            case AgentStarted():
+                return [StartKeeper()]
+            case KeeperUp():
+                return self._greet_keeper(now, input_)
+            case KeeperGone():
                 return self._lose_keeper(now)
+            case KeeperSaid():
+                return self._hear_keeper(now, input_)
+            case RankEnded():
+                return self._note_exit(now, input_)
+            case OrderReceived(order=order):
+                return self._obey(now, order)
             case WorkerSaid():
-                return self._hear_worker(now, event)
-            case WorkerConnected():
-                return self._greet(event)
+                return answer_worker(self.state, self.identity, now, input_)
+            case StacksCollected(generation=generation, stacks=stacks):
+                return [Report(StacksTaken(generation=generation, at_s=now, stacks=stacks))]
+            case SupervisorGone():
+                return self._give_up(now)
+            case TimerFired():
+                return self._fire(now)
             case _:
-                assert_never(event)
+                assert_never(input_)
 
     # --- orders ------------------------------------------------------------------------------
 
-    def _order(self, now: float, order: NodeOrder) -> list[AgentAction]:
-        state = self.state
-        actions: list[AgentAction] = []
-        if order.register and state.keeper is not None:
-            actions.append(Report(self._registration()))
-        new = order.assignment
-        if new is not None and (state.assignment is None or new.number > state.assignment.number):
-            state.assignment = new
-            actions += self._reconcile(now)
-        if order.boundary is not None and order.boundary.generation == state.generation:
-            boundary = order.boundary
-            state.boundaries[boundary.id] = boundary
-            ranks = tuple(r for r in boundary.ranks if r in self._ranks())
-            actions.append(TellWorkers(ranks, boundary))
-        if order.stacks is not None and order.stacks.generation == state.generation:
-            pids = {r: state.pids[r] for r in order.stacks.ranks if r in state.pids}
-            if pids:
-                actions.append(TakeStacksOf(state.generation, pids))
+    def _obey(self, now: float, order: NodeOrder) -> list[Request]:
+        state, requests = self.state, list[Request]()
+        if order.register and order.controller != state.registered_with and state.keeper:
+            state.registered_with = order.controller
+            requests.append(self._register(state.keeper))
+        if order.assignment is not None:
+            requests += self._assign(now, order.assignment)
+        if order.boundary is not None:
+            requests += relay_boundary(state, order.boundary)
         if order.inject is not None:
-            actions += self._inject(now, order.inject)
-        return actions
+            requests += relay_fault(state, self.identity, self.spec, now, order.inject)
+        if order.stacks is not None:
+            requests += self._take_stacks(order.stacks)
+        return requests
 
-    def _inject(self, now: float, order: InjectFault) -> list[AgentAction]:
+    def _assign(self, now: float, new: Assignment) -> list[Request]:
         state = self.state
-        if order.rank not in self._ranks() or order.generation != state.generation:
+        held = state.assignment.number if state.assignment else -1
+        if new.number < held:
             return []
-        if order.id in state.injects:
-            return []
-        state.injects[order.id] = order
-        number = _BY_SIGNAL.get(order.kind)
-        if order.at_step < 0 and number is not None:
-            error = "" if order.rank in state.pids else "the rank is not running"
-            done = FaultInjected(
-                id=order.id, rank=order.rank, kind=order.kind, at_s=now, error=error
-            )
-            return [
-                Report(done),
-                TellKeeper(KeeperSignal(state.generation, order.rank, number)),
-            ]
-        return [TellWorkers((order.rank,), order)]
+        if new.number == held:
+            return [*self._reconcile(now), *settle_boundaries(state)]
+        state.assignment = new
+        if new.phase == "end":
+            state.end_deadline_s = now + new.grace_s + END_TIMEOUT_S
+        return self._reconcile(now)
 
-    def _reconcile(self, now: float) -> list[AgentAction]:
-        """Return the next moves from what the keeper holds towards the assignment."""
-        state, wanted = self.state, self.state.assignment
-        if wanted is None or state.keeper is None or state.ended:
+    def _take_stacks(self, order: TakeStacks) -> list[Request]:
+        keeper = self.state.keeper
+        if keeper is None or keeper.generation != order.generation:
             return []
+        pids = {rank: keeper.running[rank] for rank in order.ranks if rank in keeper.running}
+        return [CollectStacks(order.generation, pids)] if pids else []
+
+    # --- towards the assignment --------------------------------------------------------------
+
+    def _reconcile(self, now: float) -> list[Request]:
+        """Return what is missing between what the keeper holds and what was assigned."""
+        state, wanted, keeper = self.state, self.state.assignment, self.state.keeper
+        if wanted is None or keeper is None or state.leaving or state.orphaned:
+            return []
+        if wanted.phase == "run" and keeper.generation == wanted.generation:
+            return self._report_started(keeper)
+        requests: list[Request] = []
+        older = wanted.generation - 1
+        if keeper.stopped < older and keeper.kill_asked < older:
+            keeper.kill_asked = older
+            requests.append(TellKeeper(KeeperKill(older, wanted.grace_s)))
+        if wanted.phase == "store" and self.identity.node == 0:
+            requests += self._serve_store(keeper, wanted)
+        if keeper.stopped < older:
+            return requests
         if wanted.phase == "end":
-            state.ended = True
-            grace_s = wanted.grace_s if state.pids else 0.0
-            kill = TellKeeper(KeeperKill(wanted.generation, grace_s))
-            return [kill, TellKeeper(KeeperExit())] if grace_s == 0 else [kill]
-        actions: list[AgentAction] = []
-        old = wanted.generation - 1
-        if state.stopped < old and state.generation >= wanted.generation:
-            state.stopped = old  # A newer generation runs, so the older ones are gone.
-        if state.stopped < old:
-            if state.killing < old:
-                state.killing = old
-                actions.append(TellKeeper(KeeperKill(old, wanted.grace_s)))
-        elif state.stopped_reported < old:
-            state.stopped_reported = old
-            actions.append(Report(GenerationStopped(node=self.node, generation=old, at_s=now)))
-        if self.node == 0 and wanted.phase == "store" and state.store_asked < wanted.generation:
-            state.store_asked = wanted.generation
-            if self.spec.cold or self.spec.no_python:
-                actions.append(ReportStore(wanted.generation, 0))
-            else:
-                world = self.spec.world_size
-                actions.append(TellKeeper(KeeperStore(wanted.generation, world)))
-        if (
-            wanted.phase == "run"
-            and state.stopped >= old
-            and max(state.generation, state.spawning) < wanted.generation
-        ):
-            state.spawning = wanted.generation
-            actions.append(SpawnRanks(wanted))
-        return actions
+            return requests + self._end(now, wanted)
+        if older > state.reported_stopped:
+            requests.append(self._report_stopped(now, older))
+        if wanted.phase == "run":
+            requests += self._run(now, keeper, wanted)
+        return requests
+
+    def _serve_store(self, keeper: KeeperView, wanted: Assignment) -> list[Request]:
+        generation = wanted.generation
+        if keeper.store_generation == generation and keeper.store_port:
+            return self._report_store(generation, keeper.store_port, agent_store=True)
+        if keeper.store_asked >= generation:
+            return []
+        keeper.store_asked = generation
+        return [TellKeeper(KeeperStore(generation, self.spec.world_size))]
+
+    def _report_store(self, generation: int, port: int, *, agent_store: bool) -> list[Request]:
+        if self.state.reported_store == (generation, port):
+            return []
+        self.state.reported_store = (generation, port)
+        event = StoreReady(
+            generation=generation, host=self.identity.host, port=port, agent_store=agent_store
+        )
+        return [Report(event)]
+
+    def _run(self, now: float, keeper: KeeperView, wanted: Assignment) -> list[Request]:
+        """Start the ranks: once, or never where this generation was lost with its keeper."""
+        state, generation = self.state, wanted.generation
+        if keeper.generation > generation or keeper.spawn_asked >= generation:
+            return []
+        store = (keeper.store_generation, keeper.store_port)
+        serves = wanted.agent_store and self.identity.node == 0
+        begun = generation <= state.newest_spawned and state.spawned_by != keeper.pid
+        if begun or (serves and store != (generation, wanted.master_port)):
+            if keeper.lost_reported >= generation:
+                return []
+            keeper.lost_reported = generation
+            return [self._report_lost(now, generation)]
+        keeper.spawn_asked = state.newest_spawned = generation
+        state.spawned_by = keeper.pid
+        state.boundaries.clear()
+        state.faults.clear()
+        return [SpawnRanks(wanted)]
+
+    def _report_started(self, keeper: KeeperView) -> list[Request]:
+        begun = keeper.running or any(g == keeper.generation for g, _ in keeper.exited)
+        if self.state.reported_started >= keeper.generation or not begun:
+            return []  # Told already, or being forked at this moment: `KeeperSpawned` follows.
+        self.state.reported_started = keeper.generation
+        event = RanksStarted(
+            node=self.identity.node,
+            generation=keeper.generation,
+            pids=dict(keeper.running),
+            at_s=keeper.started_s,
+            warm=keeper.warm,
+            why_cold=keeper.why_cold,
+        )
+        return [Report(event)]
+
+    def _report_stopped(self, now: float, generation: int, *after: Request) -> Report:
+        self.state.reported_stopped = generation
+        event = GenerationStopped(node=self.identity.node, generation=generation, at_s=now)
+        return Report(event, after)
+
+    def _report_lost(self, now: float, generation: int) -> Report:
+        return Report(KeeperLost(node=self.identity.node, generation=generation, at_s=now))
+
+    def _end(self, now: float, wanted: Assignment) -> list[Request]:
+        """Leave once the controller knows that nothing is left here."""
+        farewell = (TellKeeper(KeeperExit()), Leave(wanted.reason))
+        older = wanted.generation - 1
+        if older < 0:
+            self.state.leaving = True
+            return list(farewell)
+        if older <= self.state.reported_stopped:
+            return []
+        return [self._report_stopped(now, older, *farewell)]
+
+    def _leave(self, reason: str) -> list[Request]:
+        if self.state.leaving:
+            return []
+        self.state.leaving = True
+        return [TellKeeper(KeeperExit()), Leave(reason)]
+
+    def _give_up(self, now: float) -> list[Request]:
+        """End everything: nobody is left to run for. Tell the controller, which ends as well."""
+        state = self.state
+        if state.leaving or state.orphaned:
+            return []
+        if state.keeper is None:
+            return self._leave("`perdure run` is gone")
+        state.orphaned = True
+        state.end_deadline_s = now + ORPHANED_TIMEOUT_S
+        return [TellKeeper(KeeperExit())]
+
+    def _fire(self, now: float) -> list[Request]:
+        deadline = self.next_deadline()
+        if deadline is None or now < deadline:
+            return []
+        return self._leave("everything has ended, and nobody took note of it in time")
 
     # --- the keeper --------------------------------------------------------------------------
 
-    def _adopt(self, now: float, keeper: KeeperState) -> list[AgentAction]:
-        """Take over what a keeper holds, old or new; report what nobody may have heard."""
-        state = self.state
-        fresh = state.keeper is None or state.keeper.pid != keeper.pid
-        state.keeper = keeper
-        state.generation = keeper.generation
-        state.pids = dict(keeper.running)
-        if fresh:
-            state.killing, state.spawning = -2, keeper.generation
-            state.store_asked = keeper.store_generation
-        actions: list[AgentAction] = [Report(self._registration())]
-        if keeper.generation >= 0 and keeper.running:
-            actions.append(Report(self._started(now, keeper.running, keeper.warm)))
-        actions += [a for record in keeper.exits for a in self._exit(KeeperExited(record))]
-        if keeper.store_port and keeper.store_generation >= keeper.generation:
-            actions.append(ReportStore(keeper.store_generation, keeper.store_port))
-        return actions + self._reconcile(now)
+    def _greet_keeper(self, now: float, up: KeeperUp) -> list[Request]:
+        state, held = self.state, up.state
+        view = state.keeper = KeeperView(
+            pid=held.pid,
+            generation=held.generation,
+            running=dict(held.running),
+            started_s=up.started_s or now,
+            warm=held.warm,
+            why_cold=held.why_cold,
+            store_generation=held.store_generation,
+            store_port=held.store_port,
+        )
+        state.newest_spawned = max(state.newest_spawned, up.newest_on_disk, held.generation)
+        requests: list[Request] = []
+        if not state.registered:
+            state.registered = True
+            requests.append(self._register(view))
+        for ended in up.exits:
+            requests += self._note_exit(now, ended)
+        if state.lost_generation is not None:
+            requests.append(self._report_lost(now, state.lost_generation))
+            wanted = state.assignment
+            if wanted is not None and wanted.phase == "run":
+                view.lost_reported = state.lost_generation
+            state.lost_generation = None
+        return requests + self._reconcile(now)
 
-    def _started(self, now: float, pids: dict[int, int], warm: bool) -> RanksStarted:
-        return RanksStarted(
-            node=self.node, generation=self.state.generation, pids=pids, at_s=now, warm=warm
+    def _register(self, keeper: KeeperView) -> Report:
+        me = self.identity
+        return Report(
+            NodeRegistered(
+                node=me.node,
+                incarnation=me.incarnation,
+                host=me.host,
+                boot_id=me.boot_id,
+                slots=self.spec.nproc,
+                generation=keeper.generation,
+                running=tuple(sorted(keeper.running)),
+                keeper_pid=keeper.pid,
+                device_ids=me.device_ids,
+            )
         )
 
-    def _registration(self) -> NodeRegistered:
-        state = self.state
-        return NodeRegistered(
-            node=self.node,
-            incarnation=self.incarnation,
-            host=self.host,
-            boot_id=self.boot_id,
-            slots=self.spec.nproc,
-            generation=state.generation,
-            running=tuple(sorted(state.pids)),
-            keeper_pid=state.keeper.pid if state.keeper else 0,
-            device_ids=self.device_ids,
-        )
+    def _lose_keeper(self, now: float) -> list[Request]:
+        """Start a new one, unless the job is ending: then the node is as empty as asked for."""
+        state, lost = self.state, self.state.keeper
+        state.keeper = None
+        if state.leaving:
+            return []
+        wanted = state.assignment
+        if state.orphaned:
+            newest = max(wanted.generation if wanted else -1, lost.generation if lost else -1)
+            return [self._report_stopped(now, newest, Leave("`perdure run` is gone"))]
+        if wanted is not None and wanted.phase == "end":
+            older = wanted.generation - 1
+            if older < 0:
+                state.leaving = True
+                return [Leave(wanted.reason)]
+            if older > state.reported_stopped:
+                return [self._report_stopped(now, older, Leave(wanted.reason))]
+            return []
+        if lost is not None:
+            generation = max(lost.generation, lost.store_generation, lost.spawn_asked)
+            if generation >= 0:
+                state.lost_generation = max(generation, state.lost_generation or 0)
+        return [StartKeeper()]
 
-    def _hear_keeper(self, now: float, event: KeeperSaid) -> list[AgentAction]:
-        state, message = self.state, event.message
-        match message:
-            case KeeperState():
-                return self._adopt(now, message)
-            case KeeperSpawned():
-                if message.generation > state.generation:
-                    state.generation = message.generation
-                    state.pids = dict(message.pids)
-                    state.boundaries.clear()
-                    state.injects.clear()
-                started = RanksStarted(
-                    node=self.node,
-                    generation=message.generation,
-                    pids=message.pids,
-                    at_s=message.at_s,
-                    warm=message.warm,
-                    why_cold=message.why_cold,
+    def _hear_keeper(self, now: float, said: KeeperSaid) -> list[Request]:
+        keeper = self.state.keeper
+        if keeper is None:
+            return []
+        match said.message:
+            case KeeperSpawned() as spawned:
+                return self._note_spawned(keeper, spawned)
+            case KeeperStoreReady(generation=generation, port=port):
+                if self.state.assignment is None or self.state.assignment.generation != generation:
+                    return []
+                keeper.store_generation = generation
+                keeper.store_port = port
+                return self._report_store(
+                    generation, port or said.free_port, agent_store=bool(port)
                 )
-                return [Report(started)]
-            case KeeperStoreReady():
-                return [ReportStore(message.generation, message.port)]
-            case KeeperExited():
-                return self._exit(message)
-            case KeeperStopped():
-                state.stopped = max(state.stopped, min(message.generation, self._old()))
-                if state.ended:
-                    stopped = GenerationStopped(node=self.node, generation=self._old(), at_s=now)
-                    return [TellKeeper(KeeperExit()), Report(stopped), LeaveNode()]
+            case KeeperStopped(generation=generation):
+                keeper.stopped = max(keeper.stopped, generation)
+                if keeper.generation <= generation:
+                    keeper.running.clear()
                 return self._reconcile(now)
 
-    def _old(self) -> int:
-        return self.state.assignment.generation - 1 if self.state.assignment else -1
-
-    def _exit(self, message: KeeperExited) -> list[AgentAction]:
-        record, state = message.record, self.state
-        key = (record.generation, record.rank)
-        if record.generation == state.generation:
-            state.pids.pop(record.rank, None)
-        if key in state.reported:
+    def _note_spawned(self, keeper: KeeperView, spawned: KeeperSpawned) -> list[Request]:
+        if spawned.generation < keeper.generation:
             return []
-        state.reported.add(key)
-        return [ReportExit(record)]
-
-    def _lose_keeper(self, now: float) -> list[AgentAction]:
-        """The keeper is dead: so are its ranks. A new one starts, unless this was the end."""
-        state = self.state
-        had = state.keeper is not None
-        generation = state.generation
-        state.keeper = None
-        state.pids.clear()
-        state.generation, state.spawning, state.store_asked = -1, -1, -1
-        if state.ended:
-            stopped = GenerationStopped(node=self.node, generation=self._old(), at_s=now)
-            return [Report(stopped), LeaveNode()]
-        state.stopped = max(state.stopped, generation)
-        lost = KeeperLost(node=self.node, generation=generation, at_s=now)
-        return [*([Report(lost)] if had else []), StartKeeper()]
-
-    # --- the ranks ---------------------------------------------------------------------------
-
-    def _ranks(self) -> range:
-        return self.spec.ranks_of(self.node)
-
-    def _greet(self, event: WorkerConnected) -> list[AgentAction]:
-        """Tell a rank that has (re)connected what it may have missed."""
-        state = self.state
-        if event.generation != state.generation:
+        keeper.generation = spawned.generation
+        keeper.started_s, keeper.warm = spawned.at_s, spawned.warm
+        keeper.why_cold = spawned.why_cold
+        keeper.running = {
+            rank: pid
+            for rank, pid in spawned.pids.items()
+            if (spawned.generation, rank) not in keeper.exited
+        }
+        if self.state.reported_started >= spawned.generation:
             return []
-        mine = [b for b in state.boundaries.values() if event.rank in b.ranks]
-        faults = [i for i in state.injects.values() if i.rank == event.rank]
-        pending = [i for i in faults if i.at_step >= 0 or i.kind not in _BY_SIGNAL]
-        messages: list[SendBoundary | InjectFault] = [*mine, *pending]
-        return [TellWorkers((event.rank,), message) for message in messages]
+        self.state.reported_started = spawned.generation
+        event = RanksStarted(
+            node=self.identity.node,
+            generation=spawned.generation,
+            pids=spawned.pids,
+            at_s=spawned.at_s,
+            warm=spawned.warm,
+            why_cold=spawned.why_cold,
+        )
+        return [Report(event)]
 
-    def _hear_worker(self, now: float, event: WorkerSaid) -> list[AgentAction]:
-        state, message = self.state, event.message
-        match message:
-            case WorkerEvent():
-                return [Report(message.event)]
-            case WorkerHello():
-                return []
-            case WorkerQuery():
-                known = state.boundaries.get(message.id)
-                return [TellWorkers((event.rank,), known)] if known is not None else []
-            case WorkerSignal():
-                kind = "checkpoint" if message.signal == _SIGUSR1 else "stop"
-                return [
-                    Report(
-                        CommandReceived(
-                            id=f"signal-{event.generation}-{message.signal}",
-                            kind="checkpoint" if kind == "checkpoint" else "stop",
-                            who=f"signal {message.signal} at rank {event.rank}",
-                            at_s=now,
-                        )
-                    )
-                ]
+    def _note_exit(self, now: float, ended: RankEnded) -> list[Request]:
+        keeper, record = self.state.keeper, ended.record
+        if keeper is None or (record.generation, record.rank) in keeper.exited:
+            return []
+        keeper.exited.add((record.generation, record.rank))
+        if record.generation == keeper.generation:
+            keeper.running.pop(record.rank, None)
+        event = RankExited(
+            node=self.identity.node,
+            record=record,
+            account=ended.account,
+            detected_s=now,
+            comms=ended.comms,
+        )
+        return [Report(event)]

@@ -1,115 +1,143 @@
-"""What an agent hears and what it does: events in, actions out, of one node."""
+"""What the agent's machine hears and what it asks its shell to do.
+
+Inputs are past facts, as they reach one node; requests are imperatives. Neither crosses the
+network: what does is in `model.wire` and `model.events`.
+"""
 
 import msgspec
 
 from perdure.model.actions import Assignment, InjectFault, SendBoundary
-from perdure.model.events import AnyEvent, ExitRecord
-from perdure.model.wire import FromKeeper, FromWorker, KeeperState, NodeOrder, ToKeeper
+from perdure.model.events import AnyEvent, ExitRecord, TimerFired
+from perdure.model.progress import CommProgress, RankAccount
+from perdure.model.wire import (
+    KeeperSpawned,
+    KeeperState,
+    KeeperStopped,
+    KeeperStoreReady,
+    NodeOrder,
+    ToKeeper,
+    WorkerHello,
+    WorkerQuery,
+    WorkerSignal,
+)
 
 
-class OrderReceived(msgspec.Struct, frozen=True):
-    """An order came from the controller; possibly not for the first time."""
+class RankEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The keeper has reaped a rank; its ring was read afterwards."""
+
+    record: ExitRecord
+    account: RankAccount = RankAccount()
+    comms: tuple[CommProgress, ...] = ()
+
+
+class AgentStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The shell runs."""
+
+
+class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A keeper is connected and has said what it holds: an old one, or one just started."""
+
+    state: KeeperState
+    exits: tuple[RankEnded, ...] = ()
+    """`state.exits`, each with what its ring says."""
+    started_s: float = 0.0
+    """When the youngest rank of `state` was spawned, from the rings."""
+    newest_on_disk: int = -1
+    """The newest generation of which this node has a ring: it was started once, by whomever."""
+
+
+class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The keeper is dead, and so is everything that it had started."""
+
+
+class KeeperSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The keeper answers."""
+
+    message: KeeperSpawned | KeeperStoreReady | KeeperStopped
+    free_port: int = 0
+    """For a store that rank 0 has to serve: a port that is free at this moment."""
+
+
+class OrderReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The controller says something."""
 
     order: NodeOrder
 
 
-class KeeperConnected(msgspec.Struct, frozen=True):
-    """The keeper answered, with what it holds."""
-
-    state: KeeperState
-
-
-class KeeperSaid(msgspec.Struct, frozen=True):
-    """A message of the keeper's."""
-
-    message: FromKeeper
-
-
-class KeeperDied(msgspec.Struct, frozen=True):
-    """The keeper's process is gone, and so are all processes of its ranks."""
-
-
-class WorkerSaid(msgspec.Struct, frozen=True):
-    """A message of a rank's control thread."""
+class WorkerSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A rank says something that is not an event for the journal."""
 
     rank: int
     generation: int
-    message: FromWorker
+    message: WorkerHello | WorkerQuery | WorkerSignal
 
 
-class WorkerConnected(msgspec.Struct, frozen=True):
-    """A rank's control thread has connected."""
+class StacksCollected(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The stacks that `CollectStacks` asked for."""
 
-    rank: int
     generation: int
+    stacks: dict[int, str]
 
 
-AgentEvent = (
-    OrderReceived | KeeperConnected | KeeperSaid | KeeperDied | WorkerSaid | WorkerConnected
+class SupervisorGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """`perdure run` is dead: nobody is left to run for."""
+
+
+Input = (
+    AgentStarted
+    | KeeperUp
+    | KeeperGone
+    | KeeperSaid
+    | RankEnded
+    | OrderReceived
+    | WorkerSaid
+    | StacksCollected
+    | SupervisorGone
+    | TimerFired
 )
 
 
-class TellKeeper(msgspec.Struct, frozen=True):
+class StartKeeper(msgspec.Struct, frozen=True, tag=True):
+    """Attach to the node's keeper, or start one; answered by `KeeperUp`."""
+
+
+class TellKeeper(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to the keeper."""
 
     message: ToKeeper
 
 
-class SpawnRanks(msgspec.Struct, frozen=True):
-    """Have the keeper start this node's ranks as `assignment` says."""
+class SpawnRanks(msgspec.Struct, frozen=True, tag=True):
+    """Render the environments of the node's ranks and have the keeper start them."""
 
     assignment: Assignment
 
 
-class Report(msgspec.Struct, frozen=True):
-    """Bring `event` to the controller's journal; kept until it is there."""
+class TellWorker(msgspec.Struct, frozen=True, tag=True):
+    """Send `message` to a rank; dropped where it is not connected (it will say hello)."""
 
-    event: AnyEvent
-
-
-class ReportExit(msgspec.Struct, frozen=True):
-    """Read the rank's ring for the last time and report its end."""
-
-    record: ExitRecord
-
-
-class ReportStore(msgspec.Struct, frozen=True):
-    """Report the generation's store; port 0 means that rank 0 shall serve it on a free port."""
-
-    generation: int
-    port: int
-
-
-class TellWorkers(msgspec.Struct, frozen=True):
-    """Send `message` to those of `ranks` that are connected."""
-
-    ranks: tuple[int, ...]
+    rank: int
     message: SendBoundary | InjectFault
 
 
-class TakeStacksOf(msgspec.Struct, frozen=True):
-    """Take Python stacks of these processes (global rank -> pid) and report them."""
+class CollectStacks(msgspec.Struct, frozen=True, tag=True):
+    """Take Python stacks of the pids of these ranks; answered by `StacksCollected`."""
 
     generation: int
     pids: dict[int, int]
 
 
-class StartKeeper(msgspec.Struct, frozen=True):
-    """Start a keeper, after nothing of the old one's ranks is left."""
+class Report(msgspec.Struct, frozen=True, tag=True):
+    """Send `event` to the controller until it is in the journal; then do `after`."""
+
+    event: AnyEvent
+    after: "tuple[Request, ...]" = ()
 
 
-class LeaveNode(msgspec.Struct, frozen=True):
-    """Everything here has ended: hand over what is unreported, then leave."""
+class Leave(msgspec.Struct, frozen=True, tag=True):
+    """End the agent, once the keeper that was told to exit is gone."""
+
+    reason: str
 
 
-AgentAction = (
-    TellKeeper
-    | SpawnRanks
-    | Report
-    | ReportExit
-    | ReportStore
-    | TellWorkers
-    | TakeStacksOf
-    | StartKeeper
-    | LeaveNode
-)
+Request = StartKeeper | TellKeeper | SpawnRanks | TellWorker | CollectStacks | Report | Leave

@@ -1,0 +1,139 @@
+"""What an agent passes between the controller and its ranks: agreements, faults, signals.
+
+The newest word on every agreement of this generation is remembered, so that a rank that was out
+of touch hears it as soon as it says hello again, and a rank that asks is answered on the spot.
+"""
+
+import signal
+
+import msgspec
+
+from perdure.agent.messages import Report, Request, TellKeeper, TellWorker, WorkerSaid
+from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBoundary
+from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.events import CommandReceived, FaultInjected
+from perdure.model.job import JobSpec
+from perdure.model.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
+
+BY_SIGNAL = {"crash": int(signal.SIGKILL), "stop": int(signal.SIGSTOP)}
+"""Faults that need nothing of the rank, not even that it listens."""
+REMEMBERED_MAX = 8
+"""Agreements kept; decided ones go first, oldest first."""
+SILENT_REPEATS_MAX = 3
+"""The controller repeats what is open each time it repeats the assignment. An agreement that it
+left out this often is none any more: the abort was lost."""
+SIGNAL_ECHO_S = 2.0
+"""SIGUSR1 to all ranks at once is one request, not one for each rank."""
+
+
+def relay_boundary(state: AgentState, order: SendBoundary) -> list[Request]:
+    """Pass one move of an agreement to the node's ranks, unless they have it already."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation:
+        return []
+    requests: list[Request] = []
+    for old in list(state.boundaries.values()):
+        if old.order.id != order.id and old.order.move == "prepare" and order.move != "abort":
+            # Only one is open at a time, and a committed one stays open until all have done it.
+            requests += _decide(state, keeper, msgspec.structs.replace(old.order, move="abort"))
+    known = state.boundaries.get(order.id)
+    if known is not None:
+        known.silent = 0
+        if known.order.move == order.move or known.order.move != "prepare":
+            return requests
+    return requests + _decide(state, keeper, order)
+
+
+def settle_boundaries(state: AgentState) -> list[Request]:
+    """Take note of a repeated assignment: an agreement that is never repeated is aborted."""
+    requests: list[Request] = []
+    for entry in list(state.boundaries.values()):
+        if entry.order.move == "prepare" and state.keeper is not None:
+            entry.silent += 1
+            if entry.silent > SILENT_REPEATS_MAX:
+                order = msgspec.structs.replace(entry.order, move="abort")
+                requests += _decide(state, state.keeper, order)
+    return requests
+
+
+def _decide(state: AgentState, keeper: KeeperView, order: SendBoundary) -> list[Request]:
+    state.boundaries[order.id] = OpenBoundary(order)
+    for id_ in [i for i, b in state.boundaries.items() if b.order.move != "prepare"]:
+        if len(state.boundaries) > REMEMBERED_MAX and id_ != order.id:
+            del state.boundaries[id_]
+    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
+
+
+def relay_fault(
+    state: AgentState, identity: NodeIdentity, spec: JobSpec, now: float, order: InjectFault
+) -> list[Request]:
+    """Do harm by signal, or ask the rank to do it to itself; each fault once a generation.
+
+    A signal waits until the controller has the fact in its journal: it would otherwise order the
+    same again for the next generation, should this agent die in between.
+    """
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation or order.id in state.faults:
+        return []
+    if spec.node_of(order.rank) != identity.node:
+        return []
+    state.faults[order.id] = order
+
+    def report(error: str, *after: Request) -> list[Request]:
+        event = FaultInjected(id=order.id, rank=order.rank, kind=order.kind, at_s=now, error=error)
+        return [Report(event, after)]
+
+    if order.rank not in keeper.running:
+        return report(f"rank {order.rank} does not run")
+    number = BY_SIGNAL.get(order.kind)
+    if number is not None and order.at_step < 0:
+        return report("", TellKeeper(KeeperSignal(order.generation, order.rank, number)))
+    if spec.no_python:
+        return report("with --no-python only crash and stop, now, can be injected")
+    return [TellWorker(order.rank, order)]
+
+
+def answer_worker(
+    state: AgentState, identity: NodeIdentity, now: float, said: WorkerSaid
+) -> list[Request]:
+    """Return what to do about a rank's hello, question or signal."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != said.generation:
+        return []
+    match said.message:
+        case WorkerHello():
+            words: list[Request] = [
+                TellWorker(said.rank, entry.order)
+                for entry in state.boundaries.values()
+                if said.rank in entry.order.ranks
+            ]
+            return words + [
+                TellWorker(said.rank, order)
+                for order in state.faults.values()
+                if order.rank == said.rank and (order.at_step >= 0 or order.kind not in BY_SIGNAL)
+            ]
+        case WorkerQuery(id=id_):
+            entry = state.boundaries.get(id_)
+            if entry is None or entry.order.move == "prepare":
+                return []  # The controller repeats what is open; the answer will come by itself.
+            return [TellWorker(said.rank, entry.order)]
+        case WorkerSignal(signal=number):
+            return _take_signal(state, identity, now, said, number)
+
+
+def _take_signal(
+    state: AgentState, identity: NodeIdentity, now: float, said: WorkerSaid, number: int
+) -> list[Request]:
+    """Make a command of SIGTERM (stop) or SIGUSR1 (checkpoint), as an operator would give it."""
+    name = signal.Signals(number).name
+    who = f"{name} to rank {said.rank}"
+    if number == signal.SIGTERM:
+        # One id for all ranks of a generation: they get it together, and it is one stop.
+        id_ = f"sigterm-g{said.generation}"
+        return [Report(CommandReceived(id=id_, kind="stop", who=who, at_s=now))]
+    if number != signal.SIGUSR1 or now - state.checkpoint_asked_s < SIGNAL_ECHO_S:
+        return []
+    state.checkpoint_asked_s = now
+    state.signals += 1
+    id_ = f"sigusr1-{identity.incarnation}-{state.signals}"
+    return [Report(CommandReceived(id=id_, kind="checkpoint", who=who, at_s=now))]

@@ -1,0 +1,82 @@
+"""What the agent's machine remembers. None of it survives the agent: the keeper has the rest."""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.model.actions import Assignment, InjectFault, SendBoundary
+
+
+class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent says of itself when it registers."""
+
+    node: int
+    incarnation: str
+    host: str = "127.0.0.1"
+    """Where other nodes reach this one."""
+    boot_id: str = ""
+    device_ids: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class KeeperView:
+    """The keeper that is connected now, and what it was told."""
+
+    pid: int
+    generation: int = -1
+    """The newest generation of which it started a rank."""
+    running: dict[int, int] = field(default_factory=dict)
+    """Global rank -> pid, of that generation."""
+    exited: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, rank) reaped so far."""
+    started_s: float = 0.0
+    warm: bool = False
+    why_cold: str = ""
+    store_generation: int = -1
+    store_port: int = 0
+    kill_asked: int = -1
+    stopped: int = -1
+    """Nothing of generations up to this one is left."""
+    store_asked: int = -1
+    spawn_asked: int = -1
+    lost_reported: int = -1
+
+
+@dataclass(slots=True)
+class OpenBoundary:
+    """The newest that is known of one agreement."""
+
+    order: SendBoundary
+    silent: int = 0
+    """Repeats of the assignment since the controller last spoke of it."""
+
+
+@dataclass(slots=True)
+class AgentState:
+    """All of it."""
+
+    assignment: Assignment | None = None
+    keeper: KeeperView | None = None
+    lost_generation: int | None = None
+    """Of a keeper whose death is to be reported once the next one is up."""
+    newest_spawned: int = -1
+    """No generation up to this one is ever started (again) on this node."""
+    spawned_by: int = 0
+    """Pid of the keeper that was asked for it; asking that one again does no harm."""
+    registered: bool = False
+    registered_with: str = ""
+    """Incarnation of the controller that was last answered with a registration."""
+    reported_stopped: int = -1
+    reported_started: int = -1
+    reported_store: tuple[int, int] = (-1, 0)
+    """(generation, port)"""
+    boundaries: dict[str, OpenBoundary] = field(default_factory=dict)
+    faults: dict[str, InjectFault] = field(default_factory=dict)
+    """Faults of this generation, by id, that were taken on."""
+    checkpoint_asked_s: float = float("-inf")
+    """When a SIGUSR1 was last made a command."""
+    signals: int = 0
+    end_deadline_s: float | None = None
+    orphaned: bool = False
+    """`perdure run` is dead: nothing is started any more."""
+    leaving: bool = False

@@ -1,0 +1,85 @@
+"""What the agent reads off its ranks: rings five times a second, /proc as seldom as will do."""
+
+import os
+import re
+
+from perdure.adapters.host import ProcSampler
+from perdure.adapters.rings import read_ring
+from perdure.agent.messages import RankEnded
+from perdure.agent.state import KeeperView
+from perdure.model.events import ExitRecord
+from perdure.model.paths import JobPaths
+from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+
+HEALTHY_S = 0.5
+"""How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
+_RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
+
+
+class RankReader:
+    """Rings and /proc of one node's ranks."""
+
+    def __init__(self, paths: JobPaths, clock_offset_s: float) -> None:
+        """Read the rings under `paths`."""
+        self._paths, self._offset_s = paths, clock_offset_s
+        self._sampler = ProcSampler()
+        self._marks: dict[int, tuple[float, float]] = {}
+        """Rank -> (last write, last change of phase) at the newest beat."""
+
+    def read_beat(
+        self, node: int, incarnation: str, seq: int, now: float, keeper: KeeperView | None
+    ) -> NodeBeat:
+        """Return the node's heartbeat."""
+        generation = keeper.generation if keeper else -1
+        running = keeper.running if keeper else {}
+        self._sampler.watch(running.values())
+        ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
+        return NodeBeat(node, incarnation, seq, now, generation, ranks)
+
+    def _look(self, generation: int, rank: int, pid: int, now: float) -> RankProgress:
+        reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
+        if reading is None:
+            proc = self._sampler.sample(pid, now, HEALTHY_S)
+            return RankProgress(
+                rank=rank,
+                pid=pid,
+                phase="spawned",
+                phase_since_s=0.0,
+                heartbeat_s=0.0,
+                account=RankAccount(),
+                proc=proc,
+            )
+        mark = (reading.heartbeat_s, reading.phase_since_s)
+        moved, self._marks[rank] = mark != self._marks.get(rank), mark
+        proc = self._sampler.sample(pid, now, HEALTHY_S if moved else 0.0)
+        return RankProgress(
+            rank=rank,
+            pid=pid,
+            phase=reading.phase,
+            phase_since_s=reading.phase_since_s,
+            heartbeat_s=reading.heartbeat_s,
+            account=reading.account,
+            comms=reading.comms,
+            proc=proc,
+        )
+
+    def read_end(self, record: ExitRecord) -> RankEnded:
+        """Return `record` with what the rank's ring says after its end."""
+        reading = read_ring(self._paths.ring(record.generation, record.rank), self._offset_s)
+        if reading is None:
+            return RankEnded(record=record)
+        return RankEnded(record=record, account=reading.account, comms=reading.comms)
+
+    def find_spawned(self, generation: int, ranks: dict[int, int]) -> float:
+        """Return when the youngest of `ranks` was spawned; 0 where no ring tells."""
+        readings = [read_ring(self._paths.ring(generation, rank), self._offset_s) for rank in ranks]
+        return max((r.account.spawned_s for r in readings if r is not None), default=0.0)
+
+    def find_newest(self, ranks: range) -> int:
+        """Return the newest generation of which one of `ranks` has a ring; -1 for none."""
+        try:
+            names = os.listdir(os.path.dirname(self._paths.ring(0, 0)))
+        except OSError:
+            return -1
+        found = [match for name in names if (match := _RING_NAME.match(name))]
+        return max((int(m[1]) for m in found if int(m[2]) in ranks), default=-1)

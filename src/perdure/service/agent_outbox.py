@@ -1,0 +1,110 @@
+"""Events on their way to the journal: kept, in order, until the controller has them on disk.
+
+What a rank says keeps the rank's own numbers (source `gG-rR-pPID`), so that an agent that dies
+between passing an event on and telling the rank so loses nothing and doubles nothing: the rank
+repeats it to the next agent, and the controller knows the number.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError, RequestError
+from perdure.model.events import AnyEvent
+from perdure.model.wire import EventAck, EventMessage
+from perdure.service.ports import Bus
+
+log = logging.getLogger("perdure.agent")
+
+ACK_TIMEOUT_S = 0.5
+_RETRY_S = 0.05
+_BATCH_MAX = 32
+
+
+class Outbox:
+    """One queue for all sources, so that the order in which things happened is kept."""
+
+    def __init__(self, bus: Bus, subject: str, *, node: int, source: str) -> None:
+        """Send to `subject`; the agent's own events carry `source`."""
+        self._bus, self._subject, self._node, self._source = bus, subject, node, source
+        self._queue: deque[tuple[str, int, AnyEvent, Callable[[], None] | None]] = deque()
+        self._queued: dict[str, int] = {}
+        self._taken: dict[str, int] = {}
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    def put(self, event: AnyEvent, done: Callable[[], None] | None = None) -> None:
+        """Queue an event of the agent's own; `done` is called once it is in the journal."""
+        self._append(self._source, self._queued.get(self._source, 0) + 1, event, done)
+
+    def put_from(self, source: str, seq: int, event: AnyEvent, done: Callable[[], None]) -> None:
+        """Queue event `seq` of a rank; one that was queued before is left where it is.
+
+        `done` is called at once where the journal has it already.
+        """
+        if seq <= self._taken.get(source, 0):
+            done()
+        elif seq > self._queued.get(source, 0):
+            self._append(source, seq, event, done)
+
+    async def flush(self, timeout_s: float) -> bool:
+        """Wait until everything is in the journal; False where it is not after `timeout_s`."""
+        try:
+            await asyncio.wait_for(self._empty.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    async def run(self) -> None:
+        """Send, until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._queue:
+                if not await self._send_batch():
+                    await asyncio.sleep(_RETRY_S)
+            self._empty.set()
+
+    def _append(
+        self, source: str, seq: int, event: AnyEvent, done: Callable[[], None] | None
+    ) -> None:
+        self._queued[source] = seq
+        self._queue.append((source, seq, event, done))
+        self._empty.clear()
+        self._wake.set()
+
+    async def _send_batch(self) -> bool:
+        source, first, _, _ = self._queue[0]
+        events: list[AnyEvent] = []
+        for other, seq, event, _ in self._queue:
+            if other != source or seq != first + len(events) or len(events) == _BATCH_MAX:
+                break
+            events.append(event)
+        message = EventMessage(
+            source=source, node=self._node, first_seq=first, events=tuple(events)
+        )
+        try:
+            answer = await self._bus.request(
+                self._subject, encode(message), timeout_s=ACK_TIMEOUT_S
+            )
+            seq = decode(answer, EventAck).seq
+        except RequestError:
+            return False  # Nobody there now; the same again.
+        except ProtocolError as error:
+            log.error("acknowledgement refused: %s", error)
+            return False
+        return self._settle(source, seq)
+
+    def _settle(self, source: str, upto: int) -> bool:
+        """Drop what the journal has; False where that is nothing new."""
+        self._taken[source] = max(upto, self._taken.get(source, 0))
+        progress = False
+        while self._queue and self._queue[0][0] == source and self._queue[0][1] <= upto:
+            done = self._queue.popleft()[3]
+            progress = True
+            if done is not None:
+                done()
+        return progress

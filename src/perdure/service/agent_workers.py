@@ -1,0 +1,105 @@
+"""The agent's ears for its ranks: a unix socket, a JSON line a message."""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from perdure.agent.messages import WorkerSaid
+from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.model.wire import FromWorker, ToWorker, WorkerAck, WorkerEvent, WorkerHello
+from perdure.service.agent_outbox import Outbox
+
+log = logging.getLogger("perdure.agent")
+
+LINE_MAX = 16 << 20
+
+
+@dataclass(slots=True)
+class _Line:
+    hello: WorkerHello
+    writer: asyncio.StreamWriter
+
+    @property
+    def source(self) -> str:
+        """Whose numbers its events carry."""
+        return f"g{self.hello.generation}-r{self.hello.rank}-p{self.hello.pid}"
+
+    def send(self, message: ToWorker) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(encode(message) + b"\n")
+
+
+class WorkerServer:
+    """Listens for ranks. Their events go to the outbox, all else to `say`."""
+
+    def __init__(self, job: str, outbox: Outbox, say: Callable[[WorkerSaid], None]) -> None:
+        """Serve the ranks of `job`."""
+        self._job, self._outbox, self._say = job, outbox, say
+        self._lines: dict[int, _Line] = {}
+        """By rank, of the newest generation that said hello."""
+        self._server: asyncio.Server | None = None
+
+    async def start(self, path: str) -> None:
+        """Listen at `path`, in the place of an agent that was there before."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=LINE_MAX)
+        os.chmod(path, 0o600)
+
+    def send(self, rank: int, message: SendBoundary | InjectFault) -> None:
+        """Send `message` to `rank`, if it is connected and of that generation."""
+        line = self._lines.get(rank)
+        if line is not None and line.hello.generation == message.generation:
+            line.send(message)
+
+    async def close(self) -> None:
+        """Stop listening and hang up; ranks will look for the next agent."""
+        if self._server is not None:
+            self._server.close()
+        for line in self._lines.values():
+            line.writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line: _Line | None = None
+        try:
+            while text := await reader.readline():
+                message: FromWorker = decode(text, FromWorker)
+                if line is None:
+                    line = self._welcome(message, writer)
+                self._take(line, message)
+        except (ProtocolError, ValueError) as error:
+            log.error("rank: %s", error)
+        except (OSError, asyncio.CancelledError):
+            pass  # It ended, or we do.
+        finally:
+            if line is not None and self._lines.get(line.hello.rank) is line:
+                del self._lines[line.hello.rank]
+            writer.close()
+
+    def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _Line:
+        if not isinstance(message, WorkerHello) or message.job != self._job:
+            raise ProtocolError("a line that does not begin with a hello of this job")
+        line = _Line(message, writer)
+        held = self._lines.get(message.rank)
+        if held is None or held.hello.generation <= message.generation:
+            self._lines[message.rank] = line
+        return line
+
+    def _take(self, line: _Line, message: FromWorker) -> None:
+        if isinstance(message, WorkerEvent):
+            seq = message.seq
+
+            def acknowledge() -> None:
+                newest = self._lines.get(line.hello.rank)
+                same = newest is not None and newest.source == line.source
+                (newest if newest is not None and same else line).send(WorkerAck(seq))
+
+            self._outbox.put_from(line.source, seq, message.event, acknowledge)
+            return
+        hello = line.hello
+        self._say(WorkerSaid(rank=hello.rank, generation=hello.generation, message=message))
