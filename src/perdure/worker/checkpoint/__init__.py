@@ -1,0 +1,5 @@
+"""Checkpoints: copied beside training, written beside training, tagged after verification."""
+
+from perdure.worker.checkpoint.checkpointer import Checkpointer
+
+__all__ = ["Checkpointer"]

@@ -1,0 +1,170 @@
+"""Files of a checkpoint: written whole or not at all, hashed, listed, thrown away by rule.
+
+Nothing here knows what a tensor is.
+"""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+import xxhash
+
+from perdure.model.checkpoints import (
+    LATEST,
+    MANIFEST,
+    TEMPORARY,
+    FileEntry,
+    Manifest,
+    name_checkpoint,
+    parse_checkpoint_name,
+)
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.model.job import CheckpointConfig
+
+_CHUNK = 4 << 20
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a small file so that it is there whole or not at all, also after a loss of power."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with open(temporary, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_file(path: Path) -> None:
+    """Bring a file's bytes to the disk."""
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's names to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def hash_file(path: Path) -> str:
+    """Return the xxh3-128 of a file's bytes, read from the file."""
+    digest = xxhash.xxh3_128()
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def describe_file(folder: Path, name: str) -> FileEntry:
+    """Return the roster's entry of one file."""
+    path = folder / name
+    return FileEntry(name, path.stat().st_size, hash_file(path))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Return a checkpoint's manifest.
+
+    Raises:
+        ProtocolError: it is not there, or no manifest.
+    """
+    try:
+        data = (folder / MANIFEST).read_bytes()
+    except OSError as error:
+        raise ProtocolError(f"no manifest: {error.strerror}") from error
+    manifest: Manifest = decode(data, Manifest)
+    return manifest
+
+
+def find_problem(folder: Path, manifest: Manifest) -> str:
+    """Return the first thing that is wrong with a checkpoint's files; empty where all is well."""
+    for entry in manifest.files:
+        path = folder / entry.path
+        try:
+            size = path.stat().st_size
+        except OSError:
+            return f"{entry.path} is missing"
+        if size != entry.bytes:
+            return f"{entry.path} has {size} bytes instead of {entry.bytes}"
+        try:
+            if hash_file(path) != entry.xxh3_128:
+                return f"{entry.path} does not match its hash"
+        except OSError as error:
+            return f"{entry.path} cannot be read: {error.strerror}"
+    return ""
+
+
+def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
+    """Return (step, directory) of the finished checkpoints, newest first."""
+    found = []
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            step = parse_checkpoint_name(path.name)
+            if step is not None and path.is_dir():
+                found.append((step, path))
+    return sorted(found, reverse=True)
+
+
+def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
+    """Give a complete temporary directory its final name; return that path.
+
+    A directory of the same step is from a generation that was rolled back to before it: it holds
+    the same state, or is damaged; the new one takes its place.
+    """
+    write_synced(temporary / MANIFEST, encode(manifest))
+    sync_directory(temporary)
+    final = root / name_checkpoint(step)
+    if final.exists():
+        old = root / f"{final.name}.old{TEMPORARY}"
+        shutil.rmtree(old, ignore_errors=True)
+        os.replace(final, old)
+        os.replace(temporary, final)
+        shutil.rmtree(old, ignore_errors=True)
+    else:
+        os.replace(temporary, final)
+    sync_directory(root)
+    return final
+
+
+def tag_latest(root: Path, final: Path) -> None:
+    """Name the newest verified checkpoint; the last thing that is written."""
+    write_synced(root / LATEST, final.name.encode())
+
+
+def remove_temporaries(root: Path) -> None:
+    """Remove what generations before left half written."""
+    with contextlib.suppress(OSError):
+        for path in root.iterdir():
+            if path.name.endswith(TEMPORARY) and path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def apply_retention(root: Path, config: CheckpointConfig) -> None:
+    """Remove finished checkpoints that no rule keeps: last k, every n-th, best."""
+    found = list_checkpoints(root)
+    kept = {path for _, path in found[: config.keep_last]}
+    if config.keep_every_steps:
+        kept |= {path for step, path in found if step % config.keep_every_steps == 0}
+    best = _find_best((path for _, path in found), config.keep_best)
+    for _, path in found:
+        if path not in kept and path != best:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _find_best(paths: Iterable[Path], metric: str) -> Path | None:
+    """Return the checkpoint with the lowest `metric`; the newer one where two are equal."""
+    if not metric:
+        return None
+    best: tuple[float, Path] | None = None
+    for path in paths:
+        with contextlib.suppress(ProtocolError):
+            value = read_manifest(path).metrics.get(metric)
+            if value is not None and (best is None or value < best[0]):
+                best = (value, path)
+    return best[1] if best else None
