@@ -1,0 +1,178 @@
+"""How a rank ended: its status, and what it left behind about the reason."""
+
+import json
+import os
+import signal
+from resource import struct_rusage
+from typing import Any
+
+import msgspec
+
+from perdure.model.codec import encode
+from perdure.model.events import ExitRecord
+
+_TAIL_BYTES = 1 << 16
+_LAST_LINES = 20
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+class Evidence(msgspec.Struct, frozen=True):
+    """Where to look after a rank's end."""
+
+    stdout: str
+    stderr: str
+    error_file: str
+    """TORCHELASTIC_ERROR_FILE."""
+    traceback_file: str
+    stdout_from: int = 0
+    """Sizes of the streams before the rank began: they are appended to."""
+    stderr_from: int = 0
+
+
+def make_record(
+    *,
+    rank: int,
+    generation: int,
+    pid: int,
+    at_s: float,
+    status: int,
+    usage: struct_rusage,
+    asked: bool,
+    oom_kills: int,
+    evidence: Evidence,
+) -> ExitRecord:
+    """Return the record of a rank that ended with wait status `status`.
+
+    `oom_kills` is by how much the kernel's counter has grown that no other rank accounts for.
+    """
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    code = 0 if number else os.waitstatus_to_exitcode(status)
+    error, traceback = "", ""
+    if code or number:
+        error, traceback = find_error(evidence)
+    last = _read_lines(evidence.stderr, evidence.stderr_from)
+    return ExitRecord(
+        rank=rank,
+        generation=generation,
+        pid=pid,
+        at_s=at_s,
+        code=code,
+        signal=number,
+        oom=number == signal.SIGKILL and not asked and oom_kills > 0,
+        asked=asked,
+        error=error,
+        traceback=traceback,
+        last_output=tuple(last or _read_lines(evidence.stdout, evidence.stdout_from)),
+        cpu_s=usage.ru_utime + usage.ru_stime,
+        max_rss_bytes=usage.ru_maxrss * 1024,
+    )
+
+
+def find_error(evidence: Evidence) -> tuple[str, str]:
+    """Return the exception's last line and its traceback: torch's, ours, or read off stderr."""
+    found = _read_json(evidence.error_file)
+    if found is not None:
+        error, traceback = _parse_torch_error(found)
+        if error:
+            return error, traceback
+    found = _read_json(evidence.traceback_file)
+    if found is not None:
+        return str(found.get("error", "")), str(found.get("traceback", ""))
+    return parse_traceback(_read_tail(evidence.stderr, evidence.stderr_from))
+
+
+def parse_traceback(text: str) -> tuple[str, str]:
+    """Return the last traceback in `text` and its last line; empty strings if there is none."""
+    start = text.rfind(_TRACEBACK)
+    if start < 0:
+        return "", ""
+    lines = text[start:].splitlines()
+    for number, line in enumerate(lines[1:], 1):
+        if line and not line[0].isspace():
+            return line, "\n".join(lines[: number + 1])
+    return "", "\n".join(lines)
+
+
+def write_record(path: str, record: ExitRecord) -> None:
+    """Put `record` at `path`, whole or not at all, and on the disk before returning.
+
+    Raises:
+        OSError: the disk is full or gone.
+    """
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f"{path}.tmp"
+    with open(temporary, "wb") as file:
+        file.write(encode(record))
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:
+    """Return how many processes of this cgroup the kernel has killed for memory; 0 if unknown.
+
+    Version 2 says it in `memory.events`, version 1 in `memory.oom_control`; where neither can
+    be read, the whole machine's counter has to do.
+    """
+    for path in [*_counter_paths(cgroups, root), "/proc/vmstat"]:
+        try:
+            with open(path) as file:
+                for line in file:
+                    name, _, value = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(value)
+        except (OSError, ValueError):
+            continue
+    return 0
+
+
+def _counter_paths(cgroups: str, root: str) -> list[str]:
+    try:
+        with open(cgroups) as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return []
+    paths = []
+    for number, controllers, path in lines:
+        path = path.lstrip("/")
+        if number == "0":
+            bases = (root, os.path.join(root, "unified"))
+            paths += [os.path.join(base, path, "memory.events") for base in bases]
+        elif "memory" in controllers.split(","):
+            base = os.path.join(root, "memory")
+            # Inside a container the path may be the host's, while the mount shows only ours.
+            paths += [os.path.join(base, part, "memory.oom_control") for part in (path, "")]
+    return paths
+
+
+def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:
+    """Return what `torch.distributed.elastic`'s `record` has written."""
+    message = found.get("message", "")
+    if not isinstance(message, dict):
+        return str(message).strip().split("\n")[0], str(message)
+    extra = message.get("extraInfo")
+    traceback = extra.get("py_callstack", "") if isinstance(extra, dict) else ""
+    return str(message.get("message", "")).strip().split("\n")[0], str(traceback)
+
+
+def _read_json(path: str) -> dict[str, Any] | None:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            found = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _read_tail(path: str, start: int) -> str:
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(start, size - _TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _read_lines(path: str, start: int) -> list[str]:
+    return _read_tail(path, start).splitlines()[-_LAST_LINES:]

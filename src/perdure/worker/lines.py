@@ -1,0 +1,72 @@
+"""JSON lines over a stream socket: non-blocking for the keeper, blocking for its image."""
+
+import socket
+from typing import Any
+
+from perdure.model.codec import decode, encode
+
+_CHUNK = 1 << 16
+
+
+class LineSocket:
+    """One peer. Lines come out of `read`; `send` never blocks, and `flush` sends the rest."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over `sock` and make it non-blocking."""
+        sock.setblocking(False)
+        self.sock = sock
+        self._in = bytearray()
+        self._out = bytearray()
+        self.closed = False
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self._out) and not self.closed
+
+    def send(self, message: Any) -> None:
+        """Send `message`, as far as the peer takes it now."""
+        self._out += encode(message) + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what waits; a peer that is gone makes it `closed`."""
+        while self._out and not self.closed:
+            try:
+                sent = self.sock.send(self._out)
+            except BlockingIOError:
+                return
+            except OSError:
+                self.close()
+                return
+            del self._out[:sent]
+
+    def read(self, type_: Any) -> list[Any]:
+        """Return the messages that have arrived whole; at the peer's end it becomes `closed`.
+
+        Raises:
+            ProtocolError: a line is no such message.
+        """
+        ended = False
+        while not self.closed:
+            try:
+                data = self.sock.recv(_CHUNK)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                ended = True
+                break
+            self._in += data
+        *lines, rest = bytes(self._in).split(b"\n")
+        self._in = bytearray(rest)
+        if ended:
+            self.close()
+        return [decode(line, type_) for line in lines if line]
+
+    def close(self) -> None:
+        """Close it; harmless when repeated."""
+        if not self.closed:
+            self.closed = True
+            self.sock.close()

@@ -1,0 +1,33 @@
+"""The two requests to Linux that keep a rank's processes together."""
+
+import ctypes
+import os
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def set_subreaper() -> None:
+    """Become the parent of every descendant whose own parent dies.
+
+    Raises:
+        OSError: the kernel does not know of it (before Linux 3.4).
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def set_death_signal(signal: int) -> None:
+    """Have `signal` sent to this process when its parent's thread ends.
+
+    Not to be relied on alone: it is lost across a set-uid exec, and a parent that is gone
+    already sends nothing, so the caller looks at `os.getppid()` afterwards.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal)
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
