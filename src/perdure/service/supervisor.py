@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -26,6 +27,7 @@ from perdure.model.events import ControllerLost, JobEnded, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command, CommandReply, Endpoint, subject_commands, subject_events
+from perdure.service.agent_outbox import Outbox
 from perdure.service.jobfiles import (
     JobLock,
     Parts,
@@ -37,7 +39,6 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
-from perdure.service.outbox import Outbox
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -99,6 +100,7 @@ def run(
         set_subreaper()
         return asyncio.run(supervisor.run())
     finally:
+        shutil.rmtree(paths.sockets, ignore_errors=True)
         lock.release()
 
 
@@ -201,7 +203,7 @@ class Supervisor:
         self._write_parts()
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
         subject, source = subject_events(self._spec.name), f"run-{os.getpid()}"
-        self._outbox = Outbox(self._bus, subject, source, -1)
+        self._outbox = Outbox(self._bus, subject, node=-1, source=source)
         self._spawn(self._outbox.run())
 
     async def _wait_server(self) -> None:

@@ -22,8 +22,8 @@ from perdure.model.events import (
 )
 from perdure.model.progress import RankAccount
 from perdure.model.wire import NodeOrder, subject_events, subject_orders
+from perdure.service.agent_outbox import Outbox
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
-from perdure.service.outbox import Outbox
 
 RANK = "echo hello from $RANK of generation $GEN; sleep ${1:-0.3} & wait $!; exit ${2:-0}"
 
@@ -32,7 +32,7 @@ async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths)
     bus = await NatsBus.connect(endpoint)
-    outbox = Outbox(bus, subject_events(job), f"a{os.getpid()}", node)
+    outbox = Outbox(bus, subject_events(job), node=node, source=f"a{os.getpid()}")
     sender = asyncio.create_task(outbox.run())
     orders: asyncio.Queue[NodeOrder] = asyncio.Queue()
     for name in (node, "all"):
@@ -104,7 +104,7 @@ async def main(job: str, node: int) -> None:
                 )
             )
         if wanted.phase == "end":
-            await outbox.drain(3)
+            await outbox.flush(3)
             sender.cancel()
             await bus.close()
             return
