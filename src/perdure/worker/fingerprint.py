@@ -16,7 +16,7 @@ def take_fingerprint(world_size: int) -> dict[str, str]:
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     backend = dist.get_backend() if dist.is_available() and dist.is_initialized() else "none"
     return {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "machine": platform.machine(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
