@@ -1,1 +1,1 @@
-"""Words in, words out, exit codes. Nothing is decided here."""
+"""The command line: words in, words out, exit codes; every command also speaks --json."""

@@ -1,0 +1,94 @@
+"""The Typer app: every command a person can type, and the one place where errors become words."""
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+
+import perdure
+from perdure.cli import act, look, output, run, verify
+from perdure.cli.say import print_error, print_perdure_error
+from perdure.model.errors import PerdureError
+
+UsageError: type[Any] = typer.BadParameter.__bases__[0]
+"""Of the click that Typer uses, which newer versions of Typer carry inside themselves."""
+
+app = typer.Typer(
+    name="perdure",
+    help="Training that lasts: runs PyTorch jobs on machines that fail.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        print(f"perdure {perdure.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _global(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (
+    look.ps,
+    look.status,
+    output.logs,
+    output.events,
+    look.map_devices,
+    look.diagnose,
+    look.report,
+    act.inject,
+    act.checkpoint,
+    act.stop,
+    verify.verify,
+):
+    app.command(name="map" if command is look.map_devices else None)(command)
+app.command(context_settings=run.CONTEXT)(run.run)
+
+
+def run_command(args: Sequence[str]) -> int:
+    """Run one command line; return the exit code. All errors are printed here."""
+    as_json = "--json" in _own_args(args)
+    try:
+        command = typer.main.get_command(app)
+        result = command(args=list(args), prog_name="perdure", standalone_mode=False)
+    except PerdureError as error:
+        return print_perdure_error(error, as_json=as_json)
+    except (typer.Abort, KeyboardInterrupt):
+        return 130
+    except BrokenPipeError:  # `perdure logs JOB | head`: nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        if not isinstance(error, UsageError):
+            raise
+        place = error.ctx.command_path if error.ctx else "perdure"
+        return print_error(error.format_message(), f"{place} --help", 2, as_json=as_json)
+    return result if isinstance(result, int) else 0
+
+
+def _own_args(args: Sequence[str]) -> Sequence[str]:
+    """Return the arguments that are perdure's own: of `run`, those before the script.
+
+    Whether a word is a script or an option's value is only known to the parser; here it is enough
+    that a word after an option may be its value.
+    """
+    if not args or args[0] != "run":
+        return args
+    for index, arg in enumerate(args[1:], start=1):
+        if not arg.startswith("-") and not args[index - 1].startswith("-") and index > 1:
+            return args[:index]
+    return args

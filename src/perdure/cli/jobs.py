@@ -1,0 +1,161 @@
+"""A job as the commands see it: files on disk, and its controller if one lives."""
+
+import asyncio
+import getpass
+import os
+import time
+from dataclasses import dataclass
+from difflib import get_close_matches
+from secrets import token_hex
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PlatformError, RequestError, SafetyError
+from perdure.model.events import JournalEntry
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
+from perdure.model.report import Snapshot
+from perdure.model.wire import Command, CommandReply, subject_commands
+from perdure.service.jobfiles import (
+    is_alive,
+    list_jobs,
+    load_endpoint,
+    load_snapshot,
+    load_spec,
+    paths_of,
+    resolve_home,
+)
+from perdure.service.journal import read_journal
+from perdure.telemetry import SnapshotFold
+
+ENDED = ("done", "failed", "stopped")
+LOST = "lost"
+"""State of a job whose `perdure run` is gone without having ended it."""
+_ATTEMPT_S = 5.0
+_ANSWERED_S = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One job under the state directory."""
+
+    name: str
+    home: str
+    paths: JobPaths
+    spec: JobSpec
+
+    @property
+    def alive(self) -> bool:
+        """Whether its `perdure run` lives."""
+        return is_alive(self.paths)
+
+    def entries(self) -> list[JournalEntry]:
+        """Return its journal."""
+        return read_journal(self.paths)
+
+    def now(self, entries: list[JournalEntry]) -> float:
+        """Return job time: of this moment while it lives, else of its last event."""
+        if self.alive:
+            return time.monotonic() + load_endpoint(self.paths).clock_offset_s
+        return entries[-1].at_s if entries else 0.0
+
+    def snapshot(self) -> Snapshot:
+        """Return the newest picture; from the journal where no controller has written one."""
+        alive = self.alive
+        snapshot = load_snapshot(self.paths)
+        if snapshot is None or (not alive and snapshot.state not in ENDED):
+            entries = self.entries() if os.path.exists(self.paths.endpoint) else []
+            fold = SnapshotFold(self.spec)
+            for entry in entries:
+                fold.add(entry)
+            snapshot = fold.snapshot(entries[-1].at_s if entries else 0.0)
+        if not alive and snapshot.state not in ENDED:
+            reason = "`perdure run` ended without ending the job; the same --name resumes it"
+            snapshot = msgspec.structs.replace(snapshot, state=LOST, reason=reason)
+        return snapshot
+
+
+def find_job(name: str) -> Job:
+    """Return the job `name`.
+
+    Raises:
+        ConfigError: there is none; the hint names similar ones.
+    """
+    home = resolve_home()
+    paths = paths_of(home, name)
+    try:
+        return Job(name, home, paths, load_spec(paths))
+    except ConfigError:
+        names = list_jobs(home)
+        near = get_close_matches(name, names, n=3) or names[-3:]
+        hint = f"there is {', '.join(near)}" if near else f"there are no jobs under {home}"
+        raise ConfigError(f"unknown job `{name}`", hint=hint) from None
+
+
+def find_jobs() -> list[Job]:
+    """Return all jobs, oldest first."""
+    return [find_job(name) for name in list_jobs(resolve_home())]
+
+
+def send_command(
+    job: Job,
+    kind: Literal["checkpoint", "stop", "inject", "kill", "ping"],
+    args: dict[str, Any],
+    *,
+    timeout_s: float,
+) -> dict[str, Any]:
+    """Ask the job's controller, again while it is being restarted; return its result.
+
+    Raises:
+        ConfigError: the job does not run.
+        SafetyError: the controller refuses; the message has its reason.
+        PlatformError: no answer in `timeout_s`.
+    """
+    if not job.alive:
+        state = job.snapshot().state
+        raise ConfigError(
+            f"job `{job.name}` does not run: {state}", hint=f"perdure report {job.name}"
+        )
+    command = Command(id=f"cli-{token_hex(6)}", kind=kind, args=args, who=_find_user())
+    reply = asyncio.run(_ask(job, command, timeout_s))
+    if not reply.ok:
+        raise SafetyError(f"refused: {reply.reason}", hint=f"perdure status {job.name}")
+    return {**reply.result, "reason": reply.reason} if reply.reason else dict(reply.result)
+
+
+async def _ask(job: Job, command: Command, timeout_s: float) -> CommandReply:
+    from perdure.adapters.nats import NatsBus
+
+    deadline = time.monotonic() + timeout_s
+    endpoint = load_endpoint(job.paths)
+    bus = await NatsBus.connect(endpoint, name="perdure cli", timeout_s=min(10.0, timeout_s))
+    try:
+        while True:
+            left_s = deadline - time.monotonic()
+            try:
+                data = await bus.request(
+                    subject_commands(job.name),
+                    encode(command),
+                    timeout_s=max(0.1, min(_ATTEMPT_S, left_s)),
+                )
+                reply: CommandReply = decode(data, CommandReply)
+                return reply
+            except RequestError as error:
+                if time.monotonic() >= deadline or not job.alive:
+                    raise PlatformError(
+                        f"no answer from the controller of `{job.name}`: {error}",
+                        hint=f"it may still happen: perdure events {job.name}; "
+                        f"logs are in {job.paths.logs}",
+                    ) from error
+                await asyncio.sleep(_ANSWERED_S)
+    finally:
+        await bus.close()
+
+
+def _find_user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())

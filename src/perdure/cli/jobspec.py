@@ -1,0 +1,135 @@
+"""A job file and the options of `perdure run` become one JobSpec; options win."""
+
+import os
+import tomllib
+from difflib import get_close_matches
+from typing import Any
+
+import msgspec
+
+from perdure.cli.options import RunOptions
+from perdure.cli.torchrun import find_rdzv_notes, parse_nnodes, parse_nproc
+from perdure.model.codec import decode
+from perdure.model.errors import ConfigError, ProtocolError
+from perdure.model.job import CheckpointConfig, DetectConfig, JobSpec, RestartConfig
+
+SECTIONS = {"detect": DetectConfig, "checkpoint": CheckpointConfig, "restart": RestartConfig}
+
+
+def read_job_file(path: str) -> dict[str, Any]:
+    """Return a job file's document (TOML, or JSON where its name says so), not yet validated.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML; the line is named.
+    """
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".json"):
+                return decode(file.read(), dict[str, Any])
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read job file {path}: {error.strerror}", hint="-c job.toml"
+        ) from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ProtocolError) as error:
+        raise ConfigError(
+            f"{path}: not TOML (or JSON, by its name): {error}", hint="see https://toml.io"
+        ) from error
+
+
+def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
+    """Return the job, whether the user named it, and notes to show. Paths become absolute.
+
+    Raises:
+        ConfigError: an option or a field is wrong; the message names its path.
+    """
+    document = read_job_file(options.config) if options.config else {}
+    _apply_options(document, options)
+    if not document.get("script"):
+        raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
+    spec = validate(document, options.config or "options")
+    if spec.module and spec.no_python:
+        raise ConfigError("--module and --no-python exclude one another", hint="choose one")
+    cwd = os.path.abspath(spec.cwd)
+    checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
+    spec = msgspec.structs.replace(
+        spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
+    )
+    return spec, "name" in document, _find_notes(options)
+
+
+def _locate(path: str, cwd: str) -> str:
+    return os.path.join(cwd, os.path.expanduser(path)) if path and "://" not in path else path
+
+
+def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
+    """Write what was given on the command line over the job file's document."""
+    if options.nnodes:
+        parse_nnodes(options.nnodes)
+    plain = {
+        "script": options.script,
+        "name": options.name,
+        "nodes": options.nodes,
+        "spares": options.spares,
+        "log_dir": options.log_dir,
+        "run_id": options.rdzv_id if options.rdzv_id != "none" else None,
+        "role": options.role,
+        "module": options.module or None,
+        "no_python": options.no_python or None,
+        "cold": options.cold or None,
+    }
+    document.update({key: value for key, value in plain.items() if value is not None})
+    if options.nproc is not None:
+        document["nproc"] = parse_nproc(options.nproc, options.environ)
+    elif isinstance(document.get("nproc"), str):
+        document["nproc"] = parse_nproc(document["nproc"], options.environ)
+    if options.args or options.script is not None:
+        document["args"] = list(options.args or ())
+    restart = {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout}
+    given = {key: value for key, value in restart.items() if value is not None}
+    if given:
+        document["restart"] = {**document.get("restart", {}), **given}
+    if options.env:
+        pairs = [pair.partition("=") for pair in options.env]
+        bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)
+        if bad is not None:
+            raise ConfigError(f"--env {bad}: no `=`", hint="--env NAME=VALUE")
+        document["env"] = {**document.get("env", {}), **{k: v for k, _, v in pairs}}
+
+
+def validate(document: dict[str, Any], source: str) -> JobSpec:
+    """Return the job of a document.
+
+    Raises:
+        ConfigError: a field is unknown or wrong; the message has its path, the hint near names.
+    """
+    try:
+        return msgspec.convert(document, JobSpec)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        place = where.rstrip("`").lstrip(".")
+        hint = "every field of a job file is documented in src/perdure/model/job.py"
+        if "unknown field" in what:
+            known = (SECTIONS.get(place) or JobSpec).__struct_fields__
+            near = get_close_matches(what.split("`")[1], known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(known)}"
+        at = f"{place}: " if place else ""
+        raise ConfigError(f"{source}: {at}{what}", hint=hint) from error
+
+
+def _find_notes(options: RunOptions) -> list[str]:
+    notes = find_rdzv_notes(
+        {
+            "--rdzv-backend": options.rdzv_backend,
+            "--rdzv-endpoint": options.rdzv_endpoint,
+            "--rdzv-conf": options.rdzv_conf,
+            "--master-addr": options.master_addr,
+            "--master-port": options.master_port,
+            "--node-rank": options.node_rank,
+        }
+    )
+    if options.monitor_interval is not None:
+        notes.append("--monitor-interval ignored: the kernel tells of every exit at once")
+    if options.start_method is not None:
+        notes.append("--start-method ignored: ranks are forked from a warm image; --cold executes")
+    return notes

@@ -1,0 +1,62 @@
+"""The program `perdure`: its own parts are started at once, everything else goes to the app.
+
+The parts (controller, agent, keeper, zygote) are started by perdure itself, live as long as the
+job, and are paid for by it: they import neither Typer nor Rich. Nothing in this room imports
+torch.
+"""
+
+import sys
+from collections.abc import Sequence
+
+from perdure.model.errors import PerdureError
+
+PARTS = {
+    "controller": "JOB",
+    "agent": "JOB NODE",
+    "keeper": "JOB NODE",
+    "zygote": "JOB NODE FD",
+}
+"""Hidden commands, started by perdure itself, and their arguments."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command line and leave with its exit code."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args and args[0] in PARTS:
+        try:
+            sys.exit(run_part(args[0], args[1:]))
+        except PerdureError as error:
+            print(f"perdure: error: {error}\nhint: {error.hint}", file=sys.stderr)
+            sys.exit(error.exit_code)
+    from perdure.cli.app import run_command
+
+    sys.exit(run_command(args))
+
+
+def run_part(part: str, args: Sequence[str]) -> int:
+    """Be a part of a job; return its exit code."""
+    want = PARTS[part].split()
+    if len(args) != len(want) or not all(arg.isdigit() for arg in args[1:]):
+        print(f"perdure: error: usage: perdure {part} {PARTS[part]}", file=sys.stderr)
+        print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
+        return 2
+    job, numbers = args[0], [int(arg) for arg in args[1:]]
+    code = 0
+    match part:
+        case "controller":
+            from perdure.service.controller import main as controller
+
+            code = controller(job)
+        case "agent":
+            from perdure.service.agent import main as agent
+
+            code = agent(job, numbers[0])
+        case "keeper":
+            from perdure.worker.keeper import main as keeper
+
+            keeper(job, numbers[0])
+        case _:
+            from perdure.worker.zygote import main as zygote
+
+            zygote(job, numbers[0], numbers[1])
+    return code

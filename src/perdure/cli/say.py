@@ -1,0 +1,56 @@
+"""How the command line speaks: errors in two lines or as JSON, documents, and perdure's notes.
+
+What a person asked for goes to standard output; what perdure has to add goes to standard error.
+"""
+
+import json
+import sys
+from typing import Any
+
+import msgspec
+
+from perdure.model.errors import PerdureError
+
+
+def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
+    """Print one error as `perdure: error: ...` and `hint: ...`, or as JSON; return its code."""
+    if as_json:
+        print(json.dumps({"error": message, "hint": hint, "exit_code": exit_code}))
+        return exit_code
+    print(f"perdure: error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return exit_code
+
+
+def print_perdure_error(error: PerdureError, *, as_json: bool) -> int:
+    """Print one of perdure's own errors; return its exit code."""
+    return print_error(error.message, error.hint, error.exit_code, as_json=as_json)
+
+
+def note(text: str) -> None:
+    """Say something beside the answer."""
+    print(f"perdure: {text}", file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print one document on one line; structs become objects."""
+    print(msgspec.json.encode(value).decode(), flush=True)
+
+
+def render_table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+    """Return a table with columns as wide as their widest cell; numbers lean to the right."""
+    cells = [head, *[tuple(str(cell) for cell in row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    right = [
+        bool(rows) and all(isinstance(r[i], int | float) or r[i] == "-" for r in rows)
+        for i in range(len(head))
+    ]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if lean else cell.ljust(width)
+            for cell, width, lean in zip(row, widths, right, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,101 @@
+"""Progress of `perdure run` on a terminal: the ranks' lines, and one status line below them.
+
+On a terminal the status line is redrawn in place by Rich. Elsewhere (a file, a pipe) a line is
+written when the state changes and once in a while, so that a log stays readable.
+"""
+
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, TextIO
+
+from perdure.model.report import Snapshot
+
+if TYPE_CHECKING:
+    from rich.live import Live
+
+QUIET_S = 30.0
+"""Without a terminal: seconds between two lines of an unchanged state."""
+
+
+def render_status(snapshot: Snapshot) -> str:
+    """Return the job in one line, such as `demo running  step 120  8.1 steps/s  loss 2.31`.
+
+    >>> from perdure.model.report import Snapshot
+    >>> render_status(Snapshot(1, "demo", "running", 9, 0, 1, 1, 120, 8.06, 2, "resumable", "r"))
+    'demo running  step 120  8.1 steps/s  2 ranks  1 restart'
+    """
+    parts = [f"{snapshot.job} {snapshot.state}"]
+    if snapshot.step >= 0:
+        parts.append(f"step {snapshot.step}")
+    if snapshot.steps_per_s > 0:
+        parts.append(f"{snapshot.steps_per_s:.1f} steps/s")
+    parts += [f"{name} {value:.4g}" for name, value in sorted(snapshot.metrics.items())[:2]]
+    parts.append(_count(snapshot.world_size, "rank"))
+    if snapshot.restarts:
+        parts.append(_count(snapshot.restarts, "restart"))
+    if snapshot.verdicts:
+        newest = max(snapshot.verdicts, key=lambda verdict: verdict.confirmed_s)
+        if "withdrawn" not in newest.evidence:
+            parts.append(f"last incident: {newest.kind} of {newest.culprit}")
+    return "  ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+class LiveScreen:
+    """Shows lines and snapshots on `output`; a context manager."""
+
+    def __init__(self, output: TextIO | None = None) -> None:
+        """Write to `output`, by default the standard output of this moment."""
+        self._output = output or sys.stdout
+        self._live: Live | None = None
+        self._state = ("", 0)
+        self._shown_s = 0.0
+
+    def __enter__(self) -> "LiveScreen":
+        """Take the last line of the terminal, where there is one."""
+        if self._output.isatty():
+            from rich.console import Console
+            from rich.live import Live
+
+            console = Console(file=self._output, soft_wrap=True, highlight=False)
+            self._live = Live(
+                "", console=console, auto_refresh=False, transient=True, redirect_stdout=False,
+                redirect_stderr=False,
+            )  # fmt: skip
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        type_: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Give the last line back."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def show_line(self, line: str) -> None:
+        """Show one line above the status."""
+        if self._live is not None:
+            self._live.console.out(line, highlight=False)
+        else:
+            self._output.write(line + "\n")
+            self._output.flush()
+
+    def show_snapshot(self, snapshot: Snapshot) -> None:
+        """Show how the job is."""
+        if self._live is not None:
+            from rich.text import Text
+
+            text = Text(render_status(snapshot), style="bold", no_wrap=True, overflow="ellipsis")
+            self._live.update(text, refresh=True)
+            return
+        state = (snapshot.state, snapshot.generation)
+        if state != self._state or snapshot.at_s - self._shown_s >= QUIET_S:
+            self._state, self._shown_s = state, snapshot.at_s
+            self.show_line(f"[perdure] {render_status(snapshot)}")

@@ -1,0 +1,78 @@
+"""This machine: a job is rendered to data first (files, command, environment), then submitted.
+
+Every launcher has these two functions. `render` touches nothing, so that what it returns can be
+shown, compared with a golden file, or carried to another machine; `submit` carries it out.
+"""
+
+import os
+import subprocess
+import sys
+
+import msgspec
+
+from perdure.model.errors import PlatformError
+from perdure.model.job import JobSpec
+
+
+class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What starts one job on this machine."""
+
+    job: str
+    files: dict[str, str]
+    """Path -> content, to be written first."""
+    command: tuple[str, ...]
+    env: dict[str, str]
+    """Added to the environment."""
+    cwd: str
+    log: str
+    """Where the command's own output goes when it is detached."""
+    attach: str
+    """The command line that shows the job."""
+
+
+def render(spec: JobSpec, home: str, *, nats_url: str = "") -> LocalPlan:
+    """Return the plan of `spec` under the absolute state directory `home`."""
+    folder = os.path.join(home, "launch")
+    document = os.path.join(folder, f"{spec.name}.json")
+    command = [sys.executable, "-P", "-m", "perdure", "run", "--config", document]
+    if nats_url:
+        command += ["--nats", nats_url]
+    return LocalPlan(
+        job=spec.name,
+        files={document: msgspec.json.format(msgspec.json.encode(spec)).decode() + "\n"},
+        command=tuple(command),
+        env={"PERDURE_HOME": home},
+        cwd=spec.cwd,
+        log=os.path.join(folder, f"{spec.name}.out"),
+        attach=f"perdure logs {spec.name} -f",
+    )
+
+
+def submit(plan: LocalPlan) -> int:
+    """Start the job in a session of its own; return the pid of its `perdure run`.
+
+    Raises:
+        PlatformError: a file cannot be written, or the command not started.
+    """
+    try:
+        for path, content in plan.files.items():
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "w", encoding="utf-8") as file:
+                file.write(content)
+        with open(plan.log, "wb") as output:
+            process = subprocess.Popen(
+                plan.command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **plan.env},
+                cwd=plan.cwd,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise PlatformError(
+            f"cannot start job {plan.job}: {error.strerror}: {error.filename}",
+            hint="choose another state directory with PERDURE_HOME",
+        ) from error
+    process.returncode = 0  # it outlives us: nobody waits for it here
+    return process.pid
