@@ -76,7 +76,12 @@ async def _main(job: str) -> JobEnded:
         service = ControllerService(
             spec,
             bus,
-            Journal(stream, writer=incarnation, mirror=Mirror(paths.journal)),
+            Journal(
+                stream,
+                writer=incarnation,
+                mirror=Mirror(paths.journal),
+                on_stuck=lambda: _restart_server(paths),
+            ),
             clock=clock,
             incarnation=incarnation,
             submitted_s=parts.started_s if parts else clock(),
@@ -127,10 +132,26 @@ def _watch_run(service: ControllerService) -> Iterator[None]:
             os.close(fd)
 
 
+def _restart_server(paths: JobPaths) -> None:
+    """Have the supervisor start nats-server anew, which refuses to write since its disk was full.
+
+    Nothing is lost: what it has acknowledged is on disk, and all clients reconnect.
+    """
+    log.error("the journal cannot be written: restarting nats-server (is its disk full?)")
+    _end_server(paths)
+
+
 def _end_orphaned_server(paths: JobPaths) -> None:
-    """End the job's nats-server if its parent is gone and the pid is still its own."""
-    run_pid, parts = os.environ.get("PERDURE_RUN_PID", ""), load_parts(paths)
-    if not run_pid or os.path.exists(f"/proc/{run_pid}") or parts is None or not parts.nats:
+    """End the job's nats-server if its parent is gone."""
+    run_pid = os.environ.get("PERDURE_RUN_PID", "")
+    if run_pid and not os.path.exists(f"/proc/{run_pid}"):
+        _end_server(paths)
+
+
+def _end_server(paths: JobPaths) -> None:
+    """End the job's own nats-server, if its pid is still that of one."""
+    parts = load_parts(paths)
+    if parts is None or not parts.nats:
         return
     with contextlib.suppress(OSError):
         if paths.nats.encode() in Path(f"/proc/{parts.nats}/cmdline").read_bytes():

@@ -30,6 +30,7 @@ LOCK = "run.lock"
 PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
+SPACE_MIN_BYTES = 8_000_000
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -245,3 +246,17 @@ def make_folders(paths: JobPaths) -> None:
             os.chmod(folder, 0o700)
     except OSError as error:
         raise PlatformError(f"cannot make {error.filename}: {error.strerror}") from error
+
+
+def check_space(paths: JobPaths) -> None:
+    """Make sure that there is room for a journal.
+
+    Raises:
+        PlatformError: there is not.
+    """
+    free = shutil.disk_usage(paths.root).free
+    if free < SPACE_MIN_BYTES:
+        raise PlatformError(
+            f"no space left in {paths.root}: {free / 1e6:.1f} MB",
+            hint="make room, or choose another state directory with PERDURE_HOME",
+        )

@@ -17,7 +17,7 @@ import logging
 import os
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
@@ -34,6 +34,7 @@ log = logging.getLogger("perdure.journal")
 _GROUP_BYTES = 500_000
 """A group is split above this: NATS refuses messages over 1 MB unless told otherwise."""
 _RETRY_S = 0.02
+_STUCK_S = 8.0
 
 
 class Mirror:
@@ -79,14 +80,24 @@ class Mirror:
 class Journal:
     """Entries, appended by one task at a time."""
 
-    def __init__(self, stream: JournalStream, *, writer: str, mirror: Mirror | None = None) -> None:
-        """Append to `stream` as `writer` (a controller's incarnation); call `open` first."""
+    def __init__(
+        self,
+        stream: JournalStream,
+        *,
+        writer: str,
+        mirror: Mirror | None = None,
+        on_stuck: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Append to `stream` as `writer` (a controller's incarnation); call `open` first.
+
+        `on_stuck` is called every `_STUCK_S` while the stream refuses: JetStream that once found
+        its disk full writes again only after the server was restarted.
+        """
         self._stream, self._writer, self._mirror = stream, writer, mirror
+        self._on_stuck = on_stuck
         self._groups = 0
         self.last_seq = 0
         """Number of the newest entry."""
-        self.failing_since_s = 0.0
-        """Job time of the first of the attempts that fail now; 0 while all is well."""
 
     async def open(self) -> list[JournalEntry]:
         """Return every entry, oldest first, and rewrite the mirror.
@@ -135,6 +146,7 @@ class Journal:
         data = b"".join(lines)
         message_id = f"{self._writer}-{self.last_seq + 1}"
         failures = 0
+        stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
         while True:
             try:
                 number = await self._stream.append(
@@ -147,6 +159,9 @@ class Journal:
                 failures += 1
                 if failures == 1:
                     log.warning("%s; nothing is decided until it can be written", error)
+                if asyncio.get_running_loop().time() > stuck_at_s:
+                    stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
+                    self._on_stuck()
                 await asyncio.sleep(_RETRY_S)
         if failures:
             log.warning("the journal can be written again, after %d attempts", failures)

@@ -31,6 +31,7 @@ from perdure.service.agent_outbox import Outbox
 from perdure.service.jobfiles import (
     JobLock,
     Parts,
+    check_space,
     load_snapshot,
     make_folders,
     parse_journal,
@@ -93,6 +94,7 @@ def run(
         end_family(spec.name, home, spare=frozenset(find_descendants(os.getpid())))
         rerun = bool(set_previous_aside(paths))
         make_folders(paths)
+        check_space(paths)
         write_document(paths.spec, spec)
         supervisor = Supervisor(
             spec, home, nats_url, on_line, on_snapshot, command=command, rerun=rerun
@@ -345,6 +347,11 @@ class Supervisor:
         self._write_parts()
         restarted_s = self._now()
         self._note(f"{child.part} (pid {child.pid}) died: {cause}; started again")
+        if child.part == "nats-server":
+            try:
+                check_space(self._paths)
+            except PlatformError as error:
+                self._note(f"{error.message}: nothing is decided until there is room")
         if self._outbox is not None:
             self._outbox.put(
                 ControllerLost(
