@@ -1,0 +1,103 @@
+"""/proc as it really is, with children that really live and die."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from perdure.adapters.host import (
+    ProcSampler,
+    check_devices,
+    end_leftovers,
+    find_marked,
+    kill_process,
+    list_descendants,
+    list_device_ids,
+    read_start_time,
+    read_state,
+)
+from perdure.model.job import JobSpec
+
+_FAMILY = """\
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import sys; x = bytearray(30 << 20)\\n"
+    "sum(range(9_000_000)); print('ready', flush=True); sys.stdin.read()"],
+    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def family() -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    env = dict(os.environ, PERDURE_TEST_MARK=f"m{os.getpid()}")
+    parent = subprocess.Popen(
+        [sys.executable, "-c", _FAMILY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    yield parent, int(parent.stdout.readline())
+    parent.stdin.close()
+    parent.stdout.close()
+    parent.wait()
+
+
+def test_sample_has_descendants(family: tuple[subprocess.Popen[bytes], int]) -> None:
+    parent, child = family
+    assert child in list_descendants([parent.pid])[parent.pid]
+    sampler = ProcSampler()
+    sampler.watch([parent.pid])
+    look = sampler.sample(parent.pid, 100.0)
+    assert look.state in "SR"
+    assert look.cpu_s >= 0.1  # The child's sum.
+    assert look.rss_bytes > 35 << 20
+    assert look.num_threads >= 2
+    assert look.io_bytes > 0
+    assert sampler.sample(parent.pid, 100.4, age_s=0.5) is look
+    os.kill(parent.pid, signal.SIGSTOP)
+    try:
+        os.waitid(os.P_PID, parent.pid, os.WSTOPPED | os.WNOWAIT)
+        assert sampler.sample(parent.pid, 100.4).state == "T"
+        assert read_state(parent.pid) == "T"
+    finally:
+        os.kill(parent.pid, signal.SIGCONT)
+    sampler.watch([])
+    assert sampler.sample(parent.pid, 101.0).state == "X"
+
+
+def test_gone_process(family: tuple[subprocess.Popen[bytes], int]) -> None:
+    parent, _ = family
+    sampler = ProcSampler()
+    sampler.watch([parent.pid])
+    parent.kill()
+    parent.wait()
+    assert sampler.sample(parent.pid, 1.0).state == "X"
+    assert read_start_time(parent.pid) == 0
+    sampler.watch([])
+
+
+def test_leftovers_end_by_mark_and_by_pid(family: tuple[subprocess.Popen[bytes], int]) -> None:
+    parent, child = family
+    marks = {"PERDURE_TEST_MARK": f"m{os.getpid()}"}
+    assert set(find_marked(marks)) == {parent.pid, child}
+    start = read_start_time(parent.pid)
+    assert not kill_process(parent.pid, start + 1)  # Another process under the same pid.
+    killed = end_leftovers({parent.pid: start, 999_999_999: 5}, marks, timeout_s=10)
+    assert set(killed) >= {parent.pid}
+    assert find_marked(marks) == {}
+    assert parent.wait() == -signal.SIGKILL
+
+
+def test_devices() -> None:
+    spec = JobSpec(script="s.py", nproc=3, nodes=2)
+    ids = list_device_ids(spec, 0) + list_device_ids(spec, 1)
+    assert len(set(ids)) == 6
+    assert ids == list_device_ids(spec, 0) + list_device_ids(spec, 1)
+    check = check_devices(JobSpec(script="s.py", nproc=4096))
+    assert check.cores >= 1
+    assert check.warnings
+    assert check_devices(JobSpec(script="s.py")).warnings == ()

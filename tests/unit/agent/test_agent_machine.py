@@ -1,0 +1,288 @@
+"""Inputs in, requests out: the agent's machine without a clock, a keeper or a bus."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.agent import Agent, NodeIdentity
+from perdure.agent.messages import (
+    AgentStarted,
+    CollectStacks,
+    KeeperGone,
+    KeeperSaid,
+    KeeperUp,
+    Leave,
+    OrderReceived,
+    RankEnded,
+    Report,
+    Request,
+    SpawnRanks,
+    StacksCollected,
+    StartKeeper,
+    SupervisorGone,
+    TellKeeper,
+)
+from perdure.model.actions import Assignment, TakeStacks
+from perdure.model.events import (
+    AnyEvent,
+    ExitRecord,
+    GenerationStopped,
+    KeeperLost,
+    NodeRegistered,
+    RankExited,
+    RanksStarted,
+    StacksTaken,
+    StoreReady,
+    TimerFired,
+)
+from perdure.model.job import JobSpec
+from perdure.model.wire import (
+    KeeperExit,
+    KeeperKill,
+    KeeperSpawned,
+    KeeperState,
+    KeeperStopped,
+    KeeperStore,
+    KeeperStoreReady,
+    NodeOrder,
+)
+
+NEW = KeeperState(pid=50, generation=-1, running={}, exits=())
+PIDS = {0: 100, 1: 101}
+
+
+class Node:
+    """A machine and the number of the newest assignment."""
+
+    def __init__(self, node: int = 0) -> None:
+        spec = JobSpec(name="j", script="s.py", nproc=2, nodes=2)
+        self.machine = Agent(spec, NodeIdentity(node=node, incarnation="a1"))
+        self.number = 0
+
+    def assign(self, generation: int, phase: Any, **fields: Any) -> list[Request]:
+        self.number += 1
+        assignment = Assignment(
+            number=self.number,
+            generation=generation,
+            phase=phase,
+            master_addr="127.0.0.1",
+            master_port=29500 if phase == "run" else 0,
+            agent_store=phase == "run",
+            **fields,
+        )
+        return self.send(assignment)
+
+    def send(self, assignment: Assignment, controller: str = "c1") -> list[Request]:
+        order = NodeOrder(controller=controller, assignment=assignment)
+        return self.machine.handle(10.0, OrderReceived(order=order))
+
+    def hear(self, message: Any, **fields: Any) -> list[Request]:
+        return self.machine.handle(11.0, KeeperSaid(message=message, **fields))
+
+    def up(self, state: KeeperState = NEW, **fields: Any) -> list[Request]:
+        return self.machine.handle(9.0, KeeperUp(state=state, **fields))
+
+    def run_generation(self, generation: int) -> None:
+        """Bring the node to running `generation`."""
+        self.assign(generation, "store")
+        if generation:
+            self.hear(KeeperStopped(generation - 1))
+        self.hear(KeeperStoreReady(generation, 29500))
+        self.assign(generation, "run")
+        self.hear(KeeperSpawned(generation, PIDS, 5.0, True))
+
+
+@pytest.fixture
+def node() -> Node:
+    node = Node()
+    assert node.machine.handle(0.0, AgentStarted()) == [StartKeeper()]
+    return node
+
+
+def events(requests: list[Request]) -> list[AnyEvent]:
+    return [request.event for request in requests if isinstance(request, Report)]
+
+
+def exit_of(rank: int, generation: int = 0) -> RankEnded:
+    return RankEnded(
+        record=ExitRecord(rank=rank, generation=generation, pid=100 + rank, at_s=7.0, signal=9)
+    )
+
+
+def test_first_generation(node: Node) -> None:
+    (hello,) = events(node.up())
+    assert isinstance(hello, NodeRegistered)
+    assert (hello.generation, hello.keeper_pid, hello.slots) == (-1, 50, 2)
+    assert node.assign(0, "store") == [TellKeeper(KeeperStore(0, 4))]
+    (ready,) = events(node.hear(KeeperStoreReady(0, 29500)))
+    assert ready == StoreReady(generation=0, host="127.0.0.1", port=29500, agent_store=True)
+    (spawn,) = node.assign(0, "run")
+    assert isinstance(spawn, SpawnRanks)
+    (started,) = events(node.hear(KeeperSpawned(0, PIDS, 5.0, True)))
+    assert started == RanksStarted(node=0, generation=0, pids=PIDS, at_s=5.0, warm=True)
+
+
+def test_next_generation_waits_until_nothing_older_lives(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    kill, store = node.assign(1, "store", grace_s=2.0)
+    assert kill == TellKeeper(KeeperKill(0, 2.0))
+    assert store == TellKeeper(KeeperStore(1, 4))
+    assert node.assign(1, "run") == []
+    (exited,) = events(node.machine.handle(11.0, exit_of(0)))
+    assert isinstance(exited, RankExited)
+    node.hear(KeeperStoreReady(1, 29500))
+    stopped, spawn = node.hear(KeeperStopped(0))
+    assert events([stopped]) == [GenerationStopped(node=0, generation=0, at_s=11.0)]
+    assert isinstance(spawn, SpawnRanks)
+
+
+def test_other_nodes_serve_no_store() -> None:
+    node = Node(1)
+    node.up()
+    assert node.assign(0, "store") == []
+    assert [type(r) for r in node.assign(0, "run")] == [SpawnRanks]
+
+
+def test_repeated_orders_change_nothing(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    held = node.machine.state.assignment
+    assert held is not None
+    assert node.send(held) == []
+    assert node.send(msgspec.structs.replace(held, number=held.number - 1, generation=7)) == []
+    # A new number for the same thing (a new controller) starts nothing again either.
+    assert node.assign(0, "run") == []
+    assert node.hear(KeeperSpawned(0, PIDS, 5.0, True)) == []
+
+
+def test_registers_once_for_each_controller(node: Node) -> None:
+    ask = OrderReceived(order=NodeOrder(controller="c2", register=True))
+    assert node.machine.handle(1.0, ask) == []  # Not before it knows what its keeper holds.
+    node.up()
+    (again,) = events(node.machine.handle(2.0, ask))
+    assert isinstance(again, NodeRegistered)
+    assert node.machine.handle(3.0, ask) == []
+
+
+def test_cold_store_is_left_to_rank_0(node: Node) -> None:
+    node.up()
+    node.assign(0, "store")
+    (ready,) = events(node.hear(KeeperStoreReady(0, 0, "cold"), free_port=41000))
+    assert ready == StoreReady(generation=0, host="127.0.0.1", port=41000, agent_store=False)
+    order = Assignment(number=9, generation=0, phase="run", master_port=41000)
+    assert [type(r) for r in node.send(order)] == [SpawnRanks]
+
+
+def test_replaced_agent_takes_over(node: Node) -> None:
+    held = KeeperState(pid=50, generation=3, running={1: 101}, exits=(exit_of(0, 3).record,))
+    told = events(node.up(held, exits=(exit_of(0, 3),), started_s=4.5, newest_on_disk=3))
+    assert isinstance(told[0], NodeRegistered)
+    assert (told[0].generation, told[0].running) == (3, (1,))
+    assert isinstance(told[1], RankExited)
+    assert events(node.assign(3, "run")) == [
+        RanksStarted(node=0, generation=3, pids={1: 101}, at_s=4.5, warm=False)
+    ]
+    assert node.machine.handle(12.0, exit_of(0, 3)) == []
+
+
+def test_takeover_in_the_middle_of_a_fork_waits_for_it(node: Node) -> None:
+    node.up(KeeperState(pid=50, generation=3, running={}, exits=()), newest_on_disk=3)
+    assert node.assign(3, "run") == []
+    assert [type(e) for e in events(node.hear(KeeperSpawned(3, PIDS, 5.0, True)))] == [RanksStarted]
+
+
+def test_lost_keeper_is_reported_when_the_next_is_up(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    assert node.machine.handle(20.0, KeeperGone()) == [StartKeeper()]
+    assert node.up(msgspec.structs.replace(NEW, pid=51)) == [
+        Report(KeeperLost(node=0, generation=0, at_s=9.0))
+    ]
+    held = node.machine.state.assignment
+    assert held is not None
+    assert node.send(held) == []  # Generation 0 is never started again.
+    assert node.assign(1, "store")[0] == TellKeeper(KeeperKill(0))
+
+
+def test_generation_lost_with_keeper_and_agent_is_reported(node: Node) -> None:
+    node.up(newest_on_disk=4)
+    assert events(node.assign(4, "store")) == []
+    node.hear(KeeperStopped(3))
+    node.hear(KeeperStoreReady(4, 29500))
+    assert events(node.assign(4, "run")) == [KeeperLost(node=0, generation=4, at_s=10.0)]
+    assert node.assign(4, "run") == []
+
+
+def test_store_lost_with_its_keeper_is_reported(node: Node) -> None:
+    node.up()
+    node.assign(0, "store")
+    node.hear(KeeperStoreReady(0, 29500))
+    node.machine.handle(20.0, KeeperGone())
+    lost, serve = node.up(msgspec.structs.replace(NEW, pid=51))
+    assert events([lost]) == [KeeperLost(node=0, generation=0, at_s=9.0)]
+    assert serve == TellKeeper(KeeperStore(0, 4))
+    # The controller had switched to the old store in the meantime.
+    assert events(node.assign(0, "run")) == [KeeperLost(node=0, generation=0, at_s=10.0)]
+
+
+def test_end_leaves_when_the_controller_knows(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    assert node.assign(1, "end", reason="done") == [TellKeeper(KeeperKill(0))]
+    (report,) = node.hear(KeeperStopped(0))
+    assert isinstance(report, Report)
+    assert report.event == GenerationStopped(node=0, generation=0, at_s=11.0)
+    assert report.after == (TellKeeper(KeeperExit()), Leave("done"))
+    assert node.machine.handle(12.0, KeeperGone()) == []
+
+
+def test_end_has_a_bound(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    node.assign(1, "end", grace_s=2.0)
+    deadline = node.machine.next_deadline()
+    assert deadline == 32.0
+    assert node.machine.handle(31.0, TimerFired()) == []
+    left = node.machine.handle(deadline, TimerFired())
+    assert [type(r) for r in left] == [TellKeeper, Leave]
+    assert node.machine.next_deadline() is None
+
+
+def test_end_before_anything_began(node: Node) -> None:
+    node.up()
+    assert [type(r) for r in node.assign(0, "end")] == [TellKeeper, Leave]
+
+
+def test_keeper_dies_during_the_end(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    node.assign(1, "end", reason="done")
+    (report,) = node.machine.handle(12.0, KeeperGone())
+    assert isinstance(report, Report)
+    assert report.after == (Leave("done"),)
+
+
+def test_supervisor_gone_ends_everything(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    assert node.machine.handle(12.0, SupervisorGone()) == [TellKeeper(KeeperExit())]
+    assert node.assign(1, "store") == []
+    (report,) = node.machine.handle(13.0, KeeperGone())
+    assert isinstance(report, Report)
+    assert report.event == GenerationStopped(node=0, generation=1, at_s=13.0)
+    assert isinstance(report.after[0], Leave)
+
+
+def test_stacks_of_its_own_ranks_only(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    wanted = TakeStacks(generation=0, ranks=(1, 2), reason="")
+    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=wanted))
+    assert node.machine.handle(12.0, ask) == [CollectStacks(0, {1: 101})]
+    taken = node.machine.handle(13.0, StacksCollected(generation=0, stacks={1: "main"}))
+    assert events(taken) == [StacksTaken(generation=0, at_s=13.0, stacks={1: "main"})]
+    other = TakeStacks(generation=1, ranks=(1,), reason="")
+    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=other))
+    assert node.machine.handle(14.0, ask) == []

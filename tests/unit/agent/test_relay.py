@@ -1,0 +1,166 @@
+"""Agreements, faults and signals between the controller and the ranks."""
+
+import signal
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.agent import Agent, NodeIdentity
+from perdure.agent.messages import (
+    KeeperUp,
+    OrderReceived,
+    Report,
+    Request,
+    TellKeeper,
+    TellWorker,
+    WorkerSaid,
+)
+from perdure.model.actions import Assignment, InjectFault, SendBoundary
+from perdure.model.events import CommandReceived, FaultInjected
+from perdure.model.job import JobSpec
+from perdure.model.wire import (
+    KeeperSignal,
+    KeeperState,
+    NodeOrder,
+    WorkerHello,
+    WorkerQuery,
+    WorkerSignal,
+)
+
+PREPARE = SendBoundary(
+    id="b1.1", move="prepare", kind="checkpoint", step=9, ranks=(0, 1), generation=2, reason=""
+)
+COMMIT = msgspec.structs.replace(PREPARE, move="commit")
+ABORT = msgspec.structs.replace(PREPARE, move="abort")
+RUN = Assignment(number=5, generation=2, phase="run")
+
+
+def make_agent(**spec: Any) -> Agent:
+    agent = Agent(
+        JobSpec(name="j", script="s.py", nproc=2, **spec), NodeIdentity(node=0, incarnation="a1")
+    )
+    agent.handle(
+        0.0,
+        KeeperUp(state=KeeperState(pid=50, generation=2, running={0: 100, 1: 101}, exits=())),
+    )
+    send(agent, assignment=RUN)
+    return agent
+
+
+@pytest.fixture
+def agent() -> Agent:
+    return make_agent()
+
+
+def send(agent: Agent, now: float = 1.0, **fields: Any) -> list[Request]:
+    return agent.handle(now, OrderReceived(order=NodeOrder(controller="c1", **fields)))
+
+
+def say(agent: Agent, message: Any, rank: int = 1, now: float = 2.0) -> list[Request]:
+    return agent.handle(now, WorkerSaid(rank=rank, generation=2, message=message))
+
+
+def hello(agent: Agent, rank: int = 1) -> list[Request]:
+    return say(agent, WorkerHello("j", rank, 2, 100 + rank), rank)
+
+
+def test_each_move_reaches_each_rank_once(agent: Agent) -> None:
+    both = [TellWorker(0, PREPARE), TellWorker(1, PREPARE)]
+    assert send(agent, boundary=PREPARE) == both
+    assert send(agent, boundary=PREPARE) == []
+    assert send(agent, boundary=COMMIT) == [TellWorker(0, COMMIT), TellWorker(1, COMMIT)]
+    assert send(agent, boundary=COMMIT) == []
+    assert send(agent, boundary=PREPARE) == []  # Late: decided is decided.
+
+
+def test_agreement_of_another_generation_is_not_passed_on(agent: Agent) -> None:
+    assert send(agent, boundary=msgspec.structs.replace(PREPARE, generation=1)) == []
+
+
+def test_rank_that_was_out_of_touch_hears_the_newest(agent: Agent) -> None:
+    send(agent, boundary=PREPARE)
+    assert hello(agent) == [TellWorker(1, PREPARE)]
+    send(agent, boundary=COMMIT)
+    assert hello(agent) == [TellWorker(1, COMMIT)]
+
+
+def test_query_is_answered_once_decided(agent: Agent) -> None:
+    assert say(agent, WorkerQuery("b1.1")) == []
+    send(agent, boundary=PREPARE)
+    assert say(agent, WorkerQuery("b1.1")) == []
+    send(agent, boundary=ABORT)
+    assert say(agent, WorkerQuery("b1.1")) == [TellWorker(1, ABORT)]
+
+
+def test_a_newer_agreement_tells_that_the_old_one_was_aborted(agent: Agent) -> None:
+    send(agent, boundary=PREPARE)
+    later = msgspec.structs.replace(PREPARE, id="b1.2", step=12)
+    told = send(agent, boundary=later)
+    assert told == [TellWorker(r, o) for o in (ABORT, later) for r in (0, 1)]
+
+
+def test_an_agreement_that_is_no_longer_repeated_was_aborted(agent: Agent) -> None:
+    send(agent, boundary=PREPARE)
+    for _ in range(3):
+        assert send(agent, assignment=RUN) == []
+    send(agent, boundary=PREPARE)  # Still open: the count begins anew.
+    for _ in range(3):
+        assert send(agent, assignment=RUN) == []
+    assert send(agent, assignment=RUN) == [TellWorker(0, ABORT), TellWorker(1, ABORT)]
+
+
+def test_commit_is_never_taken_back(agent: Agent) -> None:
+    send(agent, boundary=PREPARE)
+    send(agent, boundary=COMMIT)
+    for _ in range(9):
+        assert send(agent, assignment=RUN) == []
+    assert hello(agent) == [TellWorker(1, COMMIT)]
+
+
+def fault(kind: str, **fields: Any) -> InjectFault:
+    return InjectFault(id=f"f-{kind}", generation=2, kind=kind, reason="", **{"rank": 1, **fields})
+
+
+@pytest.mark.parametrize(("kind", "number"), [("crash", 9), ("stop", signal.SIGSTOP)])
+def test_faults_by_signal_wait_for_the_journal(agent: Agent, kind: str, number: int) -> None:
+    (report,) = send(agent, inject=fault(kind))
+    assert isinstance(report, Report)
+    assert report.event == FaultInjected(id=f"f-{kind}", rank=1, kind=kind, at_s=1.0)
+    assert report.after == (TellKeeper(KeeperSignal(2, 1, number)),)
+    assert send(agent, inject=fault(kind)) == []
+    assert hello(agent) == []
+
+
+def test_other_faults_are_the_ranks_own(agent: Agent) -> None:
+    for order in (fault("spin"), fault("crash", at_step=7)):
+        assert send(agent, inject=order) == [TellWorker(1, order)]
+        assert send(agent, inject=order) == []
+    assert [type(r) for r in hello(agent)] == [TellWorker, TellWorker]
+    assert hello(agent, rank=0) == []
+
+
+def test_faults_that_cannot_be(agent: Agent) -> None:
+    assert send(agent, inject=msgspec.structs.replace(fault("crash"), generation=1)) == []
+    assert send(agent, inject=fault("crash", rank=5)) == []
+    blind = make_agent(no_python=True)
+    (report,) = send(blind, inject=fault("spin"))
+    assert isinstance(report, Report)
+    assert isinstance(report.event, FaultInjected)
+    assert "--no-python" in report.event.error
+
+
+def test_sigterm_to_all_ranks_is_one_stop(agent: Agent) -> None:
+    told = [*say(agent, WorkerSignal(15), 0), *say(agent, WorkerSignal(15), 1)]
+    commands = [r.event for r in told if isinstance(r, Report)]
+    assert all(isinstance(c, CommandReceived) and c.kind == "stop" for c in commands)
+    assert {c.id for c in commands if isinstance(c, CommandReceived)} == {"sigterm-g2"}
+
+
+def test_sigusr1_is_a_checkpoint_and_echoes_are_not(agent: Agent) -> None:
+    (first,) = say(agent, WorkerSignal(10), 0, now=5.0)
+    assert isinstance(first, Report)
+    assert isinstance(first.event, CommandReceived)
+    assert (first.event.kind, first.event.who) == ("checkpoint", "SIGUSR1 to rank 0")
+    assert say(agent, WorkerSignal(10), 1, now=5.1) == []
+    assert len(say(agent, WorkerSignal(10), 0, now=8.0)) == 1

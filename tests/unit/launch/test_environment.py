@@ -1,0 +1,91 @@
+"""torchrun's variables, on one node and on several."""
+
+from perdure.launch.environment import find_default_threads, rank_environment
+from perdure.model.actions import Assignment
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.paths import job_paths
+
+PATHS = job_paths("/h", "j", 1000)
+RUN = Assignment(
+    number=3,
+    generation=2,
+    phase="run",
+    master_addr="10.0.0.1",
+    master_port=29511,
+    agent_store=True,
+    restart_count=2,
+)
+
+
+def make(spec: JobSpec, rank: int, base: dict[str, str] | None = None) -> dict[str, str]:
+    return rank_environment(spec, rank, RUN, PATHS, base=base or {}, home="/h", clock_offset_s=1.5)
+
+
+def test_ranks_of_several_nodes() -> None:
+    spec = JobSpec(name="j", script="s.py", nproc=3, nodes=2, run_id="my-run")
+    env = make(spec, 4)
+    assert (
+        env
+        | {
+            "RANK": "4",
+            "LOCAL_RANK": "1",
+            "WORLD_SIZE": "6",
+            "LOCAL_WORLD_SIZE": "3",
+            "GROUP_RANK": "1",
+            "GROUP_WORLD_SIZE": "2",
+            "ROLE_NAME": "default",
+            "ROLE_RANK": "4",
+            "ROLE_WORLD_SIZE": "6",
+            "MASTER_ADDR": "10.0.0.1",
+            "MASTER_PORT": "29511",
+            "TORCHELASTIC_RESTART_COUNT": "2",
+            "TORCHELASTIC_MAX_RESTARTS": "3",
+            "TORCHELASTIC_RUN_ID": "my-run",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_ERROR_FILE": "/h/jobs/j/errors/g2-r4.json",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+            "PERDURE_NODE": "1",
+            "PERDURE_SOCKET": PATHS.worker_socket(1),
+            "PERDURE_RING": "/h/jobs/j/rings/g2-r4.ring",
+            "PERDURE_CHECKPOINT_URL": "/h/jobs/j/checkpoints",
+            "PERDURE_CLOCK_OFFSET_S": "1.5",
+            "PERDURE_RECORDER": "auto",
+            "OMP_NUM_THREADS": "1",
+        }
+        == env
+    )
+
+
+def test_threads_are_the_users_where_set() -> None:
+    several, one = JobSpec(script="s.py", nproc=2), JobSpec(script="s.py")
+    assert "OMP_NUM_THREADS=1" in find_default_threads(several, {})
+    assert find_default_threads(one, {}) == ""
+    assert "OMP_NUM_THREADS" not in make(one, 0)
+    assert make(several, 0, {"OMP_NUM_THREADS": "6"})["OMP_NUM_THREADS"] == "6"
+    own = JobSpec(script="s.py", nproc=2, env={"OMP_NUM_THREADS": "4"})
+    assert find_default_threads(own, {}) == ""
+    assert make(own, 0)["OMP_NUM_THREADS"] == "4"
+
+
+def test_layers() -> None:
+    spec = JobSpec(
+        name="j",
+        script="s.py",
+        env={"A": "job", "RANK": "99"},
+        checkpoint=CheckpointConfig(url="s3://b/k"),
+    )
+    base = {
+        "A": "base",
+        "B": "base",
+        "CUDA_VISIBLE_DEVICES": "3",
+        "PERDURE_RUN_PID": "7",
+        "PERDURE_RECORDER": "off",
+        "MASTER_PORT": "1",
+    }
+    env = make(spec, 0, base)
+    assert (env["A"], env["B"], env["CUDA_VISIBLE_DEVICES"]) == ("job", "base", "3")
+    assert (env["RANK"], env["MASTER_PORT"]) == ("0", "29511")
+    assert "PERDURE_RUN_PID" not in env
+    assert env["PERDURE_RECORDER"] == "off"
+    assert env["PERDURE_CHECKPOINT_URL"] == "s3://b/k"
+    assert base["A"] == "base"
