@@ -10,6 +10,7 @@ import typer
 import perdure
 from perdure.cli import act, look, output, run, verify
 from perdure.cli.say import print_error, print_perdure_error
+from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -75,6 +76,10 @@ def run_command(args: Sequence[str]) -> int:
     except Exception as error:
         if not isinstance(error, UsageError):
             raise
+        name = str(getattr(error, "option_name", "")).split("=")[0].replace("_", "-")
+        if name in REFUSED:
+            text = f"{name} of torchrun is not taken by perdure run"
+            return print_error(text, REFUSED[name], 2, as_json=as_json)
         place = error.ctx.command_path if error.ctx else "perdure"
         return print_error(error.format_message(), f"{place} --help", 2, as_json=as_json)
     return result if isinstance(result, int) else 0
@@ -89,6 +94,6 @@ def _own_args(args: Sequence[str]) -> Sequence[str]:
     if not args or args[0] != "run":
         return args
     for index, arg in enumerate(args[1:], start=1):
-        if not arg.startswith("-") and not args[index - 1].startswith("-") and index > 1:
+        if not arg.startswith("-") and not args[index - 1].startswith("-"):
             return args[:index]
     return args

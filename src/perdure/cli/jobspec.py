@@ -45,9 +45,10 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     """
     document = read_job_file(options.config) if options.config else {}
     _apply_options(document, options)
-    if not document.get("script"):
-        raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
+    document.setdefault("script", "")
     spec = validate(document, options.config or "options")
+    if not spec.script:
+        raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     cwd = os.path.abspath(spec.cwd)

@@ -24,6 +24,8 @@ POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
 _WIDE = 100
 """Longest value of a field in an event's line; --json has all of it."""
+_HIDDEN = ("seq", "t", "kind", "at_s", "account", "accounts", "comms")
+"""Shown otherwise, or too long to read; --json has them."""
 
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
@@ -197,15 +199,16 @@ class MirrorTail:
 def describe_entry(entry: JournalEntry) -> dict[str, Any]:
     """Return an entry as `events --json` shows it: seq, t, kind, then the body's own fields.
 
+    A body's own `kind` (of a fault, of a command) is called `what`.
+
     >>> from perdure.model.events import TimerFired
     >>> describe_entry(JournalEntry(seq=3, at_s=1.5, body=TimerFired()))
     {'seq': 3, 't': 1.5, 'kind': 'TimerFired'}
     """
     fields = msgspec.to_builtins(entry.body)
     kind = fields.pop("type")
-    if "kind" in fields:  # of a fault or a command: the event's own name comes first
-        fields["what"] = fields.pop("kind")
-    return {"seq": entry.seq, "t": entry.at_s, "kind": kind, **fields}
+    own = {"what" if name == "kind" else name: value for name, value in fields.items()}
+    return {"seq": entry.seq, "t": entry.at_s, "kind": kind, **own}
 
 
 def render_entry(entry: JournalEntry, start_s: float) -> str:
@@ -215,7 +218,7 @@ def render_entry(entry: JournalEntry, start_s: float) -> str:
         text = f"-> {body.action}: {body.summary} ({body.reason})"
     else:
         fields = describe_entry(entry)
-        shown = [f"{k}={_clip(v)}" for k, v in fields.items() if k not in ("seq", "t", "kind")]
+        shown = [f"{k}={_clip(v)}" for k, v in fields.items() if k not in _HIDDEN]
         text = " ".join([fields["kind"], *shown])
     return f"{entry.seq:6d} {entry.at_s - start_s:9.3f} s  {text}"
 

@@ -1,0 +1,75 @@
+"""Errors in two lines, or as JSON, with the exit code of whose fault it was."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from perdure.cli.app import run_command
+from perdure.cli.main import main
+from perdure.cli.say import render_table
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("args", "message", "hint"),
+    [
+        (["nosuch"], "No such command 'nosuch'.", "perdure --help"),
+        (["run", "--foo", "x.py"], "No such option: --foo", "perdure run --help"),
+        (["run"], "no script to run", "SCRIPT"),
+        (["run", "--numa_binding", "node", "x"], "--numa-binding of torchrun", "numactl"),
+        (["run", "nosuch.py", "--json"], "no such script: nosuch.py", "looked in"),
+        (["run", "--max_restarts", "-1", "x"], "Invalid value", "--help"),
+        (["status", "nosuch"], "unknown job `nosuch`", "there are no jobs under"),
+        (["stop", "nosuch"], "unknown job", ""),
+        (["inject", "nosuch", "bite", "--rank", "0"], "unknown fault `bite`", "crash, stop"),
+    ],
+)
+def test_an_error_is_two_lines(
+    capsys: pytest.CaptureFixture[str], args: list[str], message: str, hint: str
+) -> None:
+    assert run_command(args) == 2
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()
+    assert out == ""
+    assert first.startswith("perdure: error: ")
+    assert message in first
+    assert second.startswith("hint: ")
+    assert hint in second
+
+
+@pytest.mark.parametrize("args", [["status", "no", "--json"], ["run", "--json", "-n", "2", "no"]])
+def test_an_error_as_json(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    assert run_command(args) == 2
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert json.loads(out).keys() == {"error", "hint", "exit_code"}
+
+
+def test_the_scripts_own_arguments_are_not_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["run", "-n", "2", "no.py", "--json", "--foo"]) == 2
+    assert capsys.readouterr().err.startswith("perdure: error: no such script: no.py")
+
+
+@pytest.mark.parametrize("args", [["agent"], ["agent", "job", "x"], ["keeper", "j", "0", "1"]])
+def test_parts_want_their_arguments(capsys: pytest.CaptureFixture[str], args: list[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(args)
+    assert left.value.code == 2
+    assert "usage: perdure" in capsys.readouterr().err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("perdure 0.")
+
+
+def test_table() -> None:
+    table = render_table(("name", "n"), [("a", 1), ("bcdef", 22)])
+    assert table == "name    n\na       1\nbcdef  22"

@@ -1,0 +1,110 @@
+"""What is refused before anything starts."""
+
+import os
+import shutil
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from perdure.cli import checks
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec
+from perdure.service.jobfiles import JobLock, paths_of
+
+
+def job(folder: Path, script: str, **more: object) -> JobSpec:
+    return JobSpec(script=script, cwd=str(folder), **more)  # type: ignore[arg-type]
+
+
+def test_a_good_script_passes_and_is_not_executed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit('executed')\n")
+    assert checks.check_job(job(tmp_path, "train.py"), str(tmp_path / "home"), {}) == []
+
+
+def test_a_missing_script_names_its_neighbours(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ConfigError) as caught:
+        checks.check_script(job(tmp_path, "trian.py"))
+    assert caught.value.message == "no such script: trian.py"
+    assert caught.value.hint == "did you mean train.py?"
+
+
+def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "bad.py").write_text("x = 1\nfor x in\n")
+    with pytest.raises(ConfigError, match=r"bad\.py, line 2: .*: for x in"):
+        checks.check_script(job(tmp_path, "bad.py"))
+
+
+@pytest.mark.parametrize("content", [b"\0\0", b"\xff\xfe\x00"])
+def test_what_is_no_source_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.bin").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"x\.bin"):
+        checks.check_script(job(tmp_path, "x.bin"))
+
+
+def test_a_directory_is_no_script(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a directory"):
+        checks.check_script(job(tmp_path, "."))
+
+
+def test_programs(tmp_path: Path) -> None:
+    checks.check_program(job(tmp_path, "sh", no_python=True))
+    program = tmp_path / "p"
+    program.write_text("#!/bin/sh\n")
+    with pytest.raises(ConfigError, match="no such program"):
+        checks.check_program(job(tmp_path, "./p", no_python=True))
+    program.chmod(0o755)
+    checks.check_program(job(tmp_path, "./p", no_python=True))
+
+
+def test_modules_are_found_without_importing_their_packages(tmp_path: Path) -> None:
+    package = tmp_path / "a_package_of_ours"
+    (package / "sub").mkdir(parents=True)
+    for name in ("__init__.py", "one.py", "sub/__init__.py", "sub/__main__.py"):
+        (package / name).write_text("raise SystemExit('imported')\n")
+    for module in ("a_package_of_ours.one", "a_package_of_ours.sub", "json.tool"):
+        checks.check_module(job(tmp_path, module, module=True))
+    assert "a_package_of_ours" not in sys.modules
+    for module, part in (
+        ("a_package_of_ours.two", r"a_package_of_ours\.two$"),
+        ("nowhere_at_all.x", "nowhere_at_all$"),
+        ("a_package_of_ours", "__main__"),
+        ("json..tool", r"json\.$"),
+    ):
+        with pytest.raises(ConfigError, match=part):
+            checks.check_module(job(tmp_path, module, module=True))
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(PlatformError, match="cannot write to"):
+        checks.check_folder(str(tmp_path / "file" / "home"))
+
+
+def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10 << 30, 10 << 30, 5 << 20))
+    with pytest.raises(PlatformError, match="no space left: 5 MiB free"):
+        checks.check_folder(str(tmp_path))
+
+
+def test_more_ranks_than_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "find_gpus", lambda env: ("GPU-a",))
+    assert "2 ranks and 1 visible GPUs" in checks.check_devices(JobSpec(script="x", nproc=2), {})[0]
+    assert checks.check_devices(JobSpec(script="x", nproc=1), {}) == []
+
+
+def test_names(tmp_path: Path) -> None:
+    home = str(tmp_path)
+    assert checks.choose_name(JobSpec(script="a/My train.py"), home).name == "My-train"
+    assert checks.choose_name(JobSpec(script="p.q.train", module=True), home).name == "train"
+    assert checks.choose_name(JobSpec(script="..."), home).name == "job"
+    lock = JobLock(paths_of(home, "train"))
+    try:
+        assert checks.choose_name(JobSpec(script="train.py"), home).name == "train-2"
+    finally:
+        lock.release()
+    assert checks.choose_name(JobSpec(script="train.py"), home).name == "train"
+    assert os.path.isdir(tmp_path / "jobs" / "train")

@@ -1,0 +1,114 @@
+"""A job file and options become one job."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.cli.jobspec import make_spec
+from perdure.cli.options import RunOptions
+from perdure.cli.run import find_shown
+from perdure.model.errors import ConfigError
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    config = write(
+        tmp_path,
+        'name="a"\nscript="x.py"\nargs=["--steps","9"]\nnproc=4\n[restart]\ngrace_s=5\n[env]\nA="1"\n',
+    )
+    spec, named, notes = make_spec(
+        RunOptions(config=config, nproc="2", max_restarts=0, env=["B=2", "A=x=y"])
+    )
+    assert (spec.name, named, notes) == ("a", True, [])
+    assert (spec.nproc, spec.args) == (2, ("--steps", "9"))
+    assert (spec.restart.max_restarts, spec.restart.grace_s) == (0, 5)
+    assert spec.env == {"A": "x=y", "B": "2"}
+
+
+def test_a_script_on_the_command_line_takes_no_arguments_from_the_file(tmp_path: Path) -> None:
+    config = write(tmp_path, 'script="x.py"\nargs=["--steps","9"]\n')
+    spec, named, _ = make_spec(RunOptions(config=config, script="y.py", args=["-v"]))
+    assert (spec.script, spec.args, named) == ("y.py", ("-v",), False)
+
+
+def test_relative_places_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = write(tmp_path, 'script="x.py"\n[checkpoint]\nurl="ck"\n')
+    spec, _, _ = make_spec(RunOptions(config=config, log_dir="logs"))
+    assert spec.cwd == str(tmp_path)
+    assert spec.checkpoint.url == str(tmp_path / "ck")
+    assert spec.log_dir == str(tmp_path / "logs")
+    config = write(tmp_path, 'script="x.py"\n[checkpoint]\nurl="s3://b/ck"\n')
+    assert make_spec(RunOptions(config=config))[0].checkpoint.url == "s3://b/ck"
+
+
+def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
+    spec, _, _ = make_spec(RunOptions(script="x.py", nproc="2", name="n", role="trainer"))
+    path = tmp_path / "plan.json"
+    path.write_bytes(msgspec.json.encode(spec))
+    assert make_spec(RunOptions(config=str(path)))[0] == spec
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ('script="x"\nnprocs=2', "unknown field `nprocs`", "did you mean `nproc`?"),
+        ('script="x"\n[detect]\nhang_floor=1', "detect: Object contains", "`hang_floor_s`"),
+        ('script="x"\nnproc=0', "nproc: Expected `int` >= 1", "documented"),
+        ('script="x"\n[checkpoint]\nkeep_last="a"', "checkpoint.keep_last: Expected `int`", ""),
+        ('script="x"\nname="a/b"', "name: Expected `str` matching", ""),
+        ('script="x\n', "not TOML", "toml.io"),
+        ("nproc=2", "no script", "SCRIPT"),
+    ],
+)
+def test_a_wrong_field_is_named_by_its_path(
+    tmp_path: Path, text: str, message: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_spec(RunOptions(config=write(tmp_path, text)))
+    assert message in caught.value.message
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"config": "/nowhere/job.toml"},
+        {"script": "x", "module": True, "no_python": True},
+        {"script": "x", "env": ["A"]},
+        {"script": "x", "nnodes": "2"},
+    ],
+)
+def test_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        make_spec(RunOptions(**options))
+
+
+def test_what_is_ignored_is_said() -> None:
+    notes = make_spec(
+        RunOptions(script="x", rdzv_backend="c10d", monitor_interval=1.0, start_method="fork")
+    )[2]
+    assert [note.split()[0] for note in notes] == [
+        "--rdzv-backend",
+        "--monitor-interval",
+        "--start-method",
+    ]
+
+
+def test_which_ranks_are_shown() -> None:
+    def shown(**options: Any) -> set[int]:
+        given = RunOptions(script="x", nproc="2", nodes=2, **options)
+        return set(find_shown(make_spec(given)[0], given))
+
+    assert shown() == {0, 1, 2, 3}
+    assert shown(redirects="3") == set()
+    assert shown(redirects="3", tee="0:3") == {0, 2}
+    assert shown(redirects="1:3") == {0, 2}
+    assert shown(local_ranks_filter="1") == {1, 3}

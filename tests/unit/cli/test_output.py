@@ -1,0 +1,60 @@
+"""Following: streams of ranks, and the journal's mirror."""
+
+from pathlib import Path
+
+from perdure.cli.output import MirrorTail, Stream, describe_entry, find_streams, render_entry
+from perdure.model.codec import encode
+from perdure.model.events import CommandReceived, Decision, JournalEntry, NodeLost, TimerFired
+
+
+def entry(seq: int) -> bytes:
+    return encode(JournalEntry(seq=seq, at_s=1.0, body=TimerFired())) + b"\n"
+
+
+def test_streams_are_found_in_order(tmp_path: Path) -> None:
+    for name in ("g1/rank-0.err", "g0/rank-10.out", "g0/rank-2.out", "g0/rank-2.err", "g0/x", "y"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    found = [(s.generation, s.rank, s.name) for s in find_streams(str(tmp_path))]
+    assert found == [(0, 2, "out"), (0, 2, "err"), (0, 10, "out"), (1, 0, "err")]
+
+
+def test_a_line_is_shown_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.out"
+    stream = Stream(0, 0, "out", str(path))
+    assert list(stream.read(last=False)) == []
+    path.write_bytes(b"one\ntw")
+    assert list(stream.read(last=False)) == ["one"]
+    path.write_bytes(b"one\ntwo\r50%\n\nend \xff")
+    assert list(stream.read(last=False)) == ["two\r50%", ""]
+    assert list(stream.read(last=True)) == ["end \ufffd"]
+    assert list(stream.read(last=True)) == []
+
+
+def test_the_mirror_is_followed_through_a_rewrite(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    tail = MirrorTail(str(path))
+    assert tail.poll() == []
+    path.write_bytes(entry(1) + entry(2)[:9])
+    assert [e.seq for e in tail.poll()] == [1]
+    path.write_bytes(entry(1) + entry(2))
+    assert [e.seq for e in tail.poll()] == [2]
+    fresh = tmp_path / "new"
+    fresh.write_bytes(entry(1) + entry(2) + entry(3))
+    fresh.replace(path)
+    assert [e.seq for e in tail.poll()] == [1, 2, 3]
+
+
+def test_an_entry_keeps_its_kind_first() -> None:
+    body = CommandReceived(id="1", kind="stop", who="eve")
+    shown = describe_entry(JournalEntry(seq=4, at_s=2.0, body=body))
+    assert list(shown) == ["seq", "t", "kind", "id", "what", "who"]
+    assert (shown["kind"], shown["what"]) == ("CommandReceived", "stop")
+
+
+def test_an_entry_as_a_line() -> None:
+    lost = JournalEntry(seq=7, at_s=12.5, body=NodeLost(node=1, at_s=12.0, reason="a\nb"))
+    assert render_entry(lost, 10.0) == "     7     2.500 s  NodeLost node=1 reason=a\\nb"
+    decided = JournalEntry(seq=8, at_s=12.5, body=Decision(action="A", summary="s", reason="r"))
+    assert render_entry(decided, 10.0) == "     8     2.500 s  -> A: s (r)"
