@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from perdure.adapters.host import find_marked
+from perdure.adapters.host import ProcStat, find_marked
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.model.actions import Assignment, InjectFault, TakeStacks
 from perdure.model.codec import decode, encode
@@ -323,4 +323,30 @@ async def test_nothing_survives_perdure_run(tmp_path: Path) -> None:
     finally:
         boss.kill()
         boss.wait()
+        await driver.close()
+
+
+@pytest.mark.slow
+async def test_budget(tmp_path: Path) -> None:
+    """8 ranks at 5 Hz: 1 % of a core (measured 0.7; twice that passes on a busy machine), 60 MB."""
+    driver = Driver(tmp_path, nproc=8)
+    try:
+        await driver.start()
+        await driver.form(0)
+        await until(lambda: driver.beats and len(driver.beats[-1].ranks) == 8)
+        assert driver.agent is not None
+        await asyncio.sleep(1)
+        stat = ProcStat(driver.agent.pid)
+        before, beats, began_s = stat.sample(), len(driver.beats), time.monotonic()
+        await asyncio.sleep(10)
+        after, wall_s = stat.sample(), time.monotonic() - began_s
+        stat.close()
+        share = (after.cpu_s - before.cpu_s) / wall_s
+        rate = (len(driver.beats) - beats) / wall_s
+        print(f"{share:.2%} of a core, {after.rss_bytes / 1e6:.1f} MB, {rate:.2f} beats/s")
+        assert share <= 0.02
+        assert after.rss_bytes <= 60e6
+        assert 4.5 <= rate <= 5.1
+        await driver.end(0)
+    finally:
         await driver.close()
