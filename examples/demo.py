@@ -66,7 +66,9 @@ def main() -> int:
     except KeyboardInterrupt:
         code = process.wait()
     page = HOME / "report.html"
-    subprocess.run([*PERDURE, "report", "demo", "--html", str(page)], check=False, timeout=120)
+    html = [*PERDURE, "report", "demo", "--html", str(page)]
+    subprocess.run(html, check=False, timeout=120, stdout=subprocess.DEVNULL)
+    print(f"demo: the report as a page: {page.relative_to(ROOT)}")
     print("demo: the same again, as JSON: PERDURE_HOME=.demo .venv/bin/perdure report demo --json")
     return code
 

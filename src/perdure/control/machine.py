@@ -173,10 +173,14 @@ class Controller:
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
         if record.failed and not record.asked:
+            culprit, cause = f"rank {record.rank}", record.cause
+            left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
+            if left and record.lost_peer:
+                culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
             return self._fail(
                 now,
-                f"rank {record.rank}",
-                record.cause,
+                culprit,
+                cause,
                 error=record.error,
                 code=record.code or 128 + record.signal,
                 signal=record.signal,

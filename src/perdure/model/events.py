@@ -96,6 +96,12 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         return bool(self.code or self.signal)
 
     @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because another rank's connection went away."""
+        text = f"{self.error} {self.traceback[-2000:]} {' '.join(self.last_output[-3:])}"
+        return self.failed and any(words in text for words in _PEER_GONE)
+
+    @property
     def cause(self) -> str:
         """Return it in words, such as `signal 9 (SIGKILL)`."""
         if self.oom:
@@ -104,6 +110,9 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
             return f"signal {self.signal} ({_SIGNALS.get(self.signal, '?')})"
         return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
 
+
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""What gloo and NCCL say when the other end of a connection is gone."""
 
 _SIGNALS = {
     1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",

@@ -25,6 +25,24 @@ from perdure.model.verdicts import Culprit, Verdict
 _Key = tuple[int, str, str, float]
 
 
+def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:
+    """Return the verdict on a rank that left with exit code 0 while others needed it."""
+    rank, victim = early.record.rank, failed[0].record
+    return Verdict(
+        kind="EarlyExit",
+        culprit=Culprit(rank=rank),
+        generation=early.record.generation,
+        first_seen_s=early.record.at_s,
+        confirmed_s=failed[0].detected_s,
+        confidence=0.9,
+        reason=f"rank {rank} ended with exit code 0 while rank {victim.rank} still needed it: "
+        f"{victim.cause}",
+        actionable=True,
+        step=early.account.step,
+        evidence=_find_evidence(victim, failed[1:]),
+    )
+
+
 def find_verdicts(entries: Iterable[JournalEntry]) -> tuple[Verdict, ...]:
     """Return every verdict of a journal by time; withdrawn ones say so in their evidence."""
     fold = VerdictFold()
@@ -40,6 +58,8 @@ class VerdictFold:
         """Begin before the first entry."""
         self._reached: dict[_Key, Verdict] = {}
         self._exits: dict[int, list[RankExited]] = {}
+        self._early: dict[int, list[RankExited]] = {}
+        """Exits with code 0: harmless unless others were still waiting for that rank."""
         self._stacks: dict[int, StacksTaken] = {}
 
     def add(self, entry: JournalEntry) -> None:
@@ -56,6 +76,8 @@ class VerdictFold:
                 exits = self._exits.setdefault(event.record.generation, [])
                 if all(e.record.rank != event.record.rank for e in exits):
                     exits.append(event)
+            case RankExited() as event if not event.record.failed and not event.record.asked:
+                self._early.setdefault(event.record.generation, []).append(event)
             case StacksTaken() as event:
                 self._stacks[event.generation] = event
             case NodeLost() as event:
@@ -105,6 +127,10 @@ class VerdictFold:
                 and verdict.confirmed_s <= record.at_s
             ):
                 return None  # They died of the hang that is already explained.
+        if record.lost_peer:
+            for early in self._early.get(generation, ()):
+                if early.record.at_s <= record.at_s:
+                    return _blame_early(early, ordered)
         step = first.account.step
         where = f" at step {step}" if step >= 0 else ""
         return Verdict(
