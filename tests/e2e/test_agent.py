@@ -260,6 +260,11 @@ async def test_keeper_is_lost(driver: Driver) -> None:
     os.kill(hello.keeper_pid, signal.SIGKILL)
     lost = await driver.wait(KeeperLost)
     assert lost.generation == 0
+    ends = [event for event in driver.events if isinstance(event, RankExited)]
+    assert [(e.record.rank, e.record.asked, e.account.spawned_s > 0) for e in ends] == [
+        (0, True, True),
+        (1, True, True),
+    ]
     for pid in started.pids.values():
         assert not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text()
     second = await driver.form(1)
@@ -282,6 +287,7 @@ async def test_agent_and_keeper_are_lost_together(driver: Driver) -> None:
     )
     lost = await driver.wait(KeeperLost, after=after)
     assert lost.generation == 0
+    assert len([e for e in driver.events[after:] if isinstance(e, RankExited)]) == 2
     assert await driver.end(0) == 0
     assert driver.leftovers() == []
 

@@ -79,7 +79,7 @@ class Agent:
             case KeeperUp():
                 return self._greet_keeper(now, input_)
             case KeeperGone():
-                return self._lose_keeper(now)
+                return self._lose_keeper(now, input_)
             case KeeperSaid():
                 return self._hear_keeper(now, input_)
             case RankEnded():
@@ -197,7 +197,7 @@ class Agent:
         return [SpawnRanks(wanted)]
 
     def _report_started(self, keeper: KeeperView) -> list[Request]:
-        begun = keeper.running or any(g == keeper.generation for g, _ in keeper.exited)
+        begun = keeper.running or any(g == keeper.generation for g, _ in self.state.exited)
         if self.state.reported_started >= keeper.generation or not begun:
             return []  # Told already, or being forked at this moment: `KeeperSpawned` follows.
         self.state.reported_started = keeper.generation
@@ -298,7 +298,12 @@ class Agent:
             )
         )
 
-    def _lose_keeper(self, now: float) -> list[Request]:
+    def _lose_keeper(self, now: float, gone: KeeperGone) -> list[Request]:
+        """Tell of the ranks that died with it; then start another, or be done."""
+        told = [request for ended in gone.exits for request in self._note_exit(now, ended)]
+        return told + self._replace_keeper(now)
+
+    def _replace_keeper(self, now: float) -> list[Request]:
         """Start a new one, unless the job is ending: then the node is as empty as asked for."""
         state, lost = self.state, self.state.keeper
         state.keeper = None
@@ -352,7 +357,7 @@ class Agent:
         keeper.running = {
             rank: pid
             for rank, pid in spawned.pids.items()
-            if (spawned.generation, rank) not in keeper.exited
+            if (spawned.generation, rank) not in self.state.exited
         }
         if self.state.reported_started >= spawned.generation:
             return []
@@ -369,10 +374,10 @@ class Agent:
 
     def _note_exit(self, now: float, ended: RankEnded) -> list[Request]:
         keeper, record = self.state.keeper, ended.record
-        if keeper is None or (record.generation, record.rank) in keeper.exited:
+        if (record.generation, record.rank) in self.state.exited:
             return []
-        keeper.exited.add((record.generation, record.rank))
-        if record.generation == keeper.generation:
+        self.state.exited.add((record.generation, record.rank))
+        if keeper is not None and record.generation == keeper.generation:
             keeper.running.pop(record.rank, None)
         event = RankExited(
             node=self.identity.node,

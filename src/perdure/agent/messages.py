@@ -39,7 +39,7 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     state: KeeperState
     exits: tuple[RankEnded, ...] = ()
-    """`state.exits`, each with what its ring says."""
+    """`state.exits` and the ranks that an earlier keeper took with it, each with its ring."""
     started_s: float = 0.0
     """When the youngest rank of `state` was spawned, from the rings."""
     newest_on_disk: int = -1
@@ -48,6 +48,9 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The keeper is dead, and so is everything that it had started."""
+
+    exits: tuple[RankEnded, ...] = ()
+    """Its ranks, each with what its ring says."""
 
 
 class KeeperSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):

@@ -27,8 +27,6 @@ class KeeperView:
     """The newest generation of which it started a rank."""
     running: dict[int, int] = field(default_factory=dict)
     """Global rank -> pid, of that generation."""
-    exited: set[tuple[int, int]] = field(default_factory=set)
-    """(generation, rank) reaped so far."""
     started_s: float = 0.0
     warm: bool = False
     why_cold: str = ""
@@ -57,6 +55,8 @@ class AgentState:
 
     assignment: Assignment | None = None
     keeper: KeeperView | None = None
+    exited: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, rank) whose end was reported."""
     lost_generation: int | None = None
     """Of a keeper whose death is to be reported once the next one is up."""
     newest_spawned: int = -1

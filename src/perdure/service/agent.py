@@ -28,6 +28,7 @@ from perdure.agent.messages import (
     KeeperUp,
     Leave,
     OrderReceived,
+    RankEnded,
     Report,
     Request,
     SpawnRanks,
@@ -115,7 +116,7 @@ class AgentService:
             marks=marks,
             up=self._greet_keeper,
             said=self._hear_keeper,
-            gone=lambda: self.take(KeeperGone()),
+            gone=self._miss_keeper,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._dumping: set[tuple[int, int]] = set()
@@ -167,15 +168,28 @@ class AgentService:
             log.error("order refused: %s", error)
 
     def _greet_keeper(self, state: KeeperState) -> None:
+        ranks, reader = self._spec.ranks_of(self._node), self._reader
+        newest = reader.find_newest(ranks)
+        exits = [reader.read_end(record) for record in state.exits]
+        if newest > state.generation:  # An earlier keeper's, which no agent saw die.
+            exits += reader.read_lost(newest, ranks, self.now())
         self.take(
             KeeperUp(
                 state=state,
-                exits=tuple(self._reader.read_end(record) for record in state.exits),
-                started_s=self._reader.find_spawned(state.generation, state.running),
-                newest_on_disk=self._reader.find_newest(self._spec.ranks_of(self._node)),
+                exits=tuple(exits),
+                started_s=reader.find_spawned(state.generation, state.running),
+                newest_on_disk=newest,
             )
         )
         log.info("keeper %d: generation %d, %s", state.pid, state.generation, state.running)
+
+    def _miss_keeper(self) -> None:
+        """Say that the keeper is gone, with what the rings of its ranks say."""
+        lost = self.machine.state.keeper
+        exits: list[RankEnded] = []
+        if lost is not None:
+            exits = self._reader.read_lost(lost.generation, sorted(lost.running), self.now())
+        self.take(KeeperGone(exits=tuple(exits)))
 
     def _hear_keeper(self, message: FromKeeper) -> None:
         if isinstance(message, KeeperExited):

@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 
 from perdure.adapters.host import ProcSampler
 from perdure.adapters.rings import read_ring
@@ -10,6 +11,7 @@ from perdure.agent.state import KeeperView
 from perdure.model.events import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+from perdure.service.jobfiles import read_document
 
 HEALTHY_S = 0.5
 """How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
@@ -69,6 +71,24 @@ class RankReader:
         if reading is None:
             return RankEnded(record=record)
         return RankEnded(record=record, account=reading.account, comms=reading.comms)
+
+    def read_lost(self, generation: int, ranks: Iterable[int], now: float) -> list[RankEnded]:
+        """Return how `ranks` ended that died with their keeper: by its record, or without one.
+
+        `asked` is set in the latter case: what failed is the keeper, not the rank.
+        """
+        ends = []
+        for rank in ranks:
+            reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
+            if reading is None:
+                continue
+            record = read_document(self._paths.exit_record(generation, rank), ExitRecord)
+            if record is None:
+                record = ExitRecord(
+                    rank, generation, reading.pid, now, signal=9, asked=True, error="keeper lost"
+                )
+            ends.append(RankEnded(record=record, account=reading.account, comms=reading.comms))
+        return ends
 
     def find_spawned(self, generation: int, ranks: dict[int, int]) -> float:
         """Return when the youngest of `ranks` was spawned; 0 where no ring tells."""

@@ -196,8 +196,11 @@ def test_takeover_in_the_middle_of_a_fork_waits_for_it(node: Node) -> None:
 def test_lost_keeper_is_reported_when_the_next_is_up(node: Node) -> None:
     node.up()
     node.run_generation(0)
-    assert node.machine.handle(20.0, KeeperGone()) == [StartKeeper()]
-    assert node.up(msgspec.structs.replace(NEW, pid=51)) == [
+    told = node.machine.handle(20.0, KeeperGone(exits=(exit_of(0), exit_of(1))))
+    assert [type(event) for event in events(told)] == [RankExited, RankExited]
+    assert told[2:] == [StartKeeper()]
+    again = (exit_of(0), exit_of(1))
+    assert node.up(msgspec.structs.replace(NEW, pid=51), exits=again) == [
         Report(KeeperLost(node=0, generation=0, at_s=9.0))
     ]
     held = node.machine.state.assignment
