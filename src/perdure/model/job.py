@@ -74,9 +74,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """One training job."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")] = "job"
+    """Names the job's directory; running the same name again resumes it. `perdure run` makes one
+    of the script's name where none was given."""
     script: str
     """Path of a Python file; a module's name with `module`; a program with `no_python`."""
     args: tuple[str, ...] = ()
+    """Its arguments."""
     module: bool = False
     """Run `script` as `python -m` would."""
     no_python: bool = False
@@ -88,6 +91,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     spares: Count = 0
     """Slots paid for and kept idle, ready to stand in."""
     cwd: str = "."
+    """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}
     """Added to the environment of every rank."""
     cold: bool = False

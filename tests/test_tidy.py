@@ -1,0 +1,182 @@
+"""Files and functions stay small; what a person can set, call or meet is documented."""
+
+import ast
+import inspect
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import typer
+
+import perdure.model.actions as actions
+import perdure.model.events as events
+import perdure.model.job as job
+import perdure.model.wire as wire
+from perdure.cli.app import app
+from perdure.cli.main import PARTS
+from perdure.cli.torchrun import REFUSED
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "src" / "perdure").rglob("*.py"))
+ALL = [
+    *SOURCES,
+    *(p for name in ("tests", "examples", "bench") for p in sorted((ROOT / name).rglob("*.py"))),
+]
+DOCUMENTS = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "GLOSSARY.md"]
+DOCUMENTS += sorted((ROOT / "docs").glob("*.md"))
+FILE_LINES_MAX = 500
+FUNCTION_LINES_MAX = 70
+
+
+def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def test_files_and_functions_are_short() -> None:
+    long = []
+    for path in ALL:
+        lines = len(path.read_text().splitlines())
+        if lines > FILE_LINES_MAX:
+            long.append(f"{path.relative_to(ROOT)}: {lines} lines")
+        for node in functions(path):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
+    assert long == []
+
+
+def test_nothing_is_left_to_do() -> None:
+    marks = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b|\bNotImplementedError\b")
+    found = [
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in ALL
+        if path != Path(__file__)
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if marks.search(line)
+    ]
+    assert found == []
+
+
+def field_docs(module: typing.Any) -> dict[str, set[str]]:
+    """Return class -> fields that have a docstring below them."""
+    found: dict[str, set[str]] = {}
+    for node in ast.parse(inspect.getsource(module)).body:
+        if isinstance(node, ast.ClassDef):
+            names = found.setdefault(node.name, set())
+            for field, below in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(below, ast.Expr)
+                    and isinstance(below.value, ast.Constant)
+                ):
+                    names.add(field.target.id)
+    return found
+
+
+@pytest.mark.parametrize("config", ["DetectConfig", "CheckpointConfig", "RestartConfig", "JobSpec"])
+def test_every_setting_is_documented_where_it_is_defined(config: str) -> None:
+    fields = set(getattr(job, config).__struct_fields__)
+    sections = {"detect", "checkpoint", "restart"} if config == "JobSpec" else set()
+    assert fields - field_docs(job)[config] - sections == set()
+
+
+@pytest.mark.parametrize("module", [events, actions, wire], ids=lambda m: m.__name__)
+def test_every_event_action_and_message_is_documented(module: typing.Any) -> None:
+    types = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and issubclass(value, msgspec.Struct)
+        and value.__module__ == module.__name__
+    ]
+    assert types
+    assert [t.__name__ for t in types if not (t.__doc__ or "").strip()] == []
+
+
+def test_every_event_is_one_the_controller_may_meet() -> None:
+    listed = {t.__name__ for t in typing.get_args(events.AnyEvent)}
+    defined = {
+        name
+        for name, value in vars(events).items()
+        if isinstance(value, type) and issubclass(value, events.Event) and value is not events.Event
+    }
+    assert defined == listed
+
+
+def test_every_environment_variable_is_documented() -> None:
+    used: dict[str, str] = {}
+    for path in SOURCES:
+        for name in re.findall(r"[\"']_?(PERDURE_[A-Z_]+)[\"'=]", path.read_text()):
+            used.setdefault(name, path.name)
+    text = "\n".join(path.read_text() for path in DOCUMENTS)
+    assert used
+    assert {name: where for name, where in used.items() if name not in text} == {}
+
+
+def commands() -> dict[str, typing.Any]:
+    return typing.cast(typing.Any, typer.main.get_command(app)).commands
+
+
+def test_every_command_and_option_says_what_it_does() -> None:
+    silent = []
+    for name, command in commands().items():
+        if not command.help:
+            silent.append(name)
+        for parameter in command.params:
+            if not getattr(parameter, "help", None):
+                silent.append(f"{name} {parameter.name}")
+    assert silent == []
+
+
+def test_every_command_speaks_json() -> None:
+    without = [
+        name
+        for name, command in commands().items()
+        if not any("--json" in parameter.opts for parameter in command.params)
+    ]
+    assert without == []
+
+
+def test_every_command_is_in_the_exit_code_table() -> None:
+    text = (ROOT / "docs" / "exit-codes.md").read_text()
+    assert [name for name in commands() if f"`{name}`" not in text] == []
+    assert set(PARTS) == {"controller", "agent", "keeper", "zygote"}
+
+
+def torchrun_options() -> set[str]:
+    run = pytest.importorskip("torch.distributed.run")
+    return {
+        option
+        for action in run.get_args_parser()._actions
+        for option in action.option_strings
+        if option.startswith("--") and "_" not in option and option != "--help"
+    }
+
+
+def test_every_option_of_torchrun_is_taken_or_refused_and_in_the_table() -> None:
+    taken = {opt for p in commands()["run"].params for opt in p.opts if opt.startswith("--")}
+    options = torchrun_options()
+    assert options - taken == set(REFUSED)
+    rows = re.findall(
+        r"^\| `(--[a-z-]+)`.*\| (same|accepted|refused) \|",
+        (ROOT / "docs" / "torchrun.md").read_text(),
+        re.MULTILINE,
+    )
+    table = dict(rows)
+    assert set(table) == options
+    assert {name for name, word in table.items() if word == "refused"} == set(REFUSED)
+
+
+def test_links_between_documents_lead_somewhere() -> None:
+    broken = []
+    for path in [*DOCUMENTS, ROOT / "CHANGELOG.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
+            if not (path.parent / target).exists():
+                broken.append(f"{path.name}: {target}")
+    assert broken == []
