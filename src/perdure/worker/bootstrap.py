@@ -93,6 +93,9 @@ def reset_process() -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # torch.seed() would go on to CUDA.
     tempfile = sys.modules.get("tempfile")
     if tempfile is not None:
         tempfile.__dict__["_name_sequence"] = None
@@ -220,9 +223,11 @@ def _end_by(error: BaseException, traceback_file: str) -> None:
     except SystemExit:
         raise
     except BaseException as second:
-        print("Error in sys.excepthook:", file=sys.stderr)
         own = second.__traceback__
-        sys.__excepthook__(type(second), second, own.tb_next if own else None)
+        second.__traceback__ = own.tb_next if own else None
+        second.__context__ = None
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(second), second, second.__traceback__)
         print("\nOriginal exception was:", file=sys.stderr)
         sys.__excepthook__(kind, error, trace)
     if isinstance(error, KeyboardInterrupt):

@@ -153,9 +153,13 @@ class Ranks:
 
     def spawn(self, order: KeeperSpawn) -> None:
         """Start a generation, once everything older is gone and it is known how."""
-        if self._spawned is not None and self._spawned.generation == order.generation:
+        if order.generation <= self._ended:
+            self._send(KeeperStopped(order.generation))
+        elif self._spawned is not None and self._spawned.generation == order.generation:
             self._send(self._spawned)
-        elif order.generation <= max(self._ended, self.generation):
+        elif self._is_under_way(order.generation):
+            return
+        elif order.generation <= self.generation:
             self._send(KeeperStopped(order.generation))
         elif self._spawn is None or self._spawn.generation < order.generation:
             self._spawn = order
@@ -165,15 +169,22 @@ class Ranks:
     def serve_store(self, order: KeeperStore) -> None:
         """Serve a store, in the same way."""
         ready = self._store_ready
-        if ready is not None and ready.generation == order.generation:
-            if self._store_pid or not ready.port:
-                self._send(ready)
-            else:
-                self._send(KeeperStoreReady(order.generation, 0, "the store has ended"))
-        elif order.generation <= self._ended:
+        if order.generation <= self._ended:
             self._send(KeeperStopped(order.generation))
-        elif self._store is None or self._store.generation < order.generation:
+        elif ready is not None and ready.generation == order.generation:
+            if ready.port and not self._store_pid:
+                ready = KeeperStoreReady(order.generation, 0, "the store has ended")
+            self._send(ready)
+        elif not self._is_under_way(order.generation, store=True) and (
+            self._store is None or self._store.generation < order.generation
+        ):
             self._store = order
+
+    def _is_under_way(self, generation: int, *, store: bool = False) -> bool:
+        """Whether the image is just forking this: the answer follows then."""
+        if self._forking is None or self._forking.order.generation != generation:
+            return False
+        return isinstance(self._forking.order, KeeperStore) is store
 
     def kill(self, generation: int | None, grace_s: float, *, answer: bool = True) -> None:
         """End generations up to `generation` (None: everything) with all their descendants.
