@@ -92,6 +92,12 @@ class Generation:
         ]
         return min([*steps, *self.restored.values()], default=None)
 
+    def find_early(self, record: ExitRecord) -> int | None:
+        """Return the first rank that left with exit code 0 before `record`; None if none did."""
+        ends = (h.exit for h in self.ranks.values() if h.exit is not None)
+        left = [e for e in ends if not e.failed and not e.asked and e.at_s <= record.at_s]
+        return min(left, key=lambda e: (e.at_s, e.rank)).rank if left else None
+
     @property
     def step(self) -> int:
         """Return the steps committed by every rank that declared any; -1 for none."""
@@ -197,7 +203,9 @@ class History:
                 if history.exit is None:
                     history.exit, history.detected_s = record, event.detected_s
                     if record.failed and not record.asked:
-                        self._blame(generation, _crash(event, history.account.step))
+                        early = generation.find_early(record) if record.lost_peer else None
+                        cause = _crash(event, history.account.step, early)
+                        self._blame(generation, cause)
             case VerdictReached() as event if event.verdict.actionable:
                 self._blame(self._of(event.verdict.generation), _hang(event.verdict))
             case NodeLost() as event if self.newest is not None:
@@ -231,12 +239,16 @@ class History:
         generation.incident = cause
 
 
-def _crash(event: RankExited, step: int) -> Incident:
+def _crash(event: RankExited, step: int, early: int | None) -> Incident:
+    """`early` is a rank whose leaving in good order took the others' connections away."""
     record = event.record
-    culprit = f"rank {record.rank}"
+    culprit, cause = f"rank {record.rank}", record.cause
     where = f" at step {step}" if step >= 0 else ""
     reason = f"{culprit} ended with {record.cause}{where}"
-    return Incident(record.cause, culprit, step, record.at_s, event.detected_s, reason)
+    if early is not None:
+        culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
+        reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"
+    return Incident(cause, culprit, step, record.at_s, event.detected_s, reason)
 
 
 def _hang(verdict: Verdict) -> Incident:

@@ -170,3 +170,17 @@ def test_consequences_do_not_become_the_cause():
     (recovery,) = report_of(story).recoveries
     assert (recovery.culprit, recovery.cause) == ("rank 1", "signal 11 (SIGSEGV)")
     assert recovery.at_s == died
+
+
+def test_a_rank_that_left_early_is_the_culprit_of_what_its_peers_died_of():
+    story = Story(resumable=False)
+    story.start()
+    story.train(5)
+    story.exit(1, story.now)
+    story.now += 0.1
+    story.exit(0, story.now, code=1, error="RuntimeError: Connection closed by peer")
+    story.now += 0.1
+    story._take_down(None)
+    (recovery,) = report_of(story).recoveries
+    assert recovery.culprit == "rank 1"
+    assert recovery.cause.startswith("left early; then rank 0: exit code 1")
