@@ -1,0 +1,79 @@
+"""The real controller, agents and detector under virtual time: seeds and their invariants."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from perdure.agent.messages import KeeperSaid
+from perdure.model.wire import KeeperStopped
+from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
+
+GENTLE = range(0, 150)
+STORMY = range(1000, 1060)
+
+
+def run(seed: int, **changes: object) -> Simulation:
+    simulation = Simulation(Scenario(seed=seed, **changes))  # type: ignore[arg-type]
+    simulation.run()
+    return simulation
+
+
+@pytest.mark.parametrize("first", GENTLE[::25])
+def test_64_ranks_survive_five_faults(first: int) -> None:
+    for seed in range(first, first + 25):
+        run(seed)
+
+
+def test_16_ranks_survive_fourteen_faults_in_a_storm() -> None:
+    storm = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
+    for seed in STORMY:
+        run(seed, nodes=4, nproc=4, faults=14, weather=storm)
+
+
+def test_without_faults_nothing_is_restarted_and_the_ledger_says_so() -> None:
+    simulation = Simulation(Scenario(seed=1, nodes=2, nproc=2, faults=0, weather=Weather()))
+    report = simulation.run()
+    assert max(simulation.worlds) == 0
+    assert report.recoveries == ()
+    assert report.ledger["lost_work"].s == 0.0
+    assert report.ledger["useful"].s == pytest.approx(4 * 150 * 0.4, rel=1e-6)
+    assert abs(report.ledger["unattributed"].fraction) <= 0.005
+
+
+def test_every_crash_is_a_recovery_in_the_ledger() -> None:
+    for seed in range(20):
+        simulation = Simulation(Scenario(seed=seed, nodes=2, nproc=2))
+        report = simulation.run()
+        worlds = len(simulation.worlds) - 1
+        assert sum(row.rung == "restart" for row in report.recoveries) == worlds, seed
+        assert abs(report.ledger["unattributed"].fraction) <= 0.005, seed
+
+
+def test_a_keeper_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The invariants can fail: ranks that are said to be gone and are not violate one."""
+
+    def kill(node, agent, generation):  # type: ignore[no-untyped-def]
+        said = KeeperSaid(message=KeeperStopped(generation))
+        node._feed_same(agent, said)
+
+    monkeypatch.setattr("perdure.sim.node.Node._kill", kill)
+    with pytest.raises(InvariantViolated, match=r"live at once|did not end|outlived"):
+        for seed in range(20):
+            run(seed, nodes=2, nproc=2)
+
+
+@pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
+def test_same_seed_same_actions_under_any_hash_seed(hash_seed: str) -> None:
+    code = (
+        "from perdure.sim import Scenario, Simulation\n"
+        "s = Simulation(Scenario(seed=5, nodes=3, nproc=2)); s.run(); print(s.actions.hexdigest())"
+    )
+    env = dict(os.environ, PYTHONHASHSEED=hash_seed)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60
+    )
+    here = Simulation(Scenario(seed=5, nodes=3, nproc=2))
+    here.run()
+    assert done.stdout.strip() == here.actions.hexdigest(), done.stderr
