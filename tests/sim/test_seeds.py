@@ -20,6 +20,11 @@ def run(seed: int, **changes: object) -> Simulation:
     return simulation
 
 
+def run_all(seeds: range, **changes: object) -> None:
+    for seed in seeds:
+        run(seed, **changes)
+
+
 @pytest.mark.parametrize("first", GENTLE[::25])
 def test_64_ranks_survive_five_faults(first: int) -> None:
     for seed in range(first, first + 25):
@@ -60,8 +65,7 @@ def test_a_keeper_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("perdure.sim.node.Node._kill", kill)
     with pytest.raises(InvariantViolated, match=r"live at once|did not end|outlived"):
-        for seed in range(20):
-            run(seed, nodes=2, nproc=2)
+        run_all(range(20), nodes=2, nproc=2)
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
