@@ -66,6 +66,8 @@ class SnapshotFold:
         self._begin(beat.generation)
         for progress in beat.ranks:
             self._ranks[progress.rank] = (beat.sent_s, progress)
+            if not progress.account.first_step_s or progress.account.step < 0:
+                continue  # A rank that resumes leaps to its step; that is no speed.
             points = self._points.setdefault(progress.rank, deque())
             points.append((progress.account.last_step_s or beat.sent_s, progress.account.step))
             while len(points) > 2 and points[-1][0] - points[0][0] > SPEED_WINDOW_S:
