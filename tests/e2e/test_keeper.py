@@ -3,25 +3,17 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from perdure.model.codec import decode, encode
-from perdure.model.events import ExitRecord
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import job_paths
 from perdure.model.wire import (
-    FromKeeper,
-    KeeperExit,
-    KeeperExited,
     KeeperKill,
     KeeperSignal,
     KeeperSpawn,
@@ -29,189 +21,10 @@ from perdure.model.wire import (
     KeeperState,
     KeeperStatus,
     KeeperStopped,
-    KeeperStore,
-    KeeperStoreReady,
-    RankLaunch,
 )
+from tests.e2e.node import JOB, MAIN, TIMEOUT_S, Node
 
 pytestmark = [pytest.mark.torch, pytest.mark.serial]
-JOB = "kept"
-TIMEOUT_S = 60.0
-MAIN = "import sys; from perdure.worker.keeper import main; main(sys.argv[1], 0)"
-
-
-class Node:
-    """A keeper and its agent."""
-
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.paths: JobPaths = job_paths(str(home), JOB, os.getuid())
-        self.port = 0
-        self.env: dict[str, str] = {}
-        os.makedirs(self.paths.root)
-        self.start()
-
-    def start(self) -> None:
-        environ = dict(os.environ, PERDURE_HOME=str(self.home), PERDURE_RUN_PID=str(os.getpid()))
-        with open(self.home / "keeper.log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", MAIN, JOB],
-                env=environ,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        self.connect()
-
-    def connect(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            self.sock = socket.socket(socket.AF_UNIX)
-            try:
-                self.sock.connect(self.paths.keeper_socket(0))
-                break
-            except OSError:
-                self.sock.close()
-                assert time.monotonic() < deadline, self.log()
-                time.sleep(0.01)
-        self.sock.settimeout(TIMEOUT_S)
-        self.skipped: list[Any] = []
-        self.lines = self.sock.makefile("rb")
-
-    def disconnect(self) -> None:
-        self.lines.close()
-        self.sock.close()
-
-    def log(self) -> str:
-        return (self.home / "keeper.log").read_text()
-
-    def ask(self, message: Any) -> None:
-        self.sock.sendall(encode(message) + b"\n")
-
-    def expect(self, kind: Any, **fields: Any) -> Any:
-        """Return the next message of `kind` with `fields`, skipping others."""
-        def fits(message: Any) -> bool:
-            return isinstance(message, kind) and all(
-                getattr(message, name) == value for name, value in fields.items()
-            )
-
-        for message in self.skipped:
-            if fits(message):
-                self.skipped.remove(message)
-                return message
-        try:
-            for line in self.lines:
-                message = decode(line, FromKeeper)
-                if fits(message):
-                    return message
-                self.skipped.append(message)
-        except TimeoutError:
-            pass
-        raise AssertionError(f"no {kind.__name__} {fields}:\n{self.log()}")
-
-    def wait_warm(self) -> None:
-        deadline = time.monotonic() + TIMEOUT_S
-        while True:
-            self.ask(KeeperStatus())
-            state = self.expect(KeeperState)
-            if state.warm:
-                return
-            assert not state.why_cold and time.monotonic() < deadline, self.log()
-            time.sleep(0.05)
-
-    def launch(self, generation: int, rank: int, world: int) -> RankLaunch:
-        env = dict(os.environ) | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True" if self.port else "False",
-            "TORCHELASTIC_RESTART_COUNT": str(generation), "OMP_NUM_THREADS": "1",
-            "TORCHELASTIC_ERROR_FILE": self.paths.error_file(generation, rank),
-            "PERDURE_JOB": JOB, "PERDURE_HOME": str(self.home), "PERDURE_NODE": "0",
-            "PERDURE_GENERATION": str(generation), "PERDURE_RECORDER": "auto",
-            "PERDURE_RING": self.paths.ring(generation, rank), "TRAIL": str(self.home / "trail"),
-        } | self.env  # fmt: skip
-        return RankLaunch(
-            rank=rank,
-            env=env,
-            stdout=self.paths.stream(generation, rank, "out"),
-            stderr=self.paths.stream(generation, rank, "err"),
-            ring=self.paths.ring(generation, rank),
-        )
-
-    def spawn(
-        self, generation: int, script: str, *args: str, world: int = 1, **options: Any
-    ) -> KeeperSpawned:
-        defaults = {"module": False, "no_python": False, "cold": False, "cwd": str(self.home)}
-        order = KeeperSpawn(
-            generation=generation,
-            ranks=tuple(self.launch(generation, r, world) for r in range(world)),
-            script=script,
-            args=args,
-            **(defaults | options),
-        )
-        self.ask(order)
-        spawned: KeeperSpawned = self.expect(KeeperSpawned, generation=generation)
-        return spawned
-
-    def serve_store(self, generation: int, world: int) -> None:
-        self.ask(KeeperStore(generation, world))
-        ready = self.expect(KeeperStoreReady, generation=generation)
-        assert ready.port, ready.why_not
-        self.port = ready.port
-
-    def ended(self, generation: int, rank: int = 0) -> ExitRecord:
-        path = Path(self.paths.exit_record(generation, rank))
-        others: list[Any] = []
-        while True:
-            record: ExitRecord = self.expect(KeeperExited).record
-            if (record.generation, record.rank) == (generation, rank):
-                self.skipped += others
-                assert decode(path.read_bytes(), ExitRecord) == record
-                return record
-            others.append(KeeperExited(record))
-
-    def text(self, generation: int, rank: int = 0, name: str = "out") -> str:
-        return Path(self.paths.stream(generation, rank, name)).read_text()
-
-    def trail(self) -> list[list[Any]]:
-        path = self.home / "trail"
-        return [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
-
-    def wait_trail(self, count: int) -> list[list[Any]]:
-        deadline = time.monotonic() + TIMEOUT_S
-        while len(self.trail()) < count:
-            assert time.monotonic() < deadline, (self.trail(), self.log())
-            time.sleep(0.005)
-        return self.trail()
-
-    def script(self, text: str, name: str = "train.py") -> str:
-        path = self.home / name
-        path.write_text(textwrap.dedent(text))
-        return str(path)
-
-    def leftovers(self) -> list[str]:
-        left = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("PERDURE_HOME") == str(self.home):
-                    left.append(f"{process.pid} {process.status()} {process.cmdline()}")
-            except psutil.Error:
-                continue
-        return left
-
-    def end(self) -> None:
-        if self.process.poll() is None:
-            try:
-                self.ask(KeeperExit())
-                self.process.wait(20)
-            except (OSError, subprocess.TimeoutExpired):
-                self.process.kill()
-                self.process.wait()
-        self.disconnect()
-        deadline = time.monotonic() + 5
-        while self.leftovers() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert not self.leftovers(), self.log()
 
 
 def is_gone(pid: int) -> bool:
@@ -504,25 +317,65 @@ def test_module_and_program(node: Node) -> None:
     assert node.text(3) == node.text(4)
 
 
-def test_imports_are_preloaded(node: Node) -> None:
-    """The next image has what ranks imported, but for what starts threads or asks its rank."""
-    names = ["wave", "perdure.worker.control", "torch.distributed.launcher.api", "turtledemo"]
-    Path(node.paths.imports).write_text(json.dumps(names))
-    node.end()
-    node.start()
-    node.wait_warm()
-    script = node.script(
-        TRAIL + "import sys; note(*('%s' % (m in sys.modules) for m in ('wave', 'sched')))\n"
-        "import sched; time.sleep(30)"
+BAD_MODULES = {
+    "crasher": "import os\nos.abort()",
+    "starter": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(99,), daemon=True).start()",
+    "asker": "import os\nrank = int(os.environ.get('RANK', '0'))",
+    "leaver": "import sys\nsys.exit(3)",
+    "setter": "import os\nos.environ['SET_AT_IMPORT'] = 'yes'",
+}
+
+
+def test_imports_are_preloaded(tmp_path: Path) -> None:
+    """An image has what ranks imported, but for what crashes, starts threads or asks its rank."""
+    for name, text in BAD_MODULES.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    script = tmp_path / "train.py"
+    names = ("wave", *BAD_MODULES, "sched")
+    script.write_text(
+        TRAIL + f"import sys\nnote([m for m in {names} if m in sys.modules],"
+        " os.environ.get('SET_AT_IMPORT'))\n"
+        "import sched\ntime.sleep(30)"
     )
-    node.spawn(0, script)
-    assert node.wait_trail(2)[1] == ["True", "False"]
-    deadline = time.monotonic() + TIMEOUT_S
-    while node.log().count("is ready") < 3:
-        assert time.monotonic() < deadline, node.log()
-        time.sleep(0.1)
-    node.spawn(1, script)
-    assert node.wait_trail(4)[3] == ["True", "True"]
+    paths = job_paths(str(tmp_path), JOB, os.getuid())
+    os.makedirs(paths.root)
+    Path(paths.imports).write_text(json.dumps(names[:-1]))
+    node = Node(tmp_path, PYTHONPATH=str(tmp_path))
+    node.env["PYTHONPATH"] = str(tmp_path)
+    try:
+        node.wait_warm()
+        for said in ("crasher (died)", "starter runs 1 thread", "asker reads RANK at import"):
+            assert said in node.log()
+        assert node.spawn(0, str(script)).warm
+        assert node.wait_trail(2)[1] == [["wave", "setter"], "yes"]
+        deadline = time.monotonic() + TIMEOUT_S
+        while node.log().count("is ready") < 2:
+            assert time.monotonic() < deadline, node.log()
+            time.sleep(0.1)
+        assert node.spawn(1, str(script)).warm
+        assert "sched" in node.wait_trail(4)[3][0]
+    finally:
+        node.end()
+
+
+def test_image_lost(node: Node) -> None:
+    """An image that dies is replaced; one that dies while forking leaves a cold start."""
+    node.wait_warm()
+    zygote = next(p for p in psutil.Process(node.process.pid).children() if "zygote" in p.name())
+    zygote.suspend()
+    script = node.script(TRAIL)
+    ranks = (node.launch(0, 0, 1),)
+    node.ask(KeeperSpawn(0, ranks, script, (), False, False, str(node.home), False))
+    time.sleep(0.2)
+    zygote.kill()
+    spawned = node.expect(KeeperSpawned)
+    assert (spawned.warm, spawned.why_cold) == (False, "the image died while forking")
+    assert node.ended(0).code == 0
+    node.wait_warm()
+    assert node.spawn(1, script).warm
+    assert node.ended(1).code == 0
+    assert len(node.trail()) == 2
 
 
 def test_supervisor_gone(tmp_path: Path) -> None:

@@ -197,18 +197,19 @@ class Image:
     def _preload(self, names: Iterable[str]) -> dict[str, str]:
         blamed: dict[str, str] = {}
         reads: list[str] = []
+        unfit = ""
         with watch_environment(reads):
             for name in names:
                 package = name.partition(".")[0]
                 if name in sys.modules or package in blamed:
                     continue
                 self._import(name)
-                reason = find_unfit()
-                if reads and package != "torch":
-                    reason = reason or f"reads {reads[0]} at import"
+                before, unfit = unfit, find_unfit()
+                if unfit != before:
+                    blamed[package] = f"{package} {unfit}"
+                elif reads and package != "torch":
+                    blamed[package] = f"{package} reads {reads[0]} at import"
                 reads.clear()
-                if reason:
-                    blamed[package] = f"{package} {reason}"
         return blamed
 
     def _import(self, name: str) -> str:

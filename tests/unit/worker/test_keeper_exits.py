@@ -1,0 +1,110 @@
+"""What a rank left behind becomes its exit record."""
+
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.model.codec import decode
+from perdure.model.events import ExitRecord
+from perdure.worker import exits
+from perdure.worker.failure import save_failure
+
+USAGE = resource.getrusage(resource.RUSAGE_SELF)
+
+
+def make_evidence(folder: Path, **offsets: int) -> exits.Evidence:
+    names = ("stdout", "stderr", "error_file", "traceback_file")
+    return exits.Evidence(**{n: str(folder / n) for n in names}, **offsets)
+
+
+def make_record(evidence: exits.Evidence, status: int, **options: Any) -> ExitRecord:
+    defaults: dict[str, Any] = {"asked": False, "oom_kills": 0}
+    return exits.make_record(
+        rank=1, generation=2, pid=3, at_s=4.0, status=status, usage=USAGE, evidence=evidence,
+        **(defaults | options),
+    )  # fmt: skip
+
+
+def test_torch_error_file_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "error_file").write_text(
+        json.dumps({"message": {"message": "ValueError: a", "extraInfo": {"py_callstack": "T"}}})
+    )
+    (tmp_path / "traceback_file").write_text('{"error": "other", "traceback": "U"}')
+    record = make_record(make_evidence(tmp_path), 1 << 8)
+    assert (record.code, record.error, record.traceback) == (1, "ValueError: a", "T")
+
+
+def test_own_traceback_file(tmp_path: Path) -> None:
+    try:
+        raise ValueError("bad lr\nsecond line")
+    except ValueError as error:
+        save_failure(str(tmp_path / "traceback_file"), error, error.__traceback__)
+    record = make_record(make_evidence(tmp_path), 1 << 8)
+    assert record.error == "ValueError: bad lr"
+    assert record.traceback.startswith("Traceback (most recent call last):")
+
+
+def test_traceback_read_off_the_stream(tmp_path: Path) -> None:
+    (tmp_path / "stderr").write_text(
+        "old\nTraceback (most recent call last):\n  File\nKeyError: 'a'\n"
+        "Traceback (most recent call last):\n  File x\n    y\nOSError: no\nafter\n"
+    )
+    record = make_record(make_evidence(tmp_path), 1 << 8)
+    assert record.error == "OSError: no"
+    assert record.traceback.endswith("    y\nOSError: no")
+    assert record.last_output[-1] == "after"
+    fresh = make_record(
+        make_evidence(tmp_path, stderr_from=(tmp_path / "stderr").stat().st_size), 9
+    )
+    assert (fresh.error, fresh.last_output) == ("", ())
+
+
+def test_output_where_stderr_is_empty(tmp_path: Path) -> None:
+    (tmp_path / "stdout").write_text("".join(f"line {n}\n" for n in range(50)))
+    record = make_record(make_evidence(tmp_path), 0)
+    assert record.last_output == tuple(f"line {n}" for n in range(30, 50))
+    assert not record.failed
+
+
+@pytest.mark.parametrize(
+    ("number", "asked", "kills", "oom"),
+    [
+        (signal.SIGKILL, False, 1, True),
+        (signal.SIGKILL, False, 0, False),
+        (signal.SIGKILL, True, 1, False),
+        (signal.SIGSEGV, False, 1, False),
+    ],
+)
+def test_out_of_memory(tmp_path: Path, number: int, asked: bool, kills: int, oom: bool) -> None:
+    record = make_record(make_evidence(tmp_path), number, asked=asked, oom_kills=kills)
+    assert (record.signal, record.oom) == (number, oom)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file"),
+    [
+        ("0::/job\n", "job/memory.events"),
+        ("4:memory:/job\n0::/\n", "memory/job/memory.oom_control"),
+        ("4:cpu,memory:/of/the/host\n0::/\n", "memory/memory.oom_control"),
+    ],
+)
+def test_oom_counter(tmp_path: Path, cgroup: str, file: str) -> None:
+    (tmp_path / "cgroup").write_text(cgroup)
+    path = tmp_path / "root" / file
+    path.parent.mkdir(parents=True)
+    path.write_text("under_oom 0\noom_kill 3\n")
+    assert exits.read_oom_kills(str(tmp_path / "cgroup"), str(tmp_path / "root")) == 3
+
+
+def test_record_is_replaced_whole(tmp_path: Path) -> None:
+    record = make_record(make_evidence(tmp_path), signal.SIGKILL)
+    path = tmp_path / "exits" / "g2-r1.json"
+    exits.write_record(str(path), record)
+    exits.write_record(str(path), record)
+    assert decode(path.read_bytes(), ExitRecord) == record
+    assert os.listdir(path.parent) == ["g2-r1.json"]
