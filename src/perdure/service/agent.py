@@ -225,7 +225,7 @@ class AgentService:
             case CollectStacks():
                 self._start(self._collect(request))
             case Report(event=event, after=after):
-                log.info("%s", event)
+                log.info("%.300s", event)
                 self._outbox.put(event, (lambda: self._do_all(after)) if after else None)
             case Leave(reason=reason):
                 log.info("leaving: %s", reason)
