@@ -277,7 +277,8 @@ def main(job: str, node: int) -> None:
     os.environ.pop(reap.KEEPER, None)
     paths = job_paths(os.environ["PERDURE_HOME"], job, os.getuid())
     try:
-        os.makedirs(paths.sockets, mode=0o700, exist_ok=True)
+        make_private(os.path.dirname(paths.sockets))
+        make_private(paths.sockets)
         lock = os.open(f"{paths.keeper_socket(node)}.lock", os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -294,6 +295,19 @@ def main(job: str, node: int) -> None:
         keeper.watch_supervisor(int(supervisor))
     keeper.run(cold=os.environ.get("PERDURE_COLD", "") == "1")
     os.close(lock)
+
+
+def make_private(path: str) -> None:
+    """Make directory `path`, which nobody else may enter: whoever connects gives orders.
+
+    Raises:
+        PlatformError: it is somebody else's already.
+    """
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if os.lstat(path).st_uid != os.getuid() or os.path.islink(path):
+        raise PlatformError(f"{path} belongs to somebody else", hint="remove it")
+    os.chmod(path, 0o700)
 
 
 def end_strays(job: str, node: int) -> None:
