@@ -11,10 +11,9 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from secrets import token_hex
 
-from perdure.adapters.nats import NatsBus, NatsStream
+from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
 from perdure.model.paths import JobPaths
@@ -30,6 +29,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.journal import Journal, Mirror
+from perdure.service.processes import find_by_argument
 
 log = logging.getLogger("perdure.controller")
 
@@ -149,10 +149,7 @@ def _end_orphaned_server(paths: JobPaths) -> None:
 
 
 def _end_server(paths: JobPaths) -> None:
-    """End the job's own nats-server, if its pid is still that of one."""
-    parts = load_parts(paths)
-    if parts is None or not parts.nats:
-        return
-    with contextlib.suppress(OSError):
-        if paths.nats.encode() in Path(f"/proc/{parts.nats}/cmdline").read_bytes():
-            os.kill(parts.nats, signal.SIGTERM)
+    """End the job's own nats-server, found by its argument: a full disk makes pids in files old."""
+    for pid in find_by_argument(server_config(paths.nats)):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGTERM)

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.codec import encode
-from perdure.model.errors import FencedError, PlatformError
-from perdure.model.events import AnyEvent, Decision, JournalEntry
+from perdure.model.errors import ConfigError, FencedError, PlatformError
+from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
 from perdure.model.paths import JobPaths
 from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import load_endpoint, parse_journal, read_mirror, write_atomic
@@ -219,3 +219,25 @@ async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
     finally:
         await bus.close()
     return parse_journal(b"".join(groups).splitlines(keepends=True))
+
+
+async def clear_stream(endpoint: Endpoint, job: str, *, ours: bool) -> None:
+    """Remove an earlier run's journal from a user's own server; `ours`: it was this machine's.
+
+    Raises:
+        ConfigError: it is another machine's, of a job that has not ended.
+        PlatformError: the server cannot be reached.
+    """
+    bus = await NatsBus.connect(endpoint, name="perdure run", timeout_s=10)
+    try:
+        stream = await NatsStream.open(bus, job)
+        groups = await stream.read_all()
+        entries = parse_journal(groups[-1].splitlines(keepends=True)) if groups else []
+        if entries and not ours and not isinstance(entries[-1].body, JobEnded):
+            raise ConfigError(
+                f"{endpoint.url} holds the journal of a job `{job}` that has not ended",
+                hint="choose another --name, or remove its stream",
+            )
+        await stream.delete()
+    finally:
+        await bus.close()

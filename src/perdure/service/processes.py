@@ -118,6 +118,16 @@ def find_marked(job: str, home: str) -> list[int]:
     return found
 
 
+def find_by_argument(argument: str) -> list[int]:
+    """Return the processes with exactly this argument in their command line."""
+    found = []
+    for pid in _list_pids():
+        with contextlib.suppress(OSError):
+            if argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found.append(pid)
+    return found
+
+
 def reap_adopted(known: set[int]) -> None:
     """Reap orphans that have come to us and ended; `known` pids have somebody who waits."""
     try:

@@ -22,7 +22,7 @@ import msgspec
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PerdureError, PlatformError
+from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
@@ -40,6 +40,7 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
+from perdure.service.journal import clear_stream
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -144,6 +145,7 @@ class Supervisor:
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown = -1
+        self._parts_written = True
 
     def _now(self) -> float:
         return time.monotonic() + self._offset_s
@@ -198,7 +200,7 @@ class Supervisor:
         write_document(self._paths.endpoint, endpoint, mode=0o600)
         self._write_parts()
         if external:
-            await self._clear_stream(endpoint)
+            await clear_stream(endpoint, self._spec.name, ours=self._rerun)
         self._start_part("controller")
         for node in range(self._spec.nodes):
             self._start_part(f"agent {node}")
@@ -217,28 +219,6 @@ class Supervisor:
                     hint=f"see {self._paths.log('nats-server')}",
                 )
             await asyncio.sleep(0.005)
-
-    async def _clear_stream(self, endpoint: Endpoint) -> None:
-        """Remove an ended run's journal from a user's own server.
-
-        Raises:
-            ConfigError: it belongs to a job that has not ended, and that is not of this machine.
-        """
-        name = self._spec.name
-        bus = await NatsBus.connect(endpoint, name="perdure run", timeout_s=10)
-        try:
-            stream = await NatsStream.open(bus, name)
-            groups = await stream.read_all()
-            if groups and not self._rerun:
-                entries = parse_journal(groups[-1].splitlines(keepends=True))
-                if not isinstance(entries[-1].body, JobEnded):
-                    raise ConfigError(
-                        f"{endpoint.url} holds the journal of a job `{name}` that has not ended",
-                        hint="choose another --name, or remove its stream",
-                    )
-            await stream.delete()
-        finally:
-            await bus.close()
 
     async def _let_go(self) -> None:
         """Give agents and keepers the time to leave by themselves."""
@@ -395,7 +375,10 @@ class Supervisor:
         try:
             write_document(self._paths.parts, parts)
         except PlatformError as error:
-            self._note(f"{error}")
+            log.warning("%s", error)
+            self._parts_written = False
+        else:
+            self._parts_written = True
 
     # --- signals ------------------------------------------------------------------------------
 
@@ -448,6 +431,8 @@ class Supervisor:
         while True:
             self._show_lines()
             self._show_snapshot()
+            if not self._parts_written:
+                self._write_parts()
             reap_adopted({child.pid for child in self._children.values()})
             await asyncio.sleep(_POLL_S)
 

@@ -60,6 +60,11 @@ def find_binary() -> str:
     return found
 
 
+def server_config(folder: str) -> str:
+    """Return the path of the configuration, which also names a server in the process list."""
+    return os.path.join(folder, "nats-server.conf")
+
+
 @dataclass(slots=True)
 class NatsServer:
     """One server's files: `folder` holds its configuration and its JetStream store."""
@@ -82,7 +87,7 @@ class NatsServer:
         Raises:
             PlatformError: no binary, or the folder cannot be written.
         """
-        path = os.path.join(self.folder, "nats-server.conf")
+        path = server_config(self.folder)
         text = _CONFIG.format(
             name=self.name, port=self.port, folder=self.folder, token=self.token, sync=self.sync
         )
