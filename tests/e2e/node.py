@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -205,6 +206,7 @@ class Node:
                 self.process.kill()
                 self.process.wait()
         self.disconnect()
+        shutil.rmtree(self.paths.sockets, ignore_errors=True)
         deadline = time.monotonic() + 5
         while self.leftovers() and time.monotonic() < deadline:
             time.sleep(0.02)
