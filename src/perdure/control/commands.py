@@ -8,6 +8,33 @@ from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
 
+_STOP_TIMEOUT_S = 30.0
+"""A stop that the ranks have not agreed on by then is carried out with signals."""
+
+
+def stop_deadline(state: ControllerState) -> float | None:
+    """Return when an open stop is no longer waited for; None where the ranks have agreed."""
+    boundary = state.boundary
+    if boundary is not None and boundary.kind == "stop" and boundary.move == "commit":
+        return None
+    if state.phase in ("ending", "ended"):
+        return None
+    open_ = [
+        c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.args
+    ]
+    return min(open_) + _STOP_TIMEOUT_S if open_ else None
+
+
+def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
+    """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
+    reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
+    actions: list[AnyAction] = []
+    for command in sorted(state.commands.values(), key=lambda c: c.id):
+        if command.kind == "stop":
+            actions += answer(state, command.id, True, reason, {"step": state.step})
+    grace_s = state.the_spec().restart.grace_s
+    return [*actions, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
+
 
 def answer(
     state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]

@@ -17,9 +17,11 @@ from perdure.control.boundary import (
 from perdure.control.commands import (
     answer,
     answer_open,
+    give_up_stop,
     inject_action,
     receive_command,
     start_waiting_command,
+    stop_deadline,
 )
 from perdure.control.formation import advance_end, advance_formation, end_job, form_world
 from perdure.control.state import ControllerState, OpenCommand
@@ -67,9 +69,9 @@ class Controller:
     def next_deadline(self) -> float | None:
         """Return the job time at which `TimerFired` is wanted."""
         state = self.state
-        times = [state.phase_deadline_s, state.checkpoint_due_s]
+        times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
         if state.boundary is not None:
-            times = [state.phase_deadline_s, state.boundary.deadline_s]
+            times[1] = state.boundary.deadline_s
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -363,6 +365,9 @@ class Controller:
                 "forming" if state.phase == "forming" else "starting"
             )
             return self._fail(now, "the job", f"{waiting} the world took too long", code=1)
+        overdue_s = stop_deadline(state)
+        if overdue_s is not None and now >= overdue_s:
+            return give_up_stop(state, now)
         boundary = state.boundary
         if boundary is not None and now >= boundary.deadline_s:
             if boundary.move == "prepare":

@@ -258,3 +258,21 @@ def test_agent_that_comes_back_empty_means_lost_ranks() -> None:
     driver = started()
     action = one(driver.register(0, generation=-1), AssignNodes)
     assert action.assignment.generation == 1
+
+
+def test_a_stop_that_nobody_agrees_to_is_carried_out_with_signals() -> None:
+    driver = started()
+    driver.do(CommandReceived(id="s", kind="stop", who="me"))
+    ends: list[AnyAction] = []
+    while not ends and driver.now < 200.0:
+        deadline = driver.controller.next_deadline()
+        assert deadline is not None
+        driver.now = deadline
+        ends = [
+            action
+            for action in driver.do(TimerFired())
+            if isinstance(action, AssignNodes) and action.assignment.phase == "end"
+        ]
+    (end,) = ends
+    assert driver.now == 130.0
+    assert end.assignment.grace_s == driver.spec.restart.grace_s  # type: ignore[attr-defined]
