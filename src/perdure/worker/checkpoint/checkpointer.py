@@ -51,6 +51,7 @@ from perdure.worker.rng import capture_rng, restore_rng
 _PARTS_TIMEOUT_S = 300.0
 _POLL_S = 0.02
 _METADATA = ".metadata"
+_FREE_MIN = 64 << 10
 
 
 class Checkpointer:
@@ -168,7 +169,7 @@ class Checkpointer:
 
     def _fail(self, folder: Path, step: int, error: BaseException) -> None:
         """Say that this save came to nothing; the previous one stays what it was."""
-        text = _explain(error)
+        text = _explain(error, self._root)
         print(f"perdure: checkpoint of step {step} failed: {text}", file=sys.stderr)
         if self._rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -325,8 +326,11 @@ def _results(rank: int) -> str:
     return f"results-{rank}.bin"
 
 
-def _explain(error: BaseException) -> str:
-    """Return one line that names the place, for a disk that is full or cannot be written."""
+def _explain(error: BaseException, root: Path) -> str:
+    """Return one line that names the place; torch says of a full disk only `unexpected pos`."""
+    with contextlib.suppress(OSError):
+        if shutil.disk_usage(root).free < _FREE_MIN:
+            return f"No space left on the device of {root}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
     return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__

@@ -7,6 +7,7 @@ collectives would look like hangs to a watcher, and would hang if a rank died.
 """
 
 import pickle
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,9 @@ def write_index(folder: Path, metadata: Metadata, results: Sequence[bytes]) -> N
 
 def read_tensors(folder: Path, state: dict[str, Any]) -> None:
     """Load the tensors of `state` in place from a checkpoint; all ranks call it together."""
-    load(state, storage_reader=FileSystemReader(folder), no_dist=not in_group())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of torch's own making: a single process is no fault.
+        load(state, storage_reader=FileSystemReader(folder), no_dist=not in_group())
 
 
 def check_index(folder: Path) -> None:

@@ -1,0 +1,205 @@
+"""Saving and restoring in one process: what is on disk decides, and a damaged file never wins."""
+
+import contextlib
+import os
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from perdure.adapters.checkpoints import verify_all
+from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
+from perdure.model.job import CheckpointConfig
+from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint.files import list_checkpoints
+
+
+class Trainee:
+    """A model with everything that has state, and its checkpointer."""
+
+    def __init__(self, url: str, seed: int, generation: int = 0, **config: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Sequential(nn.Linear(80, 80), nn.BatchNorm1d(80), nn.Dropout(0.5))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3)
+        self.events: list[Any] = []
+        self.saver = Checkpointer(
+            url=url,
+            config=CheckpointConfig(**config),
+            rank=0,
+            world_size=1,
+            generation=generation,
+            emit=self.events.append,
+            now=lambda: 1.0,
+        )
+        self.saver.register("model", self.model)
+        self.saver.register("optimizer", self.optimizer)
+        self.saver.register("scheduler", self.scheduler)
+
+    def train(self, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            noise = random.random() + float(numpy.random.rand())
+            loss = (self.model(torch.randn(16, 80)) * noise).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            losses.append(loss.item())
+        return losses
+
+    def save(self, step: int, **extra: Any) -> None:
+        self.saver.save(step, reason="test", extra=extra)
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+
+def test_resumed_losses_are_bitwise_equal(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path), seed=1)
+    one.train(5)
+    one.save(5, config={"epoch": 3})
+    rest = one.train(10)  # The copy was made beside these steps; the gate kept it whole.
+    one.saver.close()
+    (saved,) = one.of(CheckpointSaved)
+    assert saved.step == 5
+    two = Trainee(str(tmp_path), seed=2)
+    extra: dict[str, Any] = {}
+    assert two.saver.restore(extra) == 5
+    assert extra["config"] == {"epoch": 3}
+    assert two.of(CheckpointRestored)[0].exact
+    assert two.train(10) == rest
+
+
+def test_nothing_to_restore_is_step_zero(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path / "new"), seed=1)
+    assert one.saver.restore({}) == 0
+    assert one.of(CheckpointRestored)[0].path == ""
+
+
+def two_checkpoints(folder: Path) -> list[Path]:
+    one = Trainee(str(folder), seed=1)
+    for step in (5, 10):
+        one.train(5)
+        one.save(step)
+        one.saver.close()
+    assert not one.of(CheckpointFailed)
+    return [path for _, path in list_checkpoints(folder)]
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "no manifest"])
+def test_damaged_checkpoint_is_skipped_with_the_reason(tmp_path: Path, damage: str) -> None:
+    newest, _ = two_checkpoints(tmp_path)
+    tensors = newest / "__0_0.distcp"
+    match damage:
+        case "truncated":
+            os.truncate(tensors, 100)
+        case "flipped":
+            flip(tensors)
+        case "missing":
+            tensors.unlink()
+        case _:
+            (newest / "manifest.json").unlink()
+    assert not verify_all(str(newest))[0].ok
+    two = Trainee(str(tmp_path), seed=2)
+    assert two.saver.restore({}) == 5
+    (restored,) = two.of(CheckpointRestored)
+    assert len(restored.skipped) == 1
+    assert "step-00000010" in restored.skipped[0]
+
+
+def test_half_written_checkpoint_is_never_seen_and_is_removed(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    left = tmp_path / "step-00000015.g0.tmp"
+    left.mkdir()
+    (left / "__0_0.distcp").write_bytes(b"half")
+    two = Trainee(str(tmp_path), seed=2, generation=1)
+    assert two.saver.restore({}) == 10
+    assert not left.exists()
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path]:
+    """Mount a disk of 64 KiB, where this user may."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small disk needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        one = Trainee(str(disk), seed=1)
+        one.train(3)
+        one.save(3)
+        one.train(3)
+        one.saver.close()
+        (failed,) = one.of(CheckpointFailed)
+        assert "No space left" in failed.error
+        assert list_checkpoints(disk) == []
+        assert list(disk.iterdir()) == []  # What it had written is gone again.
+
+
+def test_place_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a directory")
+    one = Trainee(str(tmp_path / "file" / "below"), seed=1)
+    one.train(1)
+    one.save(1)
+    one.saver.close()
+    assert len(one.of(CheckpointFailed)) == 1
+
+
+def test_retention_keeps_last_every_nth_and_best(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path), seed=1, keep_last=2, keep_every_steps=4, keep_best="loss")
+    for step in range(1, 9):
+        one.train(1)
+        one.save(step, metrics={"loss": 0.1 if step == 3 else float(step)})
+        one.saver.close()
+    assert [step for step, _ in list_checkpoints(tmp_path)] == [8, 7, 4, 3]
+    assert (tmp_path / "latest").read_text() == "step-00000008"
+
+
+def test_other_environment_is_resumed_but_not_called_exact(tmp_path: Path) -> None:
+    two_checkpoints(tmp_path)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        two = Trainee(str(tmp_path), seed=2)
+        two.saver.restore({})
+    finally:
+        torch.set_num_threads(threads)
+    (restored,) = two.of(CheckpointRestored)
+    assert not restored.exact
+    assert "threads was" in restored.why_not_exact
+
+
+def test_remote_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "here" / "job.json"))
+    url = f"local://{tmp_path}/there"
+    one = Trainee(url, seed=1)
+    one.train(3)
+    one.save(3)
+    rest = one.train(3)
+    one.saver.close()
+    (saved,) = one.of(CheckpointSaved)
+    assert saved.path == f"{url}/step-00000003"
+    monkeypatch.setenv("PERDURE_SPEC", str(tmp_path / "elsewhere" / "job.json"))
+    two = Trainee(url, seed=2)
+    assert two.saver.restore({}) == 3
+    assert two.train(3) == rest
