@@ -37,7 +37,7 @@ def find_parts(root: int) -> dict[str, list[psutil.Process]]:
         except psutil.Error:
             continue
         for part in ("rank", "keeper", "zygote", "agent", "controller"):
-            if alive and title.startswith(f"perdure {part} "):
+            if alive and f"perdure {part} " in title:
                 found.setdefault(part, []).append(process)
         if alive and "nats-server" in title:
             found.setdefault("nats", []).append(process)
@@ -132,7 +132,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=0)
     args = parser.parse_args()
     chance = random.Random(args.seed)
-    steps = args.steps or int(args.kills * args.gap_s * 14)
+    steps = args.steps or int(args.kills * args.gap_s * 20)
     home = Path(tempfile.mkdtemp(prefix="perdure-campaign-"))
     home.chmod(0o755)
     counts: Counter[str] = Counter()
