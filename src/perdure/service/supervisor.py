@@ -142,6 +142,8 @@ class Supervisor:
         self._signals: list[signal.Signals] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._outbox: Outbox | None = None
+        self._losses: list[ControllerLost] = []
+        """Seen before there was an outbox."""
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown = -1
@@ -208,6 +210,8 @@ class Supervisor:
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
         subject, source = subject_events(self._spec.name), f"run-{os.getpid()}"
         self._outbox = Outbox(self._bus, subject, node=-1, source=source)
+        for lost in self._losses:
+            self._outbox.put(lost)
         self._spawn(self._outbox.run())
 
     async def _wait_server(self) -> None:
@@ -332,12 +336,13 @@ class Supervisor:
                 check_space(self._paths)
             except PlatformError as error:
                 self._note(f"{error.message}: nothing is decided until there is room")
-        if self._outbox is not None:
-            self._outbox.put(
-                ControllerLost(
-                    part=child.part, at_s=at_s, pid=child.pid, cause=cause, restarted_s=restarted_s
-                )
-            )
+        lost = ControllerLost(
+            part=child.part, at_s=at_s, pid=child.pid, cause=cause, restarted_s=restarted_s
+        )
+        if self._outbox is None:
+            self._losses.append(lost)
+        else:
+            self._outbox.put(lost)
 
     def _fail(self, error: PerdureError) -> None:
         self._failure = error

@@ -161,3 +161,17 @@ def test_the_death_of_the_run_itself_leaves_nothing(run: Callable[..., Run]) -> 
         time.sleep(0.05)
     job.assert_clean()
     assert run("0").wait() == 0
+
+
+def test_a_second_signal_ends_the_job_also_when_nothing_answers(run: Callable[..., Run]) -> None:
+    job = run("60")
+    job.until_running()
+    os.kill(job.pid("nats"), signal.SIGSTOP)
+    job.process.send_signal(signal.SIGINT)
+    job.until(lambda: "SIGINT: stopping" in job.text())
+    job.process.send_signal(signal.SIGINT)
+    assert job.wait(20) == 128 + signal.SIGINT
+    snapshot = load_snapshot(job.paths)
+    assert snapshot is not None
+    assert (snapshot.state, snapshot.reason) == ("stopped", "ended by force")
+    job.assert_clean()
