@@ -23,14 +23,44 @@ from perdure.model.job import CheckpointConfig
 from perdure.worker.checkpoint import Checkpointer
 
 
-def main() -> None:
-    """Measure."""
+def sum_up(events: list[object], rows: dict[str, list[tuple[float, float]]]) -> dict[str, object]:
+    """Return the figures from (wall, stall) of every block."""
+    failed = [event for event in events if isinstance(event, CheckpointFailed)]
+    assert not failed, failed
+    saved = [event for event in events if isinstance(event, CheckpointSaved)]
+    base = statistics.median(wall for wall, _ in rows["none"])
+    sync = statistics.median(stall for _, stall in rows["torch.save"])
+    stall = statistics.median(stall for _, stall in rows["perdure"])
+    added = statistics.median(wall for wall, _ in rows["perdure"]) - base
+    spread = max(w for w, _ in rows["none"]) - min(w for w, _ in rows["none"])
+    return {
+        "state_mb": round(saved[-1].bytes / 1e6),
+        "saves": len(rows["perdure"]),
+        "torch.save + fsync, s": round(sync, 3),
+        "dcp.save, s": round(statistics.median(stall for _, stall in rows["dcp.save"]), 3),
+        "perdure stall, s": round(stall, 4),
+        "perdure stall / torch.save": round(stall / sync, 4),
+        "perdure added wall, s": round(added, 3),
+        "perdure added wall / torch.save": round(added / sync, 3),
+        "A/A spread of a block, s": round(spread, 3),
+        "added wall resolved": abs(added) > spread,
+        "perdure snapshot to tag, s": round(statistics.median(e.save_s for e in saved[1:]), 2),
+    }
+
+
+def parse_args() -> argparse.Namespace:
+    """Return the options."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parameters", type=int, default=44_000_000)
     parser.add_argument("--pace-s", type=float, default=0.4)
     parser.add_argument("--saves", type=int, default=5)
     parser.add_argument("--steps-between", type=int, default=8)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure."""
+    args = parse_args()
     width = 1024
     layers = args.parameters // (width * width)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(layers)])
@@ -95,28 +125,7 @@ def main() -> None:
         for _ in range(args.saves):
             for name, save in kinds.items():
                 rows[name].append(block(save))
-    failed = [event for event in events if isinstance(event, CheckpointFailed)]
-    assert not failed, failed
-    saved = [event for event in events if isinstance(event, CheckpointSaved)]
-    base = statistics.median(wall for wall, _ in rows["none"])
-    sync = statistics.median(stall for _, stall in rows["torch.save"])
-    stall = statistics.median(stall for _, stall in rows["perdure"])
-    added = statistics.median(wall for wall, _ in rows["perdure"]) - base
-    spread = max(w for w, _ in rows["none"]) - min(w for w, _ in rows["none"])
-    result = {
-        "state_mb": round(saved[-1].bytes / 1e6),
-        "saves": args.saves,
-        "torch.save + fsync, s": round(sync, 3),
-        "dcp.save, s": round(statistics.median(stall for _, stall in rows["dcp.save"]), 3),
-        "perdure stall, s": round(stall, 4),
-        "perdure stall / torch.save": round(stall / sync, 4),
-        "perdure added wall, s": round(added, 3),
-        "perdure added wall / torch.save": round(added / sync, 3),
-        "A/A spread of a block, s": round(spread, 3),
-        "added wall resolved": abs(added) > spread,
-        "perdure snapshot to tag, s": round(statistics.median(e.save_s for e in saved[1:]), 2),
-    }
-    print(json.dumps(result))
+    print(json.dumps(sum_up(events, rows)))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 
 import msgspec
 
@@ -49,6 +50,24 @@ def make_beat(node: int, nproc: int, world: int, now: float, step: int) -> NodeB
         for i in range(nproc)
     )
     return NodeBeat(node, f"a{node}", step + 1, now, 0, rows)
+
+
+def time_decisions(do: Callable[[float, object], float], nodes: int, now: float) -> list[float]:
+    """Return how long the machines take over the exit of a rank, five generations in a row."""
+    delays = []
+    for generation in range(5):
+        record = ExitRecord(rank=77, generation=generation, pid=1, at_s=now, signal=9)
+        account = RankAccount(step=100 + generation)
+        delays.append(do(now, RankExited(node=9, record=record, account=account, detected_s=now)))
+        for node in range(nodes):
+            do(now, GenerationStopped(node=node, generation=generation, at_s=now))
+        do(now, StoreReady(generation=generation + 1, host="h", port=1, agent_store=True))
+        for node in range(nodes):
+            started = RanksStarted(
+                node=node, generation=generation + 1, pids={}, at_s=now, warm=True
+            )
+            do(now, started)
+    return delays
 
 
 def main() -> None:
@@ -97,21 +116,7 @@ def main() -> None:
     begun = time.perf_counter()
     snapshot = fold.snapshot(now)
     snapshot_s = time.perf_counter() - begun
-    delays = []
-    for generation in range(5):
-        record = ExitRecord(rank=77, generation=generation, pid=1, at_s=now, signal=9)
-        event = RankExited(
-            node=9, record=record, account=RankAccount(step=100 + generation), detected_s=now
-        )
-        delays.append(do(now, event))
-        for node in range(nodes):
-            do(now, GenerationStopped(node=node, generation=generation, at_s=now))
-        do(now, StoreReady(generation=generation + 1, host="h", port=1, agent_store=True))
-        for node in range(nodes):
-            do(
-                now,
-                RanksStarted(node=node, generation=generation + 1, pids={}, at_s=now, warm=True),
-            )
+    delays = time_decisions(do, nodes, now)
     rate = beats / (busy_s + decode_s)
     result = {
         "ranks": nodes * nproc,
