@@ -1,4 +1,4 @@
-# ruff: noqa: ASYNC110, ASYNC220, ASYNC230
+# ruff: noqa: ASYNC110
 """A stand-in for agent, keeper and ranks: `python stub_agent.py JOB NODE`. No torch."""
 
 import asyncio
@@ -20,12 +20,28 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
 )
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
 from perdure.model.progress import RankAccount
 from perdure.model.wire import NodeOrder, subject_events, subject_orders
 from perdure.service.agent_outbox import Outbox
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
 
 RANK = "echo hello from $RANK of generation $GEN; sleep ${1:-0.3} & wait $!; exit ${2:-0}"
+
+
+def start_rank(
+    paths: JobPaths, spec: JobSpec, rank: int, generation: int
+) -> subprocess.Popen[bytes]:
+    path = paths.stream(generation, rank, "out")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as out:
+        return subprocess.Popen(
+            ["sh", "-c", RANK, "rank", *spec.args],
+            stdout=out,
+            start_new_session=True,
+            env=dict(os.environ, RANK=str(rank), GEN=str(generation)),
+        )
 
 
 async def main(job: str, node: int) -> None:
@@ -89,13 +105,7 @@ async def main(job: str, node: int) -> None:
         if wanted.phase == "run":
             generation = wanted.generation
             for rank in spec.ranks_of(node):
-                path = paths.stream(wanted.generation, rank, "out")
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-                with open(path, "ab") as out:
-                    ranks[rank] = subprocess.Popen(
-                        ["sh", "-c", RANK, "rank", *spec.args], stdout=out, start_new_session=True,
-                        env=dict(os.environ, RANK=str(rank), GEN=str(wanted.generation)),
-                    )  # fmt: skip
+                ranks[rank] = start_rank(paths, spec, rank, wanted.generation)
                 waits.append(asyncio.create_task(wait_rank(rank, wanted.generation, ranks[rank])))
             pids = {rank: process.pid for rank, process in ranks.items()}
             outbox.put(
