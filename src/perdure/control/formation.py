@@ -9,6 +9,8 @@ from typing import Literal
 from perdure.control.state import ControllerState, Ending
 from perdure.model.actions import AnyAction, Assignment, AssignNodes, EndJob
 
+REGISTER_TIMEOUT_S = 180.0
+"""From the job's first event until the last node's first hello, its keeper's start included."""
 _FORM_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 20.0
 
@@ -26,7 +28,11 @@ def form_world(
     state.joined.clear()
     state.stepping = False
     state.boundary = None
+    state.stacks = None
     state.checkpoint_due_s = None
+    for command in state.commands.values():
+        if command.kind == "checkpoint":
+            command.args.pop("at_step", None)  # What it agreed on died with the older world.
     return [assign(state, "store", reason, grace_s=grace_s)]
 
 
@@ -83,6 +89,7 @@ def end_job(
     state.phase_deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = Ending(status, exit_code, reason)
     state.boundary = None
+    state.stacks = None
     state.checkpoint_due_s = None
     return [assign(state, "end", reason, grace_s=grace_s), *advance_end(state, now)]
 
@@ -97,5 +104,12 @@ def advance_end(state: ControllerState, now: float) -> list[AnyAction]:
         return []
     state.phase = "ended"
     state.phase_deadline_s = None
+    return close_job(state)
+
+
+def close_job(state: ControllerState) -> list[AnyAction]:
+    """Return the job's last action, again where `JobEnded` did not reach the journal."""
     ending = state.ending
+    if state.phase != "ended" or state.closed or ending is None:
+        return []
     return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]

@@ -4,7 +4,9 @@ It does not look at heartbeats (the detector does) and it starts nothing (its sh
 replayed from the journal after a crash; `ControllerStarted` then issues again what is open.
 """
 
-from typing import Literal, assert_never
+from typing import assert_never
+
+from msgspec import structs
 
 from perdure.control.boundary import (
     abort_boundary,
@@ -23,9 +25,23 @@ from perdure.control.commands import (
     start_waiting_command,
     stop_deadline,
 )
-from perdure.control.formation import advance_end, advance_formation, end_job, form_world
-from perdure.control.state import ControllerState, OpenCommand
-from perdure.model.actions import AnyAction, AssignNodes, TakeStacks
+from perdure.control.evidence import (
+    ask_stacks,
+    ask_stacks_again,
+    hold_action,
+    note_stacks,
+    withdraw,
+)
+from perdure.control.formation import (
+    REGISTER_TIMEOUT_S,
+    advance_end,
+    advance_formation,
+    close_job,
+    end_job,
+    form_world,
+)
+from perdure.control.state import ControllerState, Ending, OpenCommand
+from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -56,6 +72,8 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
+from perdure.model.verdicts import Verdict
+from perdure.plan.interval import daly
 from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
 
 
@@ -72,6 +90,8 @@ class Controller:
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
+        if state.stacks is not None and state.stacks.held is not None:
+            times.append(state.stacks.due_s)
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -79,6 +99,7 @@ class Controller:
         match event:
             case JobSubmitted():
                 self.state.spec, self.state.submitted_s = event.spec, event.at_s
+                self.state.phase_deadline_s = now + REGISTER_TIMEOUT_S
                 return []
             case ControllerStarted():
                 return self._issue_again(f"controller {event.incarnation} took over")
@@ -99,7 +120,13 @@ class Controller:
             case KeeperLost() | NodeLost():
                 return self._lose_node(now, event)
             case VerdictReached():
-                return self._judge(now, event)
+                return self._judge(now, event.verdict)
+            case StacksTaken():
+                held = note_stacks(self.state, event)
+                return [] if held is None else self._act_upon(now, held)
+            case VerdictWithdrawn():
+                withdraw(self.state, event)
+                return []
             case RankJoined() | ProgressNoted() | GenerationStepping():
                 return self._note_progress(now, event)
             case CheckpointSaved() | CheckpointFailed():
@@ -117,17 +144,10 @@ class Controller:
             case TimerFired():
                 return self._fire(now)
             case JobEnded():
-                self.state.phase = "ended"
+                self.state.phase, self.state.closed = "ended", True
                 self.state.phase_deadline_s = self.state.checkpoint_due_s = None
                 return []
-            case (
-                MetricsLogged()
-                | CheckpointRestored()
-                | VerdictWithdrawn()
-                | StacksTaken()
-                | ControllerLost()
-                | PreemptionNoticed()
-            ):
+            case MetricsLogged() | CheckpointRestored() | ControllerLost() | PreemptionNoticed():
                 return []
             case _:
                 assert_never(event)
@@ -167,6 +187,8 @@ class Controller:
 
     def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
         state, record = self.state, event.record
+        if state.phase in ("forming", "ending"):
+            self._correct_culprit(event)
         if record.generation != state.generation or record.rank in state.exits:
             return []
         if state.phase not in ("starting", "running"):
@@ -187,6 +209,7 @@ class Controller:
                 code=record.code or 128 + record.signal,
                 signal=record.signal,
                 step=event.account.step,
+                exit_s=record.at_s,
             )
         if len(state.exits) < len(state.world) or any(e.failed for e in state.exits.values()):
             return []
@@ -196,6 +219,33 @@ class Controller:
             who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
             return [*done, *end_job(state, now, "stopped", 0, who)]
         return end_job(state, now, "done", 0, "every rank ended with exit code 0")
+
+    def _correct_culprit(self, event: RankExited) -> None:
+        """Blame who died first, should that be heard of only now: news of others can be faster.
+
+        The decision stands; what changes is the history that later ones are made from, and how
+        the job is said to have ended.
+        """
+        state, record = self.state, event.record
+        known = state.failures[-1] if state.failures else None
+        if known is None or state.first_exit_s is None or known.generation != record.generation:
+            return
+        if not record.failed or record.asked or record.at_s >= state.first_exit_s:
+            return
+        state.first_exit_s = record.at_s
+        code = record.code or 128 + record.signal
+        state.failures[-1] = structs.replace(
+            known,
+            cause=record.cause,
+            culprit=f"rank {record.rank}",
+            error=record.error,
+            code=code,
+            signal=record.signal,
+        )
+        ending = state.ending
+        if ending is not None and ending.status == "failed":
+            first = f"rank {record.rank} had ended first: {record.cause}"
+            state.ending = Ending("failed", code, f"{ending.reason}; {first}")
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
         state = self.state
@@ -207,23 +257,19 @@ class Controller:
             return []
         return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
 
-    def _judge(self, now: float, event: VerdictReached) -> list[AnyAction]:
+    def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Take stacks at a hang's first verdict; recover once it is actionable."""
-        state, verdict = self.state, event.verdict
+        state = self.state
         if verdict.generation != state.generation or state.phase != "running":
             return []
         if verdict.kind not in ("CommHang", "ComputeHang", "EarlyExit"):
             return []
         if not verdict.actionable:
-            waiting = [r for r in state.world if r != verdict.culprit.rank and r not in state.exits]
-            ranks = [r for r in (verdict.culprit.rank,) if r is not None and r not in state.exits]
-            return [
-                TakeStacks(
-                    generation=state.generation,
-                    ranks=(*ranks, *waiting[:1]),
-                    reason=f"{verdict.kind} of {verdict.culprit}",
-                )
-            ]
+            return ask_stacks(state, now, verdict)
+        waiting = hold_action(state, now, verdict)
+        return self._act_upon(now, verdict) if waiting is None else waiting
+
+    def _act_upon(self, now: float, verdict: Verdict) -> list[AnyAction]:
         cause = f"{verdict.kind} ({verdict.activity})"
         return self._fail(now, str(verdict.culprit), cause, code=1, step=verdict.step)
 
@@ -237,6 +283,7 @@ class Controller:
         code: int = 0,
         signal: int = 0,
         step: int | None = None,
+        exit_s: float | None = None,
     ) -> list[AnyAction]:
         """Decide on one failure of the world: the next generation, or the end."""
         state = self.state
@@ -258,6 +305,7 @@ class Controller:
             return [*done, *end_job(state, now, "stopped", 0, why)]
         decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
         state.failures.append(failure)
+        state.first_exit_s = exit_s
         actions: list[AnyAction] = []
         if state.boundary is not None:
             actions.append(abort_boundary(state, decision.reason))
@@ -308,6 +356,7 @@ class Controller:
             stall_s=state.stall_s,
             failures=len(state.failures),
             elapsed_s=now - state.submitted_s,
+            optimum=daly,
         )
         state.checkpoint_due_s = None if interval_s is None else now + interval_s
 
@@ -356,41 +405,57 @@ class Controller:
     # --- time --------------------------------------------------------------------------------
 
     def _fire(self, now: float) -> list[AnyAction]:
+        """Do what is due; the machine's own deadline and nothing else brings it here."""
         state = self.state
-        actions: list[AnyAction] = []
         if state.phase == "ending":
             return advance_end(state, now)
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
-            waiting: Literal["forming", "starting"] = (
-                "forming" if state.phase == "forming" else "starting"
-            )
-            return self._fail(now, "the job", f"{waiting} the world took too long", code=1)
+            return self._phase_overdue(now)
+        stacks = state.stacks
+        if stacks is not None and stacks.held is not None and now >= stacks.due_s:
+            return self._act_upon(now, stacks.held)
         overdue_s = stop_deadline(state)
         if overdue_s is not None and now >= overdue_s:
             return give_up_stop(state, now)
         boundary = state.boundary
-        if boundary is not None and now >= boundary.deadline_s:
-            if boundary.move == "prepare":
-                silent = sorted(set(state.world) - boundary.yes)
-                return self._after_boundary(
-                    now, retry_boundary(state, now, f"ranks {silent} did not answer")
-                )
-            state.boundary = None
-            return start_waiting_command(state, now)
+        if boundary is not None:
+            return self._boundary_overdue(now) if now >= boundary.deadline_s else []
         due = state.checkpoint_due_s
-        if due is not None and now >= due and boundary is None:
+        if due is not None and now >= due:
             state.checkpoint_due_s = None
-            actions = open_boundary(state, now, "checkpoint", reason="the interval has passed")
-        return actions
+            return open_boundary(state, now, "checkpoint", reason="the interval has passed")
+        return []
+
+    def _phase_overdue(self, now: float) -> list[AnyAction]:
+        state = self.state
+        if state.phase == "pending":
+            missing = [node for node in range(state.the_spec().nodes) if node not in state.nodes]
+            why = f"nodes {missing} did not register within {REGISTER_TIMEOUT_S:g} s"
+            return end_job(state, now, "failed", 1, why)
+        return self._fail(now, "the job", f"{state.phase} the world took too long", code=1)
+
+    def _boundary_overdue(self, now: float) -> list[AnyAction]:
+        state, boundary = self.state, self.state.boundary
+        assert boundary is not None
+        if boundary.move == "prepare":
+            silent = sorted(set(state.world) - boundary.yes)
+            actions = retry_boundary(state, now, f"ranks {silent} did not answer")
+            return self._after_boundary(now, actions)
+        state.boundary = None
+        self._plan_checkpoint(now)
+        return start_waiting_command(state, now)
 
     def _issue_again(self, reason: str) -> list[AnyAction]:
         """Return everything that is outstanding, once more."""
         state = self.state
         actions: list[AnyAction] = []
-        if state.phase == "pending" or state.assignment is None:
+        if state.phase == "ended":
+            return close_job(state)
+        if state.assignment is None:
             return actions
         nodes = tuple(sorted(state.nodes))
         actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
         if state.boundary is not None:
             actions.append(send_boundary(state, reason))
+        actions += ask_stacks_again(state, reason)
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from perdure.model.actions import Assignment
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec
+from perdure.model.verdicts import Verdict
 from perdure.policy import Failure
 
 JobPhase = Literal["pending", "forming", "starting", "running", "ending", "ended"]
@@ -44,6 +45,17 @@ class OpenCommand:
     args: dict[str, Any]
     who: str
     at_s: float
+
+
+@dataclass(slots=True)
+class StackRequest:
+    """Stacks that were asked for in this generation, and what waits for them."""
+
+    due_s: float
+    missing: set[int] = field(default_factory=set)
+    """Ranks whose stacks have not come."""
+    held: Verdict | None = None
+    """An actionable verdict that is acted upon once they have, or at `due_s`."""
 
 
 @dataclass(slots=True)
@@ -79,7 +91,12 @@ class ControllerState:
     mark: int = 0
     """Best achievement: committed steps, or collectives of a generation."""
     failures: list[Failure] = field(default_factory=list)
+    first_exit_s: float | None = None
+    """When the rank that the newest failure is blamed on ended; None where it was no exit."""
+    stacks: StackRequest | None = None
     ending: Ending | None = None
+    closed: bool = False
+    """`JobEnded` is in the journal."""
     boundary: OpenBoundary | None = None
     boundaries: int = 0
     """Agreements begun so far; numbers their ids."""

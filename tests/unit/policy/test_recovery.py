@@ -1,7 +1,12 @@
+from functools import partial
+
 import pytest
 
 from perdure.model.job import CheckpointConfig, RestartConfig
+from perdure.plan.interval import young
 from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
+
+decide_interval = partial(decide_checkpoint_interval, optimum=young)
 
 
 def failure(at_s: float = 0.0, **changes: object) -> Failure:
@@ -58,9 +63,9 @@ def test_window_bounds_a_job_that_is_killed_all_the_time() -> None:
 def test_checkpoint_interval_follows_young() -> None:
     config = CheckpointConfig()
     # C = 0.5 s; one hour without a failure on top of the prior's hour: M = 7200 s.
-    interval_s = decide_checkpoint_interval(config, stall_s=0.5, failures=0, elapsed_s=3600.0)
+    interval_s = decide_interval(config, stall_s=0.5, failures=0, elapsed_s=3600.0)
     assert interval_s == pytest.approx((2 * 0.5 * 7200) ** 0.5)
-    often = decide_checkpoint_interval(config, stall_s=0.5, failures=9, elapsed_s=3600.0)
+    often = decide_interval(config, stall_s=0.5, failures=9, elapsed_s=3600.0)
     assert often is not None
     assert interval_s is not None
     assert often < interval_s
@@ -68,6 +73,6 @@ def test_checkpoint_interval_follows_young() -> None:
 
 def test_steps_and_seconds_of_the_user_win() -> None:
     by_steps = CheckpointConfig(every_steps=10)
-    assert decide_checkpoint_interval(by_steps, stall_s=1.0, failures=0, elapsed_s=1.0) is None
+    assert decide_interval(by_steps, stall_s=1.0, failures=0, elapsed_s=1.0) is None
     by_time = CheckpointConfig(every_s=7.0)
-    assert decide_checkpoint_interval(by_time, stall_s=1.0, failures=0, elapsed_s=1.0) == 7.0
+    assert decide_interval(by_time, stall_s=1.0, failures=0, elapsed_s=1.0) == 7.0

@@ -1,0 +1,66 @@
+"""Stacks before harm: what a hanging rank was doing is gone once its world is ended.
+
+They are asked for at the first verdict, which usually comes long before it is acted upon. Where
+it does not, the action waits for them, but for no more than `_STACKS_TIMEOUT_S`: a rank whose
+stack cannot be taken must not hold up everybody's recovery.
+"""
+
+from perdure.control.state import ControllerState, StackRequest
+from perdure.model.actions import AnyAction, TakeStacks
+from perdure.model.events import StacksTaken, VerdictWithdrawn
+from perdure.model.verdicts import Verdict
+
+_STACKS_TIMEOUT_S = 2.0
+
+
+def ask_stacks(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction]:
+    """Ask for the stacks of the culprit and of one rank that waits for it."""
+    culprit = verdict.culprit.rank
+    living = [rank for rank in state.world if rank not in state.exits]
+    ranks = (
+        *(rank for rank in living if rank == culprit),
+        *[rank for rank in living if rank != culprit][:1],
+    )
+    if not ranks:
+        return []
+    if state.stacks is None:
+        state.stacks = StackRequest(due_s=now + _STACKS_TIMEOUT_S)
+    state.stacks.missing.update(ranks)
+    reason = f"{verdict.kind} of {verdict.culprit}"
+    return [TakeStacks(generation=state.generation, ranks=ranks, reason=reason)]
+
+
+def hold_action(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction] | None:
+    """Keep an actionable verdict until its stacks are there; None where it may be acted upon."""
+    actions: list[AnyAction] = []
+    if state.stacks is None:
+        actions = ask_stacks(state, now, verdict)
+    request = state.stacks
+    if request is None or not request.missing or now >= request.due_s:
+        return None
+    request.held = request.held or verdict
+    return actions
+
+
+def ask_stacks_again(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Return the request that is open, once more."""
+    if state.stacks is None or not state.stacks.missing:
+        return []
+    ranks = tuple(sorted(state.stacks.missing))
+    return [TakeStacks(generation=state.generation, ranks=ranks, reason=reason)]
+
+
+def note_stacks(state: ControllerState, event: StacksTaken) -> Verdict | None:
+    """Take what arrived; return the verdict that need wait no longer."""
+    request = state.stacks
+    if request is None or event.generation != state.generation:
+        return None
+    request.missing.difference_update(event.stacks)
+    return None if request.missing else request.held
+
+
+def withdraw(state: ControllerState, event: VerdictWithdrawn) -> None:
+    """Act no more upon a suspect that has moved again."""
+    request, gone = state.stacks, event.verdict
+    if request is not None and request.held is not None and request.held.culprit == gone.culprit:
+        request.held = None
