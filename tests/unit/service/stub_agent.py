@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from perdure.adapters.nats import NatsBus
@@ -44,6 +45,20 @@ def start_rank(
         )
 
 
+async def wait_rank(
+    outbox: Outbox, now: Callable[[], float], node: int, rank: int, generation: int,
+    process: subprocess.Popen[bytes],
+) -> None:  # fmt: skip
+    while process.poll() is None:
+        await asyncio.sleep(0.01)
+    code = process.returncode
+    record = ExitRecord(
+        rank=rank, generation=generation, pid=process.pid, at_s=now(),
+        code=max(code, 0), signal=max(-code, 0),
+    )  # fmt: skip
+    outbox.put(RankExited(node=node, record=record, account=RankAccount(), detected_s=now()))
+
+
 async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths)
@@ -73,16 +88,6 @@ async def main(job: str, node: int) -> None:
     outbox.put(hello())
     number = -1
 
-    async def wait_rank(rank: int, generation: int, process: subprocess.Popen[bytes]) -> None:
-        while process.poll() is None:
-            await asyncio.sleep(0.01)
-        code = process.returncode
-        record = ExitRecord(
-            rank=rank, generation=generation, pid=process.pid, at_s=now(),
-            code=max(code, 0), signal=max(-code, 0),
-        )  # fmt: skip
-        outbox.put(RankExited(node=node, record=record, account=RankAccount(), detected_s=now()))
-
     waits = []
     while True:
         order = await orders.get()
@@ -106,7 +111,11 @@ async def main(job: str, node: int) -> None:
             generation = wanted.generation
             for rank in spec.ranks_of(node):
                 ranks[rank] = start_rank(paths, spec, rank, wanted.generation)
-                waits.append(asyncio.create_task(wait_rank(rank, wanted.generation, ranks[rank])))
+                waits.append(
+                    asyncio.create_task(
+                        wait_rank(outbox, now, node, rank, wanted.generation, ranks[rank])
+                    )
+                )
             pids = {rank: process.pid for rank, process in ranks.items()}
             outbox.put(
                 RanksStarted(
