@@ -1,12 +1,10 @@
-"""Saving and restoring one rank: snapshot, background write, verification, tag, retention.
+"""Saving and restoring one rank: snapshot on the training thread, everything else beside it.
 
 A failed save never harms training: the previous checkpoint stays `latest`, and the failure is an
 event. A rank that dies in between leaves a temporary directory, which the next generation removes.
 """
 
-import contextlib
-import os
-import shutil
+import pickle
 import sys
 import threading
 import time
@@ -16,42 +14,26 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
-from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.checkpoints import Manifest, name_checkpoint
+from perdure.model.errors import ConfigError, PerdureError, ProtocolError
 from perdure.model.events import AnyEvent, CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.checkpoint.files import (
     apply_retention,
-    describe_file,
     find_problem,
     list_checkpoints,
-    publish,
     read_manifest,
     remove_temporaries,
-    sync_file,
-    tag_latest,
-    write_synced,
 )
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.checkpoint.remote import open_place
-from perdure.worker.checkpoint.sharded import (
-    SavePlanCache,
-    check_index,
-    in_group,
-    read_tensors,
-    write_index,
-    write_tensors,
-)
-from perdure.worker.checkpoint.staging import Staging
+from perdure.worker.checkpoint.sharded import SavePlanCache, in_group, read_tensors
+from perdure.worker.checkpoint.staging import Staging, copy_plain
+from perdure.worker.checkpoint.writing import SaveAbandoned, SaveTask
 from perdure.worker.fingerprint import compare_fingerprints, take_fingerprint
 from perdure.worker.rng import capture_rng, restore_rng
-
-_PARTS_TIMEOUT_S = 300.0
-_POLL_S = 0.02
-_METADATA = ".metadata"
-_FREE_MIN = 64 << 10
 
 
 class Checkpointer:
@@ -73,7 +55,7 @@ class Checkpointer:
         self._config = config
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._emit, self._now = emit, now
-        self._registry = Registry()
+        self._registry = Registry(rank, world_size)
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
         self._writer: threading.Thread | None = None
@@ -106,24 +88,25 @@ class Checkpointer:
         began = time.monotonic()
         self.close()
         self._staging.wait()
-        state = self._registry.tensors()
-        self._cache.agree(state)
-        own = {
-            "rng": capture_rng(),
-            "extra": extra,
-            "fingerprint": take_fingerprint(self._world_size),
-            **self._registry.own(),
-        }
-        staged = self._staging.begin(
-            {"tensors": state, "own": own},
-            lambda path: (
-                path.startswith("/own") or self._registry.is_volatile(path.removeprefix("/tensors"))
-            ),
+        task = SaveTask(
+            root=self._root,
+            remote=self._remote,
+            step=step,
+            generation=self._generation,
+            rank=self._rank,
+            world_size=self._world_size,
+            reason=reason,
+            allow_pickle=self._config.allow_pickle,
         )
+        try:
+            tensors, own = self._take_snapshot(extra)
+        except Exception as error:  # The script's own state_dict() among others.
+            self._fail(task, step, error)
+            return time.monotonic() - began
         stall_s = time.monotonic() - began
         self._writer = threading.Thread(
             target=self._write,
-            args=(step, staged, reason, stall_s, began),
+            args=(task, step, tensors, own, reason, stall_s, began),
             name="perdure-checkpoint",
             daemon=True,
         )
@@ -133,110 +116,63 @@ class Checkpointer:
             stall_s = time.monotonic() - began
         return stall_s
 
+    def _take_snapshot(self, extra: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        own = copy_plain(
+            {
+                "rng": capture_rng(),
+                "extra": extra,
+                "fingerprint": take_fingerprint(self._world_size),
+                **self._registry.own(),
+            }
+        )
+        tensors = self._registry.tensors()
+        late = set() if self._staging.torn else self._registry.gated(tensors)
+        return self._staging.begin(tensors, late), own
+
     def _write(
-        self, step: int, staged: dict[str, Any], reason: str, stall_s: float, began: float
+        self,
+        task: SaveTask,
+        step: int,
+        tensors: dict[str, Tensor],
+        own: dict[str, Any],
+        reason: str,
+        stall_s: float,
+        began: float,
     ) -> None:
-        """Write this rank's share; on rank 0 also finish the checkpoint."""
-        folder = self._root / f"{name_checkpoint(step)}.g{self._generation}{TEMPORARY}"
+        gate_s = self.gate_s
         try:
-            self._staging.run()
-            if self._staging.error is not None:
-                raise self._staging.error
-            with contextlib.suppress(OSError):
-                os.nice(5)  # This thread's: training goes first.
-            self._write_part(folder, staged)
-            if self._rank != 0:
+            manifest = task.write(self._staging, self._cache, tensors, own)
+            if manifest is None:
                 return
-            final = self._finish(folder, step, staged["own"], reason)
-            size = sum(entry.bytes for entry in read_manifest(final).files)
+            final = self._root / name_checkpoint(step)
             self._emit(
                 CheckpointSaved(
                     generation=self._generation,
                     step=step,
                     path=self._remote.show(final) if self._remote else str(final),
-                    bytes=size,
-                    stall_s=stall_s,
+                    bytes=sum(entry.bytes for entry in manifest.files),
+                    stall_s=stall_s + self.gate_s - gate_s,
                     save_s=time.monotonic() - began,
                     at_s=self._now(),
                     reason=reason,
                 )
             )
-            apply_retention(self._root, self._config)
+            apply_retention(self._root, self._config, step)
             if self._remote:
-                self._remote.apply_retention(self._root)
+                self._remote.apply_retention(self._config, step)
+        except SaveAbandoned:
+            task.fail("another rank failed")
         except BaseException as error:
-            self._fail(folder, step, error)
+            self._fail(task, step, error)
 
-    def _fail(self, folder: Path, step: int, error: BaseException) -> None:
+    def _fail(self, task: SaveTask, step: int, error: BaseException) -> None:
         """Say that this save came to nothing; the previous one stays what it was."""
-        text = _explain(error, self._root)
+        text = task.explain(error)
         print(f"perdure: checkpoint of step {step} failed: {text}", file=sys.stderr)
-        if self._rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        else:
-            with contextlib.suppress(OSError):
-                write_synced(folder / _part(self._rank), encode(Part(self._rank, (), text)))
+        task.fail(text)
         self._emit(
             CheckpointFailed(generation=self._generation, step=step, error=text, at_s=self._now())
         )
-
-    def _write_part(self, folder: Path, staged: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        results = write_tensors(folder, self._cache, staged["tensors"])
-        own = folder / _own(self._rank)
-        torch.save(staged["own"], own)
-        sync_file(own)
-        (folder / _results(self._rank)).write_bytes(results)
-        share = os.environ.get("RANK", str(self._rank)) if in_group() else "0"
-        names = [_own(self._rank)]
-        names += sorted(p.name for p in folder.glob(f"__{share}_*.distcp"))
-        files = tuple(describe_file(folder, name) for name in names)
-        write_synced(folder / _part(self._rank), encode(Part(self._rank, files)))
-
-    def _finish(self, folder: Path, step: int, own: dict[str, Any], reason: str) -> Path:
-        """Gather all parts, publish, verify by reading back, tag; return the final directory."""
-        files = self._wait_parts(folder)
-        assert self._cache.metadata is not None
-        results = [(folder / _results(r)).read_bytes() for r in range(self._world_size)]
-        write_index(folder, self._cache.metadata, results)
-        for rank in range(self._world_size):
-            (folder / _results(rank)).unlink()
-            (folder / _part(rank)).unlink()
-        files.append(describe_file(folder, _METADATA))
-        manifest = Manifest(
-            step=step,
-            world_size=self._world_size,
-            files=tuple(files),
-            fingerprint=own["fingerprint"],
-            metrics=dict(own["extra"].get("metrics", {})),
-            reason=reason,
-        )
-        final = publish(folder, self._root, step, manifest)
-        problem = find_problem(final, manifest)
-        if problem:
-            shutil.rmtree(final, ignore_errors=True)
-            raise PlatformError(f"what was written cannot be read back: {problem}")
-        check_index(final)
-        torch.load(final / _own(0), weights_only=True, map_location="cpu")
-        if self._remote:
-            self._remote.upload(final, manifest)
-        tag_latest(self._root, final)
-        return final
-
-    def _wait_parts(self, folder: Path) -> list[FileEntry]:
-        deadline = time.monotonic() + _PARTS_TIMEOUT_S
-        files: list[FileEntry] = []
-        for rank in range(self._world_size):
-            path = folder / _part(rank)
-            while not path.exists():
-                if time.monotonic() > deadline:
-                    raise PlatformError(f"rank {rank} did not finish its share")
-                time.sleep(_POLL_S)
-            part: Part = decode(path.read_bytes(), Part)
-            if part.error:
-                raise PlatformError(f"rank {rank}: {part.error}")
-            files.extend(part.files)
-        return files
 
     # --- restoring ---------------------------------------------------------------------------
 
@@ -246,11 +182,20 @@ class Checkpointer:
         Fills `extra` with what was saved beside it. All ranks take the same one: rank 0 chooses
         where a process group is up, otherwise each comes to the same choice. One that cannot be
         used is skipped with a line that says why.
+
+        Raises:
+            ConfigError: the checkpoint is whole but does not fit what was registered.
         """
         step, folder, skipped = self._choose()
-        why = ""
+        why: list[str] = []
         if folder is not None:
-            why = self._load(folder, extra)
+            try:
+                why = self._load(folder, extra)
+            except (RuntimeError, KeyError, ValueError, PerdureError) as error:
+                raise ConfigError(
+                    f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
+                    hint="give the changed script a new job name or checkpoint url",
+                ) from error
         self._emit(
             CheckpointRestored(
                 generation=self._generation,
@@ -259,78 +204,76 @@ class Checkpointer:
                 path=str(folder) if folder is not None else "",
                 skipped=tuple(skipped),
                 exact=not why,
-                why_not_exact=why,
+                why_not_exact="; ".join(why),
             )
         )
         return step
 
     def _choose(self) -> tuple[int, Path | None, list[str]]:
-        choice: list[Any] = [None]
-        if self._rank == 0 or not in_group():
-            if self._rank == 0:
-                remove_temporaries(self._root)
-                if self._remote:
-                    self._remote.download(self._root)
-            choice = [self._find_usable()]
-        if in_group():
-            dist.broadcast_object_list(choice, src=0)
-        step, name, skipped = choice[0]
         if self._rank == 0:
-            for line in skipped:
-                print(f"perdure: checkpoint skipped: {line}", file=sys.stderr)
-        return step, self._root / name if name else None, skipped
-
-    def _find_usable(self) -> tuple[int, str, list[str]]:
+            remove_temporaries(self._root)
+        group = in_group()
         skipped: list[str] = []
-        for step, path in list_checkpoints(self._root):
-            try:
-                problem = find_problem(path, read_manifest(path))
-            except ProtocolError as error:
-                problem = error.message
+        for name in self._agree_on(self._list_names() if self._rank == 0 or not group else []):
+            problem = self._check(name, group)
             if not problem:
-                return step, path.name, skipped
-            skipped.append(f"{path}: {problem}")
-        return 0, "", skipped
+                return int(name.rsplit("-", 1)[1]), self._root / name, skipped
+            skipped.append(f"{self._root / name}: {problem}")
+            if self._rank == 0:
+                print(f"perdure: checkpoint skipped: {skipped[-1]}", file=sys.stderr)
+        return 0, None, skipped
 
-    def _load(self, folder: Path, extra: dict[str, Any]) -> str:
+    def _agree_on(self, value: Any) -> Any:
+        if not in_group():
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def _list_names(self) -> list[str]:
+        names = {path.name for _, path in list_checkpoints(self._root)}
+        if self._remote:
+            names |= set(self._remote.list_names())
+        return sorted(names, reverse=True)
+
+    def _check(self, name: str, group: bool) -> str:
+        """Return what is wrong with a checkpoint; the ranks of a group share the reading."""
+        problem = ""
+        if self._remote and (self._rank == 0 or not group):
+            problem = self._remote.fetch(self._root, name)
+        problem = self._agree_on(problem)
+        if not problem:
+            problem = self._find_problem(name, group)
+        if not group:
+            return problem
+        problems: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(problems, problem)
+        return next((text for text in problems if text), "")
+
+    def _find_problem(self, name: str, group: bool) -> str:
+        try:
+            manifest: Manifest = read_manifest(self._root / name)
+        except ProtocolError as error:
+            return error.message
+        share = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
+        return find_problem(self._root / name, manifest, *share)
+
+    def _load(self, folder: Path, extra: dict[str, Any]) -> list[str]:
         """Load one checkpoint; return why the resume is not exact, empty where it is."""
-        why = []
-        path = folder / _own(self._rank)
+        path = folder / f"rank-{self._rank}.pt"
         if not path.exists():
-            path = folder / _own(0)
-        own = torch.load(path, map_location="cpu", weights_only=not self._config.allow_pickle)
-        self._registry.replay(own)
-        state = self._registry.tensors()
-        read_tensors(folder, state)
-        self._registry.load_tensors(state)
-        missing = self._registry.load_own(own)
+            path = folder / "rank-0.pt"
+        try:
+            own = torch.load(path, map_location="cpu", weights_only=not self._config.allow_pickle)
+        except pickle.UnpicklingError as error:
+            raise ConfigError(f"{path.name} needs pickle: set checkpoint.allow_pickle") from error
+        why = self._registry.replay(own)
+        with torch.no_grad():
+            read_tensors(folder, self._registry.targets(own))
+            missing = self._registry.load_own(own)
         if missing:
             why.append(f"not in the checkpoint: {', '.join(missing)}")
         extra.update(own["extra"])
         differs = compare_fingerprints(own["fingerprint"], take_fingerprint(self._world_size))
-        if differs:
-            why.append(differs)
         restore_rng(own["rng"])
-        return "; ".join(why)
-
-
-def _own(rank: int) -> str:
-    return f"rank-{rank}.pt"
-
-
-def _part(rank: int) -> str:
-    return f"part-{rank}.json"
-
-
-def _results(rank: int) -> str:
-    return f"results-{rank}.bin"
-
-
-def _explain(error: BaseException, root: Path) -> str:
-    """Return one line that names the place; torch says of a full disk only `unexpected pos`."""
-    with contextlib.suppress(OSError):
-        if shutil.disk_usage(root).free < _FREE_MIN:
-            return f"No space left on the device of {root}"
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return str(error).strip().splitlines()[-1] if str(error).strip() else type(error).__name__
+        return [*why, differs] if differs else why

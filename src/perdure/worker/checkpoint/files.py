@@ -6,7 +6,7 @@ Nothing here knows what a tensor is.
 import contextlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import xxhash
@@ -82,9 +82,20 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def find_problem(folder: Path, manifest: Manifest) -> str:
-    """Return the first thing that is wrong with a checkpoint's files; empty where all is well."""
-    for entry in manifest.files:
+def drop_cached(path: Path) -> None:
+    """Forget what the kernel caches of a synced file, so that it is read from the disk next."""
+    with open(path, "rb") as file, contextlib.suppress(OSError):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> str:
+    """Return the first thing that is wrong with a checkpoint's files; empty where all is well.
+
+    Of several ranks each may read its own share of the files.
+    """
+    if not manifest.files:
+        return "the roster is empty"
+    for entry in manifest.files[share::shares]:
         path = folder / entry.path
         try:
             size = path.stat().st_size
@@ -145,26 +156,35 @@ def remove_temporaries(root: Path) -> None:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def apply_retention(root: Path, config: CheckpointConfig) -> None:
-    """Remove finished checkpoints that no rule keeps: last k, every n-th, best."""
-    found = list_checkpoints(root)
-    kept = {path for _, path in found[: config.keep_last]}
+def find_kept(
+    steps: Iterable[int],
+    config: CheckpointConfig,
+    newest: int,
+    find_metric: Callable[[int], float | None],
+) -> set[int]:
+    """Return the steps whose checkpoints are kept: last k, every n-th, best by metric.
+
+    Those after `newest`, which was just saved, could not be used at the last restart: they
+    neither count nor go, until training has passed them. Of equally good ones the newest is best.
+    """
+    past = sorted((step for step in steps if step <= newest), reverse=True)
+    kept = set(past[: config.keep_last]) | {step for step in steps if step > newest}
     if config.keep_every_steps:
-        kept |= {path for step, path in found if step % config.keep_every_steps == 0}
-    best = _find_best((path for _, path in found), config.keep_best)
-    for _, path in found:
-        if path not in kept and path != best:
-            shutil.rmtree(path, ignore_errors=True)
+        kept |= {step for step in past if step % config.keep_every_steps == 0}
+    if config.keep_best:
+        metrics = [(value, -s) for s in past if (value := find_metric(s)) is not None]
+        kept |= {-min(metrics)[1]} if metrics else set()
+    return kept
 
 
-def _find_best(paths: Iterable[Path], metric: str) -> Path | None:
-    """Return the checkpoint with the lowest `metric`; the newer one where two are equal."""
-    if not metric:
-        return None
-    best: tuple[float, Path] | None = None
-    for path in paths:
+def apply_retention(root: Path, config: CheckpointConfig, newest: int) -> None:
+    """Remove finished checkpoints that no rule keeps."""
+    found = dict(list_checkpoints(root))
+
+    def find_metric(step: int) -> float | None:
         with contextlib.suppress(ProtocolError):
-            value = read_manifest(path).metrics.get(metric)
-            if value is not None and (best is None or value < best[0]):
-                best = (value, path)
-    return best[1] if best else None
+            return read_manifest(found[step]).metrics.get(config.keep_best)
+        return None
+
+    for step in set(found) - find_kept(list(found), config, newest, find_metric):
+        shutil.rmtree(found[step], ignore_errors=True)

@@ -1,33 +1,44 @@
 """What the script registered, sorted by how it is saved.
 
-Models and their optimizers go through torch.distributed.checkpoint, by parameter name, so that a
-checkpoint can be read into another sharding. Everything else (schedulers, scalers, the user's own
-objects) is small and each rank's own.
+Parameters and their optimizer state go through torch.distributed.checkpoint by name: sharded ones
+(FSDP2) as shards that can be read into another sharding; those of DDP, which are equal on every
+rank, once, split over the ranks. What nothing keeps equal is each rank's own: buffers (BatchNorm's
+statistics differ from rank to rank until the next broadcast), schedulers, scalers, the script's
+objects, and, of several ranks, parameters outside DDP and FSDP2 (they may be a pipeline's stage).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from perdure.worker.checkpoint.ddp import read_bucket_order, replay_bucket_order
+from perdure.model.errors import ConfigError
+from perdure.worker.checkpoint.ddp import find_ddp, read_bucket_order, replay_bucket_order
+from perdure.worker.checkpoint.optimizers import (
+    describe_tensor,
+    load_groups,
+    make_tensor,
+    name_parameters,
+    place_scalar,
+    read_groups,
+)
 
 
 class Registry:
     """The registered objects of one rank."""
 
-    def __init__(self) -> None:
-        """Start empty."""
+    def __init__(self, rank: int = 0, world_size: int = 1) -> None:
+        """Start empty, on global rank `rank`."""
+        self._mark = f"@{rank}"
+        self._world_size = world_size
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
         self.others: dict[str, Any] = {}
+        self._orders: dict[str, list[str]] = {}
 
     def add(self, name: str, value: Any) -> None:
         """Register one object under its name."""
@@ -38,67 +49,185 @@ class Registry:
         else:
             self.others[name] = value
 
-    def owner(self, optimizer: Optimizer) -> nn.Module | None:
-        """Return the registered model whose parameters `optimizer` has; None for a loose one."""
-        wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        for model in self.models.values():
-            if wanted <= {id(p) for p in model.parameters()}:
-                return model
-        return None
+    # --- tensors that go through torch.distributed.checkpoint ---------------------------------
 
-    def tensors(self) -> dict[str, Any]:
-        """Return the state that is saved by tensor name; no copies, the live tensors."""
-        state: dict[str, Any] = {
-            f"model.{name}": get_model_state_dict(model) for name, model in self.models.items()
-        }
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the live parameters and optimizer state that are saved by name."""
+        state = self._model_tensors()
+        names, shared = self._names(), self._shared()
         for name, optimizer in self.optimizers.items():
-            model = self.owner(optimizer)
-            if model is not None:
-                state[f"optimizer.{name}"] = get_optimizer_state_dict(model, optimizer)
+            for parameter_name, parameter in name_parameters(optimizer, names).items():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if _goes_by_name(value, parameter):
+                        path = f"optimizer.{name}.{parameter_name}.{key}"
+                        state[self._key(path, value, id(parameter) in shared)] = value.detach()
         return state
 
-    def load_tensors(self, state: dict[str, Any]) -> None:
-        """Put what was read into `state` (from `tensors`) back into the objects."""
-        for name, model in self.models.items():
-            set_model_state_dict(model, state[f"model.{name}"])
-        for name, optimizer in self.optimizers.items():
-            owner = self.owner(optimizer)
-            if owner is not None:
-                set_optimizer_state_dict(owner, optimizer, state[f"optimizer.{name}"])
+    def gated(self, tensors: Iterable[str]) -> set[str]:
+        """Return those keys of `tensors` that only a registered optimizer's step changes."""
+        held = {
+            id(p)
+            for optimizer in self.optimizers.values()
+            for group in optimizer.param_groups
+            for p in group["params"]
+        }
+        free = {key for key, parameter in self._parameters().items() if id(parameter) not in held}
+        return set(tensors) - free
 
-    def own(self) -> dict[str, Any]:
-        """Return the small state that is this rank's own."""
-        loose = {n: o for n, o in self.optimizers.items() if self.owner(o) is None}
-        orders = {name: read_bucket_order(model) for name, model in self.models.items()}
+    def _model_tensors(self) -> dict[str, Tensor]:
+        return {key: parameter.detach() for key, parameter in self._parameters().items()}
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return the models' parameters by their keys; a tied one once."""
+        shared = self._shared()
         return {
-            "objects": {n: v.state_dict() for n, v in {**self.others, **loose}.items()},
-            "bucket_order": {name: order for name, order in orders.items() if order},
+            self._key(f"model.{name}.{path}", parameter, id(parameter) in shared): parameter
+            for name, model in self.models.items()
+            for path, parameter in unwrap(model).named_parameters()
         }
 
-    def load_own(self, state: dict[str, Any]) -> list[str]:
-        """Put this rank's own state back; return the names that the checkpoint lacks."""
-        loose = {n: o for n, o in self.optimizers.items() if self.owner(o) is None}
-        objects = {**self.others, **loose}
-        for name, value in objects.items():
-            if name in state["objects"]:
-                value.load_state_dict(state["objects"][name])
-        return sorted(set(objects) - set(state["objects"]))
+    def _names(self) -> dict[int, str]:
+        return {
+            id(parameter): f"{name}.{path}"
+            for name, model in self.models.items()
+            for path, parameter in unwrap(model).named_parameters()
+        }
 
-    def replay(self, state: dict[str, Any]) -> None:
-        """Bring DDP's buckets into the recorded order, before anything else is restored."""
-        for name, model in self.models.items():
-            replay_bucket_order(model, state.get("bucket_order", {}).get(name, []))
+    def _shared(self) -> set[int]:
+        """Return ids of the parameters that DDP keeps equal on every rank."""
+        return {
+            id(parameter)
+            for model in self.models.values()
+            for ddp in find_ddp(model).values()
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        }
 
-    def is_volatile(self, path: str) -> bool:
-        """Return whether the tensor at `path` may change before the optimizer's next step.
+    def _key(self, path: str, value: Tensor, shared: bool) -> str:
+        equal = shared or isinstance(value, DTensor) or self._world_size == 1
+        return path if equal else path + self._mark
 
-        True for every buffer, and for models of which no optimizer is registered.
+    # --- what is this rank's own --------------------------------------------------------------
+
+    def own(self) -> dict[str, Any]:
+        """Return the state that is this rank's own; small but for buffers."""
+        names = self._names()
+        return {
+            "objects": {name: value.state_dict() for name, value in self.others.items()},
+            "models": {name: _rest_of_model(model) for name, model in self.models.items()},
+            "optimizers": {
+                name: self._own_of(optimizer, name_parameters(optimizer, names))
+                for name, optimizer in self.optimizers.items()
+            },
+            "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
+        }
+
+    def _own_of(self, optimizer: Optimizer, named: dict[str, Tensor]) -> dict[str, Any]:
+        rest: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, dict[str, Any]] = {}
+        for name, parameter in named.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if _goes_by_name(value, parameter):
+                    tensors.setdefault(name, {})[key] = describe_tensor(value)
+                else:
+                    rest.setdefault(name, {})[key] = value
+        return {"groups": read_groups(optimizer, named), "rest": rest, "tensors": tensors}
+
+    def _ddp(self) -> dict[str, DistributedDataParallel]:
+        return {
+            f"{name}.{path}": ddp
+            for name, model in self.models.items()
+            for path, ddp in find_ddp(model).items()
+        }
+
+    def _order(self, path: str, ddp: DistributedDataParallel) -> list[str]:
+        if not self._orders.get(path):
+            self._orders[path] = read_bucket_order(ddp)
+        return self._orders[path]
+
+    # --- restoring ----------------------------------------------------------------------------
+
+    def replay(self, own: dict[str, Any]) -> list[str]:
+        """Bring DDP's buckets into the recorded order, before anything else is restored.
+
+        Returns why that cannot be; never of two ranks, whose sums have one order only.
         """
-        kind, _, rest = path.lstrip("/").partition("/")
-        if not kind.startswith("model."):
-            return False
-        model = self.models[kind.removeprefix("model.")]
-        if not any(self.owner(optimizer) is model for optimizer in self.optimizers.values()):
-            return True
-        inner = model.module if isinstance(model, DistributedDataParallel) else model
-        return rest not in {name for name, _ in inner.named_parameters()}
+        orders = own["bucket_order"]
+        reasons = [replay_bucket_order(d, orders.get(path, [])) for path, d in self._ddp().items()]
+        return [why for why in reasons if why and self._world_size > 2]
+
+    def targets(self, own: dict[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors to read a checkpoint into, fresh ones for optimizer state.
+
+        Raises:
+            ConfigError: an optimizer is not in the checkpoint, or holds other parameters.
+        """
+        state = self._model_tensors()
+        names, shared = self._names(), self._shared()
+        for name, optimizer in self.optimizers.items():
+            if name not in own["optimizers"]:
+                continue
+            saved = own["optimizers"][name]
+            named = name_parameters(optimizer, names)
+            try:
+                load_groups(optimizer, named, saved["groups"])
+            except ConfigError as error:
+                raise ConfigError(f"optimizer {name!r}: {error.message}") from error
+            optimizer.state.clear()
+            for parameter_name, entries in saved["rest"].items():
+                parameter = named[parameter_name]
+                for key, value in entries.items():
+                    optimizer.state[parameter][key] = place_scalar(value, parameter, optimizer)
+            for parameter_name, entries in saved["tensors"].items():
+                parameter = named[parameter_name]
+                for key, description in entries.items():
+                    value = make_tensor(description, parameter)
+                    optimizer.state[parameter][key] = value
+                    path = f"optimizer.{name}.{parameter_name}.{key}"
+                    state[self._key(path, value, id(parameter) in shared)] = value
+        return state
+
+    def load_own(self, own: dict[str, Any]) -> list[str]:
+        """Put this rank's own state back; return the names that the checkpoint lacks."""
+        for name, model in self.models.items():
+            if name in own["models"]:
+                _load_rest_of_model(model, own["models"][name])
+        for name, value in self.others.items():
+            if name in own["objects"]:
+                value.load_state_dict(own["objects"][name])
+        saved = {**own["models"], **own["optimizers"], **own["objects"]}
+        return sorted({*self.models, *self.optimizers, *self.others} - set(saved))
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the script's own module inside DDP and torch.compile."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def _goes_by_name(value: Any, parameter: Tensor) -> bool:
+    """Return whether a value of an optimizer's state is sharded or replicated as `parameter` is."""
+    if isinstance(parameter, DTensor):
+        return isinstance(value, DTensor)
+    return isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
+
+
+def _rest_of_model(model: nn.Module) -> dict[str, Any]:
+    """Return the entries of the state dict that are no parameters: buffers, extra state."""
+    inner = unwrap(model)
+    parameters = {name for name, _ in inner.named_parameters(remove_duplicate=False)}
+    return {key: v for key, v in inner.state_dict().items() if key not in parameters}
+
+
+def _load_rest_of_model(model: nn.Module, rest: dict[str, Any]) -> None:
+    if not rest:
+        return
+    inner = unwrap(model)
+    state = inner.state_dict()
+    state.update(rest)
+    inner.load_state_dict(state)

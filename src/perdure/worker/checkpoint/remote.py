@@ -1,6 +1,12 @@
-"""Checkpoints at an fsspec URL: staged in a local directory, uploaded, checked, tagged last."""
+"""Checkpoints at an fsspec URL: staged in a local directory, uploaded, checked, tagged last.
 
+The staging directory lies beside the job and is shared by its ranks; what it still holds need not
+be fetched again.
+"""
+
+import contextlib
 import os
+import shutil
 import tempfile
 from hashlib import sha256
 from pathlib import Path
@@ -8,8 +14,11 @@ from typing import Any
 
 import fsspec
 
-from perdure.model.checkpoints import LATEST, MANIFEST, Manifest, parse_checkpoint_name
-from perdure.model.errors import PlatformError
+from perdure.model.checkpoints import LATEST, MANIFEST, TEMPORARY, Manifest, parse_checkpoint_name
+from perdure.model.codec import decode
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.job import CheckpointConfig
+from perdure.worker.checkpoint.files import find_kept
 
 
 class Remote:
@@ -32,6 +41,8 @@ class Remote:
             PlatformError: what arrived has another size.
         """
         target = f"{self._path}/{local.name}"
+        if self._fs.exists(target):  # Damaged, or cut off: no manifest may vouch for a mixture.
+            self._fs.rm(target, recursive=True)
         self._fs.makedirs(target, exist_ok=True)
         for entry in manifest.files:
             self._fs.put_file(str(local / entry.path), f"{target}/{entry.path}")
@@ -44,26 +55,51 @@ class Remote:
         with self._fs.open(f"{self._path}/{LATEST}", "wb") as file:
             file.write(local.name.encode())
 
-    def download(self, root: Path) -> None:
-        """Bring the newest remote checkpoints that the staging directory lacks."""
-        if not self._fs.exists(self._path):
-            return
-        names = [
-            row.rstrip("/").rsplit("/", 1)[-1] for row in self._fs.ls(self._path, detail=False)
-        ]
-        newest = sorted((n for n in names if parse_checkpoint_name(n) is not None), reverse=True)
-        for name in newest[:2]:
-            if not (root / name / MANIFEST).exists():
-                (root / name).mkdir(parents=True, exist_ok=True)
-                for path in self._fs.ls(f"{self._path}/{name}", detail=False):
-                    self._fs.get_file(path, str(root / name / path.rsplit("/", 1)[-1]))
+    def list_names(self) -> list[str]:
+        """Return the names of the checkpoints there.
 
-    def apply_retention(self, root: Path) -> None:
-        """Remove remote checkpoints that the local rules have removed."""
-        for path in self._fs.ls(self._path, detail=False):
-            name = path.rstrip("/").rsplit("/", 1)[-1]
-            if parse_checkpoint_name(name) is not None and not (root / name).exists():
-                self._fs.rm(path, recursive=True)
+        A place that cannot be reached raises: to begin at step 0 instead would lose the training.
+        """
+        self._fs.invalidate_cache()
+        try:
+            rows = self._fs.ls(self._path, detail=False)
+        except FileNotFoundError:
+            return []
+        names = [row.rstrip("/").rsplit("/", 1)[-1] for row in rows]
+        return [name for name in names if parse_checkpoint_name(name) is not None]
+
+    def fetch(self, root: Path, name: str) -> str:
+        """Bring a checkpoint into the staging directory if it is not there; return why it cannot.
+
+        It gets its name there when it is whole, so that two processes may both do it.
+        """
+        if (root / name / MANIFEST).exists():
+            return ""
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            temporary = Path(tempfile.mkdtemp(suffix=TEMPORARY, prefix="fetch-", dir=root))
+            for path in self._fs.ls(f"{self._path}/{name}", detail=False):
+                self._fs.get_file(path, str(temporary / path.rsplit("/", 1)[-1]))
+            shutil.rmtree(root / name, ignore_errors=True)
+            os.replace(temporary, root / name)
+        except OSError as error:
+            if not (root / name / MANIFEST).exists():
+                return f"cannot be fetched: {error}"
+        return ""
+
+    def apply_retention(self, config: CheckpointConfig, newest: int) -> None:
+        """Remove remote checkpoints that no rule keeps."""
+        steps = {parse_checkpoint_name(name) or 0: name for name in self.list_names()}
+
+        def find_metric(step: int) -> float | None:
+            with contextlib.suppress(OSError, ProtocolError):
+                data = self._fs.cat_file(f"{self._path}/{steps[step]}/{MANIFEST}")
+                manifest: Manifest = decode(data, Manifest)
+                return manifest.metrics.get(config.keep_best)
+            return None
+
+        for step in set(steps) - find_kept(list(steps), config, newest, find_metric):
+            self._fs.rm(f"{self._path}/{steps[step]}", recursive=True)
 
 
 def open_place(url: str) -> tuple[Path, Remote | None]:

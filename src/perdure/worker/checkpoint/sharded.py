@@ -1,24 +1,46 @@
-"""Tensors in and out of torch.distributed.checkpoint's format, without collectives in the back.
+"""Tensors in and out of torch.distributed.checkpoint's format, without a collective.
 
-The planning of a save needs every rank's plan; it is gathered once on the training thread and
-kept while the state's structure stays. Writing then needs nobody: each rank writes its own file,
-and rank 0 writes the index from the results that the others leave in files. Background
-collectives would look like hangs to a watcher, and would hang if a rank died.
+Who writes what is planned from every rank's list of tensors. The lists are exchanged as files in
+the checkpoint's own temporary directory by the background threads: collectives would take turns
+with the training's, would look like hangs to a watcher, and would hang if a rank died. Each rank
+then writes its own file, and rank 0 the index from the results that the others leave in files.
+
+Torch's index is a pickle. It is read with an unpickler that makes nothing but the index's types.
 """
 
+import dataclasses
+import io
+import os
 import pickle
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
+import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemReader,
+    FileSystemWriter,
+    _StoragePrefix,
+)
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
+
+from perdure.model.errors import PlatformError
+
+_INDEX = ".metadata"
+_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
+_NAMES = {
+    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("builtins", "set"), ("collections", "OrderedDict"),
+}  # fmt: skip
 
 
 def in_group() -> bool:
@@ -27,77 +49,155 @@ def in_group() -> bool:
 
 
 class SavePlanCache:
-    """The agreed plan of this state's structure."""
+    """The agreed plan, kept while no rank's list of tensors changes."""
 
     def __init__(self, rank: int) -> None:
         """Plan for global rank `rank`."""
         self._rank = rank
+        self._lists: list[bytes] = []
         self._shape: tuple[Any, ...] = ()
+        self._mine = b""
         self.plan: SavePlan | None = None
         self.metadata: Metadata | None = None
 
-    def agree(self, state: dict[str, Any]) -> None:
-        """Plan who writes what, with all ranks; a small collective where nothing changed.
+    def describe(self, state: dict[str, Tensor]) -> bytes:
+        """Return this rank's list, for the others."""
+        shape = tuple((key, tuple(v.shape), v.dtype) for key, v in state.items())
+        if shape != self._shape or not self._mine:
+            self._mine = pickle.dumps(_make_planner(state).create_local_plan())
+            self._shape = shape
+        return self._mine
 
-        Called on the training thread, by all ranks at the same step.
-        """
-        shape = _describe(state)
-        known = shape == self._shape
-        if in_group():
-            flags: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(flags, known)
-            known = all(flags)
-        if known:
+    def agree(self, lists: list[bytes]) -> None:
+        """Plan from all ranks' lists. Every rank comes to the same plan by itself."""
+        if lists == self._lists:
             return
-        planner = DefaultSavePlanner()
-        planner.set_up_planner(state, is_coordinator=self._rank == 0)
-        local = planner.create_local_plan()
-        plans: list[Any] = [local]
-        if in_group():
-            plans = [None] * dist.get_world_size()
-            dist.all_gather_object(plans, local)
-        plans, self.metadata = planner.create_global_plan(plans)
-        writer = FileSystemWriter("unused")
-        plans = writer.prepare_global_plan(plans)
-        mine = plans[dist.get_rank()] if in_group() else plans[0]
-        self.plan = planner.finish_plan(mine)
-        self._shape = shape
+        planner = _make_planner({})
+        plans, self.metadata = planner.create_global_plan([_unpickle(row) for row in lists])
+        prefix = _StoragePrefix(f"__{self._rank}_")
+        self.plan = dataclasses.replace(plans[self._rank], storage_data=prefix)
+        self._lists = lists
 
 
-def write_tensors(folder: Path, cache: SavePlanCache, state: dict[str, Any]) -> bytes:
-    """Write this rank's share of `state`, synced; return its results for the index."""
+def write_tensors(
+    folder: Path, cache: SavePlanCache, state: dict[str, Tensor]
+) -> tuple[bytes, dict[str, str]]:
+    """Write this rank's share of `state`, synced; return its results, and hashes by file.
+
+    The hashes are of what was to be written; what is on the disk is compared later.
+    """
     assert cache.plan is not None
-    planner = DefaultSavePlanner()
-    planner.set_up_planner(state)
     writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
-    results = writer.write_data(cache.plan, planner).wait()
-    return pickle.dumps(results)
+    writer.fs = hashing = _HashingFiles()
+    results = writer.write_data(cache.plan, _make_planner(state)).wait()
+    return pickle.dumps(results), hashing.hashes
 
 
 def write_index(folder: Path, metadata: Metadata, results: Sequence[bytes]) -> None:
-    """Write torch's index of all ranks' results. They are this job's own, so unpickling is safe."""
-    writer = FileSystemWriter(folder, sync_files=True)
-    writer.finish(metadata, [pickle.loads(result) for result in results])
+    """Write torch's index of all ranks' results."""
+    metadata = dataclasses.replace(metadata)
+    FileSystemWriter(folder, sync_files=True).finish(metadata, [_unpickle(row) for row in results])
 
 
-def read_tensors(folder: Path, state: dict[str, Any]) -> None:
-    """Load the tensors of `state` in place from a checkpoint; all ranks call it together."""
+def read_tensors(folder: Path, state: dict[str, Tensor]) -> None:
+    """Load the tensors of `state` in place from a checkpoint; each rank reads what it needs.
+
+    Raises:
+        PlatformError: a tensor is not in the checkpoint, or has another shape.
+    """
+    reader = _Reader(folder)
+    missing = sorted(set(state) - set(reader.read_metadata().state_dict_metadata))
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise PlatformError(f"{missing[0]}{more} is not in the checkpoint")
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Of torch's own making: a single process is no fault.
-        load(state, storage_reader=FileSystemReader(folder), no_dist=not in_group())
+        load(cast(dict[str, Any], state), storage_reader=reader, planner=planner, no_dist=True)
 
 
 def check_index(folder: Path) -> None:
     """Read torch's index; raises whatever it raises where it cannot be read."""
-    FileSystemReader(folder).read_metadata()
+    _Reader(folder).read_metadata()
 
 
-def _describe(value: Any, path: str = "") -> tuple[Any, ...]:
-    """Return a structure's keys, shapes and types: what a plan depends on."""
-    if isinstance(value, dict):
-        return tuple(row for k, v in value.items() for row in _describe(v, f"{path}/{k}"))
-    if isinstance(value, list | tuple):
-        return tuple(row for i, v in enumerate(value) for row in _describe(v, f"{path}/{i}"))
-    if isinstance(value, Tensor):
-        return ((path, tuple(value.shape), str(value.dtype)),)
-    return ((path, type(value).__name__),)
+def _make_planner(state: dict[str, Tensor]) -> DefaultSavePlanner:
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(cast(dict[str, Any], state), is_coordinator=True)
+    return planner
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a type of torch's index; refuse everything else."""
+        if "." not in name:
+            found = super().find_class(module, name)
+            if (module, name) in _NAMES or isinstance(found, torch.dtype):
+                return found
+            if module.startswith(_MODULES) and isinstance(found, type):
+                return found
+        raise pickle.UnpicklingError(f"the index asks for {module}.{name}")
+
+
+def _unpickle(data: bytes) -> Any:
+    return _Unpickler(io.BytesIO(data)).load()
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, which reads the index without trusting it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the index."""
+        metadata: Metadata = _unpickle((Path(self.path) / _INDEX).read_bytes())
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _HashingFiles(FileSystem):
+    """Torch's file system, which hashes what is written on its way."""
+
+    def __init__(self) -> None:
+        self.hashes: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(
+        self, path: str | os.PathLike[str], mode: str
+    ) -> Generator[io.IOBase, None, None]:
+        """Open a file; its hash is in `hashes` by its name once it is closed."""
+        digest = xxhash.xxh3_128()
+        with open(path, mode) as file:
+            stream = _HashingStream(cast(BinaryIO, file), digest.update)
+            try:
+                yield cast(io.IOBase, stream)
+            except RuntimeError:  # Torch says of a full disk only `unexpected pos`.
+                raise stream.error or RuntimeError(f"{path} could not be written") from None
+        self.hashes[Path(path).name] = digest.hexdigest()
+
+
+class _HashingStream:
+    """The five calls that torch makes of a stream."""
+
+    def __init__(self, file: BinaryIO, update: Callable[[Any], None]) -> None:
+        self._file = file
+        self._update = update
+        self.error: OSError | None = None
+        self.tell, self.close = file.tell, file.close
+
+    def write(self, data: Any) -> int:
+        """Write and hash."""
+        self._update(data)
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        """Hand what is buffered to the kernel."""
+        self._file.flush()
+
+    def fileno(self) -> int:
+        """Return the descriptor, for fsync: torch forgets to flush before."""
+        self._file.flush()
+        return self._file.fileno()

@@ -1,20 +1,25 @@
 """A copy of the training state, taken beside the next forward and backward.
 
 Parameters and optimizer moments do not change until the optimizer's next step, so they may be
-copied while the next forward and backward run; `wait` before that step is the gate. Buffers change
-in forward (BatchNorm's statistics) and are copied at once, as is everything small. The copies lie
-in buffers that are used again by the next checkpoint.
+copied while the next forward and backward run; `wait` before that step is the gate. Everything
+else (buffers change in forward, and what is small) is copied at once. The copies lie in buffers
+that are used again by the next checkpoint: one more copy of the state in host memory.
+
+Torch counts the changes of every tensor. If one was changed while it could be copied (a script
+that writes parameters by hand), the copy is worth nothing and says so.
 """
 
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from perdure.model.errors import PlatformError
 
 _SMALL = 4096
 """Elements up to which a tensor is copied at once: a thread would cost more."""
@@ -28,36 +33,39 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
         self._done = threading.Event()
         self._done.set()
-        self._late: list[tuple[Tensor, Tensor]] = []
+        self._late: list[tuple[str, Tensor, Tensor, int]] = []
         self._event: Any = None
-        self.error: BaseException | None = None
+        self.torn = False
+        """The last copy was changed under way; the next ones should be taken at once."""
 
-    def begin(self, state: dict[str, Any], at_once: Callable[[str], bool]) -> dict[str, Any]:
-        """Return a structure like `state` over the buffers; `run` must still fill it.
-
-        `at_once` says of a path such as `model/model/0.bias` that it may change before the
-        gate. The state dict is nested; tensors may be DTensors, of which the local part counts.
-        """
-        self._late = []
-        self._event = None
-        self.error = None
-        staged = self._stage("", state, at_once)
-        self._done.clear()
-        if any(source.is_cuda for source, _ in self._late):
+    def begin(self, tensors: dict[str, Tensor], late: Collection[str]) -> dict[str, Tensor]:
+        """Return copies of `tensors`; those of the keys in `late` are filled by `run`."""
+        self._late, self._event = [], None
+        staged = {key: self._stage(key, value, key in late) for key, value in tensors.items()}
+        if any(source.is_cuda for _, source, _, _ in self._late):
             self._copy_on_device()
-        assert isinstance(staged, dict)
+        self._done.clear()
         return staged
 
     def run(self) -> None:
-        """Copy what could wait; called in the background thread. Opens the gate in any case."""
+        """Copy what could wait; called in the background thread. Opens the gate in any case.
+
+        Raises:
+            PlatformError: a tensor was changed before the optimizer's step.
+        """
         try:
             if self._event is not None:
                 self._event.synchronize()
             else:
-                for source, target in self._late:
+                for _, source, target, _ in self._late:
                     target.copy_(source)
-        except BaseException as error:
-            self.error = error
+            for key, source, _, version in self._late:
+                if source._version != version:
+                    self.torn = True
+                    raise PlatformError(
+                        f"{key} was changed between a step's end and the next optimizer step; "
+                        "from now on everything is copied at once"
+                    )
         finally:
             self._late = []
             self._done.set()
@@ -78,38 +86,38 @@ class Staging:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for source, target in self._late:
+            for _, source, target, _ in self._late:
                 target.copy_(source, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
-    def _stage(self, path: str, value: Any, at_once: Callable[[str], bool]) -> Any:
-        if isinstance(value, dict):
-            return {k: self._stage(f"{path}/{k}", v, at_once) for k, v in value.items()}
-        if isinstance(value, list | tuple):
-            rows = [self._stage(f"{path}/{i}", v, at_once) for i, v in enumerate(value)]
-            return type(value)(rows)
-        if isinstance(value, DTensor):
-            local = self._stage_tensor(path, value.to_local().detach(), at_once)
-            return DTensor.from_local(
-                local,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-        if isinstance(value, Tensor):
-            return self._stage_tensor(path, value.detach(), at_once)
-        return copy.deepcopy(value)
+    def _stage(self, key: str, value: Tensor, late: bool) -> Tensor:
+        if not isinstance(value, DTensor):
+            return self._stage_local(key, value.detach(), late)
+        local = self._stage_local(key, value.to_local().detach(), late)
+        # Not DTensor.from_local: that would move the copy back to the mesh's device.
+        return DTensor(local, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    def _stage_tensor(self, path: str, source: Tensor, at_once: Callable[[str], bool]) -> Tensor:
-        target = self._buffers.get(path)
+    def _stage_local(self, key: str, source: Tensor, late: bool) -> Tensor:
+        target = self._buffers.get(key)
         if target is None or target.shape != source.shape or target.dtype != source.dtype:
             target = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-            self._buffers[path] = target
-        if source.numel() <= _SMALL or at_once(path):
-            target.copy_(source)
+            self._buffers[key] = target
+        if late and source.numel() > _SMALL:
+            self._late.append((key, source, target, source._version))
         else:
-            self._late.append((source, target))
+            target.copy_(source)
         return target
+
+
+def copy_plain(value: Any) -> Any:
+    """Return a deep copy on the CPU of plain state: containers, tensors, numbers, strings."""
+    if isinstance(value, dict):
+        return {k: copy_plain(v) for k, v in value.items()}
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if type(value) in (list, tuple):
+        return type(value)(copy_plain(row) for row in value)
+    return copy.deepcopy(value)
