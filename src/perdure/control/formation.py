@@ -7,7 +7,7 @@ node that registers late gets the newest.
 from typing import Literal
 
 from perdure.control.state import ControllerState, Ending
-from perdure.model.actions import AnyAction, Assignment, AssignNodes, EndJob
+from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
 
 REGISTER_TIMEOUT_S = 180.0
 """From the job's first event until the last node's first hello, its keeper's start included."""
@@ -91,7 +91,22 @@ def end_job(
     state.boundary = None
     state.stacks = None
     state.checkpoint_due_s = None
-    return [assign(state, "end", reason, grace_s=grace_s), *advance_end(state, now)]
+    return [
+        *_answer_all(state, reason),
+        assign(state, "end", reason, grace_s=grace_s),
+        *advance_end(state, now),
+    ]
+
+
+def _answer_all(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Answer every command that is still open: the end is all that can become of it."""
+    actions: list[AnyAction] = []
+    for id_ in sorted(state.commands):
+        ok, why = state.commands[id_].kind in ("stop", "kill"), f"the job has ended: {reason}"
+        state.answered[id_] = (ok, why, {})
+        actions.append(AnswerCommand(id=id_, ok=ok, reason=why))
+    state.commands.clear()
+    return actions
 
 
 def advance_end(state: ControllerState, now: float) -> list[AnyAction]:

@@ -307,9 +307,9 @@ class Controller:
         state.failures.append(failure)
         state.first_exit_s = exit_s
         actions: list[AnyAction] = []
-        if state.boundary is not None:
+        if state.boundary is not None and state.boundary.move == "prepare":
             actions.append(abort_boundary(state, decision.reason))
-            state.boundary = None
+        state.boundary = None  # A commit is never taken back; it dies with its world.
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         return [*actions, *form_world(state, now, decision.reason)]
