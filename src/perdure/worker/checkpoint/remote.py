@@ -75,9 +75,9 @@ class Remote:
         """
         if (root / name / MANIFEST).exists():
             return ""
+        root.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(suffix=TEMPORARY, prefix="fetch-", dir=root))
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(suffix=TEMPORARY, prefix="fetch-", dir=root))
             for path in self._fs.ls(f"{self._path}/{name}", detail=False):
                 self._fs.get_file(path, str(temporary / path.rsplit("/", 1)[-1]))
             shutil.rmtree(root / name, ignore_errors=True)
@@ -85,6 +85,8 @@ class Remote:
         except OSError as error:
             if not (root / name / MANIFEST).exists():
                 return f"cannot be fetched: {error}"
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
         return ""
 
     def apply_retention(self, config: CheckpointConfig, newest: int) -> None:

@@ -130,11 +130,10 @@ def _make_planner(state: dict[str, Tensor]) -> DefaultSavePlanner:
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a type of torch's index; refuse everything else."""
-        if "." not in name:
+        listed = (module, name) in _NAMES
+        if listed or ("." not in name and (module == "torch" or module.startswith(_MODULES))):
             found = super().find_class(module, name)
-            if (module, name) in _NAMES or isinstance(found, torch.dtype):
-                return found
-            if module.startswith(_MODULES) and isinstance(found, type):
+            if listed or isinstance(found, torch.dtype if module == "torch" else type):
                 return found
         raise pickle.UnpicklingError(f"the index asks for {module}.{name}")
 

@@ -1,0 +1,203 @@
+"""What a checkpoint holds and what it refuses: snapshots, optimizer state, the index, retention."""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from perdure.model.checkpoints import FileEntry, Manifest  # noqa: E402
+from perdure.model.errors import ConfigError, PlatformError  # noqa: E402
+from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
+from perdure.model.job import CheckpointConfig  # noqa: E402
+from perdure.worker.checkpoint import Checkpointer  # noqa: E402
+from perdure.worker.checkpoint.files import find_kept  # noqa: E402
+from perdure.worker.checkpoint.registry import Registry  # noqa: E402
+from perdure.worker.checkpoint.remote import Remote  # noqa: E402
+from perdure.worker.checkpoint.sharded import _unpickle  # noqa: E402
+from perdure.worker.checkpoint.staging import Staging  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def make_saver(url: str, **config: Any) -> tuple[Checkpointer, list[Any]]:
+    events: list[Any] = []
+    saver = Checkpointer(
+        url=url, config=CheckpointConfig(**config), rank=0, world_size=1, generation=0,
+        emit=events.append, now=lambda: 0.0,
+    )  # fmt: skip
+    return saver, events
+
+
+# --- snapshot ---------------------------------------------------------------------------------
+
+
+def test_gate_waits_until_what_is_late_is_copied() -> None:
+    staging = Staging()
+    big, small = torch.ones(5000), torch.ones(5)
+    staged = staging.begin({"big": big, "small": small}, {"big", "small"})
+    assert staged["small"].sum() == 5
+    assert not staging._done.is_set()
+    staging.run()
+    assert staging.wait() == 0.0
+    assert staged["big"].sum() == 5000
+    assert staging.begin({"big": big, "small": small}, set())["big"] is staged["big"]  # reused
+
+
+def test_torn_snapshot_fails_and_the_next_one_copies_at_once(tmp_path: Path) -> None:
+    saver, events = make_saver(str(tmp_path))
+    model = nn.Linear(100, 100)
+    saver.register("model", model)
+    saver.register("optimizer", torch.optim.SGD(model.parameters(), lr=0.1))
+    saver._staging.begin(saver._registry.tensors(), {"model.model.weight"})
+    with torch.no_grad():
+        model.weight.mul_(2)  # By hand, past the gate.
+    with pytest.raises(PlatformError, match="weight was changed"):
+        saver._staging.run()
+    saver.save(1, reason="test", extra={})
+    with torch.no_grad():
+        model.weight.zero_()
+    saver.close()
+    assert [type(event) for event in events] == [CheckpointSaved]
+    saver.restore({})
+    assert model.weight.abs().sum() > 0
+
+
+def test_a_state_that_cannot_be_taken_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
+    class Broken:
+        def state_dict(self) -> dict[str, Any]:
+            raise ValueError("no state today")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    saver, events = make_saver(str(tmp_path))
+    saver.register("broken", Broken())
+    saver.save(1, reason="test", extra={})
+    (failed,) = events
+    assert isinstance(failed, CheckpointFailed)
+    assert failed.error == "no state today"
+
+
+def test_objects_that_need_pickle_are_refused_unless_allowed(tmp_path: Path) -> None:
+    class Odd:
+        state: Any = Path("here")
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"path": self.state}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.state = state["path"]
+
+    for allow, kind in ((False, CheckpointFailed), (True, CheckpointSaved)):
+        saver, events = make_saver(str(tmp_path), allow_pickle=allow)
+        saver.register("odd", odd := Odd())
+        saver.save(1, reason="test", extra={})
+        saver.close()
+        assert [type(event) for event in events] == [kind]
+    odd.state = None
+    assert saver.restore({}) == 1
+    assert odd.state == Path("here")
+
+
+# --- optimizer --------------------------------------------------------------------------------
+
+
+def test_optimizer_state_comes_back_as_it_was_and_only_that(tmp_path: Path) -> None:
+    """Moments in another type than their parameter, none where there was no gradient."""
+    model = nn.ModuleDict({"used": nn.Linear(8, 8), "unused": nn.Linear(8, 8)}).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for parameter in model["used"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    moment = torch.full((8, 8), 1 / 3)
+    optimizer.state[model["used"].weight]["exp_avg"] = moment.clone()
+    optimizer.param_groups[0]["lr"] = 0.025
+    saver, _ = make_saver(str(tmp_path))
+    saver.register("model", model)
+    saver.register("optimizer", optimizer)
+    saver.save(1, reason="test", extra={}, wait=True)
+    optimizer.state.clear()
+    optimizer.param_groups[0]["lr"] = 0.0
+    assert saver.restore({}) == 1
+    assert torch.equal(optimizer.state[model["used"].weight]["exp_avg"], moment)
+    assert model["unused"].weight not in optimizer.state
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_a_changed_script_is_told_so_and_never_begins_at_zero(tmp_path: Path) -> None:
+    saver, _ = make_saver(str(tmp_path))
+    saver.register("model", nn.Linear(4, 4))
+    saver.save(1, reason="test", extra={}, wait=True)
+    other, _ = make_saver(str(tmp_path))
+    other.register("model", nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(ConfigError, match="step-00000001 does not fit the script"):
+        other.restore({})
+
+
+def test_of_several_ranks_only_what_is_kept_equal_is_shared() -> None:
+    registry = Registry(rank=2, world_size=3)
+    registry.add("stage", nn.BatchNorm1d(3))
+    assert set(registry.tensors()) == {"model.stage.weight@2", "model.stage.bias@2"}
+    assert "running_mean" in registry.own()["models"]["stage"]
+
+
+def test_tied_parameters_are_saved_once_and_frozen_ones_too() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3, bias=False), "b": nn.Linear(3, 3, bias=False)})
+    model["b"].weight = model["a"].weight
+    model["c"] = nn.Linear(3, 3, bias=False).requires_grad_(False)
+    registry = Registry()
+    registry.add("model", model)
+    registry.add("optimizer", torch.optim.SGD(model["a"].parameters(), lr=0.1))
+    assert set(registry.tensors()) == {"model.model.a.weight", "model.model.c.weight"}
+    assert registry.gated(registry.tensors()) == {"model.model.a.weight"}
+    assert registry.own()["models"] == {"model": {}}
+
+
+# --- index, retention, remote -----------------------------------------------------------------
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (print, ("owned",))
+
+
+def test_index_makes_nothing_but_its_own_types(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
+        _unpickle(pickle.dumps(Hostile()))
+    module, name = b"torch.distributed.checkpoint.filesystem", b"os.system"
+    dotted = b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (len(module), module, len(name), name)
+    with pytest.raises(pickle.UnpicklingError, match=r"os\.system"):
+        _unpickle(dotted)
+    assert capsys.readouterr().out == ""
+    kept = io.BytesIO()
+    pickle.dump([torch.float32, torch.Size([2])], kept)
+    assert _unpickle(kept.getvalue()) == [torch.float32, torch.Size([2])]
+
+
+def test_retention_never_takes_the_checkpoint_that_was_just_saved_for_an_older_future() -> None:
+    config = CheckpointConfig(keep_last=1)
+    # 100 was damaged: training went back to 60, and 80 is the newest that can be used.
+    assert find_kept([60, 80, 100], config, 80, lambda step: None) == {80, 100}
+    assert find_kept([80, 100, 120], config, 120, lambda step: None) == {120}
+
+
+def test_remote_retention_goes_by_what_is_there(tmp_path: Path) -> None:
+    remote = Remote(f"local://{tmp_path}/there")
+    for step in (4, 5, 6):
+        local = tmp_path / f"step-0000000{step}"
+        local.mkdir()
+        (local / "a").write_bytes(b"1")
+        (local / "manifest.json").write_text("{}")
+        entry = FileEntry("a", 1, "")
+        remote.upload(local, Manifest(step=step, world_size=1, files=(entry,)))
+    remote.apply_retention(CheckpointConfig(keep_last=1, keep_every_steps=4), 6)
+    assert sorted(remote.list_names()) == ["step-00000004", "step-00000006"]
+    assert remote.fetch(tmp_path / "new", "step-00000004") == ""
+    assert (tmp_path / "new" / "step-00000004" / "a").read_bytes() == b"1"
+    assert "cannot be fetched" in remote.fetch(tmp_path / "new", "step-00000005")
+    assert list((tmp_path / "new").glob("*.tmp")) == []
