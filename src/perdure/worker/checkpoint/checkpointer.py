@@ -59,6 +59,7 @@ class Checkpointer:
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
         self._writer: threading.Thread | None = None
+        self._attempts = 0
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
@@ -88,11 +89,12 @@ class Checkpointer:
         began = time.monotonic()
         self.close()
         self._staging.wait()
+        self._attempts += 1
         task = SaveTask(
             root=self._root,
             remote=self._remote,
             step=step,
-            generation=self._generation,
+            attempt=f"g{self._generation}.{self._attempts}",
             rank=self._rank,
             world_size=self._world_size,
             reason=reason,
@@ -168,8 +170,9 @@ class Checkpointer:
     def _fail(self, task: SaveTask, step: int, error: BaseException) -> None:
         """Say that this save came to nothing; the previous one stays what it was."""
         text = task.explain(error)
+        if not task.fail(text):
+            return
         print(f"perdure: checkpoint of step {step} failed: {text}", file=sys.stderr)
-        task.fail(text)
         self._emit(
             CheckpointFailed(generation=self._generation, step=step, error=text, at_s=self._now())
         )

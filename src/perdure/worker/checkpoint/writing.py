@@ -22,6 +22,7 @@ from perdure.worker.checkpoint.files import (
     describe_file,
     drop_cached,
     publish,
+    remove_temporaries,
     sync_directory,
     sync_file,
     tag_latest,
@@ -55,18 +56,22 @@ class SaveTask:
         root: Path,
         remote: Remote | None,
         step: int,
-        generation: int,
+        attempt: str,
         rank: int,
         world_size: int,
         reason: str,
         allow_pickle: bool,
     ) -> None:
-        """Write the checkpoint of `step` under `root`; nothing is touched yet."""
+        """Write the checkpoint of `step` under `root`; nothing is touched yet.
+
+        `attempt` is the same on all ranks and never used twice.
+        """
         self._root, self._remote = root, remote
-        self.folder = root / f"{name_checkpoint(step)}.g{generation}{TEMPORARY}"
+        self.folder = root / f"{name_checkpoint(step)}.{attempt}{TEMPORARY}"
         self._step, self._reason = step, reason
         self._rank, self._world_size = rank, world_size
         self._allow_pickle = allow_pickle
+        self._begun = False
 
     def write(
         self,
@@ -85,20 +90,27 @@ class SaveTask:
         with contextlib.suppress(OSError):
             os.nice(5)  # This thread's: training goes first.
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._begun = True
         self._agree(cache, tensors)
         self._write_share(cache, tensors, own)
         return self._finish(cache, own) if self._rank == 0 else None
 
-    def fail(self, text: str) -> None:
-        """Leave word for the other ranks; on rank 0, remove what was written."""
+    def fail(self, text: str) -> bool:
+        """Clean up, and leave word for rank 0; return whether this rank must speak up itself."""
         if self._rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-            return
+            return True
+        if self._begun and not self.folder.exists():
+            return False  # Rank 0 has failed already.
         with contextlib.suppress(OSError):  # First, so that there is room for the word.
             for path in self.folder.glob(f"__{self._rank}_*"):
                 path.unlink()
-        with contextlib.suppress(OSError):
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             write_synced(self.folder / _part(self._rank), encode(Part(self._rank, (), text)))
+        except OSError:
+            return True
+        return False
 
     def explain(self, error: BaseException) -> str:
         """Return one line that names the place."""
@@ -170,13 +182,14 @@ class SaveTask:
         if self._remote:
             self._remote.upload(final, manifest)
         tag_latest(self._root, final)
+        remove_temporaries(self._root)  # Of attempts that failed: all ranks are past them.
         return manifest
 
     def _wait(self, path: Path, rank: int) -> Path:
         """Wait for a file of `rank`; end when this checkpoint cannot be any more."""
         deadline = time.monotonic() + TIMEOUT_S
         while not path.exists():
-            if not self.folder.exists():
+            if self._rank != 0 and not self.folder.exists():
                 raise SaveAbandoned
             part = self.folder / _part(rank)
             if part.exists():
