@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from perdure.agent.messages import KeeperSaid
+from perdure.model.job import RestartConfig
 from perdure.model.wire import KeeperStopped
 from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 
@@ -35,6 +36,21 @@ def test_16_ranks_survive_fourteen_faults_in_a_storm() -> None:
     storm = Weather(delay_s=0.02, loss=0.2, duplicate=0.2)
     for seed in STORMY:
         run(seed, nodes=4, nproc=4, faults=14, weather=storm)
+
+
+def test_a_controller_that_dies_between_an_event_and_its_decision_forgets_nothing() -> None:
+    kinds = ("crash", "halfway", "halfway", "leave")
+    for seed in range(2000, 2050):
+        run(seed, nodes=2, nproc=2, faults=12, kinds=kinds)
+
+
+def test_the_scripts_own_bug_ends_the_job_with_the_step_and_the_rank() -> None:
+    for seed in range(3000, 3010):
+        simulation = run(seed, nodes=2, nproc=2, faults=0, bug_at_step=37, restart=RestartConfig())
+        assert simulation.ended is not None
+        assert simulation.ended.exit_code == 128 + 11
+        assert "3 times at step 37: rank 0" in simulation.ended.reason
+        assert max(simulation.worlds) == 2
 
 
 def test_without_faults_nothing_is_restarted_and_the_ledger_says_so() -> None:

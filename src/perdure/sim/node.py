@@ -54,6 +54,8 @@ class Keeper:
     stopped: set[int] = field(default_factory=set)
     """Ranks in state T."""
     spawned_s: float = 0.0
+    ended: int = -1
+    """Generations up to this one are never started again, however late the order arrives."""
     store: tuple[int, int] = (-1, 0)
 
 
@@ -179,6 +181,9 @@ class Node:
         held = self.keeper
         if held is None or generation <= held.generation:
             return
+        if generation <= held.ended:
+            self._feed_same(agent, KeeperSaid(message=KeeperStopped(generation)))
+            return
         held.generation, held.exits, held.spawned_s = generation, {}, self.clock.now
         self.newest_spawned = max(self.newest_spawned, generation)
         held.stopped.clear()
@@ -205,6 +210,7 @@ class Node:
         held = self.keeper
         if held is None:
             return
+        held.ended = max(held.ended, generation)
         if held.generation <= generation:
             for rank in sorted(held.running):
                 self.end_rank(rank, signal=_SIGKILL, asked=True)
@@ -227,10 +233,20 @@ class Node:
             signal=signal,
             asked=asked,
         )
-        ended = RankEnded(record=record, account=self._account(world))
+        step = world.step_at(now)
+        comm = CommProgress("world", world.size, step, step, since_s=now)
+        ended = RankEnded(record=record, account=self._account(world), comms=(comm,))
         held.exits[rank] = ended
         held.stopped.discard(rank)
         self.feed(ended)
+
+    def leave_rank(self, rank: int) -> None:
+        """Let a rank end well in the middle of everything: the others wait for it."""
+        held = self.keeper
+        world = self.world_of(held.generation) if held is not None and held.running else None
+        if world is not None and world.first_step_s and world.frozen_s is None:
+            world.freeze(self.clock.now)
+            self.end_rank(rank)
 
     def stop_rank(self, rank: int) -> None:
         """Let a rank hang, in state T."""

@@ -31,6 +31,8 @@ from perdure.sim.node import Node
 from perdure.sim.training import Disk, World
 from perdure.telemetry import LedgerFold
 
+_PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)
+
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
@@ -45,6 +47,13 @@ class Scenario:
     save_every: int = 10
     beat_s: float = 0.5
     faults: int = 5
+    kinds: tuple[str, ...] = (
+        "crash", "crash", "stop", "leave", "agent", "keeper", "controller", "halfway", "outage",
+    )  # fmt: skip
+    """What may go wrong, each entry equally often."""
+    bug_at_step: int = 0
+    """Rank 0 fails here in every generation: the job must give up, and say so."""
+    restart: RestartConfig = _PATIENT
     weather: Weather = field(default_factory=lambda: Weather(0.003, loss=0.02, duplicate=0.02))
     end_s: float = 900.0
     """The job must have ended by then."""
@@ -52,6 +61,10 @@ class Scenario:
 
 class InvariantViolated(Exception):
     """Something that must never be was, at this seed and time."""
+
+
+class _ControllerDied(Exception):
+    """The rest of what the controller was about to do does not happen."""
 
 
 @dataclass(slots=True)
@@ -80,7 +93,7 @@ class Simulation:
             nproc=scenario.nproc,
             nodes=scenario.nodes,
             checkpoint=CheckpointConfig(every_steps=scenario.save_every),
-            restart=RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000),
+            restart=scenario.restart,
         )
         self.disk = Disk()
         self.worlds: dict[int, World] = {}
@@ -93,6 +106,8 @@ class Simulation:
         self.committed = 0
         """Highest step whose checkpoint was ever verified."""
         self.injected: list[str] = []
+        self.halfway: tuple[int, float] | None = None
+        """Events until the controller dies between an event and its decisions, and for how long."""
         self.start_s = self.clock.now
         self.nodes = [
             Node(
@@ -116,7 +131,11 @@ class Simulation:
             InvariantViolated: one did not hold, or the job did not end in time.
         """
         while self.ended is None:
-            if not self.clock.step() or self.clock.now > self.start_s + self.scenario.end_s:
+            try:
+                going = self.clock.step()
+            except _ControllerDied:
+                going = True
+            if not going or self.clock.now > self.start_s + self.scenario.end_s:
                 raise self._violation("the job did not end")
             self.check()
         fold = LedgerFold()
@@ -135,6 +154,8 @@ class Simulation:
                 0.1, self.disk,
             )  # fmt: skip
             self.clock.after(s.startup_s, lambda: self._watch_finish(generation))
+            if s.bug_at_step:
+                self.clock.after(s.startup_s, lambda: self._watch_bug(generation))
         return self.worlds[generation]
 
     # --- invariants --------------------------------------------------------------------------
@@ -151,12 +172,13 @@ class Simulation:
     def check_end(self, report: LedgerReport) -> None:
         """Check what must hold once the job has ended."""
         assert self.ended is not None
-        if (self.ended.status, self.ended.exit_code) != ("done", 0):
+        expected = "failed" if self.scenario.bug_at_step else "done"
+        if self.ended.status != expected or not self.ended.reason:
             raise self._violation(f"it ended as {self.ended.status}: {self.ended.reason}")
         if any(node.keeper and node.keeper.running for node in self.nodes):
             raise self._violation("ranks outlived the job")
-        newest = max(self.worlds)
-        if self.worlds[newest].step_at(self.clock.now) != self.scenario.steps:
+        newest = self.worlds[max(self.worlds)]
+        if expected == "done" and newest.step_at(self.clock.now) != self.scenario.steps:
             raise self._violation("the last world did not reach the last step")
         total = sum(account.s for account in report.ledger.values())
         if abs(total - report.slot_s) > 1e-6 * report.slot_s:
@@ -204,6 +226,7 @@ class Simulation:
         assert shell is not None
         now = self.clock.now
         self._write(event, source, source_seq)
+        self._perhaps_die()
         actions = shell.machine.handle(now, event)
         for action in actions:
             kind = type(action).__name__
@@ -214,6 +237,17 @@ class Simulation:
             self._act(shell, action)
         for derived in shell.detector.note(now, event):
             self._append(derived)
+
+    def _perhaps_die(self) -> None:
+        """Lose the controller here: the event is on disk, and nothing has followed from it."""
+        if self.halfway is None:
+            return
+        left, down_s = self.halfway
+        self.halfway = (left - 1, down_s) if left > 1 else None
+        if self.halfway is None:
+            self.shell = None
+            self.clock.after(down_s, self._start_controller)
+            raise _ControllerDied
 
     def _write(self, body: AnyEvent | Decision, source: str = "", source_seq: int = 0) -> None:
         entry = JournalEntry(len(self.journal) + 1, self.clock.now, body, source, source_seq)
@@ -289,8 +323,8 @@ class Simulation:
             beat = node.make_beat()
             if beat is not None:
                 self.network.send(lambda beat=beat: self._observe(beat))  # type: ignore[misc]
-        self._save()
         self.clock.after(self.scenario.beat_s, self._beat)
+        self._save()
 
     def _observe(self, beat: object) -> None:
         if self.shell is not None and self.ended is None:
@@ -330,9 +364,19 @@ class Simulation:
             for rank in self.spec.ranks_of(node.node):
                 node.end_rank(rank)
 
+    def _watch_bug(self, generation: int) -> None:
+        """Let rank 0 fail once it has come to the step with the script's own bug."""
+        world = self.worlds[generation]
+        if world.frozen_s is not None or generation != max(self.worlds):
+            return
+        if world.step_at(self.clock.now) < self.scenario.bug_at_step:
+            self.clock.after(self.scenario.step_s / 4, lambda: self._watch_bug(generation))
+            return
+        self.nodes[0].end_rank(0, signal=11)
+
     def _plan_faults(self) -> None:
         length_s = self.scenario.steps * self.scenario.step_s
-        kinds = ("crash", "crash", "stop", "agent", "keeper", "controller", "outage")
+        kinds = self.scenario.kinds
         for _ in range(self.scenario.faults):
             at_s = self.chance.random() * length_s
             kind = self.chance.choice(kinds)
@@ -356,9 +400,13 @@ class Simulation:
                     self.nodes[node].kill_agent(down_s)
                 case "keeper":
                     self.nodes[node].kill_keeper()
+                case "leave":
+                    self.nodes[node].leave_rank(rank)
                 case "controller":
                     self.shell = None
                     self.clock.after(down_s, self._start_controller)
+                case "halfway":
+                    self.halfway = (1 + rank % 8, down_s)
                 case _:
                     self.network.cut(down_s)
 
