@@ -22,7 +22,6 @@ from perdure.model.events import CheckpointFailed, CheckpointSaved
 from perdure.model.job import CheckpointConfig
 from perdure.worker.checkpoint import Checkpointer
 
-
 Rows = dict[str, list[tuple[list[float], float]]]
 """By kind of save: blocks of (wall seconds of each step, seconds training stood still)."""
 
@@ -114,17 +113,15 @@ def main() -> None:
 
         def block(save: Callable[[], float] | None) -> tuple[list[float], float]:
             """Return (wall seconds of each step, seconds training stood still for the save)."""
-            gate, stall = saver.gate_s, 0.0
-            walls = []
+            gate, stall, walls = saver.gate_s, 0.0, []
             for number in range(args.steps_between):
                 begun = time.perf_counter()
                 if number == 0 and save is not None:
                     stall = save()
                 step()
                 walls.append(time.perf_counter() - begun)
-            stall += saver.gate_s - gate
             saver.close()
-            return walls, stall
+            return walls, stall + saver.gate_s - gate
 
         for _ in range(3):
             step()

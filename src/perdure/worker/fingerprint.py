@@ -4,6 +4,8 @@ Where it differs between saving and resuming, perdure still resumes but no longe
 losses are bitwise equal.
 """
 
+import contextlib
+import functools
 import os
 import platform
 
@@ -19,7 +21,7 @@ def take_fingerprint(world_size: int) -> dict[str, str]:
         "torch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "machine": platform.machine(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "cpu": f"{_read_cpu_model()} {torch.backends.cpu.get_cpu_capability()}".strip(),
         "gpu": torch.cuda.get_device_name() if cuda else "none",
         "deterministic": str(torch.are_deterministic_algorithms_enabled()),
         "tf32": str(torch.backends.cuda.matmul.allow_tf32) if cuda else "none",
@@ -27,6 +29,16 @@ def take_fingerprint(world_size: int) -> dict[str, str]:
         "nccl_algo": os.environ.get("NCCL_ALGO", "auto") if backend == "nccl" else "none",
         "world_size": str(world_size),
     }
+
+
+@functools.cache
+def _read_cpu_model() -> str:
+    """Return the processor's name: vendors' libraries choose their kernels by it."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        for line in file:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor()
 
 
 def compare_fingerprints(saved: dict[str, str], now: dict[str, str]) -> str:

@@ -88,7 +88,7 @@ class SaveTask:
         """
         staging.run()
         with contextlib.suppress(OSError):
-            os.nice(5)  # This thread's: training goes first.
+            os.nice(10)  # This thread's: training goes first. More would starve beside it.
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun = True
         self._agree(cache, tensors)
