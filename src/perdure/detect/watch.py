@@ -79,6 +79,8 @@ class RankWatch:
             return "gone"
         if self.stopped:
             return "stopped"
+        if self.phase in ("checkpoint", "restore"):
+            return "busy"  # Waiting for a slow disk moves neither CPU nor bytes, and ends.
         return "busy" if self.seen_s - self.busy_s <= 2 * SAMPLE_S else "quiet"
 
     @property
