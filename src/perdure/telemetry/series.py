@@ -1,6 +1,5 @@
 """Curves and marks for the screens, from the journal."""
 
-from bisect import bisect_left
 
 import msgspec
 
@@ -79,11 +78,3 @@ def make_series(entries: list[JournalEntry], now: float) -> Series:
     for entry in entries:
         fold.add(entry)
     return fold.series(now)
-
-
-def find_value_near(rows: tuple[tuple[int, float], ...], step: int) -> tuple[int, float] | None:
-    """Return the first row at `step` or later, else the last; None where there is none."""
-    if not rows:
-        return None
-    index = bisect_left(rows, step, key=lambda row: row[0])
-    return rows[min(index, len(rows) - 1)]

@@ -86,11 +86,6 @@ class RingWriter:
             raise ProtocolError(f"{path} is no ring of version {layout.VERSION}")
         return writer
 
-    @classmethod
-    def private(cls) -> "RingWriter":
-        """Return a ring that nobody reads: where there is no perdure around the script."""
-        return cls(bytearray(layout.RING_BYTES), "")
-
     def claim(self, pid: int) -> bool:
         """Make `pid` the ring's only writer; False where it is another process's already."""
         if self._words[layout.W_PID] == 0:
