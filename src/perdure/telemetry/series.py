@@ -1,6 +1,5 @@
 """Curves and marks for the screens, from the journal."""
 
-
 import msgspec
 
 from perdure.model.events import (
