@@ -49,6 +49,7 @@ from perdure.model.events import (
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
+    CollectivesInterrupted,
     CommandReceived,
     ControllerLost,
     ControllerStarted,
@@ -58,10 +59,14 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     KeeperLost,
+    LinksNoted,
     MetricsLogged,
+    NodeCordoned,
     NodeLost,
     NodeRegistered,
+    NodeRestored,
     PreemptionNoticed,
+    ProbeEnded,
     ProgressNoted,
     RankExited,
     RankJoined,
@@ -148,6 +153,10 @@ class Controller:
                 self.state.phase_deadline_s = self.state.checkpoint_due_s = None
                 return []
             case MetricsLogged() | CheckpointRestored() | ControllerLost() | PreemptionNoticed():
+                return []
+            case LinksNoted() | ProbeEnded() | CollectivesInterrupted():
+                return []
+            case NodeCordoned() | NodeRestored():
                 return []
             case _:
                 assert_never(event)

@@ -60,6 +60,35 @@ class TakeStacks(Action, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
 
+class WatchClosely(Action, frozen=True, kw_only=True):
+    """Have `nodes` sweep sockets and rings at the suspicious rate until job time `until_s`."""
+
+    nodes: tuple[int, ...]
+    until_s: float
+
+
+class RunProbe(Action, frozen=True, kw_only=True):
+    """Have agents of `pairs` transfer data, and those of `hosts` compute; see `ProbeEnded`.
+
+    Bounded by `deadline_s` seconds; each pair is (source node, destination node), and no node is
+    in two pairs of one round.
+    """
+
+    id: str
+    round: int
+    pairs: tuple[tuple[int, int], ...]
+    hosts: tuple[int, ...] = ()
+    bytes: int = 8_000_000
+    deadline_s: float = 2.0
+
+
+class InterruptCollectives(Action, frozen=True, kw_only=True):
+    """Have the control threads of `ranks` break the collective in flight (their own sockets)."""
+
+    generation: int
+    ranks: tuple[int, ...]
+
+
 class InjectFault(Action, frozen=True, kw_only=True):
     """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
 
@@ -86,4 +115,14 @@ class EndJob(Action, frozen=True, kw_only=True):
     exit_code: int
 
 
-AnyAction = AssignNodes | SendBoundary | TakeStacks | InjectFault | AnswerCommand | EndJob
+AnyAction = (
+    AssignNodes
+    | SendBoundary
+    | TakeStacks
+    | WatchClosely
+    | RunProbe
+    | InterruptCollectives
+    | InjectFault
+    | AnswerCommand
+    | EndJob
+)

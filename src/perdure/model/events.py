@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.job import JobSpec
+from perdure.model.links import HostProbe, LinkSample, PairProbe
 from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.verdicts import Verdict
 
@@ -259,6 +260,57 @@ class StacksTaken(Event, frozen=True, kw_only=True):
     """Global rank -> text, or the reason why there is none."""
 
 
+class LinksNoted(Event, frozen=True, kw_only=True):
+    """A fold of link sweeps worth keeping: every minute, and with each verdict about a link."""
+
+    generation: int
+    at_s: float
+    window_s: float
+    links: tuple[LinkSample, ...]
+
+
+class ProbeEnded(Event, frozen=True, kw_only=True):
+    """One node's part of a round of an active probe. Idempotent by (id, round, node)."""
+
+    id: str
+    node: int
+    round: int
+    at_s: float
+    pairs: tuple[PairProbe, ...] = ()
+    hosts: tuple[HostProbe, ...] = ()
+    error: str = ""
+
+
+class CollectivesInterrupted(Event, frozen=True, kw_only=True):
+    """A rank's control thread broke its collective in flight."""
+
+    generation: int
+    rank: int
+    at_s: float
+    sockets: int
+    """Connections that were shut down."""
+    error: str = ""
+
+
+class NodeCordoned(Event, frozen=True, kw_only=True):
+    """No rank is placed on this node any more, until it is restored."""
+
+    node: int
+    at_s: float
+    reason: str
+    who: str = ""
+    """Empty: the policy did it."""
+
+
+class NodeRestored(Event, frozen=True, kw_only=True):
+    """The node may run ranks again."""
+
+    node: int
+    at_s: float
+    reason: str
+    who: str = ""
+
+
 class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
@@ -360,6 +412,11 @@ AnyEvent = (
     | VerdictReached
     | VerdictWithdrawn
     | StacksTaken
+    | LinksNoted
+    | ProbeEnded
+    | CollectivesInterrupted
+    | NodeCordoned
+    | NodeRestored
     | CommandReceived
     | BoundaryAnswered
     | BoundaryReached

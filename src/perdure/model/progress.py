@@ -8,6 +8,9 @@ from typing import Literal
 
 import msgspec
 
+from perdure.model.collectives import CollectiveSpan, StepStages
+from perdure.model.links import LinkSweep, NicSample
+
 Phase = Literal[
     "spawned",
     "script",
@@ -39,6 +42,9 @@ class CommProgress(msgspec.Struct, frozen=True):
     """Job time at which `started_seq` was first seen."""
     ranks: tuple[int, ...] = ()
     """Global ranks in it, where known."""
+    bytes: int = 0
+    """Of collective `started_seq`, where known; ranks that disagree on it are out of step."""
+    dtype: str = ""
 
 
 class ProcSample(msgspec.Struct, frozen=True):
@@ -101,6 +107,13 @@ class RankProgress(msgspec.Struct, frozen=True):
     account: RankAccount
     comms: tuple[CommProgress, ...] = ()
     proc: ProcSample = ProcSample()
+    spans: tuple[CollectiveSpan, ...] = ()
+    """Collectives that ended since the last heartbeat, thinned to those whose `seq` is a multiple
+    of a power of two, so that all ranks of a communicator keep the same ones."""
+    stages: tuple[StepStages, ...] = ()
+    """Steps that ended since the last heartbeat, thinned likewise."""
+    recorder: str = ""
+    """`compiled`, `python`, `status` or `off`."""
 
 
 class NodeBeat(msgspec.Struct, frozen=True):
@@ -113,3 +126,6 @@ class NodeBeat(msgspec.Struct, frozen=True):
     sent_s: float
     generation: int
     ranks: tuple[RankProgress, ...] = ()
+    sweep: LinkSweep | None = None
+    """A look at the ranks' sockets, where one was taken since the last heartbeat."""
+    nics: tuple[NicSample, ...] = ()

@@ -11,7 +11,15 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.model.actions import Assignment, InjectFault, SendBoundary, TakeStacks
+from perdure.model.actions import (
+    Assignment,
+    InjectFault,
+    InterruptCollectives,
+    RunProbe,
+    SendBoundary,
+    TakeStacks,
+    WatchClosely,
+)
 from perdure.model.events import AnyEvent, ExitRecord
 
 
@@ -70,6 +78,9 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     boundary: SendBoundary | None = None
     stacks: TakeStacks | None = None
     inject: InjectFault | None = None
+    watch: WatchClosely | None = None
+    probe: RunProbe | None = None
+    interrupt: InterruptCollectives | None = None
     register: bool = False
     """Answer with `NodeRegistered` (a controller has just started)."""
 
@@ -130,7 +141,7 @@ class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
-ToWorker = WorkerAck | SendBoundary | InjectFault
+ToWorker = WorkerAck | SendBoundary | InjectFault | InterruptCollectives
 
 # --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
 

@@ -15,14 +15,19 @@ from perdure.model.actions import (
     AssignNodes,
     EndJob,
     InjectFault,
+    InterruptCollectives,
+    RunProbe,
     SendBoundary,
     TakeStacks,
+    WatchClosely,
 )
 from perdure.model.events import (
     AnyEvent,
     BoundaryReached,
+    CollectivesInterrupted,
     FaultInjected,
     NodeRegistered,
+    ProbeEnded,
     RankExited,
     StacksTaken,
 )
@@ -34,8 +39,13 @@ Sending = tuple[int | str, NodeOrder]
 
 REPEAT_S = 1.0
 _STACKS_SENT_MAX = 5
+_PROBE_SENT_MAX = 5
+_INTERRUPT_SENT_MAX = 3
 _ABORT_SENT_MAX = 5
 _COMMIT_SENT_MAX = 600
+
+
+_ANY_GENERATION = 2**62
 
 
 @dataclass(slots=True)
@@ -92,8 +102,30 @@ class OrderBook:
                 return self._keep(
                     f"inject {action.id}", _Open(order, action.generation, {action.rank}, 1)
                 )
+            case WatchClosely():
+                order = NodeOrder(controller=self._controller, watch=action)
+                return [(node, order) for node in action.nodes]
+            case RunProbe():
+                return self._probe(action)
+            case InterruptCollectives():
+                order = NodeOrder(controller=self._controller, interrupt=action)
+                return self._keep(
+                    f"interrupt {action.generation}",
+                    _Open(order, action.generation, set(action.ranks), 1, _INTERRUPT_SENT_MAX),
+                )
             case _:
                 return []
+
+    def _probe(self, action: RunProbe) -> list[Sending]:
+        """Keep one order a node: nodes answer a probe one by one, and it has no generation."""
+        order = NodeOrder(controller=self._controller, probe=action)
+        nodes = {node for pair in action.pairs for node in pair} | set(action.hosts)
+        sendings: list[Sending] = []
+        for node in sorted(nodes):
+            ranks = {self._spec.ranks_of(node)[0]}
+            open_ = _Open(order, _ANY_GENERATION, ranks, 1, _PROBE_SENT_MAX)
+            sendings += self._keep(f"probe {action.id} {action.round} {node}", open_)
+        return sendings
 
     def _assign(self, action: AssignNodes) -> list[Sending]:
         assignment = action.assignment
@@ -124,6 +156,10 @@ class OrderBook:
             case StacksTaken():
                 for rank in event.stacks:
                     self._settle(f"stacks {event.generation}", rank)
+            case ProbeEnded():
+                self._open.pop(f"probe {event.id} {event.round} {event.node}", None)
+            case CollectivesInterrupted():
+                self._settle(f"interrupt {event.generation}", event.rank)
             case RankExited():
                 for key in [k for k, o in self._open.items() if event.record.rank in o.ranks]:
                     if self._open[key].generation == event.record.generation:
@@ -180,6 +216,12 @@ def describe_action(action: AnyAction) -> str:
             return f"{action.move} {action.kind} {action.id} at step {action.step}"
         case TakeStacks():
             return f"stacks of ranks {action.ranks}"
+        case WatchClosely():
+            return f"nodes {action.nodes} until {action.until_s:.1f}"
+        case RunProbe():
+            return f"{action.id} round {action.round}: pairs {action.pairs}, hosts {action.hosts}"
+        case InterruptCollectives():
+            return f"generation {action.generation}, ranks {action.ranks}"
         case InjectFault():
             when = f"at step {action.at_step}" if action.at_step >= 0 else "now"
             return f"{action.kind} on rank {action.rank} {when}"

@@ -1,0 +1,90 @@
+"""What the kernel says about the sockets between ranks: the cells of the delay matrix."""
+
+from typing import Literal
+
+import msgspec
+
+
+class LinkSample(msgspec.Struct, frozen=True, array_like=True):
+    """One directed link (what `src` sends to `dst`) over one sweep, as seen at `src`.
+
+    The sums are over the sockets of one communicator between the two ranks; counters are what
+    they grew by in the sweep's window, the rest is the worst socket's state at its end. Source:
+    TCP_INFO of `inet_diag`; `busy_s / bytes_acked` is the delay-matrix cell.
+    """
+
+    src: int
+    dst: int
+    comm: str
+    """Name of the communicator; empty where it could not be told."""
+    bytes_acked: int
+    busy_s: float
+    """Time with unacknowledged or unsent data in the socket."""
+    rtt_s: float
+    retrans: int
+    """Segments sent again."""
+    unsent_bytes: int
+    """Waiting in the send queue now (`notsent`)."""
+    backoff: int
+    """Exponent of the retransmission timer: above 0, nobody answers."""
+    last_ack_s: float
+    """Age of the last acknowledgement."""
+    unread_bytes: int = 0
+    """In `src`'s receive queue, sent by `dst` and not read: `src` is the one that is behind."""
+    min_rtt_s: float = 0.0
+
+    @property
+    def busy_ms_per_mb(self) -> float:
+        """Return the delay-matrix cell in ms per 10^6 bytes; 0 where too little moved."""
+        if self.bytes_acked < 100_000:
+            return 0.0
+        return self.busy_s * 1e9 / self.bytes_acked
+
+
+class LinkSweep(msgspec.Struct, frozen=True):
+    """One look at all sockets of a node's ranks."""
+
+    at_s: float
+    window_s: float
+    """Since the sweep before it."""
+    links: tuple[LinkSample, ...]
+    cost_s: float = 0.0
+    """CPU seconds that it took."""
+    omitted: int = 0
+    """Links that moved nothing and show nothing unusual, left out."""
+
+
+class NicSample(msgspec.Struct, frozen=True, array_like=True):
+    """Counters of one interface or RDMA port of a node, what they grew by in the window."""
+
+    name: str
+    kind: Literal["ethernet", "rdma"]
+    up: bool
+    sent_bytes: int
+    received_bytes: int
+    errors: int
+    """Errors and drops (for RDMA: retries exceeded, sequence errors, link downed)."""
+
+
+class PairProbe(msgspec.Struct, frozen=True, array_like=True):
+    """One paired transfer of an active probe, outside the training's communicators."""
+
+    round: int
+    src: int
+    """Node."""
+    dst: int
+    bytes: int
+    seconds: float
+    """0 where it did not end in time."""
+    rtt_s: float = 0.0
+
+
+class HostProbe(msgspec.Struct, frozen=True, array_like=True):
+    """One fixed piece of arithmetic on one node (or device) during an active probe."""
+
+    round: int
+    node: int
+    device: str
+    """`cpu`, or the device's id."""
+    seconds: float
+    """0 where it did not end in time."""
