@@ -2,6 +2,8 @@
 
 import io
 import pickle
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from perdure.worker.checkpoint.files import find_kept  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry  # noqa: E402
 from perdure.worker.checkpoint.remote import Remote  # noqa: E402
 from perdure.worker.checkpoint.sharded import _unpickle  # noqa: E402
-from perdure.worker.checkpoint.staging import Staging  # noqa: E402
+from perdure.worker.checkpoint.staging import GIVE_WAY_S, Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -201,3 +203,21 @@ def test_remote_retention_goes_by_what_is_there(tmp_path: Path) -> None:
     assert (tmp_path / "new" / "step-00000004" / "a").read_bytes() == b"1"
     assert "cannot be fetched" in remote.fetch(tmp_path / "new", "step-00000005")
     assert list((tmp_path / "new").glob("*.tmp")) == []
+
+
+def test_writer_gives_way_to_an_optimizer_step_but_not_for_ever() -> None:
+    staging = Staging()
+    staging.give_way()
+    staging.enter_update()
+    written = threading.Event()
+    writer = threading.Thread(target=lambda: (staging.give_way(), written.set()))
+    writer.start()
+    assert not written.wait(0.02)
+    staging.leave_update()
+    assert written.wait(5)
+    writer.join()
+    staging.enter_update()
+    staging.give_way()  # Nobody says that this step is over: it raised.
+    began = time.monotonic()
+    staging.give_way()
+    assert time.monotonic() - began < GIVE_WAY_S

@@ -68,9 +68,10 @@ class Checkpointer:
         self._registry.add(name, value)
         if isinstance(value, torch.optim.Optimizer):
             value.register_step_pre_hook(lambda *_: self._pass_gate())
+            value.register_step_post_hook(lambda *_: self._staging.leave_update())
 
     def _pass_gate(self) -> None:
-        self.gate_s += self._staging.wait()
+        self.gate_s += self._staging.enter_update()
 
     def close(self) -> None:
         """Wait until what was begun is written (or has failed)."""

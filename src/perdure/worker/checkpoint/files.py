@@ -53,19 +53,20 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def hash_file(path: Path) -> str:
-    """Return the xxh3-128 of a file's bytes, read from the file."""
+def hash_file(path: Path, give_way: Callable[[], object] = bool) -> str:
+    """Return the xxh3-128 of a file's bytes, read from the file; `give_way` between chunks."""
     digest = xxhash.xxh3_128()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
+            give_way()
     return digest.hexdigest()
 
 
-def describe_file(folder: Path, name: str) -> FileEntry:
+def describe_file(folder: Path, name: str, give_way: Callable[[], object] = bool) -> FileEntry:
     """Return the roster's entry of one file."""
     path = folder / name
-    return FileEntry(name, path.stat().st_size, hash_file(path))
+    return FileEntry(name, path.stat().st_size, hash_file(path, give_way))
 
 
 def read_manifest(folder: Path) -> Manifest:

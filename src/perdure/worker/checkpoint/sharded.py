@@ -80,15 +80,19 @@ class SavePlanCache:
 
 
 def write_tensors(
-    folder: Path, cache: SavePlanCache, state: dict[str, Tensor]
+    folder: Path,
+    cache: SavePlanCache,
+    state: dict[str, Tensor],
+    give_way: Callable[[], object] = bool,
 ) -> tuple[bytes, dict[str, str]]:
     """Write this rank's share of `state`, synced; return its results, and hashes by file.
 
-    The hashes are of what was to be written; what is on the disk is compared later.
+    The hashes are of what was to be written; what is on the disk is compared later. `give_way`
+    is called before every write.
     """
     assert cache.plan is not None
     writer = FileSystemWriter(folder, sync_files=True, thread_count=1)
-    writer.fs = hashing = _HashingFiles()
+    writer.fs = hashing = _HashingFiles(give_way)
     results = writer.write_data(cache.plan, _make_planner(state)).wait()
     return pickle.dumps(results), hashing.hashes
 
@@ -156,8 +160,9 @@ class _Reader(FileSystemReader):
 class _HashingFiles(FileSystem):
     """Torch's file system, which hashes what is written on its way."""
 
-    def __init__(self) -> None:
+    def __init__(self, give_way: Callable[[], object]) -> None:
         self.hashes: dict[str, str] = {}
+        self._give_way = give_way
 
     @contextmanager
     def create_stream(
@@ -166,7 +171,7 @@ class _HashingFiles(FileSystem):
         """Open a file; its hash is in `hashes` by its name once it is closed."""
         digest = xxhash.xxh3_128()
         with open(path, mode) as file:
-            stream = _HashingStream(cast(BinaryIO, file), digest.update)
+            stream = _HashingStream(cast(BinaryIO, file), digest.update, self._give_way)
             try:
                 yield cast(io.IOBase, stream)
             except RuntimeError:  # Torch says of a full disk only `unexpected pos`.
@@ -177,14 +182,17 @@ class _HashingFiles(FileSystem):
 class _HashingStream:
     """The five calls that torch makes of a stream."""
 
-    def __init__(self, file: BinaryIO, update: Callable[[Any], None]) -> None:
+    def __init__(
+        self, file: BinaryIO, update: Callable[[Any], None], give_way: Callable[[], object]
+    ) -> None:
         self._file = file
-        self._update = update
+        self._update, self._give_way = update, give_way
         self.error: OSError | None = None
         self.tell, self.close = file.tell, file.close
 
     def write(self, data: Any) -> int:
         """Write and hash."""
+        self._give_way()
         self._update(data)
         try:
             return self._file.write(data)

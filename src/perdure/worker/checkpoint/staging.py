@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from perdure.model.errors import PlatformError
 
+GIVE_WAY_S = 0.2
+"""The longest that the writer waits for an optimizer's step."""
 _SMALL = 4096
 """Elements up to which a tensor is copied at once: a thread would cost more."""
 
@@ -33,6 +35,8 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
         self._done = threading.Event()
         self._done.set()
+        self._calm = threading.Event()
+        self._calm.set()
         self._late: list[tuple[str, Tensor, Tensor, int]] = []
         self._event: Any = None
         self.torn = False
@@ -80,6 +84,24 @@ class Staging:
         else:
             self._done.wait()
         return time.monotonic() - began
+
+    def enter_update(self) -> float:
+        """Gate before an optimizer's step, which also quiets the writer; return seconds waited."""
+        self._calm.clear()
+        return self.wait()
+
+    def leave_update(self) -> None:
+        """The optimizer's step is over."""
+        self._calm.set()
+
+    def give_way(self) -> None:
+        """Hold the writing thread while an optimizer steps, briefly.
+
+        A step over all parameters is bound by memory's bandwidth, and so is writing them: beside
+        one another both took half as long again. Bounded, for a step that raised.
+        """
+        if not self._calm.wait(GIVE_WAY_S):
+            self._calm.set()
 
     def _copy_on_device(self) -> None:
         """Issue the copies on a stream of their own; the device orders them, not the CPU."""

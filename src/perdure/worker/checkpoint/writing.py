@@ -92,7 +92,7 @@ class SaveTask:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._begun = True
         self._agree(cache, tensors)
-        self._write_share(cache, tensors, own)
+        self._write_share(staging, cache, tensors, own)
         return self._finish(cache, own) if self._rank == 0 else None
 
     def fail(self, text: str) -> bool:
@@ -134,10 +134,14 @@ class SaveTask:
         cache.agree([self._wait(self.folder / _plan(r), r).read_bytes() for r in ranks])
 
     def _write_share(
-        self, cache: SavePlanCache, tensors: dict[str, Tensor], own: dict[str, Any]
+        self,
+        staging: Staging,
+        cache: SavePlanCache,
+        tensors: dict[str, Tensor],
+        own: dict[str, Any],
     ) -> None:
         """Write this rank's files, read them back, and report them."""
-        results, hashes = write_tensors(self.folder, cache, tensors)
+        results, hashes = write_tensors(self.folder, cache, tensors, staging.give_way)
         name = f"rank-{self._rank}.pt"
         with open(self.folder / name, "wb") as file:  # Not a path: torch would keep the GIL.
             torch.save(own, file)
@@ -147,7 +151,7 @@ class SaveTask:
         files = []
         for path in [name, *sorted(hashes)]:
             drop_cached(self.folder / path)
-            entry = describe_file(self.folder, path)
+            entry = describe_file(self.folder, path, staging.give_way)
             if entry.xxh3_128 != hashes.get(path, entry.xxh3_128):
                 raise PlatformError(f"{path} is not on the disk what was written")
             files.append(entry)
