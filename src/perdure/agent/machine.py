@@ -27,7 +27,13 @@ from perdure.agent.messages import (
     TellKeeper,
     WorkerSaid,
 )
-from perdure.agent.relay import answer_worker, relay_boundary, relay_fault, settle_boundaries
+from perdure.agent.relay import (
+    answer_worker,
+    relay_boundary,
+    relay_fault,
+    relay_interrupt,
+    settle_boundaries,
+)
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.events import (
@@ -110,6 +116,8 @@ class Agent:
             requests += relay_boundary(state, order.boundary)
         if order.inject is not None:
             requests += relay_fault(state, self.identity, self.spec, now, order.inject)
+        if order.interrupt is not None:
+            requests += relay_interrupt(state, order.interrupt)
         if order.stacks is not None:
             requests += self._take_stacks(order.stacks)
         return requests

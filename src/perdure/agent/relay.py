@@ -10,7 +10,7 @@ import msgspec
 
 from perdure.agent.messages import Report, Request, TellKeeper, TellWorker, WorkerSaid
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBoundary
-from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.events import CommandReceived, FaultInjected
 from perdure.model.job import JobSpec
 from perdure.model.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
@@ -91,6 +91,14 @@ def relay_fault(
     if spec.no_python:
         return report("with --no-python only crash and stop, now, can be injected")
     return [TellWorker(order.rank, order)]
+
+
+def relay_interrupt(state: AgentState, order: InterruptCollectives) -> list[Request]:
+    """Have the node's ranks break their collectives. They carry out a repeat only once."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation:
+        return []
+    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
 
 
 def answer_worker(

@@ -87,6 +87,8 @@ class InterruptCollectives(Action, frozen=True, kw_only=True):
 
     generation: int
     ranks: tuple[int, ...]
+    id: str = ""
+    """A rank carries out each id once a generation, however often it is repeated."""
 
 
 class InjectFault(Action, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from perdure.model.progress import Phase
 from perdure.model.wire import WorkerHello
 from perdure.worker.control import Control
 from perdure.worker.faults import Faults
+from perdure.worker.interrupt import Interrupter
 from perdure.worker.recorder import Dump, StatusRecorder
 from perdure.worker.ring import RingWriter
 
@@ -49,6 +50,9 @@ class Attachment:
             emit=self.emit,
             drain=self.drain,
             now=self.now,
+        )
+        self.interrupter = Interrupter(
+            rank=ring.rank, generation=ring.generation, emit=self.emit, now=self.now
         )
         self.on_boundary: Any = None
         """Set by `perdure.init`; without it nothing is agreed with this rank."""
@@ -87,6 +91,7 @@ class Attachment:
         hello = WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
         self.control = Control(path, hello)
         self.control.on_fault = self._on_fault
+        self.control.on_interrupt = self.interrupter.handle
         self.control.on_boundary = self._on_boundary
         self.control.start()
 

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
@@ -54,6 +54,7 @@ class Control:
         self._thread: threading.Thread | None = None
         self.on_boundary: Callable[[SendBoundary], None] | None = None
         self.on_fault: Callable[[InjectFault], None] | None = None
+        self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
 
@@ -184,6 +185,9 @@ class Control:
             case InjectFault():
                 if self.on_fault is not None:
                     self.on_fault(message)
+            case InterruptCollectives():
+                if self.on_interrupt is not None:
+                    self.on_interrupt(message)
 
     def _forget(self) -> None:
         """In a forked child: give back the parent's descriptors, so that its end is seen."""

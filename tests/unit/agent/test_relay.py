@@ -16,7 +16,7 @@ from perdure.agent.messages import (
     TellWorker,
     WorkerSaid,
 )
-from perdure.model.actions import Assignment, InjectFault, SendBoundary
+from perdure.model.actions import Assignment, InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.events import CommandReceived, FaultInjected
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
@@ -164,3 +164,10 @@ def test_sigusr1_is_a_checkpoint_and_echoes_are_not(agent: Agent) -> None:
     assert (first.event.kind, first.event.who) == ("checkpoint", "SIGUSR1 to rank 0")
     assert say(agent, WorkerSignal(10), 1, now=5.1) == []
     assert len(say(agent, WorkerSignal(10), 0, now=8.0)) == 1
+
+
+def test_interruption_reaches_the_ranks_that_run_here_and_each_repeat_does(agent: Agent) -> None:
+    order = InterruptCollectives(generation=2, ranks=(1, 7), reason="rank 0 hangs")
+    assert send(agent, interrupt=order) == [TellWorker(1, order)]
+    assert send(agent, interrupt=order) == [TellWorker(1, order)]
+    assert send(agent, interrupt=msgspec.structs.replace(order, generation=1)) == []

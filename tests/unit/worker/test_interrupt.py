@@ -1,0 +1,81 @@
+"""Which descriptors count as gloo's, without gloo: each sign that is missing is enough to not."""
+
+import select
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from perdure.model.actions import InterruptCollectives
+from perdure.model.events import CollectivesInterrupted
+from perdure.worker.interrupt import Interrupter, find_gloo_sockets, shut_down_gloo
+
+
+class Device:
+    """Sockets as a gloo device keeps them: an epoll over a listener and a pair's connection."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self.epoll = stack.enter_context(select.epoll())
+        self.listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        self.peer = stack.enter_context(socket.create_connection(self.listener.getsockname()))
+        self.pair = stack.enter_context(self.listener.accept()[0])
+        for sock in (self.listener, self.pair):
+            sock.setblocking(False)
+            self.epoll.register(sock, select.EPOLLIN)
+        self.pair.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.set_timeouts(300, 300)
+
+    def set_timeouts(self, receive: int, send: int) -> None:
+        for option, value in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+            self.pair.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", value, 0))
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    with ExitStack() as stack:
+        yield Device(stack)
+
+
+def test_pair_is_found_and_its_peer_is_not(device: Device) -> None:
+    assert find_gloo_sockets() == [device.pair.fileno()]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.set_timeouts(0, 0),
+        lambda d: d.set_timeouts(300, 60),
+        lambda d: d.epoll.unregister(d.pair),
+        lambda d: d.epoll.unregister(d.listener),
+        lambda d: d.pair.setblocking(True),
+        lambda d: d.pair.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 0),
+    ],
+    ids=["no timeouts", "two timeouts", "unwatched", "no listener", "blocking", "delay"],
+)
+def test_anything_else_is_left_alone(device: Device, change: object) -> None:
+    assert callable(change)
+    change(device)
+    assert find_gloo_sockets() == []
+
+
+def test_shut_down_is_seen_by_the_peer(device: Device) -> None:
+    assert shut_down_gloo() == 1
+    device.peer.settimeout(5)
+    assert device.peer.recv(1) == b""
+    device.peer.close()
+    assert shut_down_gloo() == 0
+
+
+def test_an_order_is_carried_out_once(device: Device) -> None:
+    events: list[CollectivesInterrupted] = []
+    interrupter = Interrupter(rank=1, generation=2, emit=events.append, now=lambda: 7.0)
+    order = InterruptCollectives(generation=2, ranks=(1,), id="i1", reason="")
+    interrupter.handle(InterruptCollectives(generation=1, ranks=(1,), reason="older"))
+    interrupter.handle(order)
+    interrupter.handle(order)
+    assert events == [CollectivesInterrupted(generation=2, rank=1, at_s=7.0, sockets=1)]
+    device.peer.close()
+    interrupter.handle(InterruptCollectives(generation=2, ranks=(1,), id="i2", reason=""))
+    assert "any more" in events[1].error
