@@ -34,7 +34,8 @@ def inject(
     """Harm a rank on purpose, to see what happens.
 
     crash is SIGKILL, stop is SIGSTOP, spin burns CPU without progress, slow delays every step,
-    exit leaves with an exit code, oom runs out of memory.
+    exit leaves with an exit code, oom runs out of memory: killed by the kernel in a cgroup of its
+    own where one can be made, else by a MemoryError.
     """
     if fault not in FAULTS:
         raise ConfigError(f"unknown fault `{fault}`", hint=f"one of {', '.join(FAULTS)}")
@@ -48,7 +49,8 @@ def inject(
         args["at_step"] = at_step
     result = send_command(found, "inject", args, timeout_s=timeout_s)
     when = "now" if at_step is None else f"at step {at_step}"
-    _answer(job, result, f"{fault} on rank {rank} {when}", as_json)
+    note = f" ({result['note']})" if result.get("note") else ""
+    _answer(job, result, f"{fault} on rank {rank} {when}{note}", as_json)
 
 
 def checkpoint(job: JobName, timeout_s: Timeout = 300.0, as_json: Json = False) -> None:

@@ -144,8 +144,10 @@ class Controller:
                 return self._reach(now, event)
             case FaultInjected():
                 self.state.injects.pop(event.id, None)
-                ok, result = not event.error, {"rank": event.rank, "kind": event.kind}
-                return answer_open(self.state, event.id, ok, event.error or "done", dict(result))
+                result = {"rank": event.rank, "kind": event.kind}
+                result |= {"note": event.note} if event.note else {}
+                error = event.error
+                return answer_open(self.state, event.id, not error, error or "done", dict(result))
             case TimerFired():
                 return self._fire(now)
             case JobEnded():

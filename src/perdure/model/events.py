@@ -106,7 +106,7 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def cause(self) -> str:
         """Return it in words, such as `signal 9 (SIGKILL)`."""
         if self.oom:
-            return "out of memory"
+            return "OOM kill (signal 9, by the kernel for want of memory)"
         if self.signal:
             return f"signal {self.signal} ({_SIGNALS.get(self.signal, '?')})"
         return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
@@ -349,6 +349,8 @@ class FaultInjected(Event, frozen=True, kw_only=True):
     kind: str
     at_s: float
     error: str = ""
+    note: str = ""
+    """By what means, where there is more than one."""
 
 
 class ControllerLost(Event, frozen=True, kw_only=True):

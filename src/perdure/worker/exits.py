@@ -108,43 +108,6 @@ def write_record(path: str, record: ExitRecord) -> None:
     os.replace(temporary, path)
 
 
-def read_oom_kills(cgroups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> int:
-    """Return how many processes of this cgroup the kernel has killed for memory; 0 if unknown.
-
-    Version 2 says it in `memory.events`, version 1 in `memory.oom_control`; where neither can
-    be read, the whole machine's counter has to do.
-    """
-    for path in [*_counter_paths(cgroups, root), "/proc/vmstat"]:
-        try:
-            with open(path) as file:
-                for line in file:
-                    name, _, value = line.partition(" ")
-                    if name == "oom_kill":
-                        return int(value)
-        except (OSError, ValueError):
-            continue
-    return 0
-
-
-def _counter_paths(cgroups: str, root: str) -> list[str]:
-    try:
-        with open(cgroups) as file:
-            lines = [line.rstrip("\n").split(":", 2) for line in file]
-    except OSError:
-        return []
-    paths = []
-    for number, controllers, path in lines:
-        path = path.lstrip("/")
-        if number == "0":
-            bases = (root, os.path.join(root, "unified"))
-            paths += [os.path.join(base, path, "memory.events") for base in bases]
-        elif "memory" in controllers.split(","):
-            base = os.path.join(root, "memory")
-            # Inside a container the path may be the host's, while the mount shows only ours.
-            paths += [os.path.join(base, part, "memory.oom_control") for part in (path, "")]
-    return paths
-
-
 def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:
     """Return what `torch.distributed.elastic`'s `record` has written."""
     message = found.get("message", "")

@@ -3,6 +3,7 @@
 crash and stop are real signals to the own process. exit, spin, slow and oom happen in the
 training thread, where a bug of the user's would; in a script that declares no steps the Python
 recorder gives them a place (the next collective), otherwise the answer says that there is none.
+oom is a kill by the kernel, wherever a cgroup with a limit can be made for this one process.
 That a fault is about to happen is told, and the agent's receipt awaited, before it happens.
 """
 
@@ -16,11 +17,15 @@ from collections.abc import Callable
 
 from perdure.model.actions import InjectFault
 from perdure.model.events import AnyEvent, FaultInjected
+from perdure.worker import cgroups
 
 KINDS = ("crash", "stop", "spin", "exit", "oom", "slow")
 NEVER = 1 << 62
 _TOLD_TIMEOUT_S = 1.0
 _MIB = 1 << 20
+_OOM_MB = 256
+_OOM_SLACK_MB = 256
+"""Taken beyond the limit before it is said that the kernel does not enforce it."""
 
 
 class Faults:
@@ -58,7 +63,7 @@ class Faults:
         error = self._find_objection(order)
         if error:
             self._tell(order, error)
-        elif order.at_step < 0 and order.kind in ("crash", "stop", "exit"):
+        elif order.at_step < 0 and self._can_strike_beside(order.kind):
             threading.Thread(target=self._harm, args=(order, True), daemon=True).start()
         else:
             with self._lock:
@@ -85,7 +90,7 @@ class Faults:
         if self.step < 0:
             if order.at_step >= 0:
                 return "the script declares no steps (run.steps), so there is none to wait for"
-            if order.kind in ("spin", "slow", "oom") and self.arm_collectives is None:
+            if not self._can_strike_beside(order.kind) and self.arm_collectives is None:
                 return (
                     f"{order.kind} needs run.steps() in the script, or PERDURE_RECORDER=python "
                     "to act at its next collective"
@@ -94,20 +99,34 @@ class Faults:
             return f"already at step {self.step}"
         return ""
 
+    def _can_strike_beside(self, kind: str) -> bool:
+        """Whether any thread can do it now, whatever the training thread is doing."""
+        if kind == "oom":
+            return self.step < 0 and bool(cgroups.find_parents())
+        return kind in ("crash", "stop", "exit")
+
     def _before_collective(self) -> None:
         self.act(NEVER - 1)
         if self.next_step == NEVER and self.arm_collectives is not None:
             self.arm_collectives(None)
 
-    def _tell(self, order: InjectFault, error: str = "") -> None:
+    def _tell(self, order: InjectFault, error: str = "", note: str = "") -> None:
         self._emit(
             FaultInjected(
-                id=order.id, rank=self._rank, kind=order.kind, at_s=self._now(), error=error
+                id=order.id,
+                rank=self._rank,
+                kind=order.kind,
+                at_s=self._now(),
+                error=error,
+                note=note,
             )
         )
 
     def _harm(self, order: InjectFault, beside: bool) -> None:
         """Do it; `beside` the training thread, where an exception would reach nobody."""
+        if order.kind == "oom":
+            self._run_out_of_memory(order, beside)
+            return
         self._tell(order)
         self._drain(_TOLD_TIMEOUT_S)
         match order.kind:
@@ -125,8 +144,28 @@ class Faults:
             case "slow":
                 self._slow_s = float(order.args.get("s", 0.1))
                 self._slow_left = int(order.args.get("steps", NEVER))
-            case "oom":
-                exhaust_memory(int(order.args.get("mb", 512)))
+
+    def _run_out_of_memory(self, order: InjectFault, beside: bool) -> None:
+        """Be killed by the kernel in a cgroup of this process's own; else raise a MemoryError."""
+        limit_mb = int(order.args.get("mb", _OOM_MB))
+        mark = os.environ.get("PERDURE_KEEPER", "")
+        try:
+            if not mark:
+                raise OSError("no keeper that would remove it")
+            name = cgroups.rank_name(mark, self._generation, self._rank)
+            place = cgroups.limit_self(name, limit_mb * _MIB)
+        except OSError as error:
+            why = f"no cgroup with a memory limit can be made here ({error})"
+            if beside:
+                self._tell(order, error=why)
+                return
+            self._tell(order, note=f"a MemoryError at an address-space limit: {why}")
+            self._drain(_TOLD_TIMEOUT_S)
+            exhaust_memory(limit_mb)
+        self._tell(order, note=f"killed by the kernel at {limit_mb} MiB in cgroup {place}")
+        self._drain(_TOLD_TIMEOUT_S)
+        touch_memory(limit_mb + _OOM_SLACK_MB)
+        print(f"perdure: the kernel did not enforce the limit of {place}", file=sys.stderr)
 
     def _slow_down(self) -> None:
         if self._slow_left:
@@ -139,6 +178,13 @@ def spin(duration_s: float) -> None:
     end = time.monotonic() + duration_s
     while time.monotonic() < end:
         pass
+
+
+def touch_memory(size_mb: int) -> None:
+    """Take `size_mb` and write to every page of it; gives it back where one comes so far."""
+    chunks = []
+    for _ in range(size_mb // 16):
+        chunks.append(b"\x01" * (16 * _MIB))
 
 
 def exhaust_memory(limit_mb: int) -> None:

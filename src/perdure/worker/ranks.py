@@ -27,6 +27,7 @@ from perdure.model.wire import (
     RankLaunch,
 )
 from perdure.worker import exits, launch, reap
+from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter
 from perdure.worker.warm import ImageProcess, Warmth
 from perdure.worker.zygote import (
@@ -113,7 +114,8 @@ class Ranks:
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
-        self._oom_kills = exits.read_oom_kills()
+        self._oom_kills = OomKills(mark)
+        self._oom_kills.tidy(lambda mark: reap.keeper_mark(int(mark.partition(":")[0])) == mark)
         self._first_start = 0
 
     # --- questions ----------------------------------------------------------------------------
@@ -430,7 +432,6 @@ class Ranks:
     # --- ending -------------------------------------------------------------------------------
 
     def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
-        kills = exits.read_oom_kills()
         record = exits.make_record(
             rank=rank.rank,
             generation=rank.generation,
@@ -439,11 +440,11 @@ class Ranks:
             status=status,
             usage=usage,
             asked=rank.asked,
-            oom_kills=kills - self._oom_kills,
+            oom_kills=self._oom_kills.find(rank.generation, rank.rank),
             evidence=rank.evidence,
         )
         if record.oom:
-            self._oom_kills += 1
+            self._oom_kills.claim()
         rank.record = record
         try:
             exits.write_record(self._paths.exit_record(rank.generation, rank.rank), record)

@@ -85,22 +85,6 @@ def test_out_of_memory(tmp_path: Path, number: int, asked: bool, kills: int, oom
     assert (record.signal, record.oom) == (number, oom)
 
 
-@pytest.mark.parametrize(
-    ("cgroup", "file"),
-    [
-        ("0::/job\n", "job/memory.events"),
-        ("4:memory:/job\n0::/\n", "memory/job/memory.oom_control"),
-        ("4:cpu,memory:/of/the/host\n0::/\n", "memory/memory.oom_control"),
-    ],
-)
-def test_oom_counter(tmp_path: Path, cgroup: str, file: str) -> None:
-    (tmp_path / "cgroup").write_text(cgroup)
-    path = tmp_path / "root" / file
-    path.parent.mkdir(parents=True)
-    path.write_text("under_oom 0\noom_kill 3\n")
-    assert exits.read_oom_kills(str(tmp_path / "cgroup"), str(tmp_path / "root")) == 3
-
-
 def test_record_is_replaced_whole(tmp_path: Path) -> None:
     record = make_record(make_evidence(tmp_path), signal.SIGKILL)
     path = tmp_path / "exits" / "g2-r1.json"

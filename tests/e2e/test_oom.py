@@ -1,0 +1,82 @@
+"""The kernel's out-of-memory killer, for real: in a cgroup with a limit, where one can be made."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.worker.cgroups import Place, find_parents
+from tests.e2e.harness import SCRIPTS, Job
+
+Start = Callable[..., Job]
+LIMIT_MIB = 2048
+GREEDY = """
+import os, sys, time
+import torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    print("greedy", flush=True)
+    taken = []
+    while True:
+        taken.append(b"x" * (32 << 20))
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+pytestmark = pytest.mark.skipif(
+    not find_parents(), reason="no memory cgroup that this process may make a child of"
+)
+
+
+@pytest.fixture
+def limited() -> Iterator[Place]:
+    """A cgroup with a limit, removed afterwards."""
+    parent = find_parents()[0]
+    place = Place(os.path.join(parent.path, f"test-oom-{os.getpid()}"), parent.version)
+    os.mkdir(place.path)
+    try:
+        Path(place.limit).write_text(str(LIMIT_MIB << 20))
+        yield place
+    finally:
+        for pid in Path(place.path, "cgroup.procs").read_text().split():
+            Path(parent.path, "cgroup.procs").write_text(pid)
+        os.rmdir(place.path)
+
+
+def check(job: Job) -> None:
+    """The first recovery, the verdict and the exit record all say what happened."""
+    recovery = next(row for row in job.report()["recoveries"] if row["rung"] == "restart")
+    assert (recovery["culprit"], recovery["cause"][:8]) == ("rank 1", "OOM kill"), recovery
+    verdicts = json.loads(job.cli("diagnose", job.name, "--json").stdout)["verdicts"]
+    assert verdicts[0]["evidence"]["oom"] is True
+    assert "OOM kill" in verdicts[0]["reason"]
+    record = json.loads((job.folder / "exits" / "g0-r1.json").read_text())
+    assert (record["signal"], record["oom"]) == (9, True)
+
+
+def test_a_rank_beyond_the_limit_of_the_jobs_cgroup(
+    start: Start, tmp_path: Path, limited: Place
+) -> None:
+    script = tmp_path / "greedy.py"
+    script.write_text(GREEDY)
+    job = start("greedy", "-n", "2", str(script))
+    Path(limited.path, "cgroup.procs").write_text(str(job.process.pid))  # Before it has children.
+    assert job.wait() == 0, job.text()
+    check(job)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_injected_on_a_script_that_declares_no_steps(start: Start, cold: bool) -> None:
+    options = ["--cold"] if cold else []
+    job = start("inject", "-n", "2", *options, str(SCRIPTS / "allreduce.py"))
+    job.wait_state("running")
+    keeper = job.pid_of("perdure keeper")
+    answer = json.loads(job.cli("inject", "inject", "oom", "--rank", "1", "--json").stdout)
+    assert answer["note"].startswith("killed by the kernel at ")
+    assert job.wait() == 0, job.text()
+    check(job)
+    for parent in find_parents():
+        assert list(Path(parent.path).glob(f"perdure-{keeper}-*")) == []
