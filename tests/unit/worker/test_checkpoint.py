@@ -4,7 +4,9 @@ import contextlib
 import os
 import random
 import subprocess
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,13 @@ import torch
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
+from perdure.model.checkpoints import Manifest
 from perdure.model.events import CheckpointFailed, CheckpointRestored, CheckpointSaved
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint import Checkpointer, writing
 from perdure.worker.checkpoint.files import list_checkpoints
+from perdure.worker.checkpoint.sharded import SavePlanCache
+from perdure.worker.checkpoint.staging import Staging
 
 
 class Trainee:
@@ -203,3 +208,52 @@ def test_remote_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     two = Trainee(url, seed=2)
     assert two.saver.restore({}) == 3
     assert two.train(3) == rest
+
+
+def test_rank_that_is_ahead_keeps_its_next_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 publishes step 1 (and cleans up) only once rank 1 has begun to write step 2."""
+    ahead = tmp_path / "step-00000002.g0.2.tmp" / "plan-1.bin"
+    publish = writing.publish
+
+    def publish_late(folder: Path, root: Path, step: int, manifest: Manifest) -> Path:
+        deadline = time.monotonic() + 20
+        while step == 1 and not ahead.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return publish(folder, root, step, manifest)
+
+    monkeypatch.setattr(writing, "publish", publish_late)
+    monkeypatch.setattr(writing, "TIMEOUT_S", 10.0)
+
+    def save_twice(rank: int) -> list[Manifest | None]:
+        staging, cache, done = Staging(), SavePlanCache(rank), []
+        for step in (1, 2):
+            task = writing.SaveTask(
+                root=tmp_path, remote=None, step=step, attempt=f"g0.{step}", rank=rank,
+                world_size=2, reason="test", allow_pickle=False,
+            )  # fmt: skip
+            tensors = staging.begin({f"weight{rank}": torch.ones(8)}, ())
+            done.append(task.write(staging, cache, tensors, {"fingerprint": {}, "extra": {}}))
+        return done
+
+    with ThreadPoolExecutor(2) as pool:
+        published, _ = pool.map(save_twice, range(2), timeout=60)
+    assert [manifest and manifest.step for manifest in published] == [1, 2]
+
+
+def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -> None:
+    first, late = (
+        writing.SaveTask(
+            root=tmp_path, remote=None, step=1, attempt="g0.1", rank=rank, world_size=2,
+            reason="test", allow_pickle=False,
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    assert first.fail("its own state_dict() raised")
+    staging = Staging()
+    tensors = staging.begin({"weight": torch.ones(8)}, ())
+    began = time.monotonic()
+    with pytest.raises(writing.SaveAbandoned):
+        late.write(staging, SavePlanCache(1), tensors, {"fingerprint": {}, "extra": {}})
+    assert time.monotonic() - began < 5

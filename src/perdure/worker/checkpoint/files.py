@@ -149,10 +149,16 @@ def tag_latest(root: Path, final: Path) -> None:
     write_synced(root / LATEST, final.name.encode())
 
 
-def remove_temporaries(root: Path) -> None:
-    """Remove what generations before left half written."""
+def remove_temporaries(root: Path, before: int | None = None) -> None:
+    """Remove what was left half written; with `before`, only by steps below it.
+
+    A rank that is ahead may already be writing the next checkpoint: that one must stay.
+    """
     with contextlib.suppress(OSError):
         for path in root.iterdir():
+            step = parse_checkpoint_name(path.name.split(".", 1)[0])
+            if before is not None and (step is None or step >= before):
+                continue
             if path.name.endswith(TEMPORARY) and path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
 

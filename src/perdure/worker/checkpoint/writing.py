@@ -68,6 +68,7 @@ class SaveTask:
         """
         self._root, self._remote = root, remote
         self.folder = root / f"{name_checkpoint(step)}.{attempt}{TEMPORARY}"
+        self._failed = root / f"{name_checkpoint(step)}.{attempt}.failed{TEMPORARY}"
         self._step, self._reason = step, reason
         self._rank, self._world_size = rank, world_size
         self._allow_pickle = allow_pickle
@@ -98,10 +99,10 @@ class SaveTask:
     def fail(self, text: str) -> bool:
         """Clean up, and leave word for rank 0; return whether this rank must speak up itself."""
         if self._rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self._leave_word()
             return True
-        if self._begun and not self.folder.exists():
-            return False  # Rank 0 has failed already.
+        if self._abandoned:
+            return False
         with contextlib.suppress(OSError):  # First, so that there is room for the word.
             for path in self.folder.glob(f"__{self._rank}_*"):
                 path.unlink()
@@ -111,6 +112,22 @@ class SaveTask:
         except OSError:
             return True
         return False
+
+    def _leave_word(self) -> None:
+        """Rename rank 0's directory: a rank that comes later must not wait for a plan in it."""
+        if self._world_size > 1:
+            with contextlib.suppress(OSError):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                self.folder.rename(self._failed)
+            for path in list(self._failed.glob("*")):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    @property
+    def _abandoned(self) -> bool:
+        """Whether rank 0 has given this checkpoint up."""
+        return self._failed.exists() or (self._begun and not self.folder.exists())
 
     def explain(self, error: BaseException) -> str:
         """Return one line that names the place."""
@@ -186,14 +203,14 @@ class SaveTask:
         if self._remote:
             self._remote.upload(final, manifest)
         tag_latest(self._root, final)
-        remove_temporaries(self._root)  # Of attempts that failed: all ranks are past them.
+        remove_temporaries(self._root, self._step)  # Of attempts that failed: all are past them.
         return manifest
 
     def _wait(self, path: Path, rank: int) -> Path:
         """Wait for a file of `rank`; end when this checkpoint cannot be any more."""
         deadline = time.monotonic() + TIMEOUT_S
         while not path.exists():
-            if self._rank != 0 and not self.folder.exists():
+            if self._rank != 0 and self._abandoned:
                 raise SaveAbandoned
             part = self.folder / _part(rank)
             if part.exists():
