@@ -34,6 +34,30 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     exit_skew_s: Seconds = 5.0
     """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
+    straggler_ratio: Annotated[float, Meta(gt=1)] = 1.15
+    """A rank is a straggler from this much more own work a step than usual, peers considered."""
+    straggler_floor_s: Annotated[float, Meta(ge=0)] = 0.003
+    """Less extra work a step than this is never a straggler, however short the steps."""
+    comm_slow_ratio: Annotated[float, Meta(gt=1)] = 1.3
+    """A communicator is slow from this multiple of its learned pure communication time."""
+    comm_slow_floor_s: Annotated[float, Meta(ge=0)] = 0.002
+    """Less extra time a collective than this is never slow communication."""
+    slow_impact: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    """What costs less than this share of the time is no slowness worth a verdict."""
+    slow_confirm_s: Seconds = 0.4
+    """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
+    slow_action_s: Seconds = 10.0
+    """A slowdown that has lasted this long after its verdict may be acted upon."""
+    slow_clear_s: Seconds = 5.0
+    """A slowdown that has been gone for this long is withdrawn."""
+    link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0
+    """A link is suspected from this multiple of the other links' busy time per byte."""
+    link_floor_ms_per_mb: Annotated[float, Meta(ge=0)] = 2.0
+    """Less extra busy time per 10^6 bytes than this is never a slow link."""
+    link_loss_ratio: Annotated[float, Meta(gt=0)] = 0.005
+    """A link is suspected from this share of segments sent again."""
+    link_stuck_s: Seconds = 0.5
+    """A link with data to send is stuck after this long without an acknowledgement."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -45,6 +45,8 @@ class CommProgress(msgspec.Struct, frozen=True):
     bytes: int = 0
     """Of collective `started_seq`, where known; ranks that disagree on it are out of step."""
     dtype: str = ""
+    peer: int = -1
+    """Global rank at the other end, where `started_seq` is a send or receive and it is known."""
 
 
 class ProcSample(msgspec.Struct, frozen=True):
@@ -58,6 +60,9 @@ class ProcSample(msgspec.Struct, frozen=True):
     """Bytes read and written so far (rchar + wchar), 0 where not permitted."""
     rss_bytes: int = 0
     num_threads: int = 0
+    run_delay_s: float = 0.0
+    """Seconds that it was ready to run and had no CPU (schedstat), 0 where unknown: what its
+    neighbours took from it."""
 
 
 class RankAccount(msgspec.Struct, frozen=True):
