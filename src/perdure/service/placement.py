@@ -1,0 +1,96 @@
+"""Where the parts of a job run when `--nodes K` does not mean K times this machine's loopback.
+
+A placement gives each node an address and a command that carries its agent there, such as
+`ip netns exec lab-{node}`; keeper, store and ranks are the agent's descendants, so they are there
+as well. The fault laboratory uses it with network namespaces; other machines are the same thing
+with another command. What it opens is a NATS server with a token but without TLS, so an address
+that the internet could reach is refused.
+"""
+
+import ipaddress
+import json
+from collections.abc import Mapping
+
+import msgspec
+
+from perdure.model.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+_CLOSED = "an address of a lab or of a private network, such as 10.77.0.1"
+
+
+class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The document behind `--placement FILE` (JSON)."""
+
+    bind: str = LOOPBACK
+    """Where nats-server listens; the nodes reach it there."""
+    addresses: tuple[str, ...] = ()
+    """Of node 0, 1, ...: where other nodes reach it; none means loopback for all."""
+    command: tuple[str, ...] = ()
+    """Put before the command line of an agent; `{node}` becomes its number."""
+    interface: str = ""
+    """Name of the interface that carries collectives on every node (GLOO_SOCKET_IFNAME)."""
+    network_faults: bool = False
+    """Whether `perdure inject` may change queues and interfaces inside the nodes: only where
+    each of them has a network namespace of its own."""
+
+    def prefix(self, node: int) -> list[str]:
+        """Return what stands before the command line of `node`'s agent."""
+        return [word.replace("{node}", str(node)) for word in self.command]
+
+    def environment(self, node: int) -> dict[str, str]:
+        """Return what the agent of `node`, and so its ranks, find in their environment."""
+        env = {}
+        if self.addresses:
+            env["PERDURE_NODE_ADDRESS"] = self.addresses[node]
+        if self.interface:
+            env |= {"GLOO_SOCKET_IFNAME": self.interface, "NCCL_SOCKET_IFNAME": self.interface}
+        if self.network_faults:
+            lab = {"interface": self.interface, "addresses": self.addresses}
+            env["PERDURE_LAB"] = json.dumps(lab)
+        return env
+
+
+HERE = Placement()
+"""Every node is this machine's loopback."""
+
+
+def load_placement(path: str, nodes: int) -> Placement:
+    """Return the placement in the file `path`, for `nodes` nodes.
+
+    Raises:
+        ConfigError: it cannot be read, has too few addresses, or opens the job to strangers.
+    """
+    try:
+        with open(path, "rb") as file:
+            placement = msgspec.json.decode(file.read(), type=Placement)
+    except OSError as error:
+        raise ConfigError(f"--placement {path}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise ConfigError(f"--placement {path}: {error}", hint="see docs/lab.md") from error
+    if placement.addresses and len(placement.addresses) < nodes:
+        raise ConfigError(
+            f"--placement {path}: {len(placement.addresses)} addresses for {nodes} nodes"
+        )
+    for address in (placement.bind, *placement.addresses):
+        if not _is_closed(address):
+            raise ConfigError(
+                f"--placement {path}: {address} may be reached by strangers, and there is no TLS",
+                hint=_CLOSED,
+            )
+    if placement.network_faults and not (placement.interface and placement.addresses):
+        raise ConfigError(f"--placement {path}: network_faults need interface and addresses")
+    return placement
+
+
+def find_address(env: Mapping[str, str]) -> str:
+    """Return where other nodes reach this one, from the environment of its agent."""
+    return env.get("PERDURE_NODE_ADDRESS") or LOOPBACK
+
+
+def _is_closed(address: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return (ip.is_private or ip.is_loopback) and not ip.is_unspecified
