@@ -23,7 +23,7 @@ from perdure.worker.ring import RingWriter
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.serial]
 
-WAIT_S = 60.0
+WAIT_S = 30.0
 WITHIN_S = 0.1
 
 
@@ -51,6 +51,7 @@ class Ranks:
     """Three ranks, their outputs and their lines."""
 
     def __init__(self, directory: Path) -> None:
+        self.directory = directory
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -58,9 +59,15 @@ class Ranks:
         self.server.bind(str(directory / "s"))
         self.server.listen()
         self.server.settimeout(WAIT_S)
+        self.lines: dict[int, Line] = {}
         self.processes = [self._start(directory, rank, port) for rank in range(3)]
-        lines = [Line(self.server.accept()[0]) for _ in range(3)]
-        self.lines = {line.hello.rank: line for line in lines}
+        try:
+            for _ in range(3):
+                line = Line(self.server.accept()[0])
+                self.lines[line.hello.rank] = line
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def _start(directory: Path, rank: int, port: int) -> subprocess.Popen[bytes]:
@@ -72,6 +79,7 @@ class Ranks:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "PERDURE_JOB": "j",
+            "PERDURE_HOME": str(directory),
             "PERDURE_RING": str(ring),
             "PERDURE_SOCKET": str(directory / "s"),
             "OMP_NUM_THREADS": "1",

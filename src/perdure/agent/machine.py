@@ -25,6 +25,7 @@ from perdure.agent.messages import (
     StartKeeper,
     SupervisorGone,
     TellKeeper,
+    TellWorker,
     WorkerSaid,
 )
 from perdure.agent.relay import (
@@ -48,6 +49,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
+    DumpTraces,
     KeeperExit,
     KeeperKill,
     KeeperSpawned,
@@ -94,8 +96,9 @@ class Agent:
                 return self._obey(now, order)
             case WorkerSaid():
                 return answer_worker(self.state, self.identity, now, input_)
-            case StacksCollected(generation=generation, stacks=stacks):
-                return [Report(StacksTaken(generation=generation, at_s=now, stacks=stacks))]
+            case StacksCollected(generation=generation, stacks=stacks, traces=traces):
+                taken = StacksTaken(generation=generation, at_s=now, stacks=stacks, traces=traces)
+                return [Report(taken)]
             case SupervisorGone():
                 return self._give_up(now)
             case TimerFired():
@@ -139,7 +142,10 @@ class Agent:
         if keeper is None or keeper.generation != order.generation:
             return []
         pids = {rank: keeper.running[rank] for rank in order.ranks if rank in keeper.running}
-        return [CollectStacks(order.generation, pids)] if pids else []
+        requests: list[Request] = [
+            TellWorker(rank, DumpTraces(order.generation)) for rank in keeper.running
+        ]
+        return [*requests, CollectStacks(order.generation, pids)] if pids else requests
 
     # --- towards the assignment --------------------------------------------------------------
 

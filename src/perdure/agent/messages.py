@@ -10,6 +10,7 @@ from perdure.model.actions import Assignment, InjectFault, InterruptCollectives,
 from perdure.model.events import AnyEvent, ExitRecord, TimerFired
 from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.wire import (
+    DumpTraces,
     KeeperSpawned,
     KeeperState,
     KeeperStopped,
@@ -80,6 +81,8 @@ class StacksCollected(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
     generation: int
     stacks: dict[int, str]
+    traces: str = ""
+    """Directory of Flight Recorder's traces, where any were written."""
 
 
 class SupervisorGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -120,7 +123,7 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to a rank; dropped where it is not connected (it will say hello)."""
 
     rank: int
-    message: SendBoundary | InjectFault | InterruptCollectives
+    message: SendBoundary | InjectFault | InterruptCollectives | DumpTraces
 
 
 class CollectStacks(msgspec.Struct, frozen=True, tag=True):

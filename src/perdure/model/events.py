@@ -258,6 +258,8 @@ class StacksTaken(Event, frozen=True, kw_only=True):
     at_s: float
     stacks: dict[int, str]
     """Global rank -> text, or the reason why there is none."""
+    traces: str = ""
+    """Directory of the Flight Recorder traces that living ranks wrote meanwhile."""
 
 
 class LinksNoted(Event, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@
         logs/*.log          of the parts
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
+        traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes).
 """
@@ -83,6 +84,10 @@ class JobPaths(msgspec.Struct, frozen=True):
     def ring(self, generation: int, rank: int) -> str:
         """The rank's progress ring."""
         return self._at("rings", f"g{generation}-r{rank}.ring")
+
+    def traces(self, generation: int) -> str:
+        """Flight Recorder's traces of a generation, written when a rank is suspected."""
+        return self._at("traces", f"g{generation}")
 
     def exit_record(self, generation: int, rank: int) -> str:
         """The rank's `ExitRecord`."""

@@ -140,8 +140,14 @@ class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
+class DumpTraces(msgspec.Struct, frozen=True, tag=True):
+    """Write Flight Recorder's trace of this rank to the job's `traces/gN/BACKEND/rank_R`."""
+
+    generation: int
+
+
 FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
-ToWorker = WorkerAck | SendBoundary | InjectFault | InterruptCollectives
+ToWorker = WorkerAck | SendBoundary | InjectFault | InterruptCollectives | DumpTraces
 
 # --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
 

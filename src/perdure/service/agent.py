@@ -289,7 +289,18 @@ class AgentService:
             stacks = dict(zip(wanted, await asyncio.gather(*dumps), strict=True))
         finally:
             self._dumping -= keys
-        self.take(StacksCollected(generation=order.generation, stacks=stacks))
+        self.take(
+            StacksCollected(
+                generation=order.generation,
+                stacks=stacks,
+                traces=self._find_traces(order.generation),
+            )
+        )
+
+    def _find_traces(self, generation: int) -> str:
+        """Return the directory of Flight Recorder's traces; empty where no rank wrote any."""
+        traces = self._paths.traces(generation)
+        return traces if os.path.isdir(traces) else ""
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()

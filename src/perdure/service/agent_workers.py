@@ -11,7 +11,14 @@ from perdure.agent.messages import WorkerSaid
 from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.wire import FromWorker, ToWorker, WorkerAck, WorkerEvent, WorkerHello
+from perdure.model.wire import (
+    DumpTraces,
+    FromWorker,
+    ToWorker,
+    WorkerAck,
+    WorkerEvent,
+    WorkerHello,
+)
 from perdure.service.agent_outbox import Outbox
 
 log = logging.getLogger("perdure.agent")
@@ -51,7 +58,9 @@ class WorkerServer:
         self._server = await asyncio.start_unix_server(self._serve, path, limit=LINE_MAX)
         os.chmod(path, 0o600)
 
-    def send(self, rank: int, message: SendBoundary | InjectFault | InterruptCollectives) -> None:
+    def send(
+        self, rank: int, message: SendBoundary | InjectFault | InterruptCollectives | DumpTraces
+    ) -> None:
         """Send `message` to `rank`, if it is connected and of that generation."""
         line = self._lines.get(rank)
         if line is not None and line.hello.generation == message.generation:

@@ -93,10 +93,12 @@ class OrderBook:
                 )
             case TakeStacks():
                 order = NodeOrder(controller=self._controller, stacks=action)
-                return self._keep(
+                self._keep(
                     f"stacks {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _STACKS_SENT_MAX),
                 )
+                # Once to all: ranks elsewhere write their Flight Recorder traces.
+                return self._address(order, set(range(self._spec.nodes)))
             case InjectFault():
                 order = NodeOrder(controller=self._controller, inject=action)
                 return self._keep(

@@ -6,6 +6,7 @@ afterwards is a consequence, and is listed as evidence instead of as further ver
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
@@ -150,8 +151,12 @@ class VerdictFold:
         taken = self._stacks.get(verdict.generation)
         if taken is None or taken.at_s < verdict.first_seen_s:
             return verdict
-        stacks = {str(rank): text for rank, text in sorted(taken.stacks.items())}
-        return msgspec.structs.replace(verdict, evidence={**verdict.evidence, "stacks": stacks})
+        more: dict[str, Any] = {
+            "stacks": {str(rank): text for rank, text in sorted(taken.stacks.items())}
+        }
+        if taken.traces:
+            more["flight_recorder"] = taken.traces
+        return msgspec.structs.replace(verdict, evidence={**verdict.evidence, **more})
 
 
 def is_withdrawn(verdict: Verdict) -> bool:

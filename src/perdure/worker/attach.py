@@ -19,13 +19,15 @@ from typing import Any, Literal
 from perdure.model.actions import InjectFault, SendBoundary
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
+from perdure.model.paths import job_paths
 from perdure.model.progress import Phase
-from perdure.model.wire import WorkerHello
+from perdure.model.wire import DumpTraces, WorkerHello
 from perdure.worker.control import Control
 from perdure.worker.faults import Faults
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recorder import Dump, StatusRecorder
 from perdure.worker.ring import RingWriter
+from perdure.worker.traces import TraceWriter, find_groups, find_trace_dumps
 
 _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0
@@ -42,6 +44,7 @@ class Attachment:
         self.clock_offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
         self.control: Control | None = None
         self.recorder: Any = None
+        self._traces: TraceWriter | None = None
         self._phase: Phase = "spawned"
         self._entered: set[str] = set()
         self.faults = Faults(
@@ -92,6 +95,7 @@ class Attachment:
         self.control = Control(path, hello)
         self.control.on_fault = self._on_fault
         self.control.on_interrupt = self.interrupter.handle
+        self.control.on_traces = self._on_traces
         self.control.on_boundary = self._on_boundary
         self.control.start()
 
@@ -123,6 +127,20 @@ class Attachment:
 
     def _on_fault(self, order: InjectFault) -> None:
         self.faults.handle(order)
+
+    def _on_traces(self, order: DumpTraces) -> None:
+        home = os.environ.get("PERDURE_HOME", "")
+        if self._traces is None and home and _has_distributed():
+            paths = job_paths(home, self.job, os.getuid())
+            self._traces = TraceWriter(
+                rank=self.ring.rank,
+                generation=self.ring.generation,
+                directory=paths.traces(self.ring.generation),
+                dumps=find_trace_dumps(),
+                groups=find_groups,
+            )
+        if self._traces is not None:
+            self._traces.handle(order)
 
     def _on_boundary(self, order: SendBoundary) -> None:
         if self.on_boundary is not None:

@@ -20,6 +20,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.wire import (
+    DumpTraces,
     FromWorker,
     ToWorker,
     WorkerAck,
@@ -54,6 +55,7 @@ class Control:
         self._thread: threading.Thread | None = None
         self.on_boundary: Callable[[SendBoundary], None] | None = None
         self.on_fault: Callable[[InjectFault], None] | None = None
+        self.on_traces: Callable[[DumpTraces], None] | None = None
         self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
@@ -188,6 +190,9 @@ class Control:
             case InterruptCollectives():
                 if self.on_interrupt is not None:
                     self.on_interrupt(message)
+            case DumpTraces():
+                if self.on_traces is not None:
+                    self.on_traces(message)
 
     def _forget(self) -> None:
         """In a forked child: give back the parent's descriptors, so that its end is seen."""

@@ -22,6 +22,7 @@ from perdure.agent.messages import (
     StartKeeper,
     SupervisorGone,
     TellKeeper,
+    TellWorker,
 )
 from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.events import (
@@ -38,6 +39,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
+    DumpTraces,
     KeeperExit,
     KeeperKill,
     KeeperSpawned,
@@ -283,9 +285,15 @@ def test_stacks_of_its_own_ranks_only(node: Node) -> None:
     node.run_generation(0)
     wanted = TakeStacks(generation=0, ranks=(1, 2), reason="")
     ask = OrderReceived(order=NodeOrder(controller="c1", stacks=wanted))
-    assert node.machine.handle(12.0, ask) == [CollectStacks(0, {1: 101})]
-    taken = node.machine.handle(13.0, StacksCollected(generation=0, stacks={1: "main"}))
-    assert events(taken) == [StacksTaken(generation=0, at_s=13.0, stacks={1: "main"})]
+    traces = [TellWorker(rank, DumpTraces(0)) for rank in (0, 1)]
+    assert node.machine.handle(12.0, ask) == [*traces, CollectStacks(0, {1: 101})]
+    collected = StacksCollected(generation=0, stacks={1: "main"}, traces="/j/traces/g0")
+    assert events(node.machine.handle(13.0, collected)) == [
+        StacksTaken(generation=0, at_s=13.0, stacks={1: "main"}, traces="/j/traces/g0")
+    ]
+    elsewhere = TakeStacks(generation=0, ranks=(5,), reason="")
+    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=elsewhere))
+    assert node.machine.handle(13.5, ask) == traces
     other = TakeStacks(generation=1, ranks=(1,), reason="")
     ask = OrderReceived(order=NodeOrder(controller="c1", stacks=other))
     assert node.machine.handle(14.0, ask) == []

@@ -73,7 +73,8 @@ def test_orders_of_an_older_generation_are_dropped() -> None:
 
 def test_stacks_and_faults_are_repeated_until_answered() -> None:
     orders = book()
-    orders.take(TakeStacks(generation=0, ranks=(3,), reason="r"))
+    first = orders.take(TakeStacks(generation=0, ranks=(3,), reason="r"))
+    assert [to for to, _ in first] == ["all"]  # The others write their traces.
     orders.take(InjectFault(id="i", generation=0, rank=0, kind="crash", reason="r"))
     sent = orders.repeat(REPEAT_S)
     assert [to for to, order in sent if order.stacks] == [1]

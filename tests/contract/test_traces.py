@@ -1,0 +1,64 @@
+"""What three real gloo ranks write on an alarm is read by PyTorch's own analyzer."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.model.codec import encode
+from perdure.model.paths import job_paths
+from perdure.model.wire import DumpTraces
+from tests.contract.test_interrupt import WAIT_S, Ranks
+
+torch = pytest.importorskip("torch")
+pytestmark = [pytest.mark.torch, pytest.mark.serial]
+
+
+@pytest.fixture
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("t"))
+    yield ranks
+    ranks.close()
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def analyze(directory: Path, *options: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(directory)]
+        + list(options),
+        capture_output=True,
+        text=True,
+        timeout=WAIT_S,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout + run.stderr
+
+
+def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None:
+    for rank in range(3):
+        assert ranks.hear(rank) == {"ready": rank}
+    os.kill(ranks.processes[2].pid, signal.SIGSTOP)
+    time.sleep(0.3)
+    for rank in range(3):
+        ranks.lines[rank].connection.sendall(encode(DumpTraces(4)) + b"\n")
+    directory = Path(job_paths(str(ranks.directory), "j", os.getuid()).traces(4), "gloo")
+    both = [directory / f"rank_{rank}" for rank in (0, 1)]
+    wait_for(lambda: all(path.exists() for path in both))
+    wait_for(lambda: all(b"interrupt_rank.py" in path.read_bytes() for path in both))
+    assert not (directory / "rank_2").exists()  # Stopped: it cannot.
+    text = analyze(directory, "--allow-incomplete-ranks")
+    assert "dumps from ranks ({2})" in text
+    os.kill(ranks.processes[2].pid, signal.SIGCONT)
+    wait_for((directory / "rank_2").exists)
+    assert "dumps from ranks" not in analyze(directory)

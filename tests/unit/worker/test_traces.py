@@ -1,0 +1,68 @@
+"""Flight Recorder's traces on disk: whole, bounded, and with what the analyzer needs."""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.model.wire import DumpTraces
+from perdure.worker import traces
+from perdure.worker.traces import TraceWriter
+
+
+class Source:
+    """Flight Recorder as it answers."""
+
+    def __init__(self, **trace: Any) -> None:
+        self.trace: dict[str, Any] = {"version": "2.10", "entries": [{"record_id": 0}]} | trace
+        self.asked: list[bool] = []
+
+    def dump(self, collectives: bool, stacks: bool) -> bytes:
+        assert collectives
+        self.asked.append(stacks)
+        return pickle.dumps(self.trace | {"stacks": stacks})
+
+
+def make_writer(directory: Path, source: Source) -> TraceWriter:
+    return TraceWriter(
+        rank=3,
+        generation=1,
+        directory=str(directory),
+        dumps={"gloo": source.dump},
+        groups=lambda: {"0": ("default_pg", (0, 1, 3))},
+    )
+
+
+def test_trace_without_stacks_is_replaced_by_one_with_them(tmp_path: Path) -> None:
+    source = Source()
+    make_writer(tmp_path, source).write()
+    assert source.asked == [False, True]
+    trace = pickle.loads((tmp_path / "gloo" / "rank_3").read_bytes())
+    assert trace["stacks"] is True
+    assert trace["pg_config"] == {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 3]"}}
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == ["rank_3"]
+
+
+def test_what_the_source_says_of_a_group_stays(tmp_path: Path) -> None:
+    source = Source(pg_config={"0": {"desc": "its own", "ranks": "[0]"}})
+    make_writer(tmp_path, source).write()
+    trace = pickle.loads((tmp_path / "gloo" / "rank_3").read_bytes())
+    assert trace["pg_config"]["0"]["desc"] == "its own"
+
+
+def test_nothing_recorded_is_nothing_written(tmp_path: Path) -> None:
+    make_writer(tmp_path, Source(entries=[])).write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traces, "BYTES_MAX", 100)
+    make_writer(tmp_path, Source(entries=["x" * 100])).write()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_order_of_another_generation_is_not_for_this_rank(tmp_path: Path) -> None:
+    source = Source()
+    make_writer(tmp_path, source).handle(DumpTraces(0))
+    assert source.asked == []
