@@ -32,6 +32,9 @@ class LinkSample(msgspec.Struct, frozen=True, array_like=True):
     unread_bytes: int = 0
     """In `src`'s receive queue, sent by `dst` and not read: `src` is the one that is behind."""
     min_rtt_s: float = 0.0
+    local: str = ""
+    """`address:port` of the socket at `src`, only where `dst` is not known to the agent (-1)."""
+    remote: str = ""
 
     @property
     def busy_ms_per_mb(self) -> float:
@@ -39,6 +42,20 @@ class LinkSample(msgspec.Struct, frozen=True, array_like=True):
         if self.bytes_acked < 100_000:
             return 0.0
         return self.busy_s * 1e9 / self.bytes_acked
+
+
+class LinkEndpoint(msgspec.Struct, frozen=True, array_like=True):
+    """One end of a connection whose other end is on no rank of the same node.
+
+    Two agents each see one; the ends mirror each other's addresses, and so name each other.
+    """
+
+    rank: int
+    local: str
+    """`address:port`."""
+    remote: str
+    comm: str = ""
+    """Communicator, where this end can tell (it is the one that listened)."""
 
 
 class LinkSweep(msgspec.Struct, frozen=True):
@@ -51,7 +68,13 @@ class LinkSweep(msgspec.Struct, frozen=True):
     cost_s: float = 0.0
     """CPU seconds that it took."""
     omitted: int = 0
-    """Links that moved nothing and show nothing unusual, left out."""
+    """Sockets between ranks that moved little and show nothing unusual, left out."""
+    sockets: int = 0
+    """Connections of the node's ranks that were looked at."""
+    endpoints: tuple[LinkEndpoint, ...] = ()
+    """New since the last sweep, and in turn some of the others, should a heartbeat be lost."""
+    note: str = ""
+    """What could not be seen, and why; empty where nothing is missing."""
 
 
 class NicSample(msgspec.Struct, frozen=True, array_like=True):
