@@ -161,7 +161,7 @@ class Agent:
         if keeper.stopped < older and keeper.kill_asked < older:
             keeper.kill_asked = older
             requests.append(TellKeeper(KeeperKill(older, wanted.grace_s)))
-        if wanted.phase == "store" and self.identity.node == 0:
+        if wanted.phase == "store" and wanted.group_of(self.identity.node) == 0:
             requests += self._serve_store(keeper, wanted)
         if keeper.stopped < older:
             return requests
@@ -197,7 +197,10 @@ class Agent:
         if keeper.generation > generation or keeper.spawn_asked >= generation:
             return []
         store = (keeper.store_generation, keeper.store_port)
-        serves = wanted.agent_store and self.identity.node == 0
+        group = wanted.group_of(self.identity.node)
+        if not 0 <= group < self.spec.nodes:
+            return []  # A spare node stands ready, its image warm.
+        serves = wanted.agent_store and group == 0
         begun = generation <= state.newest_spawned and state.spawned_by != keeper.pid
         if begun or (serves and store != (generation, wanted.master_port)):
             if keeper.lost_reported >= generation:

@@ -75,7 +75,8 @@ def relay_fault(
     keeper = state.keeper
     if keeper is None or keeper.generation != order.generation or order.id in state.faults:
         return []
-    if spec.node_of(order.rank) != identity.node:
+    group = state.assignment.group_of(identity.node) if state.assignment else -1
+    if order.rank not in spec.ranks_of(group):
         return []
     state.faults[order.id] = order
 

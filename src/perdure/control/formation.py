@@ -6,6 +6,7 @@ node that registers late gets the newest.
 
 from typing import Literal
 
+from perdure.control.placement import place_nodes
 from perdure.control.state import ControllerState, Ending
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
 
@@ -16,9 +17,20 @@ _END_TIMEOUT_S = 20.0
 
 
 def form_world(
-    state: ControllerState, now: float, reason: str, *, grace_s: float = 0.0
+    state: ControllerState,
+    now: float,
+    reason: str,
+    *,
+    grace_s: float = 0.0,
+    without: int | None = None,
 ) -> list[AnyAction]:
-    """Begin the next generation: end everything older everywhere, and serve a new store."""
+    """Begin the next generation: end everything older everywhere, and serve a new store.
+
+    Node `without` is left out where a spare one can stand in for it.
+    """
+    changed = place_nodes(state, without)
+    if changed and changed not in reason:
+        reason = f"{reason}; {changed}"
     state.phase = "forming"
     state.generation += 1
     state.phase_deadline_s = now + _FORM_TIMEOUT_S
@@ -55,6 +67,7 @@ def assign(
         master_port=store.port if store else 0,
         agent_store=store.agent_store if store else False,
         restart_count=max(0, state.generation),
+        placement=state.placement,
         reason=reason,
     )
     return AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=reason)
@@ -64,9 +77,10 @@ def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:
     """Start the ranks once nothing older lives anywhere and the store is served."""
     if state.phase != "forming" or state.store is None:
         return []
-    if any(
-        state.stopped.get(node, -1) < state.generation - 1 for node in range(state.the_spec().nodes)
-    ):
+    # A lost node cannot say that it is empty. Its ranks have lost their store and their peers,
+    # and it ends them before anything else once it is back.
+    waited = set(state.nodes) - (state.lost - set(state.placement))
+    if any(state.stopped.get(node, -1) < state.generation - 1 for node in waited):
         return []
     state.phase = "starting"
     state.phase_deadline_s = now + _FORM_TIMEOUT_S

@@ -12,7 +12,6 @@ from perdure.control.boundary import (
     abort_boundary,
     answer_boundary,
     open_boundary,
-    reach_boundary,
     retry_boundary,
     send_boundary,
 )
@@ -40,8 +39,17 @@ from perdure.control.formation import (
     end_job,
     form_world,
 )
+from perdure.control.placement import cordon, cordon_again, find_blamed_node, note_cordon
+from perdure.control.progress import (
+    after_boundary,
+    note_checkpoint,
+    note_progress,
+    plan_checkpoint,
+    reach,
+)
+from perdure.control.response import ACTED_UPON, STACKS_FOR, weigh_verdict
 from perdure.control.state import ControllerState, Ending, OpenCommand
-from perdure.model.actions import AnyAction, AssignNodes
+from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -78,8 +86,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.verdicts import Verdict
-from perdure.plan.interval import daly
-from perdure.policy import Failure, decide_checkpoint_interval, decide_recovery
+from perdure.policy import Failure, decide_recovery
 
 
 class Controller:
@@ -133,15 +140,15 @@ class Controller:
                 withdraw(self.state, event)
                 return []
             case RankJoined() | ProgressNoted() | GenerationStepping():
-                return self._note_progress(now, event)
+                return note_progress(self.state, now, event)
             case CheckpointSaved() | CheckpointFailed():
-                return self._note_checkpoint(now, event)
+                return note_checkpoint(self.state, now, event)
             case CommandReceived():
                 return receive_command(self.state, now, event)
             case BoundaryAnswered():
-                return self._after_boundary(now, answer_boundary(self.state, now, event))
+                return after_boundary(self.state, now, answer_boundary(self.state, now, event))
             case BoundaryReached():
-                return self._reach(now, event)
+                return reach(self.state, now, event)
             case FaultInjected():
                 self.state.injects.pop(event.id, None)
                 result = {"rank": event.rank, "kind": event.kind}
@@ -159,6 +166,7 @@ class Controller:
             case LinksNoted() | ProbeEnded() | CollectivesInterrupted():
                 return []
             case NodeCordoned() | NodeRestored():
+                note_cordon(self.state, event)
                 return []
             case _:
                 assert_never(event)
@@ -168,12 +176,15 @@ class Controller:
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state
         state.nodes[event.node] = event
+        state.lost.discard(event.node)
         if state.phase == "pending":
-            if len(state.nodes) < state.the_spec().nodes:
+            if len(state.nodes) < state.the_spec().num_nodes:
                 return []
             return form_world(state, now, f"all {len(state.nodes)} nodes are there")
-        if state.phase == "running" and event.generation < state.generation:
-            lost = [r for r in state.the_spec().ranks_of(event.node) if r not in state.exits]
+        placed = event.node in state.placement
+        if placed and state.phase == "running" and event.generation < state.generation:
+            group = state.placement.index(event.node)
+            lost = [r for r in state.the_spec().ranks_of(group) if r not in state.exits]
             if lost:
                 return self._fail(
                     now, f"node {event.node}", "its ranks are gone, keeper and all", code=1
@@ -191,7 +202,7 @@ class Controller:
         state = self.state
         if event.generation == state.generation and state.phase == "starting":
             state.started.add(event.node)
-            if len(state.started) == state.the_spec().nodes:
+            if state.started >= set(state.placement):
                 state.phase = "running"
                 state.phase_deadline_s = None
         return []
@@ -264,25 +275,60 @@ class Controller:
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
             return self._fail(now, f"node {event.node}", "keeper died", code=1)
+        state.lost.add(event.node)
+        if event.node not in state.placement:
+            return []
+        state.blames[event.node] = state.blames.get(event.node, 0) + 1
+        if state.phase == "forming" and state.spares:
+            return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
         return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
-        """Take stacks at a hang's first verdict; recover once it is actionable."""
+        """Take stacks at a verdict's first word; act once it is actionable."""
         state = self.state
         if verdict.generation != state.generation or state.phase != "running":
             return []
-        if verdict.kind not in ("CommHang", "ComputeHang", "EarlyExit"):
+        if verdict.kind not in ACTED_UPON:
             return []
         if not verdict.actionable:
-            return ask_stacks(state, now, verdict)
-        waiting = hold_action(state, now, verdict)
+            return ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
+        reaction = weigh_verdict(state, verdict)
+        if reaction.rung == "none":
+            return []
+        waiting = hold_action(state, now, verdict) if verdict.kind in STACKS_FOR else None
         return self._act_upon(now, verdict) if waiting is None else waiting
 
     def _act_upon(self, now: float, verdict: Verdict) -> list[AnyAction]:
+        """Do what the policy makes of `verdict`: the next world, or the end."""
+        state = self.state
+        reaction = weigh_verdict(state, verdict)
+        if reaction.rung == "stop":
+            return end_job(state, now, "failed", 1, reaction.reason)
+        node = find_blamed_node(state, verdict)
+        actions: list[AnyAction] = []
+        if node is not None:
+            state.blames[node] = state.blames.get(node, 0) + 1
+            if reaction.cordon:
+                actions = cordon(state, node, f"{verdict.kind}: {reaction.reason}")
         cause = f"{verdict.kind} ({verdict.activity})"
-        return self._fail(now, str(verdict.culprit), cause, code=1, step=verdict.step)
+        interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
+        if interrupt_s:
+            waiting = tuple(r for r in state.world if r not in state.exits)
+            actions.append(
+                InterruptCollectives(generation=state.generation, ranks=waiting, reason=cause)
+            )
+        return actions + self._fail(
+            now,
+            str(verdict.culprit),
+            cause,
+            code=1,
+            step=verdict.step,
+            without=node if reaction.leave_out else None,
+            why=reaction.reason,
+            grace_s=interrupt_s,
+        )
 
     def _fail(
         self,
@@ -295,6 +341,9 @@ class Controller:
         signal: int = 0,
         step: int | None = None,
         exit_s: float | None = None,
+        without: int | None = None,
+        why: str = "",
+        grace_s: float = 0.0,
     ) -> list[AnyAction]:
         """Decide on one failure of the world: the next generation, or the end."""
         state = self.state
@@ -323,95 +372,14 @@ class Controller:
         state.boundary = None  # A commit is never taken back; it dies with its world.
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
-        return [*actions, *form_world(state, now, decision.reason)]
+        state.failed_s = now
+        reason = f"{decision.reason}; {why}" if why else decision.reason
+        return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
 
     def _reached_stop(self) -> OpenCommand | None:
         """Return the stop that all ranks have carried out, if there is one."""
         stops = [c for c in self.state.commands.values() if c.kind == "stop"]
         return next((command for command in stops if "at_step" in command.args), None)
-
-    # --- progress and checkpoints ------------------------------------------------------------
-
-    def _note_progress(
-        self, now: float, event: RankJoined | ProgressNoted | GenerationStepping
-    ) -> list[AnyAction]:
-        state = self.state
-        if event.generation != state.generation:
-            return []
-        match event:
-            case RankJoined():
-                state.joined.add(event.rank)
-                return []
-            case ProgressNoted():
-                state.step = max(event.step, state.step if state.stepping else -1)
-                state.mark = max(state.mark, event.step, event.collectives)
-                return []
-            case GenerationStepping():
-                state.stepping = True
-                state.step = event.step
-                self._plan_checkpoint(now)
-                actions = start_waiting_command(state, now)
-                reason = f"generation {state.generation} is stepping"
-                return actions + [
-                    inject_action(state, command, reason) for command in state.injects.values()
-                ]
-
-    def _plan_checkpoint(self, now: float) -> None:
-        """Set when the next checkpoint of the controller's own is due."""
-        state = self.state
-        state.checkpoint_due_s = None
-        if not (state.stepping and state.resumable and state.phase == "running"):
-            return
-        interval_s = decide_checkpoint_interval(
-            state.the_spec().checkpoint,
-            stall_s=state.stall_s,
-            failures=len(state.failures),
-            elapsed_s=now - state.submitted_s,
-            optimum=daly,
-        )
-        state.checkpoint_due_s = None if interval_s is None else now + interval_s
-
-    def _note_checkpoint(
-        self, now: float, event: CheckpointSaved | CheckpointFailed
-    ) -> list[AnyAction]:
-        state = self.state
-        if isinstance(event, CheckpointSaved):
-            state.stall_s = event.stall_s
-        if event.generation == state.generation and state.checkpoint_due_s is not None:
-            self._plan_checkpoint(now)
-        actions: list[AnyAction] = []
-        for command in sorted(state.commands.values(), key=lambda c: c.id):
-            if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
-                if isinstance(event, CheckpointSaved):
-                    result = {"step": event.step, "path": event.path, "bytes": event.bytes}
-                    actions += answer(state, command.id, True, "saved and verified", result)
-                else:
-                    actions += answer(state, command.id, False, event.error, {"step": event.step})
-        return actions
-
-    def _reach(self, now: float, event: BoundaryReached) -> list[AnyAction]:
-        """All ranks carried the agreement out: remember its step for the command behind it."""
-        done = reach_boundary(self.state, event)
-        if done is None:
-            return []
-        self.state.step = max(self.state.step, done.step)
-        command = self.state.commands.get(done.command)
-        if command is not None:
-            command.args["at_step"] = done.step  # Carried out; its answer may come later.
-        if done.kind == "checkpoint":
-            self._plan_checkpoint(now)
-        return start_waiting_command(self.state, now)
-
-    def _after_boundary(self, now: float, actions: list[AnyAction]) -> list[AnyAction]:
-        """Tell the operator when an agreement was given up."""
-        state = self.state
-        if actions and state.boundary is None:
-            self._plan_checkpoint(now)
-            for command in sorted(state.commands.values(), key=lambda c: c.id):
-                if command.kind == "checkpoint" and "at_step" not in command.args:
-                    why = "the ranks could not agree on a step"
-                    actions += answer(state, command.id, False, why, {})
-        return actions
 
     # --- time --------------------------------------------------------------------------------
 
@@ -440,7 +408,10 @@ class Controller:
     def _phase_overdue(self, now: float) -> list[AnyAction]:
         state = self.state
         if state.phase == "pending":
-            missing = [node for node in range(state.the_spec().nodes) if node not in state.nodes]
+            spec = state.the_spec()
+            if len(state.nodes) >= spec.nodes:
+                return form_world(state, now, f"{len(state.nodes)} nodes are there, spares are not")
+            missing = [node for node in range(spec.num_nodes) if node not in state.nodes]
             why = f"nodes {missing} did not register within {REGISTER_TIMEOUT_S:g} s"
             return end_job(state, now, "failed", 1, why)
         return self._fail(now, "the job", f"{state.phase} the world took too long", code=1)
@@ -451,9 +422,9 @@ class Controller:
         if boundary.move == "prepare":
             silent = sorted(set(state.world) - boundary.yes)
             actions = retry_boundary(state, now, f"ranks {silent} did not answer")
-            return self._after_boundary(now, actions)
+            return after_boundary(self.state, now, actions)
         state.boundary = None
-        self._plan_checkpoint(now)
+        plan_checkpoint(self.state, now)
         return start_waiting_command(state, now)
 
     def _issue_again(self, reason: str) -> list[AnyAction]:
@@ -469,4 +440,5 @@ class Controller:
         if state.boundary is not None:
             actions.append(send_boundary(state, reason))
         actions += ask_stacks_again(state, reason)
+        actions += cordon_again(state)
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

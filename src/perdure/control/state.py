@@ -79,6 +79,20 @@ class ControllerState:
     assignment: Assignment | None = None
     number: int = 0
     phase_deadline_s: float | None = None
+    placement: tuple[int, ...] = ()
+    """Nodes by group rank, of the newest world."""
+    lost: set[int] = field(default_factory=set)
+    """Nodes that have fallen silent and have not registered since."""
+    cordoned: dict[int, str] = field(default_factory=dict)
+    """Node -> why it runs nothing while another can."""
+    cordons_noted: set[int] = field(default_factory=set)
+    """Cordoned nodes whose `NodeCordoned` is in the journal."""
+    blames: dict[int, int] = field(default_factory=dict)
+    """Node -> how often it was blamed for a failure."""
+    failed_s: float | None = None
+    """When the failure that is being recovered from was decided upon."""
+    restarts_s: list[float] = field(default_factory=list)
+    """What each recovery took, from the decision until every rank trained again."""
     stopped: dict[int, int] = field(default_factory=dict)
     """Node -> newest generation of which nothing is left there."""
     store: StoreReady | None = None
@@ -108,6 +122,8 @@ class ControllerState:
     checkpoint_due_s: float | None = None
     stall_s: float | None = None
     """Measured cost of the newest checkpoint to training."""
+    saved_s: float | None = None
+    """When the newest checkpoint was verified: what came after it is lost by a restart."""
 
     def the_spec(self) -> JobSpec:
         """Return the job's specification, which is there from the first event on."""
@@ -118,6 +134,12 @@ class ControllerState:
     def world(self) -> tuple[int, ...]:
         """Return all global ranks."""
         return tuple(range(self.the_spec().world_size))
+
+    @property
+    def spares(self) -> tuple[int, ...]:
+        """Return the nodes that stand ready: registered, idle, not lost and not cordoned."""
+        out = {*self.placement, *self.lost, *self.cordoned}
+        return tuple(node for node in sorted(self.nodes) if node not in out)
 
     @property
     def resumable(self) -> bool:

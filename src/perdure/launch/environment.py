@@ -34,12 +34,13 @@ def rank_environment(
     assignment: Assignment,
     paths: JobPaths,
     *,
+    node: int,
     base: Mapping[str, str],
     home: str,
     clock_offset_s: float,
 ) -> dict[str, str]:
-    """Return the whole environment of global rank `rank` in the generation of `assignment`."""
-    node = spec.node_of(rank)
+    """Return the environment of global rank `rank` on `node` in the generation of `assignment`."""
+    group = spec.node_of(rank)
     generation = assignment.generation
     env = {name: value for name, value in base.items() if name not in INTERNAL}
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -49,10 +50,10 @@ def rank_environment(
     env |= spec.env
     env |= {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank - spec.ranks_of(node).start),
+        "LOCAL_RANK": str(rank - spec.ranks_of(group).start),
         "WORLD_SIZE": str(spec.world_size),
         "LOCAL_WORLD_SIZE": str(spec.nproc),
-        "GROUP_RANK": str(node),
+        "GROUP_RANK": str(group),
         "GROUP_WORLD_SIZE": str(spec.nodes),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),

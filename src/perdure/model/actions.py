@@ -26,7 +26,16 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     agent_store: bool = False
     restart_count: int = 0
     """TORCHELASTIC_RESTART_COUNT."""
+    placement: tuple[int, ...] = ()
+    """Nodes by group rank; empty: every node has its own number. A node that is not among them
+    runs nothing and stands ready."""
     reason: str = ""
+
+    def group_of(self, node: int) -> int:
+        """Return the group rank of `node`; -1 where it runs nothing."""
+        if not self.placement:
+            return node
+        return self.placement.index(node) if node in self.placement else -1
 
 
 class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
@@ -82,6 +91,12 @@ class RunProbe(Action, frozen=True, kw_only=True):
     deadline_s: float = 2.0
 
 
+class CordonNode(Action, frozen=True, kw_only=True):
+    """Journal `NodeCordoned`: `node` runs nothing any more while another can."""
+
+    node: int
+
+
 class InterruptCollectives(Action, frozen=True, kw_only=True):
     """Have the control threads of `ranks` break the collective in flight (their own sockets)."""
 
@@ -123,6 +138,7 @@ AnyAction = (
     | TakeStacks
     | WatchClosely
     | RunProbe
+    | CordonNode
     | InterruptCollectives
     | InjectFault
     | AnswerCommand

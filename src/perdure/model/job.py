@@ -34,6 +34,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     exit_skew_s: Seconds = 5.0
     """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
+    comm_action_s: Seconds = 10.0
+    """A hang of communication whose link or node is known is acted upon after this long."""
     straggler_ratio: Annotated[float, Meta(gt=1)] = 1.15
     """A rank is a straggler from this much more own work a step than usual, peers considered."""
     straggler_floor_s: Annotated[float, Meta(ge=0)] = 0.003
@@ -94,6 +96,35 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Between SIGTERM and SIGKILL when a world is ended that did not crash."""
 
 
+Response = Literal["report", "restart", "evict", "stop"]
+"""`report` does nothing else; `restart` ends the world and starts it again; `evict` does so
+without the blamed node where a spare one stands ready; `stop` ends the job."""
+
+
+class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What is done about each verdict once it may be acted upon."""
+
+    comm_hang: Response = "evict"
+    compute_hang: Response = "restart"
+    early_exit: Response = "restart"
+    comm_slow: Response = "evict"
+    straggler: Response = "evict"
+    desync: Response = "stop"
+    """Ranks that call different collectives are the script's own bug: a restart meets it again."""
+    unhealthy_device: Response = "report"
+    evict_factor: Annotated[float, Meta(ge=1)] = 2.0
+    """A slow rank or link below this slowdown is only reported."""
+    payback_s: Seconds = 600.0
+    """A slow node is replaced only where that is repaid within this time."""
+    cordon_after: Count = 2
+    """Blamed this often, a node runs nothing any more while a spare one can; 0 never."""
+    interrupt_s: Annotated[float, Meta(ge=0)] = 0.0
+    """Before a hung world is restarted, its collectives are broken so that the script sees an
+    exception, and it has this long to end by itself; 0 ends it at once."""
+    probe: bool = True
+    """Settle what evidence alone cannot by an active probe between the agents."""
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training job."""
 
@@ -131,6 +162,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     detect: DetectConfig = DetectConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
+    policy: PolicyConfig = PolicyConfig()
+
+    @property
+    def spare_nodes(self) -> int:
+        """Whole nodes among the spare slots: each can stand in for one that is left out."""
+        return self.spares // self.nproc
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes with an agent: those that run ranks at first, then the spare ones."""
+        return self.nodes + self.spare_nodes
 
     @property
     def world_size(self) -> int:
@@ -143,9 +185,12 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.world_size + self.spares
 
     def node_of(self, rank: int) -> int:
-        """Return the node that runs global rank `rank`."""
+        """Return the group rank (GROUP_RANK) of the node that runs global rank `rank`.
+
+        It is the node's own number until a spare one stands in (`Assignment.placement`).
+        """
         return rank // self.nproc
 
-    def ranks_of(self, node: int) -> range:
-        """Return the global ranks of `node`."""
-        return range(node * self.nproc, (node + 1) * self.nproc)
+    def ranks_of(self, group: int) -> range:
+        """Return the global ranks of the node with group rank `group`; none for -1."""
+        return range(max(group, 0) * self.nproc, (group + 1) * self.nproc)

@@ -2,5 +2,15 @@
 
 from perdure.policy.checkpointing import decide_checkpoint_interval
 from perdure.policy.recovery import Decision, Failure, decide_recovery
+from perdure.policy.response import Reaction, Situation, find_restart_cost_s, react
 
-__all__ = ["Decision", "Failure", "decide_checkpoint_interval", "decide_recovery"]
+__all__ = [
+    "Decision",
+    "Failure",
+    "Reaction",
+    "Situation",
+    "decide_checkpoint_interval",
+    "decide_recovery",
+    "find_restart_cost_s",
+    "react",
+]

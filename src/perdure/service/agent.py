@@ -252,12 +252,13 @@ class AgentService:
     def _render_spawn(self, assignment: Assignment) -> KeeperSpawn:
         spec, paths, generation = self._spec, self._paths, assignment.generation
         launches = []
-        for rank in spec.ranks_of(self._node):
+        for rank in spec.ranks_of(assignment.group_of(self._node)):
             env = rank_environment(
                 spec,
                 rank,
                 assignment,
                 paths,
+                node=self._node,
                 base=self._env,
                 home=self._home,
                 clock_offset_s=self._offset_s,

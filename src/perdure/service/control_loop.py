@@ -22,7 +22,7 @@ import msgspec
 
 from perdure.control import Controller
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, AnyAction, EndJob
+from perdure.model.actions import AnswerCommand, AnyAction, CordonNode, EndJob
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -33,6 +33,7 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    NodeCordoned,
     TimerFired,
 )
 from perdure.model.job import JobSpec
@@ -304,6 +305,9 @@ class ControllerService:
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
+            if isinstance(action, CordonNode):
+                cordoned = NodeCordoned(node=action.node, at_s=turn.now, reason=action.reason)
+                self._add(turn, cordoned)
             if isinstance(action, EndJob):
                 self._ended = JobEnded(
                     status=action.status,

@@ -13,6 +13,7 @@ from perdure.model.actions import (
     AnyAction,
     Assignment,
     AssignNodes,
+    CordonNode,
     EndJob,
     InjectFault,
     InterruptCollectives,
@@ -57,6 +58,8 @@ class _Open:
     ranks: set[int]
     sent: int = 0
     sent_max: int = 600
+    node: int | None = None
+    """Set where it is for a node and not for ranks."""
 
 
 class OrderBook:
@@ -66,6 +69,7 @@ class OrderBook:
         """Sign orders as `controller`."""
         self._spec, self._controller = spec, controller
         self._assignments: dict[int, Assignment] = {}
+        self._placement: tuple[int, ...] = tuple(range(spec.nodes))
         self._registered: set[int] = set()
         self._open: dict[str, _Open] = {}
         self._repeat_at_s: float | None = None
@@ -98,7 +102,7 @@ class OrderBook:
                     _Open(order, action.generation, set(action.ranks), 1, _STACKS_SENT_MAX),
                 )
                 # Once to all: ranks elsewhere write their Flight Recorder traces.
-                return self._address(order, set(range(self._spec.nodes)))
+                return self._address(order, set(range(self._spec.num_nodes)))
             case InjectFault():
                 order = NodeOrder(controller=self._controller, inject=action)
                 return self._keep(
@@ -124,13 +128,13 @@ class OrderBook:
         nodes = {node for pair in action.pairs for node in pair} | set(action.hosts)
         sendings: list[Sending] = []
         for node in sorted(nodes):
-            ranks = {self._spec.ranks_of(node)[0]}
-            open_ = _Open(order, _ANY_GENERATION, ranks, 1, _PROBE_SENT_MAX)
+            open_ = _Open(order, _ANY_GENERATION, set(), 1, _PROBE_SENT_MAX, node)
             sendings += self._keep(f"probe {action.id} {action.round} {node}", open_)
         return sendings
 
     def _assign(self, action: AssignNodes) -> list[Sending]:
         assignment = action.assignment
+        self._placement = assignment.placement or self._placement
         for node in action.nodes:
             held = self._assignments.get(node)
             if held is None or held.number <= assignment.number:
@@ -182,7 +186,7 @@ class OrderBook:
             return []
         self._repeat_at_s = now + REPEAT_S
         sendings: list[Sending] = []
-        for node in range(self._spec.nodes):
+        for node in range(self._spec.num_nodes):
             sendings += self._tell(node)
         for key, open_ in list(self._open.items()):
             open_.sent += 1
@@ -200,10 +204,13 @@ class OrderBook:
         return [(node, order)]
 
     def _send(self, open_: _Open) -> list[Sending]:
-        return self._address(open_.order, {self._spec.node_of(rank) for rank in open_.ranks})
+        if open_.node is not None:
+            return [(open_.node, open_.order)]
+        groups = {self._spec.node_of(rank) for rank in open_.ranks}
+        return self._address(open_.order, {self._placement[group] for group in groups})
 
     def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:
-        if len(nodes) == self._spec.nodes > 1:
+        if len(nodes) == self._spec.num_nodes > 1:
             return [("all", order)]
         return [(node, order) for node in sorted(nodes)]
 
@@ -220,6 +227,8 @@ def describe_action(action: AnyAction) -> str:
             return f"stacks of ranks {action.ranks}"
         case WatchClosely():
             return f"nodes {action.nodes} until {action.until_s:.1f}"
+        case CordonNode():
+            return f"node {action.node}"
         case RunProbe():
             return f"{action.id} round {action.round}: pairs {action.pairs}, hosts {action.hosts}"
         case InterruptCollectives():

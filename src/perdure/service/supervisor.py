@@ -204,7 +204,7 @@ class Supervisor:
         if external:
             await clear_stream(endpoint, self._spec.name, ours=self._rerun)
         self._start_part("controller")
-        for node in range(self._spec.nodes):
+        for node in range(self._spec.num_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")

@@ -18,7 +18,10 @@ RUN = Assignment(
 
 
 def make(spec: JobSpec, rank: int, base: dict[str, str] | None = None) -> dict[str, str]:
-    return rank_environment(spec, rank, RUN, PATHS, base=base or {}, home="/h", clock_offset_s=1.5)
+    node = spec.node_of(rank)
+    return rank_environment(
+        spec, rank, RUN, PATHS, node=node, base=base or {}, home="/h", clock_offset_s=1.5
+    )
 
 
 def test_ranks_of_several_nodes() -> None:
@@ -89,3 +92,11 @@ def test_layers() -> None:
     assert env["PERDURE_RECORDER"] == "off"
     assert env["PERDURE_CHECKPOINT_URL"] == "s3://b/k"
     assert base["A"] == "base"
+
+
+def test_spare_node_stands_in_under_the_ranks_of_the_one_it_replaces() -> None:
+    spec = JobSpec(script="s.py", nproc=3, nodes=2, spares=3)
+    env = rank_environment(spec, 4, RUN, PATHS, node=2, base={}, home="/h", clock_offset_s=1.5)
+    assert (env["GROUP_RANK"], env["LOCAL_RANK"], env["RANK"]) == ("1", "1", "4")
+    assert env["PERDURE_NODE"] == "2"
+    assert env["PERDURE_SOCKET"] == PATHS.worker_socket(2)

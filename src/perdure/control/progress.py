@@ -1,0 +1,103 @@
+"""How far training is, and when the next checkpoint of the controller's own is due."""
+
+from perdure.control.boundary import reach_boundary
+from perdure.control.commands import answer, inject_action, start_waiting_command
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction
+from perdure.model.events import (
+    BoundaryReached,
+    CheckpointFailed,
+    CheckpointSaved,
+    GenerationStepping,
+    ProgressNoted,
+    RankJoined,
+)
+from perdure.plan.interval import daly
+from perdure.policy import decide_checkpoint_interval
+
+
+def note_progress(
+    state: ControllerState, now: float, event: RankJoined | ProgressNoted | GenerationStepping
+) -> list[AnyAction]:
+    """Take a sign of progress; begin what waited for the world to train."""
+    if event.generation != state.generation:
+        return []
+    match event:
+        case RankJoined():
+            state.joined.add(event.rank)
+            return []
+        case ProgressNoted():
+            state.step = max(event.step, state.step if state.stepping else -1)
+            state.mark = max(state.mark, event.step, event.collectives)
+            return []
+        case GenerationStepping():
+            state.stepping = True
+            state.step = event.step
+            if state.failed_s is not None:
+                state.restarts_s.append(max(0.0, event.at_s - state.failed_s))
+                state.failed_s = None
+            plan_checkpoint(state, now)
+            actions = start_waiting_command(state, now)
+            reason = f"generation {state.generation} is stepping"
+            return actions + [
+                inject_action(state, command, reason) for command in state.injects.values()
+            ]
+
+
+def plan_checkpoint(state: ControllerState, now: float) -> None:
+    """Set when the next checkpoint of the controller's own is due."""
+    state.checkpoint_due_s = None
+    if not (state.stepping and state.resumable and state.phase == "running"):
+        return
+    interval_s = decide_checkpoint_interval(
+        state.the_spec().checkpoint,
+        stall_s=state.stall_s,
+        failures=len(state.failures),
+        elapsed_s=now - state.submitted_s,
+        optimum=daly,
+    )
+    state.checkpoint_due_s = None if interval_s is None else now + interval_s
+
+
+def note_checkpoint(
+    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
+) -> list[AnyAction]:
+    """Take what became of a checkpoint, and answer who asked for it."""
+    if isinstance(event, CheckpointSaved):
+        state.stall_s, state.saved_s = event.stall_s, event.at_s
+    if event.generation == state.generation and state.checkpoint_due_s is not None:
+        plan_checkpoint(state, now)
+    actions: list[AnyAction] = []
+    for command in sorted(state.commands.values(), key=lambda c: c.id):
+        if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
+            if isinstance(event, CheckpointSaved):
+                result = {"step": event.step, "path": event.path, "bytes": event.bytes}
+                actions += answer(state, command.id, True, "saved and verified", result)
+            else:
+                actions += answer(state, command.id, False, event.error, {"step": event.step})
+    return actions
+
+
+def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[AnyAction]:
+    """All ranks carried the agreement out: remember its step for the command behind it."""
+    done = reach_boundary(state, event)
+    if done is None:
+        return []
+    state.step = max(state.step, done.step)
+    command = state.commands.get(done.command)
+    if command is not None:
+        command.args["at_step"] = done.step  # Carried out; its answer may come later.
+    if done.kind == "checkpoint":
+        plan_checkpoint(state, now)
+    return start_waiting_command(state, now)
+
+
+def after_boundary(state: ControllerState, now: float, actions: list[AnyAction]) -> list[AnyAction]:
+    """Tell the operator when an agreement was given up."""
+    if actions and state.boundary is None:
+        plan_checkpoint(state, now)
+        for command in sorted(state.commands.values(), key=lambda c: c.id):
+            if command.kind == "checkpoint" and "at_step" not in command.args:
+                why = "the ranks could not agree on a step"
+                actions += answer(state, command.id, False, why, {})
+    return actions

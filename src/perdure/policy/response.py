@@ -1,0 +1,109 @@
+"""What is done about a verdict: a rung, and whether its node is left out from now on.
+
+Plain data decides (`[policy]` of job.toml). Whatever the policy asks, two things bound it: a node
+can be left out only where a spare one stands ready, and a slow one is worth a restart only where
+the restart is soon repaid.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from perdure.model.job import PolicyConfig, Response
+from perdure.model.verdicts import Verdict, VerdictKind
+
+_FIELDS: dict[VerdictKind, str] = {
+    "CommHang": "comm_hang",
+    "ComputeHang": "compute_hang",
+    "EarlyExit": "early_exit",
+    "CommSlow": "comm_slow",
+    "Straggler": "straggler",
+    "Desync": "desync",
+    "UnhealthyDevice": "unhealthy_device",
+}
+_SLOW: frozenset[VerdictKind] = frozenset({"CommSlow", "Straggler"})
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller knows beside the verdict."""
+
+    node: int | None
+    """The node to blame; None where it cannot be told."""
+    spares: tuple[int, ...] = ()
+    """Nodes that stand ready and run nothing."""
+    blames: int = 0
+    """How often that node was blamed before."""
+    restart_s: float = 0.0
+    """What the last restarts cost, lost work included; 0 where there was none yet."""
+
+
+class Reaction(msgspec.Struct, frozen=True):
+    """What to do, and why."""
+
+    rung: Literal["none", "restart", "stop"]
+    reason: str
+    leave_out: bool = False
+    """Form the next world without the blamed node."""
+    cordon: bool = False
+    """And never again with it, until an operator restores it."""
+
+
+def react(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reaction:
+    """Return what `config` makes of an actionable verdict."""
+    wanted: Response = (
+        getattr(config, _FIELDS[verdict.kind]) if verdict.kind in _FIELDS else ("report")
+    )
+    if wanted == "report":
+        return Reaction("none", f"policy.{_FIELDS.get(verdict.kind, verdict.kind)} = report")
+    if wanted == "stop":
+        return Reaction("stop", f"{verdict.kind}: {verdict.reason}")
+    if verdict.kind in _SLOW:
+        return _weigh(verdict, config, situation)
+    return _restart(verdict, config, situation, leave_out=wanted == "evict")
+
+
+def find_restart_cost_s(totals: tuple[float, ...], default_s: float = 10.0) -> float:
+    """Return what a restart costs: the median of `totals`, seconds; `default_s` without any."""
+    return sorted(totals)[len(totals) // 2] if totals else default_s
+
+
+def _restart(
+    verdict: Verdict, config: PolicyConfig, situation: Situation, *, leave_out: bool
+) -> Reaction:
+    node, blames = situation.node, situation.blames + 1
+    if node is None:
+        return Reaction("restart", "nobody in particular to leave out")
+    cordon = bool(config.cordon_after) and blames >= config.cordon_after
+    times = "once" if blames == 1 else f"{blames} times"
+    if not (leave_out or cordon):
+        return Reaction("restart", f"node {node} was blamed {times}")
+    if not situation.spares:
+        return Reaction("restart", f"node {node} was blamed {times}, but there is no spare node")
+    why = f"node {node} was blamed {times}; node {situation.spares[0]} stands in"
+    return Reaction("restart", why, leave_out=True, cordon=cordon)
+
+
+def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reaction:
+    """Compare what a slow node costs from now on with what replacing it costs once."""
+    factor = float(verdict.evidence.get("factor", 1.0))
+    if factor < config.evict_factor:
+        why = f"{factor:.2f}x is below policy.evict_factor = {config.evict_factor:g}"
+        return Reaction("none", why)
+    if situation.node is None or not situation.spares:
+        missing = "nobody to blame for certain" if situation.node is None else "no spare node"
+        return Reaction("none", f"{factor:.2f}x would be worth a replacement, but {missing}")
+    cost_s = situation.restart_s
+    gain = 1.0 - 1.0 / factor
+    repaid_s = cost_s / gain
+    estimate = (
+        f"a restart costs about {cost_s:.1f} s and saves {gain:.0%} of every step: "
+        f"repaid after {repaid_s:.0f} s"
+    )
+    if repaid_s > config.payback_s:
+        return Reaction("none", f"{estimate}, later than policy.payback_s = {config.payback_s:g}")
+    return Reaction(
+        "restart",
+        f"{estimate}; node {situation.spares[0]} stands in for node {situation.node}",
+        leave_out=True,
+        cordon=bool(config.cordon_after) and situation.blames + 1 >= config.cordon_after,
+    )

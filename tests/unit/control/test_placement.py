@@ -1,0 +1,141 @@
+"""A node that is blamed or lost gives its place to a spare one, and only then."""
+
+from typing import Any
+
+from tests.unit.control.driver import Driver, one
+
+from perdure.model.actions import Assignment, AssignNodes, CordonNode, InterruptCollectives
+from perdure.model.events import (
+    GenerationStepping,
+    GenerationStopped,
+    NodeCordoned,
+    NodeLost,
+    NodeRestored,
+    RankJoined,
+    RanksStarted,
+    StoreReady,
+    TimerFired,
+    VerdictReached,
+)
+from perdure.model.verdicts import Culprit, Verdict
+
+
+def start(nodes: int = 2, spares: int = 2, **spec: Any) -> Driver:
+    """Bring a job of `nodes` nodes of two ranks, and one spare node, to its first step."""
+    driver = Driver(nodes=nodes, spares=spares, **spec)
+    for node in range(driver.spec.num_nodes):
+        driver.register(node)
+    run(driver)
+    return driver
+
+
+def run(driver: Driver, silent: frozenset[int] = frozenset()) -> Assignment:
+    """Answer for every node but `silent` until the newest generation trains."""
+    state = driver.controller.state
+    generation = state.generation
+    for node in range(driver.spec.num_nodes):
+        if node not in silent:
+            driver.do(GenerationStopped(node=node, generation=generation - 1, at_s=driver.now))
+    driver.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
+    assert state.phase == "starting", "nobody else is waited for"
+    for node in state.placement:
+        driver.do(
+            RanksStarted(node=node, generation=generation, pids={}, at_s=driver.now, warm=True)
+        )
+    for rank in state.world:
+        driver.do(RankJoined(generation=generation, rank=rank))
+    driver.do(GenerationStepping(generation=generation, at_s=driver.now + 1.0, step=5))
+    assert state.phase == "running"
+    assert state.assignment is not None
+    return state.assignment
+
+
+def blame(driver: Driver, culprit: Culprit, kind: str = "CommHang", **evidence: Any) -> Any:
+    driver.now += 20.0
+    verdict = Verdict(
+        kind=kind,  # type: ignore[arg-type]
+        culprit=culprit,
+        generation=driver.controller.state.generation,
+        first_seen_s=driver.now - 2,
+        confirmed_s=driver.now - 1,
+        confidence=0.9,
+        reason="r",
+        actionable=True,
+        activity="quiet",
+        evidence=evidence,
+    )
+    actions = driver.do(VerdictReached(verdict=verdict))
+    driver.now += 5.0
+    held = driver.controller.state.stacks
+    if held is None or held.held is None:
+        return actions
+    return driver.do(TimerFired())
+
+
+def test_comm_hang_forms_the_next_world_without_the_blamed_node() -> None:
+    driver = start()
+    assert driver.controller.state.placement == (0, 1)
+    actions = blame(driver, Culprit(node=1))
+    order = one(actions, AssignNodes)
+    assert order.assignment.placement == (0, 2)
+    assert order.nodes == (0, 1, 2), "the one that is left out must end its ranks as well"
+    assert "node 2 stands in for node 1" in order.reason
+    assert run(driver).group_of(2) == 1
+    assert driver.controller.state.spares == (1,)
+
+
+def test_second_blame_cordons_and_an_operator_restores() -> None:
+    driver = start()
+    blame(driver, Culprit(rank=3), kind="ComputeHang")
+    run(driver)
+    actions = blame(driver, Culprit(rank=2), kind="ComputeHang")
+    assert one(actions, CordonNode).node == 1
+    assert one(actions, AssignNodes).assignment.placement == (0, 2)
+    driver.do(NodeCordoned(node=1, at_s=driver.now, reason="r"))
+    run(driver)
+    assert driver.controller.state.spares == (), "a cordoned node stands in for nobody"
+    driver.do(NodeRestored(node=1, at_s=driver.now, reason="mended", who="me"))
+    assert driver.controller.state.spares == (1,)
+    assert driver.controller.state.blames.get(1) is None
+
+
+def test_without_a_spare_the_same_nodes_go_on() -> None:
+    driver = start(spares=0)
+    order = one(blame(driver, Culprit(node=1)), AssignNodes)
+    assert order.assignment.placement == (0, 1)
+    assert "no spare node" in order.reason
+
+
+def test_lost_node_is_not_waited_for_where_a_spare_stands_in() -> None:
+    driver = start()
+    driver.now += 5
+    lost = NodeLost(node=0, at_s=driver.now, reason="silent")
+    assert one(driver.do(lost), AssignNodes).assignment.placement == (2, 1)
+    assert run(driver, silent=frozenset({0})).group_of(2) == 0
+    driver.register(0)
+    assert driver.controller.state.spares == (0,), "back, and ready"
+
+
+def test_loss_of_a_spare_node_changes_nothing() -> None:
+    driver = start()
+    assert driver.do(NodeLost(node=2, at_s=driver.now, reason="silent")) == []
+    assert driver.controller.state.phase == "running"
+
+
+def test_slow_link_blames_the_end_that_the_evidence_names() -> None:
+    driver = start()
+    actions = blame(driver, Culprit(link=(0, 2)), kind="CommSlow", factor=3.0, node=1)
+    assert one(actions, AssignNodes).assignment.placement == (0, 2)
+
+
+def test_slow_link_whose_end_cannot_be_told_is_only_reported() -> None:
+    driver = start()
+    assert blame(driver, Culprit(link=(0, 2)), kind="CommSlow", factor=3.0) == []
+    assert driver.controller.state.phase == "running"
+
+
+def test_interrupt_gives_the_script_a_word_before_its_end() -> None:
+    driver = start(policy={"interrupt_s": 2.0})
+    actions = blame(driver, Culprit(node=1))
+    assert one(actions, InterruptCollectives).ranks == (0, 1, 2, 3)
+    assert one(actions, AssignNodes).assignment.grace_s == 2.0

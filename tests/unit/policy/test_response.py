@@ -1,0 +1,78 @@
+"""Verdict, situation and policy to a reaction."""
+
+from typing import Any
+
+import pytest
+from msgspec import convert
+
+from perdure.model.job import PolicyConfig
+from perdure.model.verdicts import Culprit, Verdict
+from perdure.policy import Situation, find_restart_cost_s, react
+
+
+def verdict(kind: str, **evidence: Any) -> Verdict:
+    return Verdict(
+        kind=kind,  # type: ignore[arg-type]
+        culprit=Culprit(rank=1),
+        generation=0,
+        first_seen_s=1.0,
+        confirmed_s=2.0,
+        confidence=0.9,
+        reason="r",
+        actionable=True,
+        evidence=evidence,
+    )
+
+
+def test_hang_leaves_its_node_out_where_a_spare_stands_ready() -> None:
+    reaction = react(verdict("CommHang"), PolicyConfig(), Situation(node=1, spares=(2, 3)))
+    assert (reaction.rung, reaction.leave_out, reaction.cordon) == ("restart", True, False)
+    assert "node 2 stands in" in reaction.reason
+
+
+def test_hang_without_a_spare_or_a_culprit_restarts_the_same_world() -> None:
+    for situation in (Situation(node=1), Situation(node=None, spares=(2,))):
+        reaction = react(verdict("CommHang"), PolicyConfig(), situation)
+        assert (reaction.rung, reaction.leave_out) == ("restart", False)
+
+
+def test_second_blame_cordons_whatever_the_kind_of_hang() -> None:
+    config, kind = PolicyConfig(), verdict("ComputeHang")
+    first = react(kind, config, Situation(node=1, spares=(2,)))
+    second = react(kind, config, Situation(node=1, spares=(2,), blames=1))
+    never = react(kind, PolicyConfig(cordon_after=0), Situation(node=1, spares=(2,), blames=9))
+    assert (first.leave_out, first.cordon) == (False, False)
+    assert (second.leave_out, second.cordon) == (True, True)
+    assert (never.leave_out, never.cordon) == (False, False)
+
+
+def test_straggler_is_replaced_only_where_that_pays() -> None:
+    ready = Situation(node=1, spares=(2,), restart_s=3.0)
+    assert react(verdict("Straggler", factor=1.5), PolicyConfig(), ready).rung == "none"
+    reaction = react(verdict("Straggler", factor=2.5), PolicyConfig(), ready)
+    assert reaction.rung == "restart"
+    assert reaction.leave_out
+    # 3 s / (1 - 1/2.5) = 5 s
+    assert "saves 60% of every step: repaid after 5 s" in reaction.reason
+    slow_to_repay = react(verdict("Straggler", factor=2.5), PolicyConfig(payback_s=4.0), ready)
+    assert slow_to_repay.rung == "none"
+    alone = react(verdict("Straggler", factor=9.0), PolicyConfig(), Situation(node=1))
+    assert (alone.rung, "no spare node" in alone.reason) == ("none", True)
+
+
+def test_desync_stops_and_an_unknown_kind_is_only_reported() -> None:
+    situation = Situation(node=1, spares=(2,))
+    assert react(verdict("Desync"), PolicyConfig(), situation).rung == "stop"
+    assert react(verdict("Preemption"), PolicyConfig(), situation).rung == "none"
+
+
+@pytest.mark.parametrize("response", ["report", "restart", "evict", "stop"])
+def test_policy_is_plain_data(response: str) -> None:
+    config = convert({"compute_hang": response}, PolicyConfig)
+    rung = react(verdict("ComputeHang"), config, Situation(node=1, spares=(2,))).rung
+    assert rung == {"report": "none", "stop": "stop"}.get(response, "restart")
+
+
+def test_restart_cost_is_the_median_of_what_was_measured() -> None:
+    assert find_restart_cost_s(()) == 10.0
+    assert find_restart_cost_s((1.0, 9.0, 2.0)) == 2.0
