@@ -104,6 +104,9 @@ class LinkReader:
     _sockets: dict[int, _Socket] = field(default_factory=dict)
     _foreign: set[int] = field(default_factory=set)
     """Inodes that are no rank's."""
+    _lone: list[_Socket] = field(default_factory=list)
+    """Those whose other end is on no rank here."""
+    _uses_v6: bool = False
     _number: int = 0
     _swept_s: float = 0.0
     _refresh_s: float = 0.0
@@ -209,8 +212,7 @@ class LinkReader:
         return diag
 
     def _families(self) -> list[int]:
-        uses_v6 = any(":" in s.address.local.rpartition(":")[0] for s in self._sockets.values())
-        v6 = uses_v6 or self._number % _V6_TURNS == 1 or not self._sockets
+        v6 = self._uses_v6 or self._number % _V6_TURNS == 1 or not self._sockets
         return [socket.AF_INET, socket.AF_INET6] if v6 else [socket.AF_INET]
 
     # --- who is who ---------------------------------------------------------------------------
@@ -221,6 +223,7 @@ class LinkReader:
         self._sockets.clear()
         self._foreign.clear()
         self._fresh.clear()
+        self._take_stock()
         self._notes.clear()
         self._refresh_s = self._swept_s = 0.0
         own = _namespace_of("self")
@@ -234,6 +237,13 @@ class LinkReader:
     def _forget_closed(self) -> None:
         for inode in [i for i, held in self._sockets.items() if held.sweep < self._number]:
             del self._sockets[inode]
+        self._take_stock()
+
+    def _take_stock(self) -> None:
+        """Note what every sweep needs to know of all connections."""
+        held = self._sockets.values()
+        self._lone = [s for s in held if s.dst < 0]
+        self._uses_v6 = any(s.address.local.count(":") > 1 for s in held)
 
     def _refresh(
         self, now: float, unknown: dict[int, tuple[Address, Numbers]], ignored: frozenset[int]
@@ -281,6 +291,7 @@ class LinkReader:
         for inode in [i for i, s in self._sockets.items() if id(s) in useless]:
             del self._sockets[inode]
             self._foreign.add(inode)
+        self._take_stock()
 
     def _name(self) -> None:
         """Name the communicator of connections that have none, by the end that listened."""
@@ -302,11 +313,10 @@ class LinkReader:
 
     def _list_endpoints(self) -> tuple[LinkEndpoint, ...]:
         """Return the ends that are new or whose turn it is."""
-        lone = [s for s in self._sockets.values() if s.dst < 0]
         turn = self._number % _TURNS
         told = [s for s in self._fresh if s.dst < 0][:_ENDPOINTS_MAX]
         del self._fresh[:_ENDPOINTS_MAX]
-        told += lone[turn::_TURNS]
+        told += self._lone[turn::_TURNS]
         return tuple(
             LinkEndpoint(s.rank, s.address.local, s.address.remote, s.comm)
             for s in {id(s): s for s in told}.values()
