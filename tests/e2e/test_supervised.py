@@ -101,14 +101,6 @@ def test_rank_that_leaves_early_is_a_verdict(start: Start) -> None:
     assert any(v["culprit"].get("rank") == 1 for v in verdicts), verdicts
 
 
-@pytest.mark.slow
-def test_long_evaluation_on_one_rank_survives(start: Start) -> None:
-    """No restart while CPU moves, however long the others wait (DESIGN: 60 s; here 12)."""
-    job = start("evaluate", "-n", "2", str(SCRIPTS / "allreduce.py"), "--evaluate-s", "12")
-    assert job.wait() == 0, job.text()
-    assert not (job.folder / "logs" / "ranks" / "g1").exists()
-
-
 def test_emulated_nodes(start: Start) -> None:
     job = start("nodes", "-n", "1", "--nodes", "2", str(SCRIPTS / "allreduce.py"), "--steps", "50")
     assert job.wait() == 0, job.text()

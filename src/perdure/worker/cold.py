@@ -74,7 +74,8 @@ def _attach(imports: str) -> None:
             from perdure.worker.imports import record_imports
 
             main = sys.modules["__main__"]
-            record_imports(imports, os.path.dirname(os.path.abspath(main.__file__ or "")))
+            script = getattr(main, "__file__", None) or ""
+            record_imports(imports, os.path.dirname(os.path.abspath(script)))
     except Exception as error:
         print(f"perdure: no recorder: {type(error).__name__}: {error}", file=sys.stderr)
 

@@ -1,0 +1,77 @@
+"""Steps at a pace, and once, halfway, something that takes very long and is no failure.
+
+evaluate: rank 0 computes now and then while the others wait for it; compile: rank 0 holds its
+interpreter's lock while it waits for a compiler; read: rank 1 waits for a file system that answers
+late. With --declare the script calls perdure.init(), otherwise it knows nothing of perdure.
+"""
+
+import argparse
+import ctypes
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+
+def evaluate(duration_s: float) -> None:
+    """Compute for a fifth of the time."""
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end:
+        pause = time.monotonic() + 0.02
+        while time.monotonic() < pause:
+            torch.randn(64, 64) @ torch.randn(64, 64)
+        time.sleep(0.08)
+
+
+def compile_long(duration_s: float) -> None:
+    """Be in one C call that lets no other thread run, while a compiler of its own works."""
+    code = (
+        "import sys, time\nend = time.monotonic() + float(sys.argv[1])\n"
+        "while time.monotonic() < end:\n    sum(range(1_000_000))\n    time.sleep(0.1)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(duration_s)]):
+        ctypes.PyDLL(None).sleep(int(duration_s))
+
+
+def read_late(duration_s: float) -> None:
+    """Block in one read."""
+    read, write = os.pipe()
+    threading.Timer(duration_s, os.write, (write, b"x")).start()
+    os.read(read, 1)
+
+
+def count(total: int, declare: bool) -> Iterator[int]:
+    """Yield the steps, declared to perdure or not."""
+    if declare:
+        import perdure
+
+        yield from perdure.init().steps(total)
+    else:
+        yield from range(total)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("what", choices=["evaluate", "compile", "read"])
+parser.add_argument("--for-s", type=float, required=True)
+parser.add_argument("--declare", action="store_true")
+args = parser.parse_args()
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+for step in count(300, args.declare):
+    if step == 250:
+        began = time.monotonic()
+        if args.what == "evaluate" and rank == 0:
+            evaluate(args.for_s)
+        elif args.what == "compile" and rank == 0:
+            compile_long(args.for_s)
+        elif args.what == "read" and rank == 1:
+            read_late(args.for_s)
+        print(f"stalled for {time.monotonic() - began:.1f} s", flush=True)
+    time.sleep(0.02)
+    dist.all_reduce(torch.ones(8))
+dist.destroy_process_group()

@@ -1,0 +1,40 @@
+"""What takes very long and is no failure is said and waited for (DESIGN: verdict and action).
+
+In real time, but three jobs at once: each is the first of its kind in its job, after steps of
+20 ms, and longer than any step-time threshold by three orders of magnitude.
+"""
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+Start = Callable[..., Job]
+STALLS = {"evaluate": 60, "compile": 30, "read": 20}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_evaluation_recompile_and_late_read_survive(start: Start) -> None:
+    script = str(SCRIPTS / "stall.py")
+    jobs = {}
+    for what, for_s in STALLS.items():
+        depth = [] if what == "evaluate" else ["--declare"]
+        options = ["-n", "2", script, what, "--for-s", str(for_s), *depth]
+        jobs[what] = start(what, *options, timeout_s=170.0)
+    for what, job in jobs.items():
+        assert job.wait() == 0, job.text()
+        stalled = [float(s) for s in re.findall(r"stalled for ([\d.]+) s", job.text())]
+        assert max(stalled) >= 0.8 * STALLS[what], stalled
+        assert not (job.folder / "logs" / "ranks" / "g1").exists(), job.text()
+        assert job.report()["recoveries"] == []
+        verdicts = json.loads(job.cli("diagnose", what, "--json").stdout)["verdicts"]
+        assert all("withdrawn" in v["evidence"] for v in verdicts), verdicts
+    # Said all the same: the rank that all wait for is named long before the stall is over.
+    verdicts = json.loads(jobs["read"].cli("diagnose", "read", "--json").stdout)["verdicts"]
+    (hang,) = verdicts
+    assert hang["culprit"]["rank"] == 1
+    assert hang["confirmed_s"] - hang["first_seen_s"] < 10.0
