@@ -1,0 +1,90 @@
+"""Which process group listens on which port, noted beside the ring for whoever looks at sockets.
+
+gloo opens, for each process group in each rank, a device of its own: one listening socket, and
+connections that either came in through it or go to a peer's. A connection from outside shows its
+ports but not its group, so the rank says which listener appeared while which group was formed.
+The note is a small JSON object, port -> name, replaced whole; it costs one look at the rank's
+descriptors a group and nothing afterwards.
+
+`_new_process_group_helper` is private to torch. Should a later one not have it, or form groups
+otherwise, groups stay without names and nothing else changes.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import socket
+from typing import Any
+
+SUFFIX = ".groups"
+"""The note's path is the ring's with this behind it."""
+
+
+def note_groups(ring_path: str) -> bool:
+    """Note each process group formed from now on; False where this torch has no such place."""
+    from torch.distributed import distributed_c10d as c10d
+
+    form = getattr(c10d, "_new_process_group_helper", None)
+    if form is None:
+        return False
+    if hasattr(form, "_perdure_note"):
+        return True
+    note = _Note(ring_path + SUFFIX)
+
+    @functools.wraps(form)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        before = note.begin()
+        result = form(*args, **kwargs)
+        with contextlib.suppress(Exception):  # Whatever is wrong with a note: the group is formed.
+            group = result[0] if isinstance(result, tuple) else result
+            name = c10d._world.pg_names.get(group, "")
+            if name:
+                note.add(name, before)
+        return result
+
+    noting._perdure_note = note  # type: ignore[attr-defined]
+    c10d._new_process_group_helper = noting
+    return True
+
+
+class _Note:
+    """The note of one process. A fork starts its own: the file belongs to the pid that made it."""
+
+    def __init__(self, path: str) -> None:
+        self._path, self._pid = path, os.getpid()
+        self._ports: dict[int, str] = {}
+
+    def begin(self) -> frozenset[int]:
+        """Return the ports that are listened on before the group is formed."""
+        return frozenset(list_listening()) if os.getpid() == self._pid else frozenset()
+
+    def add(self, name: str, before: frozenset[int]) -> None:
+        """Write down the ports that were added."""
+        if os.getpid() != self._pid:
+            return
+        listening = list_listening()
+        new = {port: name for port in listening if port not in before}
+        self._ports = {p: n for p, n in self._ports.items() if p in listening} | new
+        path = f"{self._path}.{self._pid}"
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self._ports, file)
+        os.replace(path, self._path)
+
+
+def list_listening() -> set[int]:
+    """Return the TCP ports on which this process listens by sockets that do not block."""
+    ports = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            fd = int(name)
+            # Wrapping a blocking one could switch it (`socket.setdefaulttimeout`); gloo's is not.
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            if os.get_blocking(fd):
+                continue
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
+                if inet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    ports.add(int(sock.getsockname()[1]))
+    return ports

@@ -1,0 +1,70 @@
+"""Three real ranks, three groups: each connection gets the right name from outside."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+
+from perdure.adapters.links import LinkReader  # noqa: E402
+
+_RANK = """
+import sys
+import torch, torch.distributed as dist
+from perdure.worker.groups import note_groups
+rank, directory = int(sys.argv[1]), sys.argv[2]
+assert note_groups(f"{directory}/r{rank}.ring") and note_groups(f"{directory}/r{rank}.ring")
+dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)
+pair = dist.new_group([0, 1])
+twin = dist.new_group([0, 1, 2])
+names = dist.distributed_c10d._world.pg_names
+print(names[dist.group.WORLD], names.get(pair, "-"), names[twin], flush=True)
+for line in sys.stdin:
+    dist.all_reduce(torch.ones(3_000_000), group=twin)
+    print("done", flush=True)
+"""
+
+
+def test_groups_with_the_same_ranks_are_told_apart(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RANK, str(rank), str(tmp_path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for rank in range(3)
+    ]
+    reader = LinkReader(lambda rank: _read(tmp_path / f"r{rank}.ring.groups"), alone=True)
+    try:
+        names = [rank.stdout.readline().split() for rank in ranks if rank.stdout]
+        world, pair, twin = names[0]
+        assert len({world, pair, twin}) == 3
+        pids = {number: rank.pid for number, rank in enumerate(ranks)}
+        assert reader.sweep(100.0, pids).sockets == 2 * (3 + 1 + 3)
+        for rank in ranks:
+            assert rank.stdin
+            rank.stdin.write("go\n")
+            rank.stdin.flush()
+        for rank in ranks:
+            assert rank.stdout
+            assert rank.stdout.readline() == "done\n"
+        moved = {(s.src, s.dst): s.comm for s in reader.sweep(101.0, pids).links}
+        assert set(moved.values()) == {twin}
+        assert len(moved) >= 3  # A ring at least.
+        comms = sorted(held.comm for held in reader._sockets.values())
+        assert comms == sorted([world] * 6 + [pair] * 2 + [twin] * 6)
+    finally:
+        reader.close()
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+def _read(path: Path) -> dict[int, str]:
+    return {int(port): name for port, name in json.loads(path.read_text()).items()}
