@@ -3,13 +3,17 @@
 In a hang every rank is silent, so silence accuses nobody. Order of arrival does, and it needs
 no majority: where others have entered collective n and one is still at n-1, it is that one,
 also of two. A rank that is absent here because it waits in another communicator passes the
-blame on. Point-to-point operations are not looked at: their numbers differ by design.
+blame on (`waitfor`). Where everybody has entered and nobody leaves, communication hangs, and the
+links tell where.
 """
 
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from perdure.detect.desync import is_point_to_point
+from perdure.detect.links import LinkWatch, Place
+from perdure.detect.waitfor import InFlight, WaitGraph, find_current, find_waits, is_inside
 from perdure.detect.watch import RankWatch
 from perdure.model.progress import CommProgress
 from perdure.model.verdicts import VerdictKind
@@ -27,6 +31,10 @@ class Finding(msgspec.Struct, frozen=True):
     confidence: float
     reason: str
     evidence: dict[str, object]
+    link: tuple[int, int] | None = None
+    node: int | None = None
+    waiting: tuple[int, ...] = ()
+    """Ranks whose progress would end it, where nobody in particular is blamed; empty: any."""
 
 
 class Stuck(msgspec.Struct, frozen=True):
@@ -39,17 +47,6 @@ class Stuck(msgspec.Struct, frozen=True):
     missing: tuple[int, ...]
     certain: bool
     """The record of one that waits can tell ends, and says that it is inside."""
-
-
-def find_current(watch: RankWatch) -> CommProgress | None:
-    """Return the communicator in which the rank may be waiting for others; None if in none."""
-    inside = [c for c in watch.comms if c.size > 1 and _is_inside(c)]
-    return max(inside, key=lambda c: (c.since_s, c.name), default=None)
-
-
-def _is_inside(comm: CommProgress) -> bool:
-    """A record that cannot tell ends (-1) is taken to be inside."""
-    return comm.started_seq > max(comm.ended_seq, 0)
 
 
 def find_stuck(
@@ -65,7 +62,7 @@ def find_stuck(
     seen = {rank: w.comms for rank, w in sorted(watches.items())} | dict(sorted(exited.items()))
     for rank, comms in seen.items():
         for comm in comms:
-            if comm.size > 1 and not any(word in comm.op.lower() for word in ("send", "recv")):
+            if comm.size > 1 and not is_point_to_point(comm.op):
                 groups.setdefault((comm.name, comm.size, comm.ranks), {})[rank] = comm
     stuck = []
     for (name, size, ranks), members in sorted(groups.items()):
@@ -77,17 +74,19 @@ def find_stuck(
             if (r in watches or r in exited) and (r not in members or members[r].started_seq < top)
         )
         arrived = tuple(r for r, c in sorted(members.items()) if c.started_seq == top)
-        if missing and any(_is_inside(members[r]) for r in arrived if r in watches):
+        if missing and any(is_inside(members[r]) for r in arrived if r in watches):
             certain = any(0 <= members[r].ended_seq < top for r in arrived)
             stuck.append(Stuck(name, members[arrived[0]].op, top, arrived, missing, certain))
     return tuple(stuck)
 
 
 def find_culprit(
+    now: float,
     watches: Mapping[int, RankWatch],
     silent: Mapping[int, RankWatch],
     world_size: int,
     exited: Mapping[int, tuple[CommProgress, ...]],
+    links: LinkWatch,
 ) -> Finding | None:
     """Return why the `silent` of the live `watches` stand still; None if it is too early.
 
@@ -101,35 +100,147 @@ def find_culprit(
         culprit = min(stopped, key=lambda w: (w.progress_s, w.rank))
         reason = f"rank {culprit.rank} is stopped (state T){_describe(stuck, culprit.rank)}"
         return _blame("ComputeHang", culprit.rank, 0.98, reason, stuck)
-    waiting = {
-        r
-        for s in stuck
-        for r in s.arrived
-        if r in watches and (c := find_current(watches[r])) is not None and c.name == s.name
-    }
     for s in stuck:
         left = [r for r in s.missing if r in exited]
         if left and any(r in silent for r in s.arrived):
             reason = f"rank {left[0]} ended with exit code 0{_describe((s,), left[0])}"
             return _blame("EarlyExit", left[0], 0.9, reason, (s,))
-    absent = sorted({r for s in stuck for r in s.missing if r in watches} - waiting)
-    if absent:
-        guilty = [silent[r] for r in absent if r in silent]
-        if not guilty:
-            return None
-        culprit = min(guilty, key=lambda w: (w.position, w.progress_s, w.rank))
-        reason = f"rank {culprit.rank}{_describe(stuck, culprit.rank, first=True)}"
-        return _blame("ComputeHang", culprit.rank, 0.95, reason, stuck)
-    if stuck:
-        reason = "ranks wait for one another in different communicators"
-        return _blame("CommHang", None, 0.6, reason, stuck) if waiting <= set(silent) else None
-    return _blame_without_arrival(watches, silent)
+    graph = find_waits(watches, world_size)
+    if graph.absent:
+        return _blame_absent(graph, silent, stuck)
+    inside = {r for f in graph.in_flight for r in f.ranks}
+    if graph.edges or len(inside) == len(watches) or graph.in_flight:
+        return _blame_communication(now, graph, watches, silent, links)
+    return _blame_without_arrival(now, watches, silent, links)
+
+
+def _blame_absent(
+    graph: WaitGraph, silent: Mapping[int, RankWatch], stuck: tuple[Stuck, ...]
+) -> Finding | None:
+    """Some are waited for and are in no collective themselves."""
+    guilty = [silent[r] for r in graph.absent if r in silent]
+    if not guilty:
+        return None
+    culprit = min(guilty, key=lambda w: (w.position, w.progress_s, w.rank))
+    rank = culprit.rank
+    reason = f"rank {rank}{_describe(stuck, rank, first=True)}"
+    edge = next((e for e in graph.edges if e.holder == rank), None)
+    if edge is not None and all(rank not in s.missing for s in stuck):
+        reason = f"rank {rank} has not entered {edge.op} of {edge.communicator}, where rank "
+        reason += f"{edge.waiter} waits for it"
+    finding = _blame("ComputeHang", rank, 0.95, reason, stuck)
+    behind = len(graph.edges) - sum(e.holder == rank for e in graph.edges)
+    if behind:
+        finding.evidence["waits"] = graph.show()
+    return finding
+
+
+def _blame_communication(
+    now: float,
+    graph: WaitGraph,
+    watches: Mapping[int, RankWatch],
+    silent: Mapping[int, RankWatch],
+    links: LinkWatch,
+) -> Finding | None:
+    """All have entered a collective that does not end, or wait for one another in a circle."""
+    if graph.circle and not graph.in_flight:
+        return _blame_circle(now, graph, silent, links)
+    whole = [f for f in graph.in_flight if all(r in silent for r in f.ranks)]
+    waits = {e.waiter for e in graph.edges}
+    if not whole or len(whole) < len(graph.in_flight):
+        return None
+    if not graph.edges and len({r for f in whole for r in f.ranks}) < len(watches):
+        busy = [r for r in watches if r not in waits and r not in silent]
+        if busy and not any(f.left for f in whole):
+            return None  # Somebody still moves elsewhere, and nobody waits for these.
+    first = min(whole, key=lambda f: (not f.left, min(f.ranks)))
+    num = len(first.ranks) + len(first.left)
+    reason = (
+        f"all {num} ranks have entered {first.op or 'collective'} #{first.seq} of "
+        f"{first.communicator}, and {'one does' if first.left else 'none'} "
+        f"{'not leave' if first.left else 'leaves'} it"
+    )
+    evidence: dict[str, object] = {
+        "communicator": first.communicator,
+        "collective": first.seq,
+        "op": first.op,
+        "inside": list(first.ranks[:SHOWN]),
+        "left": list(first.left[:SHOWN]),
+        "waits": graph.show(),
+    }
+    if len(whole) > 1:
+        evidence["communicators"] = [f.communicator for f in whole[:SHOWN]]
+    waiting = tuple(sorted({r for f in whole for r in f.ranks}))
+    return _place_hang(now, reason, evidence, links, whole, waiting, silent)
+
+
+def _place_hang(
+    now: float,
+    reason: str,
+    evidence: dict[str, object],
+    links: LinkWatch,
+    whole: list[InFlight],
+    waiting: tuple[int, ...],
+    silent: Mapping[int, RankWatch],
+) -> Finding:
+    """Say where communication hangs: by the links, else by who is left inside."""
+    place = links.place(now, links.find_stuck(now), "stuck")
+    if place is not None:
+        return _at_place(place, reason, evidence, waiting)
+    pair = next((f.link for f in whole if f.link is not None), None)
+    if pair is not None and len(whole) == 1:
+        reason += f"; rank {pair[0]} sends and rank {pair[1]} receives"
+        return Finding("CommHang", None, 0.7, reason, evidence, link=pair, waiting=waiting)
+    laggards = [f.ranks[0] for f in whole if f.left and len(f.ranks) == 1]
+    if len(set(laggards)) == 1:
+        reason += f" (rank {laggards[0]})"
+        return Finding("CommHang", laggards[0], 0.65, reason, evidence, waiting=waiting)
+    nodes = sorted({silent[r].node for r in waiting if r in silent})
+    if len(nodes) > 1:
+        evidence["probe"] = nodes[:SHOWN]
+    return Finding("CommHang", None, 0.6, reason, evidence, waiting=waiting)
+
+
+def _at_place(
+    place: Place, reason: str, evidence: dict[str, object], waiting: tuple[int, ...]
+) -> Finding:
+    evidence = {**evidence, **place.evidence}
+    if place.probe:
+        evidence["probe"] = list(place.probe)
+    return Finding(
+        "CommHang",
+        None,
+        place.confidence,
+        f"{place.reason}; {reason}",
+        evidence,
+        link=place.link,
+        node=place.node,
+        waiting=waiting,
+    )
+
+
+def _blame_circle(
+    now: float, graph: WaitGraph, silent: Mapping[int, RankWatch], links: LinkWatch
+) -> Finding | None:
+    """Ranks wait for one another: a message was lost, or they entered in different orders."""
+    if not all(r in silent for r in graph.circle):
+        return None
+    evidence: dict[str, object] = {"waits": graph.show(), "inside": list(graph.circle[:SHOWN])}
+    reason = f"ranks {', '.join(str(r) for r in graph.circle[:4])} wait for one another"
+    place = links.place(now, links.find_stuck(now), "stuck")
+    if place is not None:
+        return _at_place(place, reason, evidence, graph.circle)
+    reason += " in different communicators"
+    return Finding("CommHang", None, 0.6, reason, evidence, waiting=graph.circle)
 
 
 def _blame_without_arrival(
-    watches: Mapping[int, RankWatch], silent: Mapping[int, RankWatch]
+    now: float,
+    watches: Mapping[int, RankWatch],
+    silent: Mapping[int, RankWatch],
+    links: LinkWatch,
 ) -> Finding | None:
-    """Everybody has entered, or nothing is known of collectives."""
+    """Nothing is known of collectives, or not whether they have ended."""
     inside = {r: c for r, w in sorted(watches.items()) if (c := find_current(w)) is not None}
     if len(watches) > 1 and len(inside) == len(watches):
         if len(silent) < len(watches):
@@ -140,7 +251,7 @@ def _blame_without_arrival(
             f"all {len(inside)} ranks have entered {comm.op or 'collective'} "
             f"#{comm.started_seq} of {comm.name}, and none leaves it"
         )
-        return Finding("CommHang", None, 0.6, reason, evidence)
+        return _place_hang(now, reason, evidence, links, [], tuple(inside), silent)
     if len(silent) == 1:
         (alone,) = silent.values()
         confidence = 0.9 if len(watches) == 1 else 0.7

@@ -3,16 +3,21 @@
 A hang is found by the absence of progress, measured against the job's own steps, and is blamed
 on the rank that did not arrive (`arrival`). Saying so and acting on it are two thresholds: a
 verdict comes within about a second, and becomes actionable only when its process is stopped,
-has been still for `quiet_action_s`, or has burned CPU for `hang_action_s`. Crashes are not
-looked at here: an exit needs no detector.
+has been still for `quiet_action_s`, or has burned CPU for `hang_action_s`. Slowness is another
+matter (`slow`), judged while nothing stands still. Crashes are not looked at here: an exit needs
+no detector.
 """
 
 import msgspec
 
 from perdure.detect.arrival import Finding, find_culprit
 from perdure.detect.cadence import Cadence, Habits
+from perdure.detect.clocks import NodeClocks
+from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeWatch
 from perdure.detect.notes import ProgressNotes
+from perdure.detect.probes import ProbeResults, judge_probe
+from perdure.detect.slow import SlowWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import (
     AnyEvent,
@@ -20,6 +25,7 @@ from perdure.model.events import (
     GenerationStepping,
     NodeLost,
     NodeRegistered,
+    ProbeEnded,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -30,6 +36,13 @@ from perdure.model.job import JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, RankProgress
 from perdure.model.verdicts import Activity, Culprit, Verdict
 
+SLOW = ("CommSlow", "Straggler")
+SURE = 0.7
+"""Confidence from which a communication hang or a desync is acted upon on its own threshold."""
+EARLY = 0.5
+"""Share of the floor after which silence deserves a closer look."""
+CLOSE_MAX = 64
+"""Nodes that are looked at closely at once."""
 FRESH_S = 2.0
 """Nothing is acted upon by a heartbeat older than this: its agent may be restarting."""
 
@@ -51,8 +64,16 @@ class Detector:
         self._exit_s: dict[int, float] = {}
         self._open: Verdict | None = None
         self._closed = False
-        self._looked_s = 0.0
+        self._looked_s = self._weighed_s = 0.0
         self._look_every_s = max(0.05, spec.world_size / 10_000)
+        self._weigh_every_s = max(0.19, spec.world_size / 10_000)
+        self._clocks = NodeClocks()
+        self._slow = SlowWatch(spec, -1)
+        self._desync = DesyncWatch()
+        self._probes = ProbeResults()
+        self._waiting: tuple[int, ...] = ()
+        """Ranks whose progress ends the open verdict, where it names none."""
+        self._early: frozenset[int] = frozenset()
 
     # --- what comes in ------------------------------------------------------------------------
 
@@ -60,16 +81,20 @@ class Detector:
         """Take a heartbeat; return what it shows."""
         if not self._nodes.take_beat(now, beat):
             return []
+        beat, clock_s = self._clocks.translate(now, beat)
         if beat.generation > self._generation:
             self._begin(beat.generation, now)
         if beat.generation < self._generation or beat.generation < 0:
             return []
         suspicious = False
         for progress in beat.ranks:
-            watch = self._take(now, beat, progress)
+            watch = self._take(now, beat, progress, clock_s)
             if watch is not None and watch.silence_s > self._config.hang_floor_s:
                 suspicious |= watch.silence_s > watch.find_allowance(self._habits)[0]
         out: list[AnyEvent] = [*self._notes.make(now, self._watches)]
+        self._slow.take(now, beat)
+        if now - self._weighed_s >= self._weigh_every_s:
+            out += self._weigh(now)
         if (suspicious or self._open) and now - self._looked_s >= self._look_every_s:
             out += self._look(now)
         return out
@@ -92,11 +117,10 @@ class Detector:
                 self._learn(event)
             case GenerationStepping() if event.generation == self._generation:
                 self._notes.mark_stepping()
-            case VerdictReached() if event.verdict.generation == self._generation:
-                self._open = event.verdict
-                self._closed |= event.verdict.actionable
-            case VerdictWithdrawn() if event.verdict.generation == self._generation:
-                self._open = None
+            case VerdictReached() | VerdictWithdrawn():
+                self._note_verdict(event)
+            case ProbeEnded():
+                return self._note_probe(now, event)
             case _:
                 pass
         return []
@@ -112,15 +136,23 @@ class Detector:
         """Return when to call `tick`."""
         return self._nodes.due_s
 
+    def suspects(self) -> frozenset[int]:
+        """Return the nodes that deserve a closer look (`WatchClosely`), verdict or not."""
+        return self._early | self._slow.suspects
+
     # --- bookkeeping --------------------------------------------------------------------------
 
     def _begin(self, generation: int, now: float) -> None:
         self._generation = generation
         self._watches, self._exited, self._exit_s = {}, {}, {}
         self._open, self._closed = None, False
+        self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
+        self._waiting, self._early = (), frozenset()
         self._notes.begin(generation, now)
 
-    def _take(self, now: float, beat: NodeBeat, progress: RankProgress) -> RankWatch | None:
+    def _take(
+        self, now: float, beat: NodeBeat, progress: RankProgress, clock_s: float
+    ) -> RankWatch | None:
         watch = self._watches.get(progress.rank)
         moved = True
         if watch is None:
@@ -134,7 +166,8 @@ class Detector:
             return None
         else:
             moved = watch.observe(progress, beat.sent_s, self._habits)
-        watch.seen_s, watch.received_s = beat.sent_s, now
+        watch.seen_s, watch.received_s, watch.clock_s = beat.sent_s, now, clock_s
+        self._desync.take(watch)
         self._notes.take(watch, moved)
         return watch
 
@@ -160,6 +193,18 @@ class Detector:
             if len(cadence) < 3 and rank not in self._watches and steps > 0:
                 cadence.add(account.step_s / steps)
 
+    def _note_verdict(self, event: VerdictReached | VerdictWithdrawn) -> None:
+        verdict = event.verdict
+        if verdict.generation != self._generation:
+            return
+        if verdict.kind in SLOW:
+            self._slow.note(event)
+        elif isinstance(event, VerdictReached):
+            self._open = verdict
+            self._closed |= verdict.actionable
+        else:
+            self._open = None
+
     # --- verdicts -----------------------------------------------------------------------------
 
     def _look(self, now: float) -> list[AnyEvent]:
@@ -172,7 +217,12 @@ class Detector:
         if self._closed:
             return out
         live = {r: w for r, w in sorted(self._watches.items()) if not w.gone}
-        finding = find_culprit(live, self._find_silent(live), self._spec.world_size, self._exited)
+        silent = self._find_silent(live)
+        finding = find_culprit(
+            now, live, silent, self._spec.world_size, self._exited, self._slow.links
+        )
+        if silent and finding is not None and finding.evidence:
+            finding = self._find_desync(now, live) or finding
         if finding is not None:
             out += self._report(now, finding)
         due_s = self._find_action(now)
@@ -189,6 +239,51 @@ class Detector:
             out.append(VerdictReached(verdict=self._open))
         return out
 
+    def _weigh(self, now: float) -> list[AnyEvent]:
+        """Look at what is slow, unless something stands still; and at what deserves a look."""
+        self._weighed_s = now
+        floor_s = EARLY * self._config.hang_floor_s
+        early: set[int] = set()
+        for watch in self._watches.values():
+            if watch.gone or not watch.instrumented or watch.silence_s <= floor_s:
+                continue
+            if watch.silence_s > floor_s + watch.cadence.usual_s and len(early) < CLOSE_MAX:
+                early.add(watch.node)
+        self._early = frozenset(early)
+        out: list[AnyEvent] = []
+        if self._open is None and not self._closed:
+            out += self._slow.look(now, self._watches)
+            finding = self._find_desync(now, self._watches, thorough=False)
+            if finding is not None:
+                out += self._report(now, finding)
+        return out
+
+    def _find_desync(
+        self, now: float, live: dict[int, RankWatch], *, thorough: bool = True
+    ) -> Finding | None:
+        found = self._desync.find(now, live, thorough=thorough)
+        if found is None:
+            return None
+        return Finding("Desync", found.rank, found.confidence, found.reason, found.evidence)
+
+    def _note_probe(self, now: float, event: ProbeEnded) -> list[AnyEvent]:
+        """Take one part of an active probe; where it settles an open verdict, say so."""
+        self._probes.take(event)
+        out: list[AnyEvent] = []
+        verdicts = [v for v in (self._open, *self._slow.open_verdicts()) if v is not None]
+        for verdict in verdicts:
+            better = judge_probe(self._spec, verdict, self._probes.of(event.id))
+            if better is None:
+                continue
+            reason = f"better explained: {better.reason}"
+            out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
+            settled = msgspec.structs.replace(better, confirmed_s=now)
+            out.append(VerdictReached(verdict=settled))
+        for derived in out:
+            if isinstance(derived, VerdictReached | VerdictWithdrawn):
+                self._note_verdict(derived)
+        return out
+
     def _find_silent(self, live: dict[int, RankWatch]) -> dict[int, RankWatch]:
         floor_s = self._config.hang_floor_s
         return {
@@ -198,16 +293,17 @@ class Detector:
         }
 
     def _report(self, now: float, finding: Finding) -> list[AnyEvent]:
-        culprit = Culprit(rank=finding.rank)
+        culprit = Culprit(rank=finding.rank, node=finding.node, link=finding.link)
         old = self._open
         out: list[AnyEvent] = []
         if old is not None:
             same = old.kind == finding.kind and old.culprit == culprit
-            if same or old.confidence >= finding.confidence:
+            if same or old.confidence >= finding.confidence or old.kind == "Desync":
                 return []
             reason = f"better explained: {finding.reason}"
             out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
         self._open = self._make_verdict(now, finding, culprit)
+        self._waiting = finding.waiting
         return [*out, VerdictReached(verdict=self._open)]
 
     def _make_verdict(self, now: float, finding: Finding, culprit: Culprit) -> Verdict:
@@ -246,13 +342,17 @@ class Detector:
 
     def _withdraw(self, now: float, verdict: Verdict) -> VerdictWithdrawn | None:
         rank = verdict.culprit.rank
+        if verdict.kind == "Desync":
+            return None  # Going on does not mend it.
         if rank is not None and verdict.kind != "EarlyExit":
             watch = self._watches.get(rank)
             if watch is None or watch.progress_s <= verdict.first_seen_s + 1e-6:
                 return None
             who, at_s = f"rank {rank}", watch.progress_s
         else:
-            moved = [w for w in self._watches.values() if w.progress_s > verdict.confirmed_s]
+            waiting = self._waiting or tuple(self._watches)
+            suspects = [self._watches[r] for r in waiting if r in self._watches]
+            moved = [w for w in suspects if w.progress_s > verdict.confirmed_s]
             if not moved:
                 return None
             who, at_s = f"rank {moved[0].rank}", moved[0].progress_s
@@ -291,6 +391,10 @@ class Detector:
         match activity:
             case "stopped":
                 return since_s + config.stopped_action_s
+            case _ if verdict.kind == "Desync":
+                return since_s + config.exit_skew_s if verdict.confidence >= SURE else None
+            case "quiet" if verdict.kind == "CommHang" and verdict.confidence >= SURE:
+                return since_s + config.comm_action_s
             case _ if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
                 return max(since_s, verdict.first_seen_s + config.exit_skew_s)
             case "quiet" if verdict.kind == "EarlyExit":

@@ -7,6 +7,7 @@ silence was the controller's.
 
 from dataclasses import dataclass
 
+from perdure.detect.clocks import TRUSTED_S
 from perdure.model.events import NodeLost
 from perdure.model.progress import NodeBeat
 
@@ -71,7 +72,8 @@ class NodeWatch:
             if not node.lost and silence_s >= self._node_lost_s:
                 node.lost = True
                 reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
-                last_s = node.sent_s or node.received_s
+                agree = 0.0 <= node.received_s - node.sent_s <= TRUSTED_S
+                last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
         waiting = [n.received_s for n in self._nodes.values() if not n.lost]
         self._due_s = min(waiting) + self._node_lost_s if waiting else None

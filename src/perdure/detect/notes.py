@@ -77,7 +77,8 @@ class ProgressNotes:
         account = watch.account
         if account.first_step_s > 0:
             return account.first_step_s
-        alive_s = watch.seen_s - (account.spawned_s or watch.began_s)
+        spawned_s = account.spawned_s + watch.clock_s if account.spawned_s else watch.began_s
+        alive_s = watch.seen_s - spawned_s
         if not watch.joined:
             if _ended(watch) >= 1:
                 return watch.progress_s

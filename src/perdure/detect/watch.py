@@ -60,6 +60,11 @@ class RankWatch:
     busy_s: float = 0.0
     """When CPU or I/O was last seen to move."""
     gone: bool = False
+    clock_s: float = 0.0
+    """Added to its node's stamps to make them the controller's."""
+    recorder: str = ""
+    peers: dict[str, int] = field(default_factory=dict)
+    """Communicator -> the other end of a send or receive that is under way, where known."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
 
     @property
@@ -163,6 +168,8 @@ class RankWatch:
         self.account, self.comms = progress.account, progress.comms
         self.collectives = max(self.collectives, _entered(progress.comms))
         self.state = progress.proc.state
+        self.recorder = progress.recorder
+        self.peers = _find_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
     def find_allowance(self, habits: Habits) -> tuple[float, str]:
@@ -196,3 +203,13 @@ def _entered(comms: tuple[CommProgress, ...]) -> int:
     for comm in comms:
         total += comm.started_seq
     return total
+
+
+def _find_peers(progress: RankProgress) -> dict[str, int]:
+    peers = {c.name: c.peer for c in progress.comms if c.peer >= 0}
+    for span in progress.spans:
+        if span.peer >= 0 and span.end_s <= 0.0 and span.comm < len(progress.comms):
+            comm = progress.comms[span.comm]
+            if span.seq == comm.started_seq:
+                peers[comm.name] = span.peer
+    return peers

@@ -1,0 +1,283 @@
+"""Slow communication and late ranks, from the durations of one collective on all its ranks.
+
+For one (communicator, sequence) the smallest duration is pure communication, because the last to
+arrive waits for nobody; how much longer a rank was inside is how long it waited. The smallest is
+looked at first: under slow communication lateness grows as well. Only rows in which every rank
+is present count, for without the last to arrive the minimum means nothing. No two clocks are
+compared. Sends and receives are left to the links: their numbers differ by design.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+
+from perdure.detect.persistence import Baseline, Persistence
+from perdure.model.job import DetectConfig
+from perdure.model.progress import CommProgress, RankProgress
+
+PENDING = 32
+"""Rows kept of one communicator while ranks are missing in them."""
+SPANS_A_WINDOW = 60_000
+"""Spans that a look of one second may cost; above it, rows are thinned further."""
+PACE_RATIO = 1.04
+"""Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
+
+
+class Row(msgspec.Struct):
+    """One collective, while its ranks report it."""
+
+    op: str
+    bytes: int
+    durations: dict[int, float]
+    end_s: float = 0.0
+    """At the communicator's first rank, by its own clock."""
+
+
+class Comm:
+    """One communicator."""
+
+    def __init__(self, progress: CommProgress) -> None:
+        """Begin with the first rank that shows it."""
+        self.name, self.size = progress.name, progress.size
+        self.ranks = progress.ranks
+        self.first = progress.ranks[0] if progress.ranks else -1
+        self.rows: dict[int, Row] = {}
+        self.done = -1
+        self.mask = 0
+        self.baselines: dict[tuple[str, int], Baseline] = {}
+        self.pace = Baseline()
+        self.pace_now: deque[float] = deque(maxlen=5)
+        self.anchor: tuple[int, float] = (-1, 0.0)
+        self.slow: Persistence | None = None
+        self.worst: dict[str, object] = {}
+        self.judged_s = 0.0
+        self.num_judged = 0
+
+    def find_pace(self) -> float:
+        """Return the time a collective over its learned value, other work included; 0: unknown."""
+        if not self.pace.known or not self.pace_now:
+            return 0.0
+        return sorted(self.pace_now)[len(self.pace_now) // 2] / self.pace.value
+
+
+class Lateness:
+    """How late one rank arrives, and how long it waits itself."""
+
+    __slots__ = ("base", "late", "samples", "waited")
+
+    def __init__(self) -> None:
+        """Begin knowing nothing."""
+        self.samples: deque[float] = deque(maxlen=16)
+        self.base = Baseline()
+        self.late: Persistence | None = None
+        self.waited = 0.0
+        """Moving average of waiting a collective."""
+
+
+class CollectiveWatch:
+    """All communicators of one generation."""
+
+    def __init__(self, config: DetectConfig, world_size: int) -> None:
+        """Begin a generation."""
+        self._config = config
+        self._world_size = world_size
+        self._comms: dict[tuple[str, int, int, int], Comm] = {}
+        self._of: dict[int, list[tuple[str, Comm]]] = {}
+        self.point_to_point: set[str] = set()
+        """Names of communicators in which something was sent or received."""
+        self._ready: list[tuple[Comm, int]] = []
+        self.lateness: dict[int, Lateness] = {}
+        self.by_lateness = True
+        """Whether lateness is of use: stages tell more, where there are any."""
+        self.step_s = 0.0
+        """Learned step time of the job; 0 where it declares no steps."""
+        self.grown = 0
+        """Counts new communicators, so that what is derived from them can be renewed."""
+
+    def comms(self) -> list[Comm]:
+        """Return the communicators by name."""
+        return [self._comms[key] for key in sorted(self._comms)]
+
+    def take(self, now: float, progress: RankProgress) -> None:
+        """Take what one rank saw end."""
+        rank = progress.rank
+        mine = self._of.setdefault(rank, [])
+        comms = progress.comms
+        for index, seen in enumerate(comms):
+            if index >= len(mine):
+                mine.append((seen.name, self._find(seen)))
+            elif mine[index][0] != seen.name:
+                mine[index] = (seen.name, self._find(seen))
+        num = len(mine)
+        for span in progress.spans:
+            index = span.comm
+            if span.peer >= 0:
+                if index < num:
+                    self.point_to_point.add(mine[index][0])
+                continue
+            end_s = span.end_s
+            if index >= num or end_s <= span.start_s:
+                continue
+            comm = mine[index][1]
+            seq = span.seq
+            if seq & comm.mask or seq <= comm.done:
+                continue
+            row = comm.rows.get(seq)
+            if row is None:
+                row = comm.rows[seq] = Row(span.op, span.bytes, {})
+            row.durations[rank] = end_s - span.start_s
+            if rank == comm.first:
+                row.end_s = end_s
+            if len(row.durations) == comm.size:
+                self._ready.append((comm, seq))
+
+    def _find(self, seen: CommProgress) -> Comm:
+        first, last = (seen.ranks[0], seen.ranks[-1]) if seen.ranks else (-1, -1)
+        key = (seen.name, seen.size, first, last)
+        comm = self._comms.get(key)
+        if comm is None:
+            comm = self._comms[key] = Comm(seen)
+            self.grown += 1
+        return comm
+
+    def look(self, now: float, pace: float) -> None:
+        """Judge the rows that are complete; `pace` is the job's step time over the learned one."""
+        num_spans = 0
+        for comm, seq in sorted(self._ready, key=lambda pair: (pair[0].name, pair[1])):
+            row = comm.rows.pop(seq, None)
+            if row is not None:
+                num_spans += comm.size
+                self._judge(now, comm, seq, row, pace)
+        self._ready.clear()
+        for comm in self._comms.values():
+            if len(comm.rows) > PENDING:
+                for seq in sorted(comm.rows)[: len(comm.rows) - PENDING]:
+                    comm.done = max(comm.done, seq)
+                    del comm.rows[seq]
+            if comm.slow is not None and comm.slow.is_over(now, 30.0):
+                comm.slow = None
+        self._thin(num_spans)
+
+    def _thin(self, num_spans: int) -> None:
+        """Keep the cost of a look bounded: fewer rows of the largest communicators."""
+        if num_spans <= SPANS_A_WINDOW:
+            return
+        for comm in self._comms.values():
+            if comm.mask < 15:
+                comm.mask = 2 * comm.mask + 1
+
+    def _judge(self, now: float, comm: Comm, seq: int, row: Row, pace: float) -> None:
+        durations = row.durations
+        least_s = min(durations.values())
+        base = comm.baselines.get((row.op, row.bytes))
+        if base is None:
+            if len(comm.baselines) >= 64:
+                del comm.baselines[next(iter(comm.baselines))]
+            base = comm.baselines[(row.op, row.bytes)] = Baseline()
+        each_s = self._follow_pace(now, comm, seq, row)
+        tolerance = self._config.comm_slow_ratio
+        comm.judged_s, comm.num_judged = now, comm.num_judged + 1
+        slow = False
+        if base.known:
+            excess = least_s / base.value - 1.0
+            extra_s = least_s - base.value
+            heavy = extra_s >= self._config.comm_slow_floor_s and (
+                not each_s or extra_s >= self._config.slow_impact * each_s
+            )
+            paces = [p for p in (comm.find_pace(), pace) if p]
+            slower = not paces or max(paces) >= PACE_RATIO
+            slow = excess >= tolerance - 1.0 and heavy and slower
+            if slow and comm.slow is None:
+                comm.slow = Persistence(now, self._config.slow_confirm_s, tolerance - 1.0)
+            if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
+                comm.slow.add(now, excess if slow else 0.0)
+            if slow:
+                comm.worst = {
+                    "communicator": comm.name,
+                    "op": row.op,
+                    "bytes": row.bytes,
+                    "collective": seq,
+                    "min_dur_ms": round(least_s * 1e3, 3),
+                    "usual_ms": round(base.value * 1e3, 3),
+                }
+        base.add(now, least_s, tolerance)
+        if self.by_lateness:
+            self._follow_lateness(now, comm, durations, least_s, each_s, slow)
+
+    def _follow_pace(self, now: float, comm: Comm, seq: int, row: Row) -> float:
+        """Return seconds a collective by the clock of the first rank; 0 where unknown."""
+        last_seq, last_s = comm.anchor
+        if row.end_s <= 0.0:
+            return 0.0
+        comm.anchor = (seq, row.end_s)
+        if last_seq < 0 or seq <= last_seq or row.end_s <= last_s:
+            return comm.pace.value
+        each_s = (row.end_s - last_s) / (seq - last_seq)
+        comm.pace_now.append(each_s)
+        comm.pace.add(now, sorted(comm.pace_now)[len(comm.pace_now) // 2], 1.25)
+        return each_s
+
+    def _follow_lateness(
+        self,
+        now: float,
+        comm: Comm,
+        durations: dict[int, float],
+        least_s: float,
+        each_s: float,
+        slow: bool,
+    ) -> None:
+        """Who was late: those whose stay was shorter than that of the others."""
+        ordered = sorted(durations.values())
+        reference_s = ordered[-1] if len(ordered) == 2 else ordered[len(ordered) // 2]
+        for rank, duration_s in durations.items():
+            mine = self.lateness.get(rank)
+            if mine is None:
+                mine = self.lateness[rank] = Lateness()
+            late_s = max(reference_s - duration_s, 0.0)
+            mine.waited += 0.1 * (duration_s - least_s - mine.waited)
+            mine.samples.append(late_s)
+            if slow:
+                continue
+            top = sorted(mine.samples)
+            late_s = top[len(top) * 3 // 4]
+            usual_s = mine.base.value
+            # Without steps, a step is taken for two collectives.
+            step_s = self.step_s or 2 * (comm.pace.value or each_s)
+            excess = (late_s - usual_s) / step_s if step_s > 0 and mine.base.known else 0.0
+            if late_s - usual_s < self._config.straggler_floor_s:
+                excess = 0.0
+            least = self._config.straggler_ratio - 1.0
+            if mine.late is None and excess >= least:
+                mine.late = Persistence(now, self._config.slow_confirm_s, least)
+            if mine.late is not None:
+                mine.late.add(now, excess)
+                if mine.late.is_over(now, 30.0):
+                    mine.late = None
+            mine.base.add(now, max(late_s, 1e-6), 1.5 if usual_s > 1e-3 else 1e3)
+
+
+def find_peers(comms: Sequence[Comm], apart: set[str], world_size: int) -> list[list[int]]:
+    """Return groups of ranks whose work is alike: joined by collectives of more than a pair.
+
+    Sends and receives join nobody. Where there is a pipeline, a communicator of the whole world
+    joins its stages for a norm or a barrier and says nothing about their work.
+    """
+    parent: dict[int, int] = {}
+
+    def root(rank: int) -> int:
+        while parent.setdefault(rank, rank) != rank:
+            parent[rank] = parent[parent[rank]]
+            rank = parent[rank]
+        return rank
+
+    for comm in comms:
+        if comm.name in apart or (apart and comm.size == world_size):
+            continue
+        for rank in comm.ranks[1:]:
+            a, b = root(comm.ranks[0]), root(rank)
+            parent[max(a, b)] = min(a, b)
+    groups: dict[int, list[int]] = {}
+    for rank in sorted(parent):
+        groups.setdefault(root(rank), []).append(rank)
+    return [group for _, group in sorted(groups.items())]

@@ -1,0 +1,234 @@
+"""Ranks that are out of step: another operation, size or type at the same sequence number.
+
+Also another *number* of collectives: nobody may have entered more of them in step k than another
+shows in step k+1. That needs records in which step and sequence belong together, so a recorder
+that polls (status) is not asked. The culprit is the minority; of two, the one that does what was
+never done here before. A user's bug, so it is said only when it was seen twice.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.detect.watch import RankWatch
+from perdure.model.progress import CommProgress
+
+SEEN_S = 0.3
+"""Between the first and the deciding sight of it."""
+COUNT_STEPS = 3
+"""A wrong number must show in so many steps..."""
+COUNT_WITHIN = 20
+"""... of so many: a ring that was read between two of its words shows one now and then."""
+KNOWN_MAX = 256
+BOUND = ("compiled", "python")
+"""Recorders that write sequence, operation and size as one."""
+POLLED_S = 1.2
+"""Any other is believed about the operation only of a rank that has been silent for so long."""
+
+_EVEN = (
+    "allreduce",
+    "all_reduce",
+    "broadcast",
+    "allgather_into",
+    "all_gather_into",
+    "reduce_scatter_tensor",
+    "_allgather_base",
+    "_reduce_scatter_base",
+)
+"""Operations in which every rank has equally many bytes."""
+
+Signature = tuple[str, int, str]
+
+
+class Mismatch(msgspec.Struct, frozen=True):
+    """One communicator whose ranks disagree."""
+
+    rank: int | None
+    others: tuple[int, ...]
+    confidence: float
+    reason: str
+    evidence: dict[str, object]
+
+
+@dataclass(slots=True)
+class _Comm:
+    known: dict[Signature, None] = field(default_factory=dict)
+    """What at least two ranks did at the same sequence."""
+    first_s: dict[int, float] = field(default_factory=dict)
+    """Sequence -> when a disagreement in it was first seen."""
+    top: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Step -> (largest sequence seen in it, by which rank)."""
+    at: dict[int, Signature] = field(default_factory=dict)
+    """Sequence -> what the first rank seen in it did."""
+    doubtful: bool = False
+    """Another rank did something else."""
+    wrong: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """(ahead, behind) -> the steps in which it showed."""
+
+
+class DesyncWatch:
+    """All communicators of one generation."""
+
+    def __init__(self) -> None:
+        """Begin a generation."""
+        self._comms: dict[tuple[str, int, int], _Comm] = {}
+
+    def take(self, watch: RankWatch) -> None:
+        """Learn from a rank whose record binds step, sequence and operation together."""
+        if watch.recorder not in BOUND:
+            return
+        step, rank = watch.account.step, watch.rank
+        for c in watch.comms:
+            if c.size < 2 or c.started_seq <= 0 or is_point_to_point(c.op):
+                continue
+            comm = self._of(c)
+            if c.op:
+                self._sign_in(comm, c)
+            if step < 0:
+                continue
+            top = comm.top.get(step)
+            if top is None or c.started_seq > top[0]:
+                comm.top[step] = (c.started_seq, rank)
+                while len(comm.top) > 8:
+                    del comm.top[min(comm.top)]
+            before = comm.top.get(step - 1)
+            if before is not None and before[0] > c.started_seq and before[1] != rank:
+                steps = comm.wrong.setdefault((before[1], rank), set())
+                steps.add(step)
+                steps -= {s for s in steps if s < step - COUNT_WITHIN}
+
+    def _sign_in(self, comm: _Comm, c: CommProgress) -> None:
+        signature = _sign(c)
+        first = comm.at.get(c.started_seq)
+        if first is None:
+            comm.at[c.started_seq] = signature
+            if len(comm.at) > 8:
+                del comm.at[min(comm.at)]
+        elif first == signature:
+            if signature not in comm.known and len(comm.known) < KNOWN_MAX:
+                comm.known[signature] = None
+        elif _disagree([first, signature]):
+            comm.doubtful = True
+
+    def _of(self, c: CommProgress) -> _Comm:
+        key = _key(c)
+        comm = self._comms.get(key)
+        if comm is None:
+            comm = self._comms[key] = _Comm()
+        return comm
+
+    def find(
+        self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
+    ) -> Mismatch | None:
+        """Return a disagreement that is beyond doubt; `thorough` asks polled records as well."""
+        doubtful = {key for key, comm in self._comms.items() if comm.doubtful}
+        groups: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
+        for rank, watch in sorted(watches.items() if doubtful or thorough else ()):
+            # A record that is polled names its operation late, once it stays pending.
+            if watch.recorder not in BOUND and (not thorough or watch.silence_s < POLLED_S):
+                continue
+            for c in watch.comms:
+                if c.size < 2 or not c.op or c.started_seq <= 0 or is_point_to_point(c.op):
+                    continue
+                key = _key(c)
+                if thorough or key in doubtful:
+                    groups.setdefault((*key, c.started_seq), {})[rank] = c
+        for key in doubtful:
+            self._comms[key].doubtful = False
+        for (name, _, _, seq), members in sorted(groups.items()):
+            found = self._compare(now, name, seq, members)
+            if found is not None:
+                return found
+        return self._find_number()
+
+    def _compare(
+        self, now: float, name: str, seq: int, members: dict[int, CommProgress]
+    ) -> Mismatch | None:
+        comm = self._of(next(iter(members.values())))
+        signatures = {rank: _sign(c) for rank, c in members.items()}
+        if not _disagree(list(signatures.values())):
+            comm.first_s.pop(seq, None)
+            return None
+        comm.doubtful = True
+        first_s = comm.first_s.setdefault(seq, now)
+        while len(comm.first_s) > 16:
+            del comm.first_s[next(iter(comm.first_s))]
+        if now - first_s < SEEN_S:
+            return None
+        counts = Counter(signatures.values())
+        ordered = sorted(counts, key=lambda s: (s in comm.known, counts[s], s))
+        odd = ordered[0]
+        if len(members) > 2:
+            odd = min(counts, key=lambda s: (counts[s], s in comm.known, s))
+        guilty = [r for r, s in signatures.items() if s == odd]
+        usual = max((s for s in counts if s != odd), key=lambda s: (counts[s], s))
+        settled = counts[odd] * 2 < len(members) or (odd in comm.known) != (usual in comm.known)
+        others = tuple(r for r in members if r not in guilty)
+        reason = (
+            f"rank {guilty[0]} is in {_show(odd)} as collective #{seq} of {name}, "
+            f"where {len(others)} other{'s are' if len(others) > 1 else ' is'} in {_show(usual)}"
+        )
+        evidence: dict[str, object] = {
+            "communicator": name,
+            "collective": seq,
+            "signatures": {str(r): list(s) for r, s in list(signatures.items())[:16]},
+            "ranks": guilty[:16],
+        }
+        return Mismatch(guilty[0], others, 0.95 if settled else 0.7, reason, evidence)
+
+    def _find_number(self) -> Mismatch | None:
+        for (name, _, _), comm in sorted(self._comms.items()):
+            wrong = {pair: steps for pair, steps in comm.wrong.items() if steps}
+            steps = set().union(*wrong.values()) if wrong else set()
+            if len(steps) < COUNT_STEPS:
+                continue
+            ahead = Counter(pair[0] for pair in wrong)
+            behind = Counter(pair[1] for pair in wrong)
+            # One rank ahead of all is an extra collective of it; one behind all left one out.
+            more, fewer = ahead.most_common(1)[0][0], behind.most_common(1)[0][0]
+            rank, word = (more, "more") if len(ahead) <= len(behind) else (fewer, "fewer")
+            other = fewer if rank == more else more
+            confidence = 0.8 if len(ahead) != len(behind) else 0.5
+            reason = (
+                f"rank {rank} takes part in {word} collectives of {name} than rank {other}, "
+                f"step for step, seen in {len(steps)} steps"
+            )
+            evidence: dict[str, object] = {
+                "communicator": name,
+                "ahead": sorted(ahead)[:16],
+                "behind": sorted(behind)[:16],
+                "steps": sorted(steps)[:8],
+            }
+            return Mismatch(rank, (other,), confidence, reason, evidence)
+        return None
+
+
+def _key(c: CommProgress) -> tuple[str, int, int]:
+    return (c.name, c.size, c.ranks[0] if c.ranks else -1)
+
+
+def is_point_to_point(op: str) -> bool:
+    """Return whether `op` is a send or a receive."""
+    low = op.lower()
+    return "send" in low or "recv" in low
+
+
+def _sign(c: CommProgress) -> Signature:
+    even = any(word in c.op.lower() for word in _EVEN)
+    return (c.op, c.bytes if even else 0, c.dtype if even else "")
+
+
+def _disagree(signatures: list[Signature]) -> bool:
+    """What a record does not know (0 bytes, no type) disagrees with nothing."""
+    if len({s[0] for s in signatures}) > 1:
+        return True
+    if len({s[1] for s in signatures if s[1]}) > 1:
+        return True
+    return len({s[2] for s in signatures if s[2]}) > 1
+
+
+def _show(s: Signature) -> str:
+    parts = [s[0], f"of {s[1]} bytes" if s[1] else "", s[2]]
+    return " ".join(part for part in parts if part)

@@ -1,0 +1,280 @@
+"""Which link or network card: from the kernel's counters of the sockets between ranks.
+
+Busy milliseconds per megabyte is the cell of the delay matrix. A link is compared with the other
+links of its class (within a node, between nodes) and with itself before; both must agree, with an
+absolute floor, because two links cannot outvote each other. Retransmissions tell loss; a backed
+off timer with data to send tells that nobody answers at all. Unread bytes at the far end clear
+the link: its host does not read. Several suspects that share one node are that node's card.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.detect.persistence import Baseline, Persistence
+from perdure.model.job import DetectConfig
+from perdure.model.links import LinkSample, LinkSweep
+
+FRESH_S = 2.5
+"""A sample older than two quiet sweeps says nothing of now."""
+SEGMENT = 1448
+LOST_MIN = 20
+"""Segments sent again in a window; fewer are everyday."""
+UNREAD_MIN = 65_536
+MINOR = 0.2
+"""A suspect this much less than the worst is slow because of it."""
+LOSS_EXCESS = 0.5
+"""What loss counts for, as an excess, at the threshold."""
+
+
+@dataclass(slots=True)
+class Link:
+    """One directed link between two ranks, all communicators together."""
+
+    src: int
+    dst: int
+    seen_s: float = 0.0
+    cell: float = 0.0
+    """Busy ms per 10^6 bytes in the last sweep that moved enough; 0 before."""
+    moved_s: float = 0.0
+    base: Baseline = field(default_factory=Baseline)
+    lost: float = 0.0
+    retrans: int = 0
+    rtt_s: float = 0.0
+    unsent: int = 0
+    backoff: int = 0
+    last_ack_s: float = 0.0
+    unread: int = 0
+    comms: tuple[str, ...] = ()
+    slow: Persistence | None = None
+
+    def show(self) -> dict[str, object]:
+        """Return what is known, as evidence."""
+        return {
+            "link": [self.src, self.dst],
+            "busy_ms_per_mb": round(self.cell, 3),
+            "usual_ms_per_mb": round(self.base.value, 3),
+            "rtt_ms": round(self.rtt_s * 1e3, 3),
+            "retransmits": self.retrans,
+            "unsent_bytes": self.unsent,
+            "backoff": self.backoff,
+            "last_ack_s": round(self.last_ack_s, 3),
+            "unread_bytes": self.unread,
+        }
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where in the network the trouble is."""
+
+    link: tuple[int, int] | None
+    node: int | None
+    confidence: float
+    reason: str
+    evidence: dict[str, object]
+    probe: tuple[int, ...] = ()
+    """Nodes that an active probe should test, where this is not settled."""
+
+
+class LinkWatch:
+    """All links of one generation."""
+
+    def __init__(self, config: DetectConfig, node_of: Callable[[int], int]) -> None:
+        """Begin a generation."""
+        self._config = config
+        self._node_of = node_of
+        self.links: dict[tuple[int, int], Link] = {}
+        self.swept_s = -1e9
+        """When a sweep came last; long ago where there are none."""
+        self._usual: dict[bool, list[float]] = {}
+        self._usual_s = -1e9
+
+    def take(self, now: float, sweep: LinkSweep) -> None:
+        """Take a sweep of one node."""
+        self.swept_s = now
+        merged: dict[tuple[int, int], list[LinkSample]] = {}
+        for sample in sweep.links:
+            if sample.src != sample.dst:
+                merged.setdefault((sample.src, sample.dst), []).append(sample)
+        if now - self._usual_s > 0.5:
+            self._usual_s = now
+            self._find_usual(now)
+        for key, samples in merged.items():
+            link = self.links.get(key)
+            if link is None:
+                link = self.links[key] = Link(*key)
+            self._update(now, link, samples)
+
+    def _update(self, now: float, link: Link, samples: list[LinkSample]) -> None:
+        acked = sum(s.bytes_acked for s in samples)
+        worst = max(samples, key=lambda s: (s.backoff, s.unsent_bytes, s.last_ack_s))
+        link.seen_s = now
+        link.rtt_s = max(s.rtt_s for s in samples)
+        link.retrans = sum(s.retrans for s in samples)
+        link.lost = link.retrans * SEGMENT / acked if acked else 0.0
+        link.unsent, link.backoff, link.last_ack_s = (
+            worst.unsent_bytes, worst.backoff, worst.last_ack_s,
+        )  # fmt: skip
+        link.unread = sum(s.unread_bytes for s in samples)
+        link.comms = tuple(sorted({s.comm for s in samples if s.comm}))
+        if acked < 100_000:
+            return
+        link.cell = sum(s.busy_s for s in samples) * 1e9 / acked
+        link.moved_s = now
+        excess = self._find_excess(link)
+        if link.slow is None and excess > 0.0:
+            link.slow = Persistence(now, self._config.slow_confirm_s, 0.1)
+        if link.slow is not None:
+            link.slow.add(now, excess)
+            if link.slow.is_over(now, 30.0):
+                link.slow = None
+        link.base.add(now, max(link.cell, 1e-3), self._config.link_slow_ratio / 2)
+
+    def _find_usual(self, now: float) -> None:
+        """Keep the cells of each class sorted: what the others are like."""
+        self._usual = {}
+        for link in self.links.values():
+            if link.cell > 0.0 and now - link.moved_s <= FRESH_S:
+                self._usual.setdefault(self._is_near(link), []).append(link.cell)
+        for cells in self._usual.values():
+            cells.sort()
+
+    def _is_near(self, link: Link) -> bool:
+        return self._node_of(link.src) == self._node_of(link.dst)
+
+    def _find_excess(self, link: Link) -> float:
+        """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
+        config = self._config
+        cells = self._usual.get(self._is_near(link), [])
+        others = cells[(len(cells) - 1) // 2] if len(cells) > 1 else 0.0
+        usual = max(others, link.base.value)
+        if usual > 0.0:
+            ratio = link.cell / usual
+            if ratio >= config.link_slow_ratio and link.cell - usual >= config.link_floor_ms_per_mb:
+                return ratio - 1.0
+        if link.lost >= config.link_loss_ratio and link.retrans >= LOST_MIN:
+            return LOSS_EXCESS * link.lost / config.link_loss_ratio
+        return 0.0
+
+    def is_unread(self, link: Link) -> bool:
+        """Return whether the far end has received more than it has read: its host is behind."""
+        back = self.links.get((link.dst, link.src))
+        return back is not None and back.unread >= UNREAD_MIN
+
+    def find_slow(self, now: float) -> list[Link]:
+        """Return links under suspicion now, the worst first."""
+        slow = [
+            link
+            for link in self.links.values()
+            if link.slow is not None
+            and now - link.slow.seen_s <= FRESH_S
+            and link.slow.recent(now, FRESH_S) > 0.0
+            and not self.is_unread(link)
+        ]
+        excess = {(x.src, x.dst): x.slow.recent(now, FRESH_S) for x in slow if x.slow is not None}
+        worst = max(excess.values(), default=0.0)
+        clear = [x for x in slow if excess[x.src, x.dst] >= MINOR * worst]
+        return sorted(clear, key=lambda x: (-excess[x.src, x.dst], x.src, x.dst))
+
+    def find_stuck(self, now: float) -> list[Link]:
+        """Return links that have something to send and get no answer, the worst first."""
+        stuck = [
+            link
+            for link in self.links.values()
+            if now - link.seen_s <= FRESH_S
+            and link.backoff > 0
+            and link.last_ack_s >= self._config.link_stuck_s
+            and not self.is_unread(link)
+        ]
+        return sorted(stuck, key=lambda x: (-(x.unsent > 0), -x.backoff, -x.unsent, x.src, x.dst))
+
+    def place(self, now: float, guilty: list[Link], word: str) -> Place | None:
+        """Return the link, or the node, that explains the `guilty` (the worst first)."""
+        if not guilty:
+            return None
+        node_of = self._node_of
+        evidence: dict[str, object] = {"links": [link.show() for link in guilty[:8]]}
+        far = [x for x in guilty if node_of(x.src) != node_of(x.dst)]
+        if not far:
+            worst = guilty[0]
+            nodes: tuple[int, ...] = ()
+            if len({(x.src, x.dst) for x in guilty}) > 1:
+                nodes = (node_of(worst.src),)
+            return self._pin(worst, word, 0.8 if nodes else 0.9, evidence, nodes)
+        pairs = sorted({(node_of(x.src), node_of(x.dst)) for x in far})
+        if len(pairs) == 1:
+            return self._single(now, far[0], pairs[0], word, evidence)
+        shared = _find_shared(pairs)
+        if shared is None:
+            nodes = tuple(sorted({n for pair in pairs for n in pair}))[:8]
+            return self._pin(far[0], word, 0.5, evidence, nodes)
+        if len({n for pair in pairs for n in pair}) == 2:
+            return self._both_ways(far, word, evidence)
+        reason = (
+            f"{len(pairs)} {word} links between nodes, all from or to node {shared}: its network"
+        )
+        num_peers = len({n for pair in pairs for n in pair}) - 1
+        confidence = 0.9 if self._is_most(now, shared, pairs) or num_peers > 1 else 0.7
+        return Place(None, shared, confidence, reason, evidence)
+
+    def _single(
+        self,
+        now: float,
+        worst: Link,
+        pair: tuple[int, int],
+        word: str,
+        evidence: dict[str, object],
+    ) -> Place:
+        """One pair of nodes, one direction: its link, unless it is all that either card does."""
+        active = self._active_pairs(now)
+        others = [p for p in active if p != pair and (p[0] == pair[0] or p[1] == pair[1])]
+        settled = bool(others)
+        return self._pin(worst, word, 0.9 if settled else 0.8, evidence, () if settled else pair)
+
+    def _both_ways(self, far: list[Link], word: str, evidence: dict[str, object]) -> Place:
+        """Both directions of one pair of nodes: the worse one, or either card."""
+        worst = far[0]
+        back = [x for x in far if self._node_of(x.src) == self._node_of(worst.dst)]
+        nodes = tuple(sorted({self._node_of(worst.src), self._node_of(worst.dst)}))
+        clear = not back or worst.cell > 3 * back[0].cell > 0
+        return self._pin(worst, word, 0.8 if clear else 0.6, evidence, nodes)
+
+    def _pin(
+        self,
+        link: Link,
+        word: str,
+        confidence: float,
+        evidence: dict[str, object],
+        probe: tuple[int, ...],
+    ) -> Place:
+        facts = []
+        if link.backoff:
+            facts.append(f"no answer for {link.last_ack_s:.1f} s")
+        elif link.cell and link.base.known:
+            facts.append(f"{link.cell:.1f} ms busy per MB, usually {link.base.value:.1f}")
+        elif link.cell:
+            facts.append(f"{link.cell:.1f} ms busy per MB")
+        if link.retrans >= LOST_MIN:
+            facts.append(f"{link.retrans} segments sent again")
+        reason = f"link {link.src}->{link.dst} is {word}: {', '.join(facts) or 'see the links'}"
+        return Place((link.src, link.dst), None, confidence, reason, evidence, probe)
+
+    def _active_pairs(self, now: float) -> set[tuple[int, int]]:
+        node_of = self._node_of
+        return {
+            (node_of(x.src), node_of(x.dst))
+            for x in self.links.values()
+            if now - max(x.moved_s, x.seen_s) <= FRESH_S and node_of(x.src) != node_of(x.dst)
+        }
+
+    def _is_most(self, now: float, node: int, pairs: list[tuple[int, int]]) -> bool:
+        active = {p for p in self._active_pairs(now) if node in p}
+        return len([p for p in pairs if p in active]) * 2 >= len(active)
+
+
+def _find_shared(pairs: list[tuple[int, int]]) -> int | None:
+    """Return the node that is in all `pairs`; the lower of two."""
+    common = set(pairs[0])
+    for pair in pairs[1:]:
+        common &= set(pair)
+    return min(common) if common else None

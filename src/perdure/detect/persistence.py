@@ -1,0 +1,111 @@
+"""How long an excess must last before it is believed: the larger, the shorter.
+
+A sum of n noisy samples can tell an excess e from noise once n e^2 is large enough, so the time
+to confirm is `scale_s / e^2`. It is counted in seconds, not in collectives or steps, so that a
+x29 slowdown (which makes every step long) is not the last to be found. A quantile is taken, not
+a mean: one long step (a garbage collection, an evaluation) is no slowness, however long.
+"""
+
+from collections import deque
+
+WINDOWS_S = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 25.0)
+SHORTEST_EXCESS = 2.0
+"""What the shortest window is reserved for: a burst of a second is common below it."""
+SAMPLES_MIN = 3
+_KEPT_S = 30.0
+
+
+class Persistence:
+    """The recent excesses (0.5 is half as much again) of one suspect, from its first on."""
+
+    __slots__ = ("_samples", "began_s", "least", "scale_s", "seen_s")
+
+    def __init__(self, now: float, scale_s: float, least: float) -> None:
+        """Begin at the first excess; nothing below `least` is ever confirmed."""
+        self.began_s = self.seen_s = now
+        self.scale_s = scale_s
+        self.least = least
+        self._samples: deque[tuple[float, float]] = deque()
+
+    def add(self, now: float, excess: float) -> None:
+        """Take one more sample."""
+        if self._samples and now - self._samples[-1][0] > _KEPT_S / 3:
+            self.began_s = now  # What was seen before so long a gap says nothing of it.
+            self._samples.clear()
+        self._samples.append((now, excess))
+        if excess >= self.least:
+            self.seen_s = now
+        while self._samples[0][0] < now - _KEPT_S:
+            self._samples.popleft()
+
+    def confirm(self, now: float, *, hurry: float = 1.0) -> float:
+        """Return the confirmed excess; 0 if there is none (yet).
+
+        `hurry` below 1 shortens the time: there is evidence of another kind as well.
+        """
+        for window_s in WINDOWS_S:
+            if now - self.began_s < window_s * hurry - 1e-6:
+                return 0.0
+            recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
+            if len(recent) < SAMPLES_MIN:
+                continue
+            low = recent[len(recent) // 5] if window_s < 5 else recent[len(recent) * 2 // 5]
+            wanted = max((self.scale_s / window_s) ** 0.5, self.least)
+            if window_s <= WINDOWS_S[0] and hurry == 1.0:
+                wanted = max(wanted, SHORTEST_EXCESS)
+            if low >= wanted:
+                return recent[len(recent) // 2]
+        return 0.0
+
+    def recent(self, now: float, window_s: float) -> float:
+        """Return the median excess of the last `window_s`; 0 where nothing was seen."""
+        recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
+        return recent[len(recent) // 2] if recent else 0.0
+
+    def is_over(self, now: float, clear_s: float) -> bool:
+        """Return whether nothing unusual was seen for `clear_s`."""
+        return now - self.seen_s >= clear_s
+
+
+class Baseline:
+    """What a duration usually is, learned from this generation and following slow drift.
+
+    The first samples of a thing (first steps, a bucket just rebuilt) are not its usual ones: two
+    are left out and the median of the next six is the start.
+    """
+
+    __slots__ = ("_first", "_seen", "_updated_s", "value")
+
+    SKIPPED, LEARNED = 2, 6
+    DRIFT_S = 60.0
+    """Time constant with which it follows."""
+
+    def __init__(self) -> None:
+        """Begin knowing nothing."""
+        self.value = 0.0
+        self._first: list[float] = []
+        self._seen = 0
+        self._updated_s = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether enough was seen."""
+        return self.value > 0.0
+
+    def add(self, now: float, sample: float, tolerance: float) -> None:
+        """Take a sample; one beyond `tolerance` times the value is not learned from."""
+        self._seen += 1
+        if self._seen <= self.SKIPPED:
+            return
+        if not self.known:
+            self._first.append(sample)
+            if len(self._first) >= self.LEARNED:
+                self.value = max(sorted(self._first)[len(self._first) // 2], 1e-9)
+                self._first, self._updated_s = [], now
+            return
+        if sample > tolerance * self.value:
+            self._updated_s = now
+            return
+        weight = min(0.1, (now - self._updated_s) / self.DRIFT_S)
+        self.value += weight * (sample - self.value)
+        self._updated_s = now

@@ -1,0 +1,415 @@
+"""Slowness: evidence of stages, collectives and links, fused into `Straggler` and `CommSlow`.
+
+Communication is judged first, because lateness grows under it as well. What the links show says
+where; what the collectives show says that it matters; either alone takes longer. A verdict is
+withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upon once it lasted
+`slow_action_s`. A rank that was kept from its CPU by neighbours is given much longer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
+from perdure.detect.links import LinkWatch, Place
+from perdure.detect.persistence import Persistence
+from perdure.detect.stages import StageWatch
+from perdure.detect.watch import RankWatch
+from perdure.model.events import VerdictReached, VerdictWithdrawn
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat
+from perdure.model.verdicts import Culprit, Verdict, VerdictKind
+
+FUSED_S, LINK_S = 0.9, 2.2
+"""How long links are suspected before a verdict: with slow collectives beside them, and alone."""
+RECENT_S = 2.5
+NEIGHBOUR_S = 30.0
+"""A rank whose neighbours take its CPU is a straggler only after this long."""
+OPEN_MAX = 8
+PROBED_MAX = 8
+
+
+@dataclass(slots=True)
+class _Cpu:
+    at_s: float
+    run_delay_s: float
+    share: float = 0.0
+    """Of the time, ready to run and without a CPU."""
+
+
+class SlowWatch:
+    """What is slow in one generation."""
+
+    def __init__(self, spec: JobSpec, generation: int) -> None:
+        """Begin a generation: every baseline is learned anew."""
+        config = spec.detect
+        self._spec, self._config, self._generation = spec, config, generation
+        self.stages = StageWatch(config)
+        self.collectives = CollectiveWatch(config, spec.world_size)
+        self.links = LinkWatch(config, spec.node_of)
+        self._cpu: dict[int, _Cpu] = {}
+        self._open: dict[tuple[str, str], Verdict] = {}
+        self._grown = -1
+        self._spans_seen = False
+        self.suspects: frozenset[int] = frozenset()
+        """Nodes that deserve a closer look."""
+
+    # --- what comes in ------------------------------------------------------------------------
+
+    def take(self, now: float, beat: NodeBeat) -> None:
+        """Take what a heartbeat says of collectives, steps and links."""
+        stages, collectives = self.stages, self.collectives
+        for progress in beat.ranks:
+            if progress.spans:
+                collectives.take(now, progress)
+                self._spans_seen = True
+            if progress.stages:
+                stages.take(now, progress.rank, progress.stages)
+            if progress.proc.run_delay_s > 0.0:
+                self._take_cpu(progress.rank, beat.sent_s, progress.proc.run_delay_s)
+        if beat.sweep is not None:
+            self.links.take(now, beat.sweep)
+
+    def _take_cpu(self, rank: int, sent_s: float, run_delay_s: float) -> None:
+        cpu = self._cpu.get(rank)
+        if cpu is None:
+            self._cpu[rank] = _Cpu(sent_s, run_delay_s)
+        elif sent_s - cpu.at_s >= 1.0:
+            share = (run_delay_s - cpu.run_delay_s) / (sent_s - cpu.at_s)
+            self._cpu[rank] = _Cpu(sent_s, run_delay_s, share)
+
+    def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
+        """A verdict about slowness is in the journal (perhaps an earlier controller's)."""
+        verdict = event.verdict
+        key = (verdict.kind, str(verdict.culprit))
+        if isinstance(event, VerdictReached):
+            self._open[key] = verdict
+        else:
+            self._open.pop(key, None)
+
+    def open_verdicts(self) -> tuple[Verdict, ...]:
+        """Return what is slow by an open verdict."""
+        return tuple(self._open.values())
+
+    # --- verdicts -----------------------------------------------------------------------------
+
+    def look(
+        self, now: float, watches: Mapping[int, RankWatch]
+    ) -> list[VerdictReached | VerdictWithdrawn]:
+        """Judge everything that came in since the last look."""
+        self._prepare(watches)
+        live = sum(not w.gone for w in watches.values())
+        self.stages.look(now, live)
+        self.collectives.look(now, self.stages.pace)
+        out: list[VerdictReached | VerdictWithdrawn] = []
+        out += self._withdraw(now)
+        comm = self._find_comm_slow(now)
+        if comm is not None:
+            out += self._report(now, comm)
+        if comm is None or comm.confidence < 0.7:
+            for verdict in self._find_stragglers(now, watches):
+                out += self._report(now, verdict)
+        out += self._escalate(now)
+        self.suspects = self._find_suspects(now)
+        return out
+
+    def _prepare(self, watches: Mapping[int, RankWatch]) -> None:
+        collectives = self.collectives
+        collectives.by_lateness = not self.stages.seen
+        first = next(iter(watches.values()), None)
+        if first is not None and first.account.step >= 0:
+            collectives.step_s = first.cadence.typical_s
+        if collectives.grown != self._grown:
+            self._grown = collectives.grown
+            apart = collectives.point_to_point
+            peers = find_peers(collectives.comms(), apart, self._spec.world_size)
+            self.stages.set_peers(peers)
+
+    def _report(self, now: float, verdict: Verdict) -> list[VerdictReached | VerdictWithdrawn]:
+        key = (verdict.kind, str(verdict.culprit))
+        if key in self._open or len(self._open) >= OPEN_MAX:
+            return []
+        out: list[VerdictReached | VerdictWithdrawn] = []
+        for old_key, old in list(self._open.items()):
+            replaced = verdict.kind == "CommSlow" == old.kind
+            node = verdict.culprit.node
+            if verdict.kind == "Straggler" == old.kind and node is not None:
+                rank = old.culprit.rank
+                replaced = rank is not None and self._spec.node_of(rank) == node
+            if verdict.kind == "CommSlow" and old.kind == "Straggler":
+                replaced = old.confidence < verdict.confidence
+            if replaced and old.confidence > verdict.confidence:
+                return []
+            if replaced:
+                del self._open[old_key]
+                reason = f"better explained: {verdict.reason}"
+                out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
+        self._open[key] = verdict
+        return [*out, VerdictReached(verdict=verdict)]
+
+    def _withdraw(self, now: float) -> list[VerdictWithdrawn]:
+        out = []
+        for key, verdict in list(self._open.items()):
+            if now - verdict.confirmed_s < self._config.slow_clear_s or self._lasts(now, verdict):
+                continue
+            del self._open[key]
+            reason = f"nothing unusual for {self._config.slow_clear_s:g} s"
+            out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
+        return out
+
+    def _lasts(self, now: float, verdict: Verdict) -> bool:
+        clear_s = self._config.slow_clear_s
+
+        def on(watch: Persistence | None) -> bool:
+            return watch is not None and not watch.is_over(now, clear_s)
+
+        if verdict.kind == "CommSlow":
+            slow = any(on(comm.slow) for comm in self.collectives.comms())
+            return slow or any(on(link.slow) for link in self.links.links.values())
+        culprit = verdict.culprit
+        ranks: tuple[int, ...] = () if culprit.rank is None else (culprit.rank,)
+        if culprit.node is not None:
+            ranks = tuple(self._spec.ranks_of(culprit.node))
+        late = self.collectives.lateness
+        return any(
+            on(self.stages.suspects.get(r)) or on(late[r].late if r in late else None)
+            for r in ranks
+        )
+
+    def _escalate(self, now: float) -> list[VerdictReached]:
+        out = []
+        for key, verdict in self._open.items():
+            due_s = verdict.confirmed_s + self._config.slow_action_s
+            if not verdict.actionable and now >= due_s:
+                evidence = {
+                    **verdict.evidence,
+                    "acted_after_s": round(now - verdict.confirmed_s, 3),
+                }
+                verdict = msgspec.structs.replace(verdict, actionable=True, evidence=evidence)
+                self._open[key] = verdict
+                out.append(VerdictReached(verdict=verdict))
+        return out
+
+    def _make(
+        self,
+        now: float,
+        kind: VerdictKind,
+        culprit: Culprit,
+        confidence: float,
+        reason: str,
+        began_s: float,
+        evidence: dict[str, object],
+    ) -> Verdict:
+        pace = self.stages.pace
+        if pace:
+            evidence = {**evidence, "step_ratio": round(pace, 3)}
+        return Verdict(
+            kind=kind,
+            culprit=culprit,
+            generation=self._generation,
+            first_seen_s=began_s,
+            confirmed_s=now,
+            confidence=confidence,
+            reason=reason,
+            activity="busy",
+            evidence=evidence,
+        )
+
+    # --- communication ------------------------------------------------------------------------
+
+    def _find_comm_slow(self, now: float) -> Verdict | None:
+        slow = [
+            comm
+            for comm in self.collectives.comms()
+            if comm.slow is not None
+            and now - comm.slow.seen_s <= RECENT_S
+            and comm.slow.recent(now, RECENT_S) > 0.0
+        ]
+        links = self.links.find_slow(now)
+        if links and self._matters(now, slow, {name for link in links for name in link.comms}):
+            began_s = min(link.slow.began_s for link in links if link.slow is not None)
+            sure = any(c.slow.confirm(now, hurry=0.5) > 0 for c in slow if c.slow is not None)
+            if now - began_s >= (FUSED_S if sure else LINK_S):
+                place = self.links.place(now, links, "slow")
+                if place is not None:
+                    return self._blame_place(now, place, slow, began_s)
+        confirmed = [(c.slow.confirm(now), c) for c in slow if c.slow is not None]
+        confirmed = [(e, c) for e, c in confirmed if e > 0.0]
+        return self._blame_comms(now, confirmed, slow) if confirmed else None
+
+    def _matters(self, now: float, slow: list[Comm], names: set[str]) -> bool:
+        """Return whether links that look slow make training slow."""
+        pace = self.stages.pace
+        if slow:
+            return True
+        if not self._spans_seen:
+            return not pace or pace >= 1.05
+        return bool(names & self.collectives.point_to_point) and pace >= 1.1
+
+    def _blame_place(self, now: float, place: Place, slow: list[Comm], began_s: float) -> Verdict:
+        evidence = dict(place.evidence)
+        reason = place.reason
+        if slow:
+            worst = max(slow, key=lambda c: c.slow.recent(now, RECENT_S) if c.slow else 0.0)
+            evidence |= worst.worst
+            excess = worst.slow.recent(now, RECENT_S) if worst.slow else 0.0
+            evidence["ratio"] = round(1.0 + excess, 2)
+            reason += f"; {worst.name} takes {1.0 + excess:.1f} times as long as usual"
+            began_s = min([began_s, *(c.slow.began_s for c in slow if c.slow is not None)])
+        if place.probe:
+            evidence["probe"] = list(place.probe)
+        culprit = Culprit(link=place.link) if place.link else Culprit(node=place.node)
+        return self._make(now, "CommSlow", culprit, place.confidence, reason, began_s, evidence)
+
+    def _blame_comms(
+        self, now: float, confirmed: list[tuple[float, Comm]], slow: list[Comm]
+    ) -> Verdict | None:
+        """No link stands out (or none is seen): what the slow communicators have in common."""
+        excess, worst = max(confirmed, key=lambda pair: (pair[0], pair[1].name))
+        began_s = min(c.slow.began_s for _, c in confirmed if c.slow is not None)
+        healthy = [
+            c
+            for c in self.collectives.comms()
+            if c not in slow and now - c.judged_s <= RECENT_S and c.baselines
+        ]
+        watched = now - self.links.swept_s <= RECENT_S
+        if watched and self._host_explains(now, worst):
+            return None  # A host that computes slowly also communicates slowly.
+        node_of = self._spec.node_of
+        nodes = set.intersection(*({node_of(r) for r in c.ranks} for c in slow)) if slow else set()
+        clear = {n for c in healthy for n in {node_of(r) for r in c.ranks}}
+        left = sorted(nodes - clear)
+        ranks = set.intersection(*(set(c.ranks) for c in slow)) if slow else set()
+        culprit, confidence = Culprit(), 0.5
+        if len(left) == 1 and self._spec.nodes > 1:
+            culprit, confidence = Culprit(node=left[0]), 0.6
+        elif len(ranks) == 2:
+            a, b = sorted(ranks)
+            culprit = Culprit(link=(a, b))
+        probe = (left or sorted(nodes))[:PROBED_MAX]
+        reason = (
+            f"{worst.name} takes {1.0 + excess:.1f} times as long as usual, measured by its last "
+            f"rank to arrive; {'no link stands out' if watched else 'links are not watched'}"
+        )
+        evidence = {**worst.worst, "ratio": round(1.0 + excess, 2), "probe": probe}
+        evidence["slow_communicators"] = [c.name for c in slow][:16]
+        return self._make(now, "CommSlow", culprit, confidence, reason, began_s, evidence)
+
+    def _host_explains(self, now: float, comm: Comm) -> bool:
+        suspects = self.stages.suspects
+        return any(
+            r in suspects and suspects[r].recent(now, RECENT_S) > suspects[r].least
+            for r in comm.ranks
+        )
+
+    # --- stragglers ---------------------------------------------------------------------------
+
+    def _find_stragglers(self, now: float, watches: Mapping[int, RankWatch]) -> list[Verdict]:
+        if not self.stages.seen:
+            late = self._find_late(now, watches)
+            return [late] if late is not None else []
+        confirmed: dict[int, float] = {}
+        for rank, suspect in sorted(self.stages.suspects.items()):
+            excess = suspect.confirm(now)
+            watch = watches.get(rank)
+            if excess > 0.0 and watch is not None and not watch.gone:
+                if self._is_neighbour(rank, excess) and now - suspect.began_s < NEIGHBOUR_S:
+                    continue
+                confirmed[rank] = excess
+        if 2 * len(confirmed) > max(len(watches), 2):
+            return []
+        out: list[Verdict] = []
+        done: set[int] = set()
+        for rank, excess in sorted(confirmed.items(), key=lambda pair: (-pair[1], pair[0])):
+            node = self._spec.node_of(rank)
+            if node in done or ("Straggler", f"node {node}") in self._open:
+                continue
+            out.append(self._blame_rank(now, rank, excess, watches[rank]))
+            if out[-1].culprit.node is not None:
+                done.add(node)
+        return out
+
+    def _blame_rank(self, now: float, rank: int, excess: float, watch: RankWatch) -> Verdict:
+        suspect = self.stages.suspects[rank]
+        share = self.stages.describe(rank, excess, suspect.began_s)
+        cpu = self._cpu.get(rank)
+        evidence: dict[str, object] = {
+            "stage": share.stage,
+            "ratio": round(1.0 + excess, 3),
+            "extra_s_per_step": share.extra_s,
+            "exposed_s_per_step": share.frontier_s,
+            "step_s": round(share.step_s, 5),
+            "pid": watch.pid,
+        }
+        if cpu is not None:
+            evidence["run_delay_share"] = round(cpu.share, 3)
+        confidence = 0.9
+        if self._is_neighbour(rank, excess):
+            confidence = 0.6
+        node = self._spec.node_of(rank)
+        mates = [r for r in self._spec.ranks_of(node)]
+        culprit, who = Culprit(rank=rank), f"rank {rank}"
+        if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates):
+            culprit, who = Culprit(node=node), f"node {node}: each of its {len(mates)} ranks"
+        extra_s = sum(v for v in share.extra_s.values() if v > 0)
+        part = "its own work" if share.stage == "compute" else share.stage
+        reason = (
+            f"{who} takes {1.0 + excess:.2f} times as long for its work; {part} is "
+            f"{extra_s * 1e3:.0f} ms longer a step, and the others wait"
+        )
+        verdict = self._make(
+            now, "Straggler", culprit, confidence, reason, suspect.began_s, evidence
+        )
+        return msgspec.structs.replace(verdict, step=watch.account.step, activity=watch.activity)
+
+    def _all_slow(self, now: float, mates: list[int]) -> bool:
+        suspects = self.stages.suspects
+        return all(
+            r in suspects and suspects[r].recent(now, RECENT_S) >= 0.7 * suspects[r].least
+            for r in mates
+        )
+
+    def _is_neighbour(self, rank: int, excess: float) -> bool:
+        """Return whether what the rank lost is what its neighbours took: it waited for a CPU."""
+        cpu = self._cpu.get(rank)
+        return cpu is not None and cpu.share >= 0.5 * excess / (1.0 + excess)
+
+    def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> Verdict | None:
+        """Without stages: of those that arrive late, the one that waits for nobody itself."""
+        late = []
+        for rank, mine in sorted(self.collectives.lateness.items()):
+            excess = mine.late.confirm(now) if mine.late is not None else 0.0
+            if excess > 0.0 and rank in watches and mine.late is not None:
+                late.append((mine.waited, rank, excess, mine.late.began_s))
+        if not late or 2 * len(late) > max(len(watches), 2):
+            return None
+        waited_s, rank, excess, began_s = min(late)
+        evidence: dict[str, object] = {
+            "stage": "compute",
+            "ratio": round(1.0 + excess, 3),
+            "waits_ms": round(waited_s * 1e3, 3),
+            "late": [r for _, r, _, _ in late][:16],
+            "probe": [self._spec.node_of(rank)],
+        }
+        reason = (
+            f"rank {rank} arrives late at its collectives by {excess:.0%} of a step and waits "
+            "for nobody itself (its stages are not recorded: compute)"
+        )
+        verdict = self._make(now, "Straggler", Culprit(rank=rank), 0.7, reason, began_s, evidence)
+        return msgspec.structs.replace(verdict, step=watches[rank].account.step)
+
+    # --- suspicion ----------------------------------------------------------------------------
+
+    def _find_suspects(self, now: float) -> frozenset[int]:
+        node_of = self._spec.node_of
+        nodes: set[int] = set()
+        for link in self.links.find_slow(now):
+            nodes |= {node_of(link.src), node_of(link.dst)}
+        for comm in self.collectives.comms():
+            if comm.slow is not None and now - comm.slow.seen_s <= RECENT_S and len(nodes) < 64:
+                nodes.update(node_of(r) for r in comm.ranks[:512])
+        for rank, suspect in self.stages.suspects.items():
+            if now - suspect.seen_s <= RECENT_S:
+                nodes.add(node_of(rank))
+        return frozenset(nodes)

@@ -1,0 +1,228 @@
+"""Whose own work takes longer: from the stages of each step, where waiting is a stage apart.
+
+All ranks of a job take equally long for a step, because an all-reduce makes them; their *own*
+work (data, forward, backward, optimizer; never time blocked in a collective) tells them apart,
+whatever communicator the others wait in. A rank is compared with its peers, the ranks that take
+part in the same collectives other than send and receive (stages of a pipeline differ by design),
+and with its own share of the work until now, so that what concerns all of them, such as another
+batch size, is nobody's fault. Durations only: no two clocks are ever compared.
+
+The account of exposed time is StageFrontier's (arXiv 2606.06751): with C(r, s) the own time of
+rank r up to the end of stage s, the frontier F(s) is the largest of them, and its increments are
+an exact, additive account of the step.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from perdure.detect.persistence import Baseline, Persistence
+from perdure.model.collectives import StepStages
+from perdure.model.job import DetectConfig
+
+NAMES = ("data", "forward", "backward", "optimizer")
+KEPT = 12
+"""Finished rows kept for evidence."""
+PENDING = 24
+LATE_S = 2.0
+"""A row that lacks ranks is taken as it is after so long."""
+FROM_START = 0.6
+"""Weight of an excess over the peers that was there from the first step: it may be by design."""
+
+Row = tuple[float, float, float, float, float, float]
+"""Own seconds by stage, their sum, and the whole step."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """One rank's part in a slow window."""
+
+    rank: int
+    excess: float
+    """Extra own work over usual own work."""
+    stage: str
+    extra_s: dict[str, float]
+    """Extra seconds a step by stage."""
+    frontier_s: dict[str, float]
+    """Exposed seconds a step by stage: the account of the whole group."""
+    step_s: float
+
+
+class StageWatch:
+    """Steps of all ranks, matched by their number."""
+
+    def __init__(self, config: DetectConfig) -> None:
+        """Begin a generation."""
+        self._config = config
+        self._rows: dict[int, dict[int, Row]] = {}
+        self._since: dict[int, float] = {}
+        self._taken = -1
+        self._peers: dict[int, int] = {}
+        """Rank -> lowest rank of its peers."""
+        self._shares: dict[int, Baseline] = {}
+        self._own: dict[int, Baseline] = {}
+        self._parts: dict[int, tuple[float, ...]] = {}
+        self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
+        self._learned_s = 0.0
+        self._step = Baseline()
+        self._step_now: deque[float] = deque(maxlen=3)
+        self.suspects: dict[int, Persistence] = {}
+
+    @property
+    def seen(self) -> bool:
+        """Whether any rank shows stages."""
+        return bool(self._recent) or bool(self._rows)
+
+    @property
+    def pace(self) -> float:
+        """Return the step time over its learned value; 0 where unknown."""
+        if not self._step.known or not self._step_now:
+            return 0.0
+        return sorted(self._step_now)[len(self._step_now) // 2] / self._step.value
+
+    def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
+        """Take the groups of ranks whose work is alike."""
+        self._peers = {rank: group[0] for group in groups for rank in group}
+
+    def take(self, now: float, rank: int, stages: Iterable[StepStages]) -> None:
+        """Take the ended steps of one rank."""
+        for s in stages:
+            if s.step <= self._taken:
+                continue
+            row = self._rows.get(s.step)
+            if row is None:
+                row = self._rows[s.step] = {}
+                self._since[s.step] = now
+            own = (s.data_s, s.forward_s, s.backward_s, s.optimizer_s)
+            row[rank] = (*own, sum(own), s.end_s - s.begin_s - s.other_s)
+
+    def look(self, now: float, num_live: int) -> None:
+        """Judge the rows that are complete, or will not be."""
+        for step in sorted(self._rows):
+            row = self._rows[step]
+            late = now - self._since[step] > LATE_S or len(self._rows) > PENDING
+            if len(row) < num_live and not late:
+                break
+            del self._rows[step], self._since[step]
+            self._taken = step
+            if 2 * len(row) > num_live and len(row) > 1:
+                self._judge(now, row)
+        for rank in [r for r, p in self.suspects.items() if p.is_over(now, 30.0)]:
+            del self.suspects[rank]
+
+    def _judge(self, now: float, row: dict[int, Row]) -> None:
+        self._recent.append(row)
+        whole_s = sorted(v[5] for v in row.values())[len(row) // 2]
+        self._step_now.append(whole_s)
+        self._step.add(now, whole_s, 1.25)
+        groups: dict[int, list[int]] = {}
+        for rank in row:
+            groups.setdefault(self._peers.get(rank, -1), []).append(rank)
+        everybody = sorted(v[4] for v in row.values())
+        learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row)
+        learn |= not all(b.known for b in list(self._own.values())[:1])
+        if learn:
+            self._learned_s = now
+        for _, group in sorted(groups.items()):
+            alike = len(group) > 1
+            ordered = sorted(row[r][4] for r in group) if alike else everybody
+            for rank in group:
+                self._weigh(now, rank, row[rank], ordered, alike, learn)
+
+    def _weigh(
+        self, now: float, rank: int, mine: Row, ordered: list[float], alike: bool, learn: bool
+    ) -> None:
+        own_s = mine[4]
+        usual_s = max(_median_of_others(ordered, own_s), 1e-6)
+        share = own_s / usual_s
+        base = self._shares.get(rank)
+        if base is None:
+            base = self._shares[rank] = Baseline()
+            self._own[rank] = Baseline()
+        own = self._own[rank]
+        excess = 0.0
+        if own.known:
+            excess = min(share / base.value, own_s / own.value) - 1.0
+        if alike:
+            excess = max(excess, FROM_START * (share - 1.0))
+        least = self._config.straggler_ratio - 1.0
+        extra_s = excess * usual_s
+        if extra_s < self._config.straggler_floor_s or extra_s < (
+            self._config.slow_impact * mine[5]
+        ):
+            excess = min(excess, 0.0)
+        suspect = self.suspects.get(rank)
+        if suspect is None and excess >= least:
+            suspect = Persistence(now, self._config.slow_confirm_s, least)
+            self.suspects[rank] = suspect
+        if suspect is not None:
+            suspect.add(now, excess)
+        if learn:
+            base.add(now, share, 1.1)
+            own.add(now, own_s, 1.5 if excess < 0.1 else 1.1)
+            if suspect is None:
+                self._learn_parts(rank, mine)
+
+    def _learn_parts(self, rank: int, mine: Row) -> None:
+        old = self._parts.get(rank)
+        if old is None:
+            self._parts[rank] = mine[:4]
+        else:
+            self._parts[rank] = tuple(a + 0.1 * (b - a) for a, b in zip(old, mine[:4], strict=True))
+
+    def describe(self, rank: int, excess: float, began_s: float) -> Share:
+        """Return in which stage `rank` loses its time, from the last rows."""
+        rows = [row for row in list(self._recent)[-5:] if rank in row]
+        key = self._peers.get(rank, -1)
+        extra, frontier = [0.0] * 4, [0.0] * 4
+        known = self._parts.get(rank)
+        for row in rows:
+            group = [r for r in row if self._peers.get(r, -1) == key]
+            group = group if len(group) > 1 else list(row)
+            for s in range(4):
+                others = sorted(row[r][s] for r in group if r != rank)
+                usual_s = others[len(others) // 2] if others else 0.0
+                if len(group) < len(row) and known is not None:
+                    usual_s = known[s]
+                extra[s] += (row[rank][s] - usual_s) / len(rows)
+            for s, increment_s in enumerate(find_frontier({r: row[r] for r in group})):
+                frontier[s] += increment_s / len(rows)
+        most = max(range(4), key=lambda s: extra[s])
+        gained_s = sum(max(e, 0.0) for e in extra)
+        stage = NAMES[most] if gained_s > 0 and extra[most] >= 0.7 * gained_s else "compute"
+        step_s = sum(row[rank][5] for row in rows) / max(len(rows), 1)
+        return Share(
+            rank,
+            excess,
+            stage,
+            {n: round(e, 5) for n, e in zip(NAMES, extra, strict=True)},
+            {n: round(e, 5) for n, e in zip(NAMES, frontier, strict=True)},
+            step_s,
+        )
+
+
+def find_frontier(row: Mapping[int, Sequence[float]]) -> tuple[float, ...]:
+    """Return the increments of the frontier by stage; they add up to the largest own time.
+
+    >>> find_frontier({0: (1.0, 2.0), 1: (0.5, 4.0)})
+    (1.0, 3.5)
+    """
+    reached = {rank: 0.0 for rank in row}
+    frontier, increments = 0.0, []
+    num_stages = min((len(parts) for parts in row.values()), default=0)
+    for s in range(min(num_stages, 4)):
+        for rank, parts in row.items():
+            reached[rank] += parts[s]
+        largest = max(reached.values())
+        increments.append(largest - frontier)
+        frontier = largest
+    return tuple(increments)
+
+
+def _median_of_others(ordered: list[float], mine: float) -> float:
+    """Return the median of a sorted list without one occurrence of `mine`."""
+    n = len(ordered)
+    if n < 2:
+        return mine
+    middle = (n - 1) // 2
+    return ordered[middle] if mine > ordered[middle] else ordered[middle + 1]
