@@ -106,6 +106,8 @@ class LinkReader:
     """Inodes that are no rank's."""
     _lone: list[_Socket] = field(default_factory=list)
     """Those whose other end is on no rank here."""
+    hosts: Counter[str] = field(default_factory=Counter)
+    """Addresses of this node's ends, with the number of connections."""
     _uses_v6: bool = False
     _number: int = 0
     _swept_s: float = 0.0
@@ -156,12 +158,7 @@ class LinkReader:
 
     def find_address(self) -> str:
         """Return the address of this node by which most connections between ranks run; or ''."""
-        hosts = Counter(s.address.local.rpartition(":")[0] for s in self._sockets.values())
-        return max(hosts, key=lambda host: (hosts[host], host)) if hosts else ""
-
-    def list_addresses(self) -> set[str]:
-        """Return the addresses of this node's ends."""
-        return {s.address.local.rpartition(":")[0] for s in self._sockets.values()}
+        return max(self.hosts, key=lambda host: (self.hosts[host], host)) if self.hosts else ""
 
     def close(self) -> None:
         """Close the lines to the kernel."""
@@ -243,7 +240,8 @@ class LinkReader:
         """Note what every sweep needs to know of all connections."""
         held = self._sockets.values()
         self._lone = [s for s in held if s.dst < 0]
-        self._uses_v6 = any(s.address.local.count(":") > 1 for s in held)
+        self.hosts = Counter(s.address.local.rpartition(":")[0] for s in held)
+        self._uses_v6 = any(":" in host for host in self.hosts)
 
     def _refresh(
         self, now: float, unknown: dict[int, tuple[Address, Numbers]], ignored: frozenset[int]

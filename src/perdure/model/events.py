@@ -269,6 +269,8 @@ class LinksNoted(Event, frozen=True, kw_only=True):
     at_s: float
     window_s: float
     links: tuple[LinkSample, ...]
+    note: str = ""
+    """What could not be seen, or why there are none."""
 
 
 class ProbeEnded(Event, frozen=True, kw_only=True):

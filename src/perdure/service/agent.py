@@ -61,9 +61,11 @@ from perdure.model.wire import (
 )
 from perdure.service.agent_beats import RankReader
 from perdure.service.agent_keeper import KeeperLink, keeper_command
+from perdure.service.agent_links import LinkTelemetry, Ranks
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_workers import WorkerServer
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
+from perdure.service.placement import find_address
 from perdure.service.ports import Bus
 
 log = logging.getLogger("perdure.agent")
@@ -101,6 +103,7 @@ class AgentService:
         identity = NodeIdentity(
             node=node,
             incarnation=incarnation,
+            host=find_address(env),
             boot_id=read_boot_id(),
             device_ids=list_device_ids(spec, node),
         )
@@ -108,6 +111,7 @@ class AgentService:
         self._outbox = Outbox(bus, subject_events(spec.name), node=node, source=incarnation)
         self._workers = WorkerServer(spec.name, self._outbox, self.take)
         self._reader = RankReader(paths, clock_offset_s)
+        self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
             keeper or keeper_command(spec.name, node),
@@ -137,6 +141,7 @@ class AgentService:
                 await self._bus.subscribe(subject_orders(self._spec.name, whom), self._take_order)
             self._start(self._outbox.run())
             self._start(self._beat())
+            self._start(self._links.run(self._view_ranks, self.now))
             self.take(AgentStarted())
             await self._left.wait()
             if self._failed is not None:
@@ -150,6 +155,7 @@ class AgentService:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
             self._keeper.close()
+            self._links.close()
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -163,9 +169,13 @@ class AgentService:
 
     def _take_order(self, data: bytes) -> None:
         try:
-            self.take(OrderReceived(order=decode(data, NodeOrder)))
+            order: NodeOrder = decode(data, NodeOrder)
         except ProtocolError as error:
             log.error("order refused: %s", error)
+            return
+        if order.watch is not None:
+            self._links.watch(order.watch)
+        self.take(OrderReceived(order=order))
 
     def _greet_keeper(self, state: KeeperState) -> None:
         ranks, reader = self._spec.ranks_of(self._node), self._reader
@@ -312,9 +322,17 @@ class AgentService:
             beat = self._reader.read_beat(
                 self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
             )
-            await self._bus.publish(subject, encode(beat))
+            await self._bus.publish(subject, encode(self._links.join(beat)))
             due_s = max(due_s + BEAT_S, loop.time())
             await asyncio.sleep(due_s - loop.time())
+
+    def _view_ranks(self) -> Ranks:
+        """Return whose connections are looked at; the store's are none between ranks."""
+        keeper, wanted = self.machine.state.keeper, self.machine.state.assignment
+        if keeper is None:
+            return Ranks(-1, {}, frozenset())
+        ports = {keeper.store_port, wanted.master_port if wanted else 0}
+        return Ranks(keeper.generation, dict(keeper.running), frozenset(ports - {0}))
 
 
 # --- the process --------------------------------------------------------------------------------

@@ -1,8 +1,19 @@
 """Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves."""
 
 from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.links import DelayMatrix, LinkFold, find_delay_matrix
 from perdure.telemetry.series import Series, SeriesFold, make_series
 from perdure.telemetry.snapshot import SnapshotFold
 from perdure.telemetry.verdicts import find_verdicts
 
-__all__ = ["LedgerFold", "Series", "SeriesFold", "SnapshotFold", "find_verdicts", "make_series"]
+__all__ = [
+    "DelayMatrix",
+    "LedgerFold",
+    "LinkFold",
+    "Series",
+    "SeriesFold",
+    "SnapshotFold",
+    "find_delay_matrix",
+    "find_verdicts",
+    "make_series",
+]

@@ -1,0 +1,282 @@
+"""The delay matrix: sweeps of all nodes joined, folded, and kept in the journal now and then.
+
+An agent sees one end of a connection. Where the other end is on another node, both agents tell
+the addresses of theirs, and the two ends that mirror each other are one directed link each way.
+A communicator that neither end could name is filled in where only one contains both ranks.
+
+A cell is the median over the last sweeps of busy milliseconds per megabyte, so that one late
+sweep or one burst moves nothing; bytes and segments sent again are sums, the rest is the newest.
+What is kept (`LinksNoted`) is a minute's fold, and one with each verdict about communication:
+`busy_s` there is the median cell times the bytes.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+
+from perdure.model.events import AnyEvent, JournalEntry, LinksNoted, VerdictReached
+from perdure.model.links import LinkSample, LinkSweep
+from perdure.model.progress import NodeBeat
+
+FIRST_NOTE_S = 10.0
+NOTE_S = 60.0
+VERDICT_NOTE_S = 2.0
+"""At the least between two notes that verdicts ask for."""
+LINKS_MAX = 2000
+"""In one note; the unusual and the slowest first."""
+CELLS_KEPT = 16
+COMM_VERDICTS = ("CommSlow", "CommHang")
+
+_Key = tuple[int, int, str]
+
+
+class LinkJoin:
+    """Gives every sample of a sweep its other end and its communicator."""
+
+    def __init__(self) -> None:
+        """Begin with nothing known."""
+        self._generation = -1
+        self._ends: dict[tuple[str, str], tuple[int, str]] = {}
+        self._members: dict[str, tuple[int, ...]] = {}
+        self._only: dict[tuple[int, int], str] = {}
+
+    def resolve(self, beat: NodeBeat) -> NodeBeat:
+        """Return `beat` with its sweep's links joined; what is no link between ranks is dropped."""
+        if beat.generation > self._generation:
+            self._generation = beat.generation
+            self._ends, self._members, self._only = {}, {}, {}
+        sweep = beat.sweep
+        if sweep is None or beat.generation < self._generation:
+            return beat
+        for end in sweep.endpoints:
+            known = self._ends.get((end.local, end.remote))
+            self._ends[end.local, end.remote] = (end.rank, end.comm or (known or ("", ""))[1])
+        if all(sample.dst >= 0 and sample.comm for sample in sweep.links):
+            return beat
+        self._learn(beat)
+        found: dict[_Key, LinkSample] = {}
+        for sample in sweep.links:
+            joined = self._join(sample)
+            if joined is not None:
+                key = (joined.src, joined.dst, joined.comm)
+                found[key] = add_samples(found[key], joined) if key in found else joined
+        links = tuple(found.values())
+        return msgspec.structs.replace(beat, sweep=msgspec.structs.replace(sweep, links=links))
+
+    def _join(self, sample: LinkSample) -> LinkSample | None:
+        dst, comm = sample.dst, sample.comm
+        if dst < 0:
+            other = self._ends.get((sample.remote, sample.local))
+            if other is None or other[0] == sample.src:
+                return None
+            dst, comm = other[0], comm or other[1]
+        comm = comm or self._find_only(sample.src, dst)
+        return msgspec.structs.replace(sample, dst=dst, comm=comm, local="", remote="")
+
+    def _learn(self, beat: NodeBeat) -> None:
+        for progress in beat.ranks:
+            for comm in progress.comms:
+                if comm.ranks and self._members.get(comm.name) != comm.ranks:
+                    self._members[comm.name] = comm.ranks
+                    self._only = {}
+
+    def _find_only(self, src: int, dst: int) -> str:
+        """Return the one communicator that contains both; empty where there are several."""
+        known = self._only.get((src, dst))
+        if known is None:
+            both = [n for n, ranks in self._members.items() if src in ranks and dst in ranks]
+            known = self._only[src, dst] = both[0] if len(both) == 1 else ""
+        return known
+
+
+@dataclass(slots=True)
+class _Cell:
+    """One link since the last note."""
+
+    bytes: int = 0
+    retrans: int = 0
+    cells: deque[float] = field(default_factory=lambda: deque(maxlen=CELLS_KEPT))
+    rtts: deque[float] = field(default_factory=lambda: deque(maxlen=CELLS_KEPT))
+    newest: LinkSample | None = None
+    seen_s: float = 0.0
+
+
+class LinkFold:
+    """Folds heartbeats into the delay matrix, and says when to keep it."""
+
+    def __init__(self) -> None:
+        """Begin before the first heartbeat."""
+        self._join = LinkJoin()
+        self._generation = -1
+        self._cells: dict[_Key, _Cell] = {}
+        self._begun_s = self._noted_s = 0.0
+        self._due_s: float | None = None
+        self._notes: dict[int, str] = {}
+        """Node -> what its agent cannot see."""
+        self._sockets: dict[int, int] = {}
+        self._said = ""
+
+    def observe(self, now: float, beat: NodeBeat) -> NodeBeat:
+        """Take a heartbeat; return it with its links joined."""
+        beat = self._join.resolve(beat)
+        sweep = beat.sweep
+        if beat.generation > self._generation:
+            self._begin(now, beat.generation)
+        if sweep is None or beat.generation < self._generation:
+            return beat
+        if self._due_s is None:
+            self._begun_s, self._due_s = now, now + FIRST_NOTE_S
+        self._notes[beat.node], self._sockets[beat.node] = sweep.note, sweep.sockets
+        self._fold(now, sweep)
+        return beat
+
+    def next_deadline(self) -> float | None:
+        """Return when to call `tick`."""
+        return self._due_s
+
+    def tick(self, now: float) -> list[AnyEvent]:
+        """Return what is to be kept, if it is time."""
+        if self._due_s is None or now < self._due_s:
+            return []
+        return self._note(now)
+
+    def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
+        """Take a journaled event; return what is to be kept beside it."""
+        if not isinstance(event, VerdictReached) or not self._cells:
+            return []
+        verdict = event.verdict
+        about = verdict.culprit.link is not None or verdict.kind in COMM_VERDICTS
+        if not about or now - self._noted_s < VERDICT_NOTE_S:
+            return []
+        return self._note(now)
+
+    def samples(self) -> tuple[LinkSample, ...]:
+        """Return the matrix as it is now: one sample a link, the unusual and the slowest first."""
+        made = [_make_sample(key, cell) for key, cell in self._cells.items()]
+        return tuple(sorted(made, key=_rank_sample)[:LINKS_MAX])
+
+    def _begin(self, now: float, generation: int) -> None:
+        self._generation = generation
+        self._cells, self._notes, self._sockets, self._said = {}, {}, {}, ""
+        self._begun_s, self._noted_s, self._due_s = now, 0.0, None
+
+    def _fold(self, now: float, sweep: LinkSweep) -> None:
+        for sample in sweep.links:
+            cell = self._cells.setdefault((sample.src, sample.dst, sample.comm), _Cell())
+            cell.newest, cell.seen_s = sample, now
+            cell.bytes += sample.bytes_acked
+            cell.retrans += sample.retrans
+            if sample.busy_ms_per_mb:
+                cell.cells.append(sample.busy_ms_per_mb)
+                cell.rtts.append(sample.rtt_s)
+
+    def _note(self, now: float) -> list[AnyEvent]:
+        samples, why = self.samples(), self._explain()
+        window_s = now - max(self._begun_s, self._noted_s)
+        self._noted_s, self._due_s = now, now + NOTE_S
+        # What has been silent for a whole window is not carried on for ever.
+        self._cells = {k: c for k, c in self._cells.items() if now - c.seen_s < NOTE_S}
+        for cell in self._cells.values():
+            cell.bytes = cell.retrans = 0
+        if not samples and why == self._said:
+            return []
+        self._said = why
+        return [
+            LinksNoted(
+                generation=self._generation,
+                at_s=now,
+                window_s=window_s,
+                links=samples,
+                note=why,
+            )
+        ]
+
+    def _explain(self) -> str:
+        """Return what is missing, in words."""
+        missing = [f"node {node}: {note}" for node, note in sorted(self._notes.items()) if note]
+        if not self._cells and not missing:
+            count = sum(self._sockets.values())
+            if not count:
+                return "no TCP connections between ranks (shared memory, NVLink or RDMA carry it)"
+            return f"{count} connections between ranks, none of which moved 1 MB in a second"
+        return "; ".join(missing[:3]) + (f" and {len(missing) - 3} more" * (len(missing) > 3))
+
+
+class DelayMatrix(msgspec.Struct, frozen=True):
+    """One picture of all links, for a screen."""
+
+    generation: int = -1
+    at_s: float = 0.0
+    window_s: float = 0.0
+    links: tuple[LinkSample, ...] = ()
+    """One for each directed pair of ranks, all communicators together."""
+    comms: tuple[LinkSample, ...] = ()
+    """One for each directed pair and communicator."""
+    note: str = ""
+    """What is missing, or why it is empty."""
+
+
+def find_delay_matrix(entries: Iterable[JournalEntry]) -> DelayMatrix:
+    """Return the newest matrix that a journal holds; an empty one says why."""
+    newest: LinksNoted | None = None
+    for entry in entries:
+        if isinstance(entry.body, LinksNoted):
+            newest = entry.body
+    if newest is None:
+        why = f"no links were noted (the first note follows {FIRST_NOTE_S:.0f} s of training)"
+        return DelayMatrix(note=why)
+    return make_delay_matrix(newest)
+
+
+def make_delay_matrix(noted: LinksNoted) -> DelayMatrix:
+    """Return one note as a matrix."""
+    pairs: dict[tuple[int, int], LinkSample] = {}
+    for sample in noted.links:
+        key = (sample.src, sample.dst)
+        whole = msgspec.structs.replace(sample, comm="")
+        pairs[key] = add_samples(pairs[key], whole) if key in pairs else whole
+    return DelayMatrix(
+        generation=noted.generation,
+        at_s=noted.at_s,
+        window_s=noted.window_s,
+        links=tuple(pairs[key] for key in sorted(pairs)),
+        comms=tuple(sorted(noted.links, key=lambda s: (s.src, s.dst, s.comm))),
+        note=noted.note,
+    )
+
+
+def add_samples(one: LinkSample, other: LinkSample) -> LinkSample:
+    """Return two samples of one link as one: sums, and the worse state."""
+    return msgspec.structs.replace(
+        one,
+        bytes_acked=one.bytes_acked + other.bytes_acked,
+        busy_s=one.busy_s + other.busy_s,
+        rtt_s=max(one.rtt_s, other.rtt_s),
+        retrans=one.retrans + other.retrans,
+        unsent_bytes=one.unsent_bytes + other.unsent_bytes,
+        backoff=max(one.backoff, other.backoff),
+        last_ack_s=max(one.last_ack_s, other.last_ack_s),
+        unread_bytes=one.unread_bytes + other.unread_bytes,
+        min_rtt_s=max(one.min_rtt_s, other.min_rtt_s),
+    )
+
+
+def _make_sample(key: _Key, cell: _Cell) -> LinkSample:
+    newest = cell.newest
+    assert newest is not None
+    busy_s = median(cell.cells) * cell.bytes / 1e9 if cell.cells else newest.busy_s
+    return msgspec.structs.replace(
+        newest,
+        bytes_acked=cell.bytes,
+        busy_s=busy_s,
+        rtt_s=median(cell.rtts) if cell.rtts else newest.rtt_s,
+        retrans=cell.retrans,
+    )
+
+
+def _rank_sample(sample: LinkSample) -> tuple[bool, float, int, int, str]:
+    unusual = bool(sample.backoff or sample.retrans or sample.unsent_bytes)
+    return (not unusual, -sample.busy_ms_per_mb, sample.src, sample.dst, sample.comm)
