@@ -52,7 +52,7 @@ from perdure.model.wire import (
 from perdure.service.journal import Journal
 from perdure.service.orders import OrderBook, Sending, describe_action
 from perdure.service.ports import Bus, Reply
-from perdure.telemetry import SnapshotFold
+from perdure.telemetry import LinkFold, SnapshotFold
 
 log = logging.getLogger("perdure.controller")
 
@@ -111,6 +111,7 @@ class ControllerService:
         self._machine, self._detector = Controller(), Detector(spec)
         self._orders = OrderBook(spec, incarnation)
         self._fold = SnapshotFold(spec)
+        self._links = LinkFold()
         self._taken: dict[str, int] = {}
         """Source -> number of its newest event in the journal."""
         self._answers: dict[str, CommandReply] = {}
@@ -243,11 +244,13 @@ class ControllerService:
             self._obey(turn, command, reply)
         for node in sorted(inbox.beats):
             for beat in inbox.beats[node]:
-                self._fold.observe(turn.now, beat)
-                self._derive(turn, self._detector.observe(turn.now, beat))
+                joined = self._links.observe(turn.now, beat)
+                self._fold.observe(turn.now, joined)
+                self._derive(turn, self._detector.observe(turn.now, joined))
         due_s = self._detector.next_deadline()
         if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
             self._derive(turn, self._detector.tick(turn.now))
+        self._derive(turn, self._links.tick(turn.now))
         due_s = self._timer_due()
         if due_s is not None and due_s <= turn.now:
             self._timer_at_s = turn.now + _TIMER_PAUSE_S
@@ -317,6 +320,7 @@ class ControllerService:
                 )
                 self._add(turn, self._ended)
         self._derive(turn, self._detector.note(turn.now, event))
+        self._derive(turn, self._links.note(turn.now, event))
 
     def _enter(
         self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0

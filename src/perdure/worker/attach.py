@@ -24,6 +24,7 @@ from perdure.model.progress import Phase
 from perdure.model.wire import DumpTraces, WorkerHello
 from perdure.worker.control import Control
 from perdure.worker.faults import Faults
+from perdure.worker.groups import note_groups
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recorder import Dump, StatusRecorder
 from perdure.worker.ring import RingWriter
@@ -115,6 +116,7 @@ class Attachment:
             self.recorder = StatusRecorder(self.ring, dumps, _find_members)
         self.recorder.start()
         _note_group(self)
+        note_groups(os.environ["PERDURE_RING"])
 
     def stop(self) -> None:
         """End the threads and hand over what is left; the ring stays."""
