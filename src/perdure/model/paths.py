@@ -4,6 +4,7 @@
         job.json            the JobSpec                    endpoint.json   NATS URL and token (0600)
         parts.json          pids of the parts              state.json      newest Snapshot
         journal.jsonl       mirror of the journal          nats/           the server's store
+        snapshots/SEQ.json  what a controller knew at entry SEQ, so that the next replays less
         logs/*.log          of the parts
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
@@ -51,6 +52,11 @@ class JobPaths(msgspec.Struct, frozen=True):
     def journal(self) -> str:
         """The mirror of the journal."""
         return self._at("journal.jsonl")
+
+    @property
+    def snapshots(self) -> str:
+        """What controllers knew at some entries of the journal."""
+        return self._at("snapshots")
 
     @property
     def imports(self) -> str:

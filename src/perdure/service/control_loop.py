@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.control import Controller
+from perdure.control import Memory
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, AnyAction, CordonNode, EndJob
+from perdure.model.actions import AnswerCommand, CordonNode, EndJob
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -52,7 +52,8 @@ from perdure.model.wire import (
 from perdure.service.journal import Journal
 from perdure.service.orders import OrderBook, Sending, describe_action
 from perdure.service.ports import Bus, Reply
-from perdure.telemetry import LinkFold, SnapshotFold
+from perdure.service.snapshots import EVERY, SnapshotFiles
+from perdure.telemetry import LinkFold
 
 log = logging.getLogger("perdure.controller")
 
@@ -103,20 +104,22 @@ class ControllerService:
         incarnation: str,
         submitted_s: float,
         show: Callable[[Snapshot], None],
+        snapshots: SnapshotFiles | None = None,
+        snapshot_every: int = EVERY,
     ) -> None:
-        """Wire the machines; `show` takes a snapshot twice a second."""
+        """Wire the machines; `show` takes a picture twice a second.
+
+        With `snapshots`, what is known is written down every `snapshot_every` entries.
+        """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
         self._show = show
-        self._machine, self._detector = Controller(), Detector(spec)
+        self._memory, self._detector = Memory(spec), Detector(spec)
+        self._snapshots, self._snapshot_every = snapshots, snapshot_every
+        self._snapshot_seq = 0
+        self._writing: asyncio.Task[None] | None = None
         self._orders = OrderBook(spec, incarnation)
-        self._fold = SnapshotFold(spec)
         self._links = LinkFold()
-        self._taken: dict[str, int] = {}
-        """Source -> number of its newest event in the journal."""
-        self._answers: dict[str, CommandReply] = {}
-        self._asked: set[str] = set()
-        """Commands that are in the journal."""
         self._waiting: dict[str, list[Reply]] = {}
         self._inbox, self._wake = _Inbox(), asyncio.Event()
         self._ended: JobEnded | None = None
@@ -132,36 +135,39 @@ class ControllerService:
             FencedError: another controller writes the journal.
             PlatformError: the journal cannot be read at the start.
         """
-        started_s = self._clock()
-        entries = await self._journal.open()
-        for entry in entries:
-            self._replay(entry)
-        replayed_s = self._clock() - started_s
-        log.info("replayed %d entries in %.3f s", len(entries), replayed_s)
+        await self._remember()
         if self._ended is None:
             await self._serve()
-            await self._begin(first=not entries)
+            await self._begin(first=not self._memory.seq)
         while self._ended is None:
             await self._pause()
             await self._turn()
-        self._show(self._fold.snapshot(self._clock()))
+        self._show(self._memory.fold.snapshot(self._clock()))
+        await self._journal.settle()
         return self._ended
 
-    def _replay(self, entry: JournalEntry) -> None:
-        """Take an entry of the past; what followed from it is in the journal too, or is lost."""
-        self._fold.add(entry)
-        event = entry.body
-        if isinstance(event, Decision):
-            return
-        if entry.source:
-            self._taken[entry.source] = max(entry.source_seq, self._taken.get(entry.source, 0))
-        for action in self._machine.handle(entry.at_s, event):
-            self._remember(action)
-        self._detector.note(entry.at_s, event)
-        if isinstance(event, CommandReceived):
-            self._asked.add(event.id)
-        if isinstance(event, JobEnded):
-            self._ended = event
+    async def _remember(self) -> None:
+        """Know again what the journal knows: from the newest snapshot that holds, or all of it."""
+        started_s = self._clock()
+        tail = None
+        for memory, position in self._snapshots.read(self._spec) if self._snapshots else ():
+            tail = await self._journal.resume(position)
+            if tail is not None:
+                self._memory, self._snapshot_seq = memory, memory.seq
+                break
+            log.warning("the snapshot at entry %d is of another journal", memory.seq)
+        since = self._snapshot_seq
+        if tail is None:
+            tail = await self._journal.open()
+        for entry in tail:
+            self._memory.replay(entry)
+            if isinstance(entry.body, JobEnded):
+                self._ended = entry.body
+        for at_s, event in self._memory.recent():
+            self._detector.note(at_s, event)
+        replayed_s = self._clock() - started_s
+        source = f"after the snapshot at entry {since}" if since else "from the first on"
+        log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
 
     async def _serve(self) -> None:
         await self._bus.serve(subject_events(self._spec.name), self._take_message)
@@ -193,7 +199,7 @@ class ControllerService:
         self._wake.clear()
 
     def _timer_due(self) -> float | None:
-        deadline_s = self._machine.next_deadline()
+        deadline_s = self._memory.machine.next_deadline()
         return None if deadline_s is None else max(deadline_s, self._timer_at_s)
 
     # --- what arrives -------------------------------------------------------------------------
@@ -245,7 +251,7 @@ class ControllerService:
         for node in sorted(inbox.beats):
             for beat in inbox.beats[node]:
                 joined = self._links.observe(turn.now, beat)
-                self._fold.observe(turn.now, joined)
+                self._memory.fold.observe(turn.now, joined)
                 self._derive(turn, self._detector.observe(turn.now, joined))
         due_s = self._detector.next_deadline()
         if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
@@ -261,9 +267,7 @@ class ControllerService:
     def _take_events(self, turn: _Turn, message: EventMessage) -> None:
         """Take what is new; a gap is left for the sender to fill."""
         for number, event in enumerate(message.events, message.first_seq):
-            taken = self._taken.get(message.source, 0)
-            if number == taken + 1:
-                self._taken[message.source] = number
+            if number == self._memory.taken.get(message.source, 0) + 1:
                 self._add(turn, event, message.source, number)
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
@@ -273,16 +277,18 @@ class ControllerService:
                 answer = CommandReply(id=command.id, ok=True, result=result)
                 turn.replies.append((reply, encode(answer)))
             case "status":
-                result = msgspec.to_builtins(self._fold.snapshot(turn.now))
+                result = msgspec.to_builtins(self._memory.fold.snapshot(turn.now))
                 answer = CommandReply(id=command.id, ok=True, result=result)
                 turn.replies.append((reply, encode(answer)))
             case kind:
-                if command.id in self._answers:
-                    turn.replies.append((reply, encode(self._answers[command.id])))
+                state = self._memory.machine.state
+                if command.id in state.answered:
+                    ok, reason, result = state.answered[command.id]
+                    answer = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
+                    turn.replies.append((reply, encode(answer)))
                     return
                 self._waiting.setdefault(command.id, []).append(reply)
-                if command.id not in self._asked:
-                    self._asked.add(command.id)
+                if command.id not in state.commands:
                     event = CommandReceived(
                         id=command.id, kind=kind, args=command.args, who=command.who, at_s=turn.now
                     )
@@ -296,7 +302,7 @@ class ControllerService:
         """Take one event through the machines: its entry, then its decisions, then what follows."""
         self._enter(turn, event, source, source_seq)
         turn.sendings += self._orders.note(event)
-        for action in self._machine.handle(turn.now, event):
+        for action in self._memory.machine.handle(turn.now, event):
             log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
             decision = Decision(
                 action=type(action).__name__,
@@ -304,7 +310,6 @@ class ControllerService:
                 reason=action.reason,
             )
             self._enter(turn, decision)
-            self._remember(action)
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
@@ -333,13 +338,7 @@ class ControllerService:
             source_seq=source_seq,
         )
         turn.entries.append(entry)
-        self._fold.add(entry)
-
-    def _remember(self, action: AnyAction) -> None:
-        if isinstance(action, AnswerCommand):
-            self._answers[action.id] = CommandReply(
-                id=action.id, ok=action.ok, reason=action.reason, result=action.result
-            )
+        self._memory.note(entry)
 
     async def _finish(self, turn: _Turn) -> None:
         """Wait until the turn is on disk; then send what it decided."""
@@ -348,10 +347,13 @@ class ControllerService:
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
         for reply, source in turn.acks:
-            await reply(encode(EventAck(seq=self._taken.get(source, 0))))
+            await reply(encode(EventAck(seq=self._memory.taken.get(source, 0))))
         for action in turn.answers:
+            answer = CommandReply(
+                id=action.id, ok=action.ok, reason=action.reason, result=action.result
+            )
             for reply in self._waiting.pop(action.id, ()):
-                await reply(encode(self._answers[action.id]))
+                await reply(encode(answer))
         for reply, data in turn.replies:
             await reply(data)
         now = self._clock()
@@ -359,4 +361,16 @@ class ControllerService:
             self._settled_at_s = now + _SETTLE_S
         if now >= self._show_at_s or self._ended is not None:
             self._show_at_s = now + SNAPSHOT_S
-            self._show(self._fold.snapshot(now))
+            self._show(self._memory.fold.snapshot(now))
+        self._write_snapshot()
+
+    def _write_snapshot(self) -> None:
+        """Write down what is known, if it is time: rendered now, put on disk beside the loop."""
+        files, due = self._snapshots, self._snapshot_seq + self._snapshot_every
+        if files is None or self._memory.seq < due or self._ended is not None:
+            return
+        if self._writing is not None and not self._writing.done():
+            return
+        self._snapshot_seq = self._memory.seq
+        seq, data = files.render(self._memory, self._journal.position())
+        self._writing = asyncio.create_task(asyncio.to_thread(files.write, seq, data))

@@ -30,6 +30,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.journal import Journal, Mirror
 from perdure.service.processes import find_by_argument
+from perdure.service.snapshots import SnapshotFiles
 
 log = logging.getLogger("perdure.controller")
 
@@ -86,6 +87,7 @@ async def _main(job: str) -> JobEnded:
             incarnation=incarnation,
             submitted_s=parts.started_s if parts else clock(),
             show=show,
+            snapshots=SnapshotFiles(paths.snapshots),
         )
         with _watch_run(service):
             ended = await service.run()

@@ -31,6 +31,7 @@ PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
 SPACE_MIN_BYTES = 8_000_000
+_LAST_LINE_GUESS = 1 << 16
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -154,6 +155,26 @@ def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:
             return parse_journal(file)
     except FileNotFoundError:
         return None
+
+
+def read_last_entry(paths: JobPaths) -> JournalEntry | None:
+    """Return the newest entry of `journal.jsonl`, however long that is; None where there is none.
+
+    Raises:
+        ProtocolError: its last whole line is none.
+    """
+    length = _LAST_LINE_GUESS
+    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        while True:
+            file.seek(max(0, size - length))
+            whole, newline, _ = file.read(length).rpartition(b"\n")
+            if newline and (b"\n" in whole or length >= size):
+                return decode(whole.rpartition(b"\n")[2], JournalEntry)
+            if length >= size:
+                return None
+            length *= 4
+    return None
 
 
 def list_jobs(home: str) -> list[str]:

@@ -20,6 +20,9 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
+import xxhash
+
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, FencedError, PlatformError
@@ -35,6 +38,19 @@ _GROUP_BYTES = 500_000
 """A group is split above this: NATS refuses messages over 1 MB unless told otherwise."""
 _RETRY_S = 0.02
 _STUCK_S = 8.0
+_MIRROR_RETRY_S = 1.0
+
+
+class Position(msgspec.Struct, frozen=True):
+    """A place in the journal, after one of its groups, and how to know the journal by it."""
+
+    entries: int = 0
+    groups: int = 0
+    digest: str = ""
+    """xxh3_128 of the last group."""
+    mirror_size: int = 0
+    mirror_digest: str = ""
+    """xxh3_128 of everything up to here; empty where it is not known."""
 
 
 class Mirror:
@@ -45,24 +61,67 @@ class Mirror:
     """
 
     def __init__(self, path: str) -> None:
-        """Write to `path`; nothing is done before `rewrite`."""
+        """Write to `path`; nothing is done before `rewrite` or `resume`."""
         self.path = path
         self._size = 0
         self._pending = b""
+        self._held = True
+        self._digest = xxhash.xxh3_128()
 
     def rewrite(self, data: bytes) -> None:
-        """Replace the copy by `data`, the whole journal."""
-        self._size, self._pending = 0, data
+        """Replace the copy by `data`, the whole journal, and what was appended meanwhile."""
+        self._size, self._pending = 0, data + self._pending
+        self._digest.reset()
         try:
             write_atomic(self.path, data)
         except PlatformError as error:
             log.warning("mirror: %s", error)
         else:
-            self._size, self._pending = len(data), b""
+            self._size, self._pending = len(data), self._pending[len(data) :]
+            self._digest.update(data)
+        self.release()
+
+    def resume(self, size: int, digest: str) -> bool:
+        """Go on behind the first `size` bytes of the file if they have this `digest`.
+
+        Takes as long as reading them, so it may be called in a thread: meanwhile, what is
+        appended waits.
+        """
+        self._digest.reset()
+        left = size
+        try:
+            with open(self.path, "rb") as file:
+                while left and (chunk := file.read(min(left, 1 << 20))):
+                    self._digest.update(chunk)
+                    left -= len(chunk)
+        except OSError:
+            return False
+        if left or self._digest.hexdigest() != digest:
+            return False
+        self._size = size
+        return True
+
+    def position(self) -> tuple[int, str]:
+        """Return size and digest of all that was appended; (0, "") where they are not known."""
+        if self._held:
+            return 0, ""
+        digest = self._digest.copy()
+        digest.update(self._pending)
+        return self._size + len(self._pending), digest.hexdigest()
 
     def append(self, data: bytes) -> None:
         """Add `data`, which is in the journal by now."""
         self._pending += data
+        if not self._held:
+            self._write()
+
+    def release(self) -> None:
+        """Write what has waited for `rewrite` or `resume`."""
+        self._held = False
+        if self._pending:
+            self._write()
+
+    def _write(self) -> None:
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
@@ -74,6 +133,7 @@ class Mirror:
             log.warning("mirror: %s", error)
             return
         self._size += done
+        self._digest.update(self._pending[:done])
         self._pending = self._pending[done:]
 
 
@@ -96,6 +156,8 @@ class Journal:
         self._stream, self._writer, self._mirror = stream, writer, mirror
         self._on_stuck = on_stuck
         self._groups = 0
+        self._digest = ""
+        self._mirroring: asyncio.Task[None] | None = None
         self.last_seq = 0
         """Number of the newest entry."""
 
@@ -107,13 +169,62 @@ class Journal:
             ProtocolError: it holds something that is no journal.
         """
         groups = await self._stream.read_all()
-        whole = b"".join(groups)
-        entries = parse_journal(whole.splitlines(keepends=True))
-        self._groups = len(groups)
-        self.last_seq = entries[-1].seq if entries else 0
+        entries = self._take(Position(), groups)
         if self._mirror is not None:
-            self._mirror.rewrite(whole)
+            self._mirror.rewrite(b"".join(groups))
         return entries
+
+    async def resume(self, position: Position) -> list[JournalEntry] | None:
+        """Return the entries after `position`; None if it is no place in this journal.
+
+        The mirror is looked at meanwhile, and written anew if it is not what it was.
+
+        Raises:
+            PlatformError: the stream cannot be read.
+            ProtocolError: it holds something that is no journal.
+        """
+        groups = await self._stream.read_all(first=max(position.groups, 1))
+        if not groups or _find_digest(groups[0]) != position.digest:
+            return None
+        entries = self._take(position, groups[1:])
+        if entries and entries[0].seq != position.entries + 1:
+            return None
+        if self._mirror is not None:
+            self._mirror.append(b"".join(groups[1:]))
+            self._mirroring = asyncio.create_task(self._resume_mirror(self._mirror, position))
+        return entries
+
+    def _take(self, position: Position, groups: list[bytes]) -> list[JournalEntry]:
+        entries = parse_journal(b"".join(groups).splitlines(keepends=True))
+        self._groups = position.groups + len(groups)
+        self._digest = _find_digest(groups[-1]) if groups else position.digest
+        self.last_seq = entries[-1].seq if entries else position.entries
+        return entries
+
+    async def _resume_mirror(self, mirror: Mirror, position: Position) -> None:
+        size, digest = position.mirror_size, position.mirror_digest
+        if bool(digest) and await asyncio.to_thread(lambda: mirror.resume(size, digest)):
+            mirror.release()
+            return
+        log.warning("%s is not what it was: writing it again", mirror.path)
+        while True:
+            try:
+                groups = await self._stream.read_all()
+                break
+            except PlatformError as error:
+                log.warning("mirror: %s; trying again", error)
+                await asyncio.sleep(_MIRROR_RETRY_S)
+        mirror.rewrite(b"".join(groups[: position.groups]))
+
+    async def settle(self) -> None:
+        """Return when the mirror is what the journal is."""
+        if self._mirroring is not None:
+            await self._mirroring
+
+    def position(self) -> Position:
+        """Return where the journal ends now."""
+        size, digest = self._mirror.position() if self._mirror is not None else (0, "")
+        return Position(self.last_seq, self._groups, self._digest, size, digest)
 
     def number(self, bodies: Sequence[AnyEvent | Decision], *, at_s: float) -> list[JournalEntry]:
         """Return `bodies` as the next entries; they count once they were appended."""
@@ -167,10 +278,14 @@ class Journal:
             log.warning("the journal can be written again, after %d attempts", failures)
         if number != self._groups + 1:
             raise FencedError(f"the journal's group has number {number}, not {self._groups + 1}")
-        self._groups = number
+        self._groups, self._digest = number, _find_digest(data)
         self.last_seq += len(lines)
         if self._mirror is not None:
             self._mirror.append(data)
+
+
+def _find_digest(data: bytes) -> str:
+    return str(xxhash.xxh3_128_hexdigest(data))
 
 
 def read_journal(paths: JobPaths) -> list[JournalEntry]:
@@ -231,8 +346,8 @@ async def clear_stream(endpoint: Endpoint, job: str, *, ours: bool) -> None:
     bus = await NatsBus.connect(endpoint, name="perdure run", timeout_s=10)
     try:
         stream = await NatsStream.open(bus, job)
-        groups = await stream.read_all()
-        entries = parse_journal(groups[-1].splitlines(keepends=True)) if groups else []
+        last = await stream.read_last()
+        entries = parse_journal(last.splitlines(keepends=True)) if last else []
         if entries and not ours and not isinstance(entries[-1].body, JobEnded):
             raise ConfigError(
                 f"{endpoint.url} holds the journal of a job `{job}` that has not ended",

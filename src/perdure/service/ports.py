@@ -62,8 +62,12 @@ class Bus(Protocol):
 class JournalStream(Protocol):
     """A durable log of byte strings, numbered from 1 without gaps, with fenced appends."""
 
-    async def read_all(self) -> list[bytes]:
-        """Return every message, oldest first."""
+    async def read_all(self, *, first: int = 1) -> list[bytes]:
+        """Return every message from number `first` on, oldest first."""
+        ...
+
+    async def read_last(self) -> bytes | None:
+        """Return the newest message; None where there is none."""
         ...
 
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
@@ -162,9 +166,13 @@ class FakeStream:
         self.failures: list[tuple[PlatformError, bool]] = []
         """(error, whether the message is stored all the same: the answer was lost)."""
 
-    async def read_all(self) -> list[bytes]:
+    async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return a copy."""
-        return list(self.messages)
+        return self.messages[first - 1 :]
+
+    async def read_last(self) -> bytes | None:
+        """Return the newest one."""
+        return self.messages[-1] if self.messages else None
 
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Append, or fail as told."""

@@ -72,6 +72,25 @@ class Generation:
     """Rank -> step it resumed from."""
     incident: Incident | None = None
     decided_s: float | None = None
+    condensed: bool = False
+
+    def condense(self) -> None:
+        """Put one rank in the place of all: where the generation began, and how far it came."""
+        start, resumable = self.start_step, self.resumable
+        known_s = 1.0 if start is not None else 0.0
+        account = RankAccount(
+            start_step=start or 0,
+            step=self.step,
+            init_s=1.0 if resumable else 0.0,
+            restored_s=known_s,
+            first_step_s=known_s,
+        )
+        self.ranks = {min(self.ranks, default=0): RankHistory(account)}
+        self.started.clear()
+        self.stopped.clear()
+        self.restored.clear()
+        self.stepping = None
+        self.condensed = True
 
     def rank(self, rank: int) -> RankHistory:
         """Return the history of `rank`, new where it has none."""
@@ -105,20 +124,19 @@ class Generation:
         return min(known, default=-1)
 
 
+@dataclass(slots=True)
 class History:
     """The fold; `add` takes entries in the journal's order."""
 
-    def __init__(self) -> None:
-        """Begin before the first entry."""
-        self.spec: JobSpec | None = None
-        self.start_s = 0.0
-        self.last_s = 0.0
-        self.ended: JobEnded | None = None
-        self.generations: dict[int, Generation] = {}
-        self.lost_parts: list[ControllerLost] = []
-        self.checkpoints: list[CheckpointSaved] = []
-        self.step_times_s: list[float] = []
-        self.reason = ""
+    spec: JobSpec | None = None
+    start_s: float = 0.0
+    last_s: float = 0.0
+    ended: JobEnded | None = None
+    generations: dict[int, Generation] = field(default_factory=dict)
+    lost_parts: list[ControllerLost] = field(default_factory=list)
+    checkpoints: list[CheckpointSaved] = field(default_factory=list)
+    step_times_s: list[float] = field(default_factory=list)
+    reason: str = ""
 
     @property
     def newest(self) -> Generation | None:
@@ -161,6 +179,21 @@ class History:
                 self._of(event.generation).rank(event.rank)
             case _:
                 self._add_cause(entry)
+
+    def condense(self, before: int, checkpoints: int) -> None:
+        """Keep of generations older than `before` only how far they came.
+
+        For a picture of the present, which must not grow with the length of the past: whoever
+        makes a ledger keeps everything. The newest `checkpoints` stay, and the one furthest on.
+        """
+        for generation in self.generations.values():
+            if generation.number < before and not generation.condensed:
+                generation.condense()
+        furthest = max(self.checkpoints, key=lambda c: c.step, default=None)
+        kept = self.checkpoints[-checkpoints:]
+        if furthest is not None and furthest not in kept:
+            kept = [furthest, *kept]
+        self.checkpoints = kept
 
     def _of(self, number: int) -> Generation:
         return self.generations.setdefault(number, Generation(number))

@@ -4,6 +4,7 @@ A screen needs nothing else, and nothing here decides anything.
 """
 
 from collections import deque
+from dataclasses import dataclass, field
 
 from perdure.model.events import (
     CheckpointSaved,
@@ -23,46 +24,74 @@ from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 SPEED_WINDOW_S = 10.0
 VERDICTS_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
+CONDENSE_EVERY = 1000
+"""Entries between two clearances, should no generation begin."""
+
+
+@dataclass(slots=True)
+class Certain:
+    """What a picture needs of the journal; bounded, however long the job has run."""
+
+    history: History = field(default_factory=History)
+    verdicts: VerdictFold = field(default_factory=VerdictFold)
+    generation: int = -1
+    pids: dict[int, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    stopping: bool = False
+    entries: int = 0
 
 
 class SnapshotFold:
     """Folds journal and heartbeats into a `Snapshot`."""
 
-    def __init__(self, spec: JobSpec) -> None:
-        """Begin before the first entry."""
+    def __init__(self, spec: JobSpec, certain: Certain | None = None) -> None:
+        """Begin before the first entry, or after those that `certain` was made of."""
         self._spec = spec
-        self._history = History()
-        self._verdicts = VerdictFold()
-        self._version = 0
-        self._pids: dict[int, int] = {}
+        self.certain = certain or Certain()
+        """What follows from the journal alone; the rest came with heartbeats."""
+        self._beats = 0
         self._ranks: dict[int, tuple[float, RankProgress]] = {}
-        self._beat_generation = -1
+        self._beat_generation = self.certain.generation
         self._points: dict[int, deque[tuple[float, int]]] = {}
-        self._metrics: dict[str, float] = {}
-        self._stopping = False
+
+    @property
+    def _history(self) -> History:
+        return self.certain.history
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
-        self._version += 1
-        self._history.add(entry)
-        self._verdicts.add(entry)
+        certain = self.certain
+        certain.entries += 1
+        certain.history.add(entry)
+        certain.verdicts.add(entry)
         match entry.body:
             case RanksStarted() as event:
-                self._pids |= event.pids
+                certain.pids |= event.pids
+                if event.generation > certain.generation:
+                    self._condense(event.generation)
                 self._begin(event.generation)
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
-                    self._metrics |= values
+                    certain.metrics |= values
             case CommandReceived() as event if event.kind in ("stop", "kill"):
-                self._stopping = True
+                certain.stopping = True
             case _:
                 pass
+        certain.history.step_times_s.clear()  # A ledger's, and there would be no end of them.
+        if certain.entries % CONDENSE_EVERY == 0:
+            self._condense(certain.generation)
+
+    def _condense(self, generation: int) -> None:
+        """Forget what no picture shows; the last generation's late news are still awaited."""
+        self.certain.generation = generation
+        self.certain.history.condense(generation - 1, CHECKPOINTS_SHOWN)
+        self.certain.verdicts.condense(generation - 1, VERDICTS_SHOWN)
 
     def observe(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
         if beat.generation < self._beat_generation or not beat.ranks:
             return
-        self._version += 1
+        self._beats += 1
         self._begin(beat.generation)
         for progress in beat.ranks:
             self._ranks[progress.rank] = (beat.sent_s, progress)
@@ -83,12 +112,12 @@ class SnapshotFold:
         history = self._history
         newest = history.newest
         number = newest.number if newest else -1
-        verdicts = self._verdicts.verdicts()
+        verdicts = self.certain.verdicts.verdicts()
         open_ranks = {
             v.culprit.rank for v in verdicts if v.generation == number and not is_withdrawn(v)
         }
         state = find_state(history)
-        if self._stopping and history.ended is None:
+        if self.certain.stopping and history.ended is None:
             state = "stopping"
         rows = tuple(self._make_row(r, newest, open_ranks) for r in range(self._spec.world_size))
         steps = [row.step for row in rows if row.step >= 0]
@@ -100,7 +129,7 @@ class SnapshotFold:
         joined = any(p.account.init_s > 0 for _, p in self._ranks.values())
         running = state in ("running", "stopping")
         return Snapshot(
-            version=self._version,
+            version=self.certain.entries + self._beats,
             job=self._spec.name,
             state=state,
             at_s=now,
@@ -116,7 +145,7 @@ class SnapshotFold:
             devices=self._make_devices(rows),
             verdicts=verdicts[-VERDICTS_SHOWN:],
             checkpoints=tuple(_describe_checkpoint(c) for c in self._find_checkpoints()),
-            metrics=dict(sorted(self._metrics.items())),
+            metrics=dict(sorted(self.certain.metrics.items())),
             incidents=sum(g.incident is not None for g in history.generations.values())
             + len(history.lost_parts),
         )
@@ -144,7 +173,7 @@ class SnapshotFold:
         return RankRow(
             rank=rank,
             node=self._spec.node_of(rank),
-            pid=progress.pid if progress else self._pids.get(rank, 0),
+            pid=progress.pid if progress else self.certain.pids.get(rank, 0),
             state=state,
             phase=progress.phase if progress else "",
             step=account.step if account else -1,

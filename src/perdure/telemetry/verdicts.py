@@ -6,6 +6,7 @@ afterwards is a consequence, and is listed as evidence instead of as further ver
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -22,8 +23,6 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.verdicts import Culprit, Verdict
-
-_Key = tuple[int, str, str, float]
 
 
 def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:
@@ -52,35 +51,34 @@ def find_verdicts(entries: Iterable[JournalEntry]) -> tuple[Verdict, ...]:
     return fold.verdicts()
 
 
+@dataclass(slots=True)
 class VerdictFold:
     """The same, one entry at a time."""
 
-    def __init__(self) -> None:
-        """Begin before the first entry."""
-        self._reached: dict[_Key, Verdict] = {}
-        self._exits: dict[int, list[RankExited]] = {}
-        self._early: dict[int, list[RankExited]] = {}
-        """Exits with code 0: harmless unless others were still waiting for that rank."""
-        self._stacks: dict[int, StacksTaken] = {}
+    reached: dict[str, Verdict] = field(default_factory=dict)
+    exits: dict[int, list[RankExited]] = field(default_factory=dict)
+    early: dict[int, list[RankExited]] = field(default_factory=dict)
+    """Exits with code 0: harmless unless others were still waiting for that rank."""
+    stacks: dict[int, StacksTaken] = field(default_factory=dict)
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
         match entry.body:
             case VerdictReached() as event:
-                self._reached[_key(event.verdict)] = event.verdict
+                self.reached[_key(event.verdict)] = event.verdict
             case VerdictWithdrawn() as event:
                 evidence = {**event.verdict.evidence, "withdrawn": event.reason}
                 evidence["withdrawn_s"] = event.at_s
                 verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
-                self._reached[_key(verdict)] = verdict
+                self.reached[_key(verdict)] = verdict
             case RankExited() as event if event.record.failed and not event.record.asked:
-                exits = self._exits.setdefault(event.record.generation, [])
+                exits = self.exits.setdefault(event.record.generation, [])
                 if all(e.record.rank != event.record.rank for e in exits):
                     exits.append(event)
             case RankExited() as event if not event.record.failed and not event.record.asked:
-                self._early.setdefault(event.record.generation, []).append(event)
+                self.early.setdefault(event.record.generation, []).append(event)
             case StacksTaken() as event:
-                self._stacks[event.generation] = event
+                self.stacks[event.generation] = event
             case NodeLost() as event:
                 first_s = event.last_seen_s or event.at_s
                 self._put("NodeLost", event.node, -1, first_s, entry.at_s, event.reason)
@@ -95,12 +93,26 @@ class VerdictFold:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""
-        found = [self._add_stacks(v) for v in self._reached.values()]
-        for generation, exits in sorted(self._exits.items()):
+        found = [self._add_stacks(v) for v in self.reached.values()]
+        for generation, exits in sorted(self.exits.items()):
             crash = self._find_crash(generation, exits)
             if crash is not None:
                 found.append(self._add_stacks(crash))
         return tuple(sorted(found, key=lambda v: (v.first_seen_s, v.confirmed_s, str(v.culprit))))
+
+    def condense(self, before: int, verdicts: int) -> None:
+        """Finish with generations older than `before`; keep the newest `verdicts` on those.
+
+        For a picture of the present, which must not grow with the length of the past.
+        """
+        old = [v for v in self.verdicts() if v.generation < before]
+        young = [v for v in self.reached.values() if v.generation >= before]
+        over = [v for v in young if is_withdrawn(v)][:-verdicts]
+        young = [v for v in young if v not in over]
+        self.reached = {_key(v): v for v in (*old[-verdicts:], *young)}
+        for table in (self.exits, self.early, self.stacks):
+            for generation in [g for g in table if g < before]:
+                del table[generation]
 
     def _put(
         self, kind: str, node: int, generation: int, first_s: float, at_s: float, reason: str
@@ -115,12 +127,12 @@ class VerdictFold:
             reason=reason,
             actionable=True,
         )
-        self._reached[_key(verdict)] = verdict
+        self.reached[_key(verdict)] = verdict
 
     def _find_crash(self, generation: int, exits: list[RankExited]) -> Verdict | None:
         ordered = sorted(exits, key=lambda e: (e.record.at_s, e.record.rank))
         first, record = ordered[0], ordered[0].record
-        for verdict in self._reached.values():
+        for verdict in self.reached.values():
             blamed = verdict.generation == generation and verdict.actionable
             if (
                 blamed
@@ -129,7 +141,7 @@ class VerdictFold:
             ):
                 return None  # They died of the hang that is already explained.
         if record.lost_peer:
-            for early in self._early.get(generation, ()):
+            for early in self.early.get(generation, ()):
                 if early.record.at_s <= record.at_s:
                     return _blame_early(early, ordered)
         step = first.account.step
@@ -148,7 +160,7 @@ class VerdictFold:
         )
 
     def _add_stacks(self, verdict: Verdict) -> Verdict:
-        taken = self._stacks.get(verdict.generation)
+        taken = self.stacks.get(verdict.generation)
         if taken is None or taken.at_s < verdict.first_seen_s:
             return verdict
         more: dict[str, Any] = {
@@ -164,8 +176,8 @@ def is_withdrawn(verdict: Verdict) -> bool:
     return "withdrawn" in verdict.evidence
 
 
-def _key(verdict: Verdict) -> _Key:
-    return (verdict.generation, verdict.kind, str(verdict.culprit), verdict.first_seen_s)
+def _key(verdict: Verdict) -> str:
+    return f"{verdict.generation} {verdict.kind} {verdict.culprit} {verdict.first_seen_s!r}"
 
 
 def _find_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:

@@ -64,28 +64,43 @@ class NatsStream:
             raise PlatformError(f"cannot open the journal: {error!r}") from error
         return stream
 
-    async def read_all(self) -> list[bytes]:
-        """Return every message, oldest first.
+    async def read_last(self) -> bytes | None:
+        """Return the newest message; None where there is none.
+
+        Raises:
+            PlatformError: JetStream does not answer.
+        """
+        try:
+            last = await self._bus.unless_lost(self._js.get_last_msg(self._name, self._subject))
+        except nats.js.errors.NotFoundError:
+            return None
+        except _LOST as error:
+            raise PlatformError(f"cannot read the journal: {error!r}") from error
+        return last.data
+
+    async def read_all(self, *, first: int = 1) -> list[bytes]:
+        """Return every message from number `first` on, oldest first.
 
         Raises:
             PlatformError: JetStream does not answer.
         """
         try:
             last = (await self._bus.unless_lost(self._js.stream_info(self._name))).state.last_seq
-            if not last:
+            if last < first:
                 return []
             pull = await self._js.pull_subscribe(
                 self._subject,
                 stream=self._name,
                 config=ConsumerConfig(
                     ack_policy=AckPolicy.NONE,
-                    deliver_policy=DeliverPolicy.ALL,
+                    deliver_policy=DeliverPolicy.BY_START_SEQUENCE,
+                    opt_start_seq=first,
                     mem_storage=True,
                     inactive_threshold=10,
                 ),
             )
             messages: list[bytes] = []
-            number = 0
+            number = first - 1
             while number < last:
                 for message in await pull.fetch(min(_BATCH, last - number), timeout=5):
                     number = message.metadata.sequence.stream

@@ -1,0 +1,197 @@
+"""All that a controller knows from its journal, in a form that can be written down.
+
+A controller's knowledge is a fold over the journal: the machine's state, the picture for the
+screens, which of each sender's messages were taken, and the events that a new detector has to
+hear of. `encode_memory` writes it down at one entry; what `decode_memory` makes of that, fed with
+the entries since, equals the fold over all of them.
+
+The detector's own knowledge is not written down. Most of it comes from heartbeats, which no
+journal has, and is learned again within seconds; of the journal it needs the newest two
+generations. `find_recent` keeps those, and a detector hears exactly them after a replay, however
+long that was: from a snapshot or from the first entry on.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from perdure.control.machine import Controller
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction
+from perdure.model.codec import decode, encode
+from perdure.model.events import (
+    AnyEvent,
+    Decision,
+    JournalEntry,
+    MetricsLogged,
+    NodeCordoned,
+    NodeLost,
+    NodeRegistered,
+    NodeRestored,
+    ProgressNoted,
+    RankExited,
+    RanksStarted,
+    TimerFired,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.model.job import JobSpec
+from perdure.telemetry.snapshot import Certain, SnapshotFold
+
+_GENERATIONS = 2
+_OF_A_KIND = 16
+"""Events kept of one kind, of those that may come without end."""
+_NOTES = 4
+"""`ProgressNoted` carries every rank's account, so few of them are kept."""
+_PRUNE_EVERY = 1000
+
+
+@dataclass(slots=True)
+class Written:
+    """What is written down."""
+
+    seq: int
+    """The newest entry that it knows of."""
+    state: ControllerState
+    certain: Certain
+    taken: dict[str, int]
+    recent: list[JournalEntry] = field(default_factory=list)
+
+
+class Memory:
+    """One controller's knowledge."""
+
+    def __init__(self, spec: JobSpec, written: Written | None = None) -> None:
+        """Begin before the first entry, or after those that `written` knows of."""
+        self.machine = Controller()
+        self.taken: dict[str, int] = {}
+        """Source -> number of its newest event in the journal."""
+        self.seq = 0
+        """Number of the newest entry."""
+        self._recent: list[JournalEntry] = []
+        self._generation = -1
+        certain = None
+        if written is not None:
+            self.machine.state = written.state
+            self.taken, self.seq = written.taken, written.seq
+            self._recent, certain = written.recent, written.certain
+            self._generation = _find_newest(written.recent)
+        self.fold = SnapshotFold(spec, certain)
+        self._prune_at = _PRUNE_EVERY
+
+    def note(self, entry: JournalEntry) -> None:
+        """Take the next entry; an event is then handed to the machine."""
+        self.fold.add(entry)
+        self.seq = entry.seq
+        event = entry.body
+        if isinstance(event, Decision):
+            return
+        if entry.source:
+            self.taken[entry.source] = max(entry.source_seq, self.taken.get(entry.source, 0))
+        self._recent.append(entry)
+        begun = isinstance(event, RanksStarted) and event.generation > self._generation
+        if isinstance(event, RanksStarted):
+            self._generation = max(self._generation, event.generation)
+        if begun or len(self._recent) >= self._prune_at:
+            self._recent = find_recent(self._recent)
+            self._prune_at = 2 * len(self._recent) + _PRUNE_EVERY
+
+    def replay(self, entry: JournalEntry) -> list[AnyAction]:
+        """Take an entry of the past; return what followed from it at the time."""
+        self.note(entry)
+        event = entry.body
+        return [] if isinstance(event, Decision) else self.machine.handle(entry.at_s, event)
+
+    def recent(self) -> list[tuple[float, AnyEvent]]:
+        """Return what a new detector has to hear of, each event with its time."""
+        entries = find_recent(self._recent)
+        return [(e.at_s, e.body) for e in entries if not isinstance(e.body, Decision)]
+
+    def write(self) -> Written:
+        """Return what has to be written down; it shares everything with this memory."""
+        return Written(
+            seq=self.seq,
+            state=self.machine.state,
+            certain=self.fold.certain,
+            taken=self.taken,
+            recent=find_recent(self._recent),
+        )
+
+
+def encode_memory(memory: Memory) -> bytes:
+    """Return the same bytes for the same journal, in every process."""
+    written = memory.write()
+    return encode(dataclasses.replace(written, state=_sort_sets(written.state)))
+
+
+def decode_memory(data: bytes, spec: JobSpec) -> Memory:
+    """Return the memory in `data`.
+
+    Raises:
+        ProtocolError: it is none, or one of other code.
+    """
+    return Memory(spec, decode(data, Written))
+
+
+def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
+    """Return the entries that a new detector has to hear of, oldest first.
+
+    Pruning twice is pruning once: what is left of a part of the journal and the entries after it
+    gives the same as all of them.
+    """
+    oldest = _find_newest(entries) - _GENERATIONS + 1
+    kept: list[JournalEntry] = []
+    counts: dict[tuple[type, int], int] = {}
+    for entry in reversed(entries):
+        event = entry.body
+        if isinstance(event, Decision | MetricsLogged | TimerFired):
+            continue
+        generation = _find_generation(event)
+        if generation is not None and generation < oldest:
+            continue
+        key, limit = (type(event), 0), _OF_A_KIND
+        match event:
+            case NodeRegistered() | NodeLost() | NodeCordoned() | NodeRestored():
+                key, limit = (type(event), event.node), 1
+            case ProgressNoted():
+                limit = _NOTES
+            case RanksStarted() | RankExited():
+                kept.append(entry)
+                continue
+            case _:
+                pass
+        counts[key] = counts.get(key, 0) + 1
+        if counts[key] <= limit:
+            kept.append(entry)
+    return kept[::-1]
+
+
+def _find_newest(entries: Sequence[JournalEntry]) -> int:
+    started = (e.body.generation for e in entries if isinstance(e.body, RanksStarted))
+    return max(started, default=-1)
+
+
+def _find_generation(event: AnyEvent) -> int | None:
+    """Return the generation that `event` is about; None where it is about none."""
+    match event:
+        case RankExited():
+            return event.record.generation
+        case VerdictReached() | VerdictWithdrawn():
+            return event.verdict.generation if event.verdict.generation >= 0 else None
+        case NodeRegistered():
+            return None  # Its `generation` says what the keeper held.
+        case _:
+            generation: int | None = getattr(event, "generation", None)
+            return generation
+
+
+def _sort_sets(value: Any) -> Any:
+    """Return `value` with every set as a sorted list: a set's own order is not reproducible."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _sort_sets(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    if isinstance(value, dict):
+        return {key: _sort_sets(each) for key, each in value.items()}
+    return value

@@ -1,0 +1,243 @@
+"""A controller that starts from a snapshot of its predecessor's memory, and what spoils one."""
+
+import asyncio
+import contextlib
+import logging
+from pathlib import Path
+
+import pytest
+from tests.unit.service.test_controller import SPEC, Rig, encode
+
+from perdure.control import Memory
+from perdure.model.codec import decode
+from perdure.model.errors import PlatformError
+from perdure.model.events import CheckpointSaved, CommandReceived, JobSubmitted, MetricsLogged
+from perdure.model.wire import Command, subject_commands
+from perdure.service.control_loop import ControllerService
+from perdure.service.jobfiles import parse_journal
+from perdure.service.journal import Journal, Mirror
+from perdure.service.ports import FakeBus, FakeStream
+from perdure.service.snapshots import SnapshotFiles
+
+METRICS = MetricsLogged(generation=0, rows=((1, {"loss": 0.5}),))
+SAVED = CheckpointSaved(
+    generation=0, step=10, path="p", bytes=1, stall_s=0.0, save_s=0.1, at_s=1000.0
+)
+
+
+class CountingStream(FakeStream):
+    """Remembers from which message on it was read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: list[int] = []
+
+    async def read_all(self, *, first: int = 1) -> list[bytes]:
+        self.reads.append(first)
+        return await super().read_all(first=first)
+
+
+class SnapshotRig(Rig):
+    """A rig whose controllers write down what they know every 20 entries."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__()
+        self.home = home
+        self.stream = CountingStream()
+        self.service: ControllerService | None = None
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted((self.home / "snapshots").glob("*.json"))
+
+    async def start_controller(self) -> None:
+        self.controllers += 1
+        name = f"c{self.controllers}"
+        self.service = ControllerService(
+            SPEC,
+            FakeBus(self.server),
+            Journal(self.stream, writer=name, mirror=Mirror(str(self.home / "journal.jsonl"))),
+            clock=lambda: self.time_s,
+            incarnation=name,
+            submitted_s=990.0,
+            show=self.snapshots.append,
+            snapshots=SnapshotFiles(str(self.home / "snapshots")),
+            snapshot_every=20,
+        )
+        self.task = asyncio.create_task(self.service.run())
+        await self.until(lambda: any(order.controller == name for order in self.orders))
+
+    async def fill(self, entries: int) -> None:
+        """Let the agent send until the journal has so many entries more."""
+        for _ in range(entries):
+            await self.send(METRICS)
+
+    async def restart(self) -> Memory:
+        """End the controller, start another; return what that one knows at its start."""
+        await self.end_controller()
+        await self.start_controller()
+        assert self.service is not None
+        return self.service._memory
+
+    def whole(self) -> Memory:
+        """Return what the journal says from its first entry on."""
+        memory = Memory(SPEC)
+        for entry in parse_journal(b"".join(self.stream.messages).splitlines(keepends=True)):
+            memory.replay(entry)
+        return memory
+
+
+@pytest.fixture
+async def rig(tmp_path: Path):  # type: ignore[no-untyped-def]
+    rig = SnapshotRig(tmp_path)
+    await rig.start()
+    await rig.form()
+    yield rig
+    await rig.end_controller()
+
+
+async def test_the_next_controller_reads_only_the_tail(rig: SnapshotRig) -> None:
+    await rig.fill(50)
+    await rig.until(lambda: len(rig.files) == 2)
+    memory = await rig.restart()
+    assert rig.stream.reads[0] == 1
+    assert rig.stream.reads[-1] > 30
+    assert memory.machine.state == rig.whole().machine.state
+    assert memory.taken == rig.whole().taken
+    assert await rig.send(METRICS) == rig.seq
+    await rig.fill(60)
+    await rig.until(lambda: len(rig.files) == 2 and rig.files[0].name > "000000000060")
+
+
+async def test_a_message_from_before_the_snapshot_is_taken_once(rig: SnapshotRig) -> None:
+    await rig.fill(30)
+    await rig.until(lambda: rig.files)
+    await rig.restart()
+    length = len(rig.stream.messages)
+    assert await rig.send(METRICS, SAVED, first_seq=3) == rig.seq
+    assert len(rig.stream.messages) == length
+
+
+async def test_a_command_from_before_the_snapshot_keeps_its_answer(rig: SnapshotRig) -> None:
+    command = encode(Command(id="k1", kind="inject", args={"rank": 9}))
+    first = await rig.agent.request(subject_commands("job"), command, timeout_s=5)
+    await rig.fill(30)
+    await rig.until(lambda: rig.files)
+    await rig.restart()
+    assert await rig.agent.request(subject_commands("job"), command, timeout_s=5) == first
+    asked = [b for b in rig.bodies() if isinstance(b, CommandReceived)]
+    assert len(asked) == 1
+
+
+async def test_the_mirror_is_continued(rig: SnapshotRig) -> None:
+    await rig.fill(30)
+    await rig.until(lambda: rig.files)
+    memory = await rig.restart()
+    await rig.fill(5)
+    assert memory is not None
+    mirror = rig.home / "journal.jsonl"
+    await rig.until(lambda: mirror.read_bytes() == b"".join(rig.stream.messages))
+    assert len([first for first in rig.stream.reads if first == 1]) == 1
+
+
+@pytest.mark.parametrize("harm", ["torn", "gone", "changed"])
+async def test_a_spoilt_mirror_is_written_again(rig: SnapshotRig, harm: str) -> None:
+    await rig.fill(30)
+    await rig.until(lambda: rig.files)
+    await rig.end_controller()
+    mirror = rig.home / "journal.jsonl"
+    data = mirror.read_bytes()
+    if harm == "gone":
+        mirror.unlink()
+    else:
+        mirror.write_bytes(data[:200] if harm == "torn" else b"x" + data[1:])
+    await rig.start_controller()
+    await rig.fill(5)
+    with contextlib.suppress(FileNotFoundError):
+        await rig.until(lambda: mirror.exists())
+    await rig.until(lambda: mirror.read_bytes() == b"".join(rig.stream.messages))
+
+
+@pytest.mark.parametrize(
+    ("harm", "why"),
+    [
+        ("flip", "hash"),
+        ("cut", "malformed|hash"),
+        ("code", "other code"),
+        ("empty", "malformed"),
+    ],
+)
+async def test_a_bad_snapshot_falls_back_to_the_one_before(
+    rig: SnapshotRig, harm: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.fill(50)
+    await rig.until(lambda: len(rig.files) == 2)
+    older, newer = rig.files
+    data = newer.read_bytes()
+    spoilt = {
+        "flip": data.replace(b'"running"', b'"pending"'),
+        "cut": data[: len(data) // 2],
+        "code": data.replace(b'"code":"', b'"code":"0', 1),
+        "empty": b"",
+    }[harm]
+    assert spoilt != data
+    newer.write_bytes(spoilt)
+    with caplog.at_level(logging.INFO, "perdure.controller"):
+        memory = await rig.restart()
+    assert memory.machine.state == rig.whole().machine.state
+    assert rig.stream.reads[-1] > 10
+    assert f"snapshot {newer.name} is not used" in caplog.text
+    assert any(word in caplog.text for word in why.split("|"))
+    assert f"after the snapshot at entry {int(older.stem)}" in caplog.text
+
+
+async def test_without_any_good_snapshot_everything_is_replayed(
+    rig: SnapshotRig, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.fill(50)
+    await rig.until(lambda: len(rig.files) == 2)
+    for path in rig.files:
+        path.write_bytes(b"{}\n{}")
+    with caplog.at_level(logging.INFO, "perdure.controller"):
+        memory = await rig.restart()
+    assert rig.stream.reads[-1] == 1
+    assert memory.machine.state == rig.whole().machine.state
+    assert "from the first on" in caplog.text
+
+
+async def test_a_snapshot_of_another_journal_is_passed_over(
+    rig: SnapshotRig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    await rig.fill(50)
+    await rig.until(lambda: len(rig.files) == 2)
+    await rig.end_controller()
+    rig.stream.messages[:] = [m.replace(b"0.5", b"0.6") for m in rig.stream.messages]
+    with caplog.at_level(logging.INFO, "perdure.controller"):
+        await rig.start_controller()
+    assert "of another journal" in caplog.text
+    assert rig.service is not None
+    assert rig.service._memory.machine.state == rig.whole().machine.state
+
+
+async def test_an_emptied_journal_begins_anew(rig: SnapshotRig) -> None:
+    await rig.fill(30)
+    await rig.until(lambda: rig.files)
+    await rig.end_controller()
+    rig.stream.messages.clear()
+    rig.stream.ids.clear()
+    await rig.start_controller()
+    assert isinstance(rig.bodies()[0], JobSubmitted)
+
+
+async def test_a_full_disk_stops_no_controller(
+    rig: SnapshotRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: str, data: bytes) -> None:
+        raise PlatformError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr("perdure.service.snapshots.write_atomic", refuse)
+    await rig.fill(30)
+    await rig.until(lambda: "No space left" in caplog.text)
+    assert await rig.send(METRICS) == rig.seq
+    assert rig.files == []
+    assert decode(rig.stream.messages[0].splitlines()[0], dict)["seq"] == 1
