@@ -38,8 +38,13 @@ def rank_environment(
     base: Mapping[str, str],
     home: str,
     clock_offset_s: float,
+    nccl_plugin: str = "",
 ) -> dict[str, str]:
-    """Return the environment of global rank `rank` on `node` in the generation of `assignment`."""
+    """Return the environment of global rank `rank` on `node` in the generation of `assignment`.
+
+    `nccl_plugin` is the path of perdure's profiler plugin, on a node with a GPU; the user's own
+    NCCL_PROFILER_PLUGIN, `none` among them, goes before it.
+    """
     group = spec.node_of(rank)
     generation = assignment.generation
     env = {name: value for name, value in base.items() if name not in INTERNAL}
@@ -48,6 +53,8 @@ def rank_environment(
     if find_default_threads(spec, base):
         env["OMP_NUM_THREADS"] = "1"
     env |= spec.env
+    if nccl_plugin:
+        env.setdefault("NCCL_PROFILER_PLUGIN", nccl_plugin)
     env |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank - spec.ranks_of(group).start),

@@ -17,6 +17,7 @@ from typing import Any, assert_never
 
 from perdure.adapters.host import list_device_ids, pick_free_port, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
+from perdure.adapters.nccl import has_nvidia_gpu
 from perdure.adapters.stacks import dump_stack
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import (
@@ -67,6 +68,7 @@ from perdure.service.agent_workers import WorkerServer
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
 from perdure.service.placement import find_address
 from perdure.service.ports import Bus
+from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
 
 log = logging.getLogger("perdure.agent")
 
@@ -124,6 +126,7 @@ class AgentService:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._dumping: set[tuple[int, int]] = set()
+        self._nccl_plugin = find_plugin() if has_nvidia_gpu() else ""
         self._told_exit = False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
@@ -272,6 +275,7 @@ class AgentService:
                 base=self._env,
                 home=self._home,
                 clock_offset_s=self._offset_s,
+                nccl_plugin=self._nccl_plugin,
             )
             out, err = (paths.stream(generation, rank, s, spec.log_dir) for s in ("out", "err"))
             launches.append(RankLaunch(rank, env, out, err, paths.ring(generation, rank)))
@@ -333,6 +337,16 @@ class AgentService:
             return Ranks(-1, {}, frozenset())
         ports = {keeper.store_port, wanted.master_port if wanted else 0}
         return Ranks(keeper.generation, dict(keeper.running), frozenset(ports - {0}))
+
+
+def find_plugin() -> str:
+    """Return the path of the NCCL plugin, built now if need be; empty where it cannot be."""
+    try:
+        path = find_nccl_plugin() or build_nccl_plugin()
+    except PlatformError as error:
+        log.warning("NCCL is not watched: %s (%s)", error.message, error.hint)
+        return ""
+    return path if find_nccl_plugin() == path else ""
 
 
 # --- the process --------------------------------------------------------------------------------

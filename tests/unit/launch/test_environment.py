@@ -100,3 +100,18 @@ def test_spare_node_stands_in_under_the_ranks_of_the_one_it_replaces() -> None:
     assert (env["GROUP_RANK"], env["LOCAL_RANK"], env["RANK"]) == ("1", "1", "4")
     assert env["PERDURE_NODE"] == "2"
     assert env["PERDURE_SOCKET"] == PATHS.worker_socket(2)
+
+
+def test_nccl_plugin_only_where_the_user_set_none() -> None:
+    def plugin(spec: JobSpec, base: dict[str, str], path: str = "/p.so") -> str | None:
+        env = rank_environment(
+            spec, 0, RUN, PATHS, node=0, base=base, home="/h", clock_offset_s=0, nccl_plugin=path
+        )
+        return env.get("NCCL_PROFILER_PLUGIN")
+
+    spec = JobSpec(name="j", script="s.py")
+    assert plugin(spec, {}) == "/p.so"
+    assert plugin(spec, {}, "") is None
+    assert plugin(spec, {"NCCL_PROFILER_PLUGIN": "none"}) == "none"
+    own = JobSpec(name="j", script="s.py", env={"NCCL_PROFILER_PLUGIN": "inspector"})
+    assert plugin(own, {}) == "inspector"
