@@ -25,6 +25,9 @@ MOVES_MIN = 5
 SLACK = 1.5
 """How much longer than ever before a known phase or silence may last."""
 
+_DISK_PHASES = frozenset({"restore", "checkpoint"})
+"""Waiting for a disk moves neither CPU nor bytes, and ends; and one quick save says nothing of
+the next, because others use the disk too."""
 _LONG_PHASES = frozenset({"init", "group", "restore", "checkpoint", "boundary"})
 
 
@@ -84,8 +87,8 @@ class RankWatch:
             return "gone"
         if self.stopped:
             return "stopped"
-        if self.phase in ("checkpoint", "restore"):
-            return "busy"  # Waiting for a slow disk moves neither CPU nor bytes, and ends.
+        if self.phase in _DISK_PHASES:
+            return "busy"
         return "busy" if self.seen_s - self.busy_s <= 2 * SAMPLE_S else "quiet"
 
     @property
@@ -186,7 +189,9 @@ class RankWatch:
         base_s = floor_s + factor * self.cadence.usual_s
         if self.phase in _LONG_PHASES:
             known_s = habits.phase_s(self.phase)
-            room_s = config.phase_allowance_s if known_s is None else floor_s + SLACK * known_s
+            room_s = 0.0 if known_s is None else floor_s + SLACK * known_s
+            if known_s is None or self.phase in _DISK_PHASES:
+                room_s = max(room_s, config.phase_allowance_s)
             return max(base_s, room_s), f"phase {self.phase}"
         steps = self.account.step
         first = steps <= self.account.start_step if steps >= 0 else self.moves < MOVES_MIN
