@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 
 import msgspec
 import pytest
+from tests.unit.detect.conftest import Rank, World
 
 from perdure.model.progress import RankProgress
-from tests.unit.detect.conftest import Rank, World
 
 
 @dataclass
