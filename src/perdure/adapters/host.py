@@ -262,11 +262,6 @@ def read_boot_id() -> str:
         return ""
 
 
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 def list_gpus() -> tuple[str, ...]:
     """Return the UUIDs of NVIDIA GPUs, in NVML's order; empty without pynvml or a driver.
 
@@ -303,26 +298,3 @@ def list_device_ids(spec: JobSpec, node: int) -> tuple[str, ...]:
         gpus[first + slot] if first + slot < len(gpus) else f"cpu-{boot}-{node}-{slot}"
         for slot in range(spec.nproc)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceCheck:
-    """What a look at the machine before the start has shown."""
-
-    cores: int
-    gpus: tuple[str, ...]
-    warnings: tuple[str, ...]
-
-
-def check_devices(spec: JobSpec) -> DeviceCheck:
-    """Return the devices of this machine, and what about them will slow this job.
-
-    Nothing is refused: whether a script needs a GPU for each rank only the script knows.
-    """
-    cores, gpus = count_cores(), list_gpus()
-    warnings = []
-    if spec.world_size > cores and not gpus:
-        warnings.append(f"{spec.world_size} ranks share {cores} cores: expect them to be slower")
-    if gpus and spec.world_size > len(gpus):
-        warnings.append(f"{spec.world_size} ranks, but {len(gpus)} GPUs: some ranks get none")
-    return DeviceCheck(cores, gpus, tuple(warnings))

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from perdure.cli.torchrun import find_gpus
+from perdure.cli.torchrun import count_cpus, find_gpus
+from perdure.launch.environment import find_default_threads
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import is_alive, paths_of
@@ -146,14 +147,21 @@ def check_folder(folder: str) -> None:
 
 
 def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
-    """Return what is remarkable about the machine's devices."""
-    gpus = len(find_gpus({**environ, **spec.env}))
-    if gpus and spec.nproc * spec.nodes > gpus:
-        return [
-            f"{spec.nproc * spec.nodes} ranks and {gpus} visible GPUs: "
+    """Return what is remarkable about devices and threads; as torchrun, say what is defaulted.
+
+    Nothing is refused: whether a script needs a GPU for each rank only the script knows.
+    """
+    ranks, gpus = spec.nproc * spec.nodes, len(find_gpus({**environ, **spec.env}))
+    threads = find_default_threads(spec, environ)
+    notes = [threads] if threads else []
+    if gpus and ranks > gpus:
+        notes.append(
+            f"{ranks} ranks and {gpus} visible GPUs: "
             "a script that takes one GPU by LOCAL_RANK will fail"
-        ]
-    return []
+        )
+    elif not gpus and ranks > (cores := count_cpus()):
+        notes.append(f"{ranks} ranks share {cores} cores and no GPU: expect them to be slower")
+    return notes
 
 
 def choose_name(spec: JobSpec, home: str) -> JobSpec:

@@ -64,7 +64,6 @@ class Keeper:
         self._leaving = False
         self._told_to_end = False
         self._supervisor = -1
-        self.leave_reason = ""
         set_subreaper()
         spec = _read(paths.spec)
         mark = reap.keeper_mark(os.getpid())
@@ -168,7 +167,6 @@ class Keeper:
         if not self._leaving:
             _log(f"leaving: {reason}")
             self._leaving = True
-            self.leave_reason = reason
             self.ranks.kill(None, 0.0 if reason == "told" else ORPHANED_GRACE_S)
         if self._supervisor >= 0:
             self._select.unregister(self._supervisor)

@@ -90,10 +90,18 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         checks.check_folder(str(tmp_path))
 
 
-def test_more_ranks_than_gpus_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "find_gpus", lambda env: ("GPU-a",))
-    assert "2 ranks and 1 visible GPUs" in checks.check_devices(JobSpec(script="x", nproc=2), {})[0]
+    threads, devices = checks.check_devices(JobSpec(script="x", nproc=2), {})
+    assert threads.startswith("OMP_NUM_THREADS=1 for each of the 2 ranks")
+    assert "2 ranks and 1 visible GPUs" in devices
     assert checks.check_devices(JobSpec(script="x", nproc=1), {}) == []
+    monkeypatch.setattr(checks, "find_gpus", lambda env: ())
+    monkeypatch.setattr(checks, "count_cpus", lambda: 2)
+    several = {"OMP_NUM_THREADS": "2"}
+    assert checks.check_devices(JobSpec(script="x", nproc=2), several) == []
+    (shared,) = checks.check_devices(JobSpec(script="x", nproc=3), several)
+    assert "3 ranks share 2 cores" in shared
 
 
 def test_names(tmp_path: Path) -> None:

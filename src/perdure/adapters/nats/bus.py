@@ -109,6 +109,7 @@ class NatsBus:
             call.close()
             raise RequestError("the NATS server cannot be reached")
         task = asyncio.ensure_future(call)
+        task.add_done_callback(_take_note)
         lost = asyncio.ensure_future(self._lost.wait())
         try:
             await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
@@ -156,3 +157,13 @@ class NatsBus:
     async def close(self) -> None:
         """Disconnect."""
         await self.client.close()
+
+
+def _take_note(task: "asyncio.Future[Any]") -> None:
+    """Look at how `task` ended, whether or not its caller still waits for it.
+
+    A caller that is cancelled (at the job's end), or that has seen the connection go, leaves a
+    request behind that may yet fail; asyncio would print that as never retrieved.
+    """
+    if not task.cancelled():
+        task.exception()
