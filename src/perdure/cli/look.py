@@ -14,7 +14,7 @@ from perdure.cli.say import note, print_json, render_table
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.report import Snapshot
 from perdure.model.verdicts import Verdict
-from perdure.telemetry import LedgerFold, find_verdicts, make_series
+from perdure.telemetry import DelayMatrix, LedgerFold, find_delay_matrix, find_verdicts, make_series
 
 Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
@@ -91,9 +91,22 @@ def render_snapshot(snapshot: Snapshot) -> str:
     return "\n".join(lines)
 
 
-def map_devices(job: JobName, as_json: Json = False) -> None:
-    """Show which device runs which rank."""
-    devices = find_job(job).snapshot().devices
+def map_devices(
+    job: JobName,
+    links: Annotated[bool, typer.Option("--links", help="Show the delay matrix instead.")] = False,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Show which device runs which rank, or how slowly which rank reaches which."""
+    found = find_job(job)
+    if links:
+        matrix = find_delay_matrix(found.entries())
+        if as_json:
+            print_json({"links": matrix.comms, "note": matrix.note})
+        else:
+            print(_render_matrix(matrix, width))
+        return
+    devices = found.snapshot().devices
     if as_json:
         print_json({"devices": devices})
         return
@@ -113,11 +126,18 @@ def diagnose(job: JobName, as_json: Json = False) -> None:
         print_json({"verdicts": verdicts})
         return
     start_s = entries[0].at_s if entries else 0.0
-    if not verdicts:
+    if verdicts:
+        print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))
+    else:
         snapshot = found.snapshot()
         print(f"{job}: {snapshot.state}; nothing was found wrong. {snapshot.reason}".rstrip())
-        return
-    print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))
+    print("\n" + _render_matrix(find_delay_matrix(entries), 100))
+
+
+def _render_matrix(matrix: DelayMatrix, width: int) -> str:
+    from perdure.dash.links import render_links
+
+    return render_links(matrix, width)
 
 
 def render_verdict(verdict: Verdict, start_s: float) -> str:
@@ -173,7 +193,8 @@ def report(
     if html is not None:
         from perdure.dash import render_html
 
-        page = render_html(result, found.snapshot(), make_series(entries, now))
+        matrix = find_delay_matrix(entries)
+        page = render_html(result, found.snapshot(), make_series(entries, now), matrix)
         try:
             html.write_text(page, encoding="utf-8")
         except OSError as error:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from html import escape
 
+from perdure.dash.links import render_heat_map
 from perdure.dash.palette import INKS
 from perdure.dash.svg import (
     Bar,
@@ -14,6 +15,7 @@ from perdure.dash.svg import (
 )
 from perdure.model.report import Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.links import DelayMatrix
 from perdure.telemetry.series import Series
 
 _FAILURE, _PART = "#d1495b", "#8d99ae"
@@ -45,7 +47,9 @@ padding:10px;font-size:12.5px;overflow-x:auto}details{margin:8px 0}summary{curso
 """
 
 
-def render_html(report: Report, snapshot: Snapshot | None, series: Series) -> str:
+def render_html(
+    report: Report, snapshot: Snapshot | None, series: Series, matrix: DelayMatrix | None = None
+) -> str:
     """Return the whole page."""
     sections = (
         ("Where the time went", _render_ledger(report)),
@@ -53,6 +57,7 @@ def render_html(report: Report, snapshot: Snapshot | None, series: Series) -> st
         ("Ranks over time", _render_ranks(report, series)),
         ("Incidents", _render_recoveries(report, series)),
         ("Verdicts and their evidence", _render_verdicts(series)),
+        ("Links between ranks", render_heat_map(matrix) if matrix else ""),
         ("Checkpoints", _render_checkpoints(series)),
     )
     body = "".join(
