@@ -2,16 +2,24 @@
 
 import os
 
+from perdure.model.collectives import StepStages
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     HEADER_BYTES,
     RECORDS_AT,
     RING_BYTES,
+    SPANS_MAX,
+    STAGES_MAX,
     RingReading,
+    SpanReading,
     StepRecord,
     parse_records,
     parse_ring,
+    parse_span,
+    parse_stages,
     seqs_of,
+    span_at,
+    stages_at,
 )
 
 _ATTEMPTS = 8
@@ -23,12 +31,11 @@ def read_ring(path: str, clock_offset_s: float) -> RingReading | None:
     The file is opened anew each time: 8 ranks at 5 Hz cost a millisecond a second, and a ring
     that was replaced in between is never confused with the old one.
     """
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
+    fd = open_ring(path)
+    if fd < 0:
         return None
     try:
-        data, torn = _copy(fd)
+        data, torn = copy_ring(fd)
     finally:
         os.close(fd)
     try:
@@ -37,17 +44,51 @@ def read_ring(path: str, clock_offset_s: float) -> RingReading | None:
         return None  # Being made at this moment, or none of ours.
 
 
+def read_spans(path: str, clock_offset_s: float) -> tuple[SpanReading, ...]:
+    """Return the last collectives recorded in the ring at `path`, oldest first."""
+    data, reading = _read_whole(path, clock_offset_s)
+    if reading is None:
+        return ()
+    numbers = range(max(0, reading.num_spans - SPANS_MAX), reading.num_spans)
+    found = (parse_span(data, span_at(n), n, reading.comms, clock_offset_s) for n in numbers)
+    return tuple(span for span in found if span is not None)
+
+
+def read_stages(path: str, clock_offset_s: float) -> tuple[StepStages, ...]:
+    """Return the stages of the last steps recorded in the ring at `path`, oldest first."""
+    data, reading = _read_whole(path, clock_offset_s)
+    if reading is None:
+        return ()
+    numbers = range(max(0, reading.num_stages - STAGES_MAX), reading.num_stages)
+    found = (parse_stages(data, stages_at(n), n, clock_offset_s) for n in numbers)
+    return tuple(stages for stages in found if stages is not None)
+
+
 def read_records(path: str, clock_offset_s: float) -> tuple[StepRecord, ...]:
     """Return the last committed steps recorded in the ring at `path`, oldest first."""
+    data, reading = _read_whole(path, clock_offset_s)
+    return parse_records(data, clock_offset_s) if reading is not None else ()
+
+
+def open_ring(path: str) -> int:
+    """Return a descriptor of the ring at `path`; -1 where there is none."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
+
+
+def _read_whole(path: str, clock_offset_s: float) -> tuple[bytes, RingReading | None]:
+    """Return a ring's bytes, and what its header says; no reading where it is no ring."""
     try:
         with open(path, "rb") as file:
             data = file.read(RING_BYTES)
-    except OSError:
-        return ()
-    return parse_records(data, clock_offset_s) if len(data) == RING_BYTES else ()
+        return data, parse_ring(data, clock_offset_s) if len(data) == RING_BYTES else None
+    except (OSError, ProtocolError):
+        return b"", None
 
 
-def _copy(fd: int) -> tuple[bytes, bool]:
+def copy_ring(fd: int) -> tuple[bytes, bool]:
     """Return a consistent copy of everything but the records; else the last one and True."""
     data = b""
     for _ in range(_ATTEMPTS):

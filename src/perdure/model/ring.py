@@ -4,7 +4,10 @@ The ring is a file that the rank maps and everybody else only reads: it survives
 death and can be read while the rank is stopped. Nobody locks it. Each of its two writers (the
 training thread: progress; the recorder: communicators) brackets its changes with a counter that
 is odd meanwhile; a reader takes the copy whose counters were even and the same before and
-after, or, where a writer died between the two, the copy as it is, marked `torn`.
+after, or, where a writer died between the two, the copy as it is, marked `torn`. The compiled
+recorder, which any thread of the rank may be in, moves a communicator's counters and writes the
+record of a collective (a *span*) by atomic stores of single words instead; the last word written
+of a span is its number, and 0 stands there while it is being made.
 
 All numbers are native 64-bit words, times CLOCK_MONOTONIC in nanoseconds, 0 for "not reached".
 """
@@ -15,11 +18,12 @@ from typing import get_args
 
 import msgspec
 
+from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.errors import ProtocolError
 from perdure.model.progress import CommProgress, Phase, ProcSample, RankAccount, RankProgress
 
 MAGIC = int.from_bytes(b"PERDURE\0", sys.byteorder)
-VERSION = 1
+VERSION = 2
 
 # Words of the header.
 W_MAGIC = 0
@@ -55,31 +59,71 @@ W_NUM_MARKS = 25
 """Marks ever made; the last `MARKS_MAX` are kept."""
 W_NUM_RECORDS = 26
 """Step records ever made; the last `RECORDS_MAX` are kept."""
+W_NUM_SPANS = 27
+"""Spans ever begun; the last `SPANS_MAX` are kept. Span `n` (from 0) lies at `n % SPANS_MAX`."""
 W_COMM_SEQ = 28
 W_NUM_COMMS = 29
+W_NUM_STAGES = 30
+"""Step stages ever recorded; the last `STAGES_MAX` are kept."""
 W_MARKS = 32
 MARKS_MAX = 16
 
 HEADER_BYTES = 512
-COMMS_MAX = 32
-COMM_BYTES = 256
+COMMS_MAX = 64
+COMM_BYTES = 320
 COMM_WORDS = COMM_BYTES // 8
+C_SIZE, C_STARTED, C_ENDED, C_SINCE, C_BYTES, C_KIND = range(6)
+"""Words of a communicator's slot; `C_KIND` is operation + (dtype << 8), as in a span."""
 COMM_RANKS_MAX = 63
+COMM_RANGE = 0xFFFF
+"""In the place of a count: the ranks are a range, given by first, step and count."""
 COMM_TEXT = struct.Struct("32s64s")
-"""op and name, UTF-8, padded with zeros."""
+"""op and name, UTF-8, padded with zeros; the op counts where `C_KIND` names none."""
 COMM_RANKS = struct.Struct(f"{1 + COMM_RANKS_MAX}H")
-COMM_TEXT_AT = 32
-COMM_RANKS_AT = 128
+COMM_TEXT_AT = 64
+COMM_RANKS_AT = 160
 RECORDS_AT = HEADER_BYTES + COMMS_MAX * COMM_BYTES
 RECORD_BYTES = 64
 RECORDS_MAX = 1024
-RING_BYTES = RECORDS_AT + RECORDS_MAX * RECORD_BYTES
+SPANS_AT = RECORDS_AT + RECORDS_MAX * RECORD_BYTES
+SPAN_BYTES = 64
+SPANS_MAX = 2048
+S_NUMBER, S_START, S_END, S_WAIT, S_SEQ, S_BYTES, S_KIND, S_STATE = range(8)
+"""Words of a span. `S_NUMBER` is its number plus one, 0 while it is being written. `S_KIND` is
+operation + (dtype << 8) + (communicator slot << 16) + (peer + 1 << 32), the peer by its rank
+within the group. `S_STATE` is one of the states below + (thread id << 32)."""
+UNDER_WAY, ENDED, FAILED, UNSEEN = range(4)
+"""States of a span; `UNSEEN`: its end cannot be told by anybody."""
+STAGES_AT = SPANS_AT + SPANS_MAX * SPAN_BYTES
+STAGES_BYTES = 128
+STAGES_MAX = 512
+RING_BYTES = STAGES_AT + STAGES_MAX * STAGES_BYTES
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 PHASE_INDEX: dict[str, int] = {phase: index for index, phase in enumerate(PHASES)}
 RECORDERS = ("off", "status", "python", "compiled")
 """Who writes the communicator slots: nobody, a poll of Flight Recorder's status, the Python
 dispatcher hook, the compiled one."""
+
+OPS = (
+    "", "other", "allreduce", "allreduce_coalesced", "allgather", "allgather_base",
+    "allgather_coalesced", "allgather_into_tensor_coalesced", "broadcast", "reduce", "gather",
+    "scatter", "reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced",
+    "alltoall", "alltoall_base", "barrier", "monitored_barrier", "send", "recv",
+    "recv_any_source",
+)  # fmt: skip
+"""Operations by their number: names of c10d's operators without the outer underscores."""
+OP_INDEX = {op: index for index, op in enumerate(OPS)}
+POINT_TO_POINT = ("send", "recv", "recv_any_source")
+P2P_SUFFIX = " p2p"
+"""Ends the name of the slot that counts a group's sends and receives."""
+DTYPES = (
+    "", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
+    "complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16",
+    "quint4x2", "quint2x4", "bits1x8", "bits2x4", "bits4x2", "bits8", "bits16", "float8_e5m2",
+    "float8_e4m3fn", "float8_e5m2fnuz", "float8_e4m3fnuz", "uint16", "uint32", "uint64",
+)  # fmt: skip
+"""Element types: PyTorch's own numbers (c10::ScalarType) plus one, 0 for unknown."""
 
 STAMP_WORDS = {
     "spawned": W_SPAWNED,
@@ -93,8 +137,10 @@ STAMP_WORDS = {
 }
 
 _HEADER = struct.Struct(f"={HEADER_BYTES // 8}q")
-_COMM_HEAD = struct.Struct("=4q")
+_COMM_HEAD = struct.Struct("=6q")
 _RECORD = struct.Struct("=8q")
+_SPAN = struct.Struct("=6q2Q")
+_STAGES = struct.Struct("=10q")
 
 
 class StepRecord(msgspec.Struct, frozen=True):
@@ -125,6 +171,10 @@ class RingReading(msgspec.Struct, frozen=True):
     comms: tuple[CommProgress, ...] = ()
     torn: bool = False
     """A writer was in the middle of a change, for good if it is dead or stopped."""
+    num_spans: int = 0
+    """Collectives ever recorded; the newest are kept."""
+    num_stages: int = 0
+    """Steps whose stages were ever recorded."""
 
     def progress(self, proc: ProcSample) -> RankProgress:
         """Return it as a rank's part of a heartbeat, with what /proc says beside it."""
@@ -137,7 +187,19 @@ class RingReading(msgspec.Struct, frozen=True):
             account=self.account,
             comms=self.comms,
             proc=proc,
+            recorder=self.recorder,
         )
+
+
+class SpanReading(msgspec.Struct, frozen=True):
+    """One span of a ring, as it was at one moment."""
+
+    number: int
+    span: CollectiveSpan
+    state: int
+    """`UNDER_WAY`, `ENDED`, `FAILED` or `UNSEEN`."""
+    dtype: str = ""
+    thread: int = 0
 
 
 def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> RingReading:
@@ -166,6 +228,8 @@ def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> Rin
         account=_parse_account(words, clock_offset_s),
         comms=_parse_comms(data, words[W_NUM_COMMS], clock_offset_s),
         torn=torn,
+        num_spans=words[W_NUM_SPANS],
+        num_stages=words[W_NUM_STAGES],
     )
 
 
@@ -185,10 +249,62 @@ def parse_records(data: bytes, clock_offset_s: float) -> tuple[StepRecord, ...]:
     return tuple(records)
 
 
+def span_at(number: int) -> int:
+    """Return the offset in bytes of span `number`."""
+    return SPANS_AT + (number % SPANS_MAX) * SPAN_BYTES
+
+
+def stages_at(number: int) -> int:
+    """Return the offset in bytes of step stages `number`."""
+    return STAGES_AT + (number % STAGES_MAX) * STAGES_BYTES
+
+
+def parse_span(
+    data: bytes, at: int, number: int, comms: tuple[CommProgress, ...], clock_offset_s: float
+) -> SpanReading | None:
+    """Return span `number` from `data` at `at`; None while it is made, or where it is another.
+
+    The peer is translated to its global rank by `comms`, of the same reading; -1 if unknown.
+    """
+    mark, start, end, wait, seq, size, kind, state = _SPAN.unpack_from(data, at)
+    if mark != number + 1:
+        return None
+    op, dtype, comm, peer = kind & 255, kind >> 8 & 255, kind >> 16 & 0xFFFF, (kind >> 32) - 1
+    if peer >= 0:
+        ranks = comms[comm].ranks if comm < len(comms) else ()
+        peer = ranks[peer] if peer < len(ranks) else -1
+    span = CollectiveSpan(
+        comm=comm,
+        seq=seq,
+        op=OPS[op] if op < len(OPS) else "other",
+        bytes=size,
+        start_s=_stamp(start, clock_offset_s),
+        end_s=_stamp(end, clock_offset_s),
+        wait_s=wait / 1e9,
+        peer=peer,
+    )
+    name = DTYPES[dtype] if dtype < len(DTYPES) else ""
+    return SpanReading(number, span, state & 0xFFFFFFFF, name, state >> 32)
+
+
+def parse_stages(data: bytes, at: int, number: int, clock_offset_s: float) -> StepStages | None:
+    """Return step stages `number` from `data` at `at`; None where they are others' by now."""
+    index, step, begin, end, *parts = _STAGES.unpack_from(data, at)
+    if index != number + 1:
+        return None
+    begin_s, end_s = _stamp(begin, clock_offset_s), _stamp(end, clock_offset_s)
+    return StepStages(step, begin_s, end_s, *(ns / 1e9 for ns in parts))
+
+
 def seqs_of(data: bytes) -> tuple[int, int]:
     """Return the counters of the two writers; a copy is whole while both are even and stay."""
     words = _HEADER.unpack_from(data)
     return words[W_PROGRESS_SEQ], words[W_COMM_SEQ]
+
+
+def spans_of(data: bytes) -> int:
+    """Return how many spans were ever begun."""
+    return int(_HEADER.unpack_from(data)[W_NUM_SPANS])
 
 
 def comm_at(slot: int) -> int:
@@ -229,12 +345,31 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
     comms = []
     for slot in range(min(max(count, 0), COMMS_MAX)):
         at = comm_at(slot)
-        size, started, ended, since = _COMM_HEAD.unpack_from(data, at)
-        op, name = (_text(raw) for raw in COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT))
-        ranks = COMM_RANKS.unpack_from(data, at + COMM_RANKS_AT)
-        known = ranks[1 : 1 + min(ranks[0], COMM_RANKS_MAX)]
-        comms.append(CommProgress(name, size, started, ended, op, _stamp(since, offset), known))
+        size, started, ended, since, nbytes, kind = _COMM_HEAD.unpack_from(data, at)
+        text, name = COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT)
+        op, dtype = kind & 255, kind >> 8 & 255
+        comms.append(
+            CommProgress(
+                name=_text(name),
+                size=size,
+                started_seq=started,
+                ended_seq=ended,
+                op=OPS[op] if 0 < op < len(OPS) else _text(text),
+                since_s=_stamp(since, offset),
+                ranks=_parse_ranks(data, at + COMM_RANKS_AT),
+                bytes=nbytes,
+                dtype=DTYPES[dtype] if dtype < len(DTYPES) else "",
+            )
+        )
     return tuple(comms)
+
+
+def _parse_ranks(data: bytes, at: int) -> tuple[int, ...]:
+    count, *ranks = COMM_RANKS.unpack_from(data, at)
+    if count == COMM_RANGE:
+        first, step, num = ranks[:3]
+        return tuple(range(first, first + step * num, step)) if step else ()
+    return tuple(ranks[: min(count, COMM_RANKS_MAX)])
 
 
 def _text(raw: bytes) -> str:

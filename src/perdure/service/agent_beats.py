@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 
 from perdure.adapters.host import ProcSampler
+from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_ring
 from perdure.agent.messages import RankEnded
 from perdure.agent.state import KeeperView
@@ -27,6 +28,8 @@ class RankReader:
         self._sampler = ProcSampler()
         self._marks: dict[int, tuple[float, float]] = {}
         """Rank -> (last write, last change of phase) at the newest beat."""
+        self._followers: dict[tuple[int, int], RingFollower] = {}
+        """(generation, rank) -> its ring, read from beat to beat."""
 
     def read_beat(
         self, node: int, incarnation: str, seq: int, now: float, keeper: KeeperView | None
@@ -35,12 +38,21 @@ class RankReader:
         generation = keeper.generation if keeper else -1
         running = keeper.running if keeper else {}
         self._sampler.watch(running.values())
+        self._followers = {
+            key: follower
+            for key, follower in self._followers.items()
+            if key[0] == generation and key[1] in running
+        }
         ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
         return NodeBeat(node, incarnation, seq, now, generation, ranks)
 
     def _look(self, generation: int, rank: int, pid: int, now: float) -> RankProgress:
-        reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
-        if reading is None:
+        follower = self._followers.get((generation, rank))
+        if follower is None:
+            follower = RingFollower(self._paths.ring(generation, rank), self._offset_s)
+            self._followers[generation, rank] = follower
+        look = follower.read(now)
+        if look is None:
             proc = self._sampler.sample(pid, now, HEALTHY_S)
             return RankProgress(
                 rank=rank,
@@ -51,6 +63,7 @@ class RankReader:
                 account=RankAccount(),
                 proc=proc,
             )
+        reading = look.reading
         mark = (reading.heartbeat_s, reading.phase_since_s)
         moved, self._marks[rank] = mark != self._marks.get(rank), mark
         proc = self._sampler.sample(pid, now, HEALTHY_S if moved else 0.0)
@@ -63,6 +76,9 @@ class RankReader:
             account=reading.account,
             comms=reading.comms,
             proc=proc,
+            spans=look.spans,
+            stages=look.stages,
+            recorder=reading.recorder,
         )
 
     def read_end(self, record: ExitRecord) -> RankEnded:

@@ -3,34 +3,46 @@
 A kernel on dispatch key `BackendSelect` for each `c10d::` operator notes the collective and
 passes it on below that key, so process groups keep their types. It knows begin and end of each
 one exactly and the begin of each send and recv, and is where a fault can be injected into a
-script that declares no steps. It costs 30 to 65 µs a collective, so it is not the default. The
-compiled recorder will take its place behind the same slots.
+script that declares no steps. It costs 30 to 65 µs a collective, so it is not the default: it is
+for a machine where the compiled recorder (`perdure.worker.native`), which writes the same slots
+and spans and more, cannot be built.
 """
 
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
+from perdure.model import ring as layout
 from perdure.worker.recorder import Dump, Members, is_idle
 from perdure.worker.ring import RingWriter
 
-_POINT_TO_POINT = ("send", "recv_", "recv_any_source_")
 _POLL_S = 0.1
+_NO_COMM = 0xFFFF
+"""Slot of a span whose communicator has none."""
 
 
 class _Comm:
     """Counters of one communicator; guarded by the recorder's lock."""
 
-    __slots__ = ("ended", "op", "since", "slot", "started")
+    __slots__ = ("done", "ended", "since", "slot", "started")
 
     def __init__(self, slot: int) -> None:
         self.slot = slot
         self.started = self.ended = self.since = 0
-        self.op = b""
+        self.done: set[int] = set()
+        """Ended before an earlier one did; gloo ends DDP's buckets in any order."""
+
+
+class _Span(NamedTuple):
+    """One collective that was begun."""
+
+    comm: _Comm
+    seq: int
+    number: int
 
 
 class HookRecorder:
@@ -51,7 +63,7 @@ class HookRecorder:
         self._comms: dict[str, _Comm] = {}
         self._library: torch.library.Library | None = None
         self._without_future: set[str] = set()
-        self._pending: list[tuple[_Comm, int, Any]] = []
+        self._pending: list[tuple[_Span, Any]] = []
         """Works whose end nobody calls back about; asked by the thread."""
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -63,7 +75,7 @@ class HookRecorder:
         """Register the kernels, and a thread for works that cannot call back."""
         below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
         library = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]
-        for name in _find_operators():
+        for name in find_operators():
             operator = getattr(torch.ops.c10d, name).default
             where = [
                 index
@@ -86,71 +98,83 @@ class HookRecorder:
             self._thread.join(timeout=1.0)
 
     def _make_kernel(self, name: str, operator: Any, where: int, below: Any) -> Callable[..., Any]:
-        suffix = " p2p" if name in _POINT_TO_POINT else ""
-        op = name.strip("_").encode()
+        op = name.strip("_")
+        code = layout.OP_INDEX.get(op, layout.OP_INDEX["other"])
+        p2p = op in layout.POINT_TO_POINT
+        suffix = layout.P2P_SUFFIX if p2p else ""
+        sized = find_sized_argument(operator._schema)
+        names = [argument.name for argument in operator._schema.arguments]
+        peer_at = next((names.index(n) for n in ("dst", "src") if p2p and n in names), -1)
 
         def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
             if self.before is not None:
                 self.before()
             group = ProcessGroup.unbox(args[where]).group_name
-            comm, seq = self._begin(group, suffix, op)
+            nbytes, dtype = _measure(args[sized]) if sized >= 0 else (0, 0)
+            kind = code | dtype << 8 | (args[peer_at] + 1 if peer_at >= 0 else 0) << 32
+            span = self._begin(group + suffix, kind, nbytes, p2p)
             result = operator.redispatch(keyset & below, *args, **kwargs)
             work = result[-1] if isinstance(result, (tuple, list)) else result
-            if suffix:
+            if p2p:
                 return result  # A receive says nothing about its end; -1 in its slot says so.
             if work is None:
-                self._end(comm, seq)
+                self._end(span)
             else:
-                self._watch(comm, seq, name, Work.unbox(work))
+                self._watch(span, name, Work.unbox(work))
             return result
 
         return kernel
 
-    def _begin(self, group: str, suffix: str, op: bytes) -> tuple[_Comm, int]:
+    def _begin(self, name: str, kind: int, nbytes: int, p2p: bool) -> _Span:
         now = time.monotonic_ns()
+        state = layout.UNSEEN if p2p else layout.UNDER_WAY
         with self._lock:
-            comm = self._comms.get(group + suffix)
+            comm = self._comms.get(name)
             if comm is None:
-                comm = self._comms[group + suffix] = self._make_comm(group, suffix)
+                comm = self._comms[name] = self._make_comm(name, p2p)
             comm.started += 1
             comm.since = now
             self._ring.beat(now)
             if comm.slot >= 0:
-                if comm.op != op:
-                    comm.op = op
-                    self._ring.set_comm_op(comm.slot, op)
+                self._ring.set_comm_kind(comm.slot, nbytes, kind & 0xFFFF)
                 self._ring.set_comm(comm.slot, comm.started, comm.ended, now)
-            return comm, comm.started
+            kind |= (comm.slot if comm.slot >= 0 else _NO_COMM) << 16
+            state |= threading.get_native_id() << 32
+            number = self._ring.begin_span(comm.started, kind, nbytes, now, state)
+            return _Span(comm, comm.started, number)
 
-    def _make_comm(self, group: str, suffix: str) -> _Comm:
-        size, ranks = self._members(group)
-        if suffix:
-            # Two ranks' counts of sends and receives need not agree: nobody may compare them.
-            size, ranks = 1, ()
-        comm = _Comm(self._ring.add_comm(group + suffix, size, ranks))
-        comm.ended = -1 if suffix else 0
+    def _make_comm(self, name: str, p2p: bool) -> _Comm:
+        # Two ranks' counts of sends and receives need not agree: nobody may compare them.
+        size, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX) if p2p else name)
+        comm = _Comm(self._ring.add_comm(name, 1 if p2p else size, ranks))
+        comm.ended = -1 if p2p else 0
         return comm
 
-    def _end(self, comm: _Comm, seq: int) -> None:
+    def _end(self, span: _Span) -> None:
         now = time.monotonic_ns()
+        comm = span.comm
         with self._lock:
-            if seq <= comm.ended:
+            self._ring.end_span(span.number, now)
+            if span.seq <= comm.ended:
                 return
-            comm.ended = seq
+            comm.done.add(span.seq)
+            while comm.ended + 1 in comm.done:
+                comm.ended += 1
+                comm.done.remove(comm.ended)
             self._ring.beat(now)
             if comm.slot >= 0:
-                self._ring.set_comm(comm.slot, comm.started, seq, comm.since)
+                self._ring.set_comm(comm.slot, comm.started, comm.ended, comm.since)
 
-    def _watch(self, comm: _Comm, seq: int, name: str, work: Any) -> None:
+    def _watch(self, span: _Span, name: str, work: Any) -> None:
         """Have `_end` called when `work` ends, by its future or else by the thread."""
         if name not in self._without_future:
             try:
-                work.get_future().add_done_callback(lambda _: self._end(comm, seq))
+                work.get_future().add_done_callback(lambda _: self._end(span))
                 return
             except RuntimeError:
                 self._without_future.add(name)
         with self._lock:
-            self._pending.append((comm, seq, work))
+            self._pending.append((span, work))
 
     def _run(self) -> None:
         while not self._stop.wait(_POLL_S):
@@ -160,11 +184,11 @@ class HookRecorder:
                 pending, self._pending = self._pending, []
             idle = bool(pending) and bool(self._dumps) and all(map(is_idle, self._dumps.values()))
             left = []
-            for comm, seq, work in pending:
+            for span, work in pending:
                 if idle or _is_over(work):
-                    self._end(comm, seq)
+                    self._end(span)
                 else:
-                    left.append((comm, seq, work))
+                    left.append((span, work))
             if left:
                 with self._lock:
                     self._pending = left + self._pending
@@ -177,6 +201,38 @@ def _is_over(work: Any) -> bool:
         return True  # It ended by an exception, which its own waiter will get.
 
 
-def _find_operators() -> list[str]:
+def _measure(argument: Any) -> tuple[int, int]:
+    """Return bytes and number of the dtype of a tensor or a list of them."""
+    tensors = argument if isinstance(argument, (list, tuple)) else (argument,)
+    dtype = 0
+    for tensor in tensors:
+        dtype = _DTYPES.get(tensor.dtype, 0)
+        break
+    return sum(tensor.nbytes for tensor in tensors), dtype
+
+
+_DTYPES = {
+    getattr(torch, name): index
+    for index, name in enumerate(layout.DTYPES)
+    if isinstance(getattr(torch, name, None), torch.dtype)
+}
+
+
+def find_operators() -> list[str]:
+    """Return the names of the c10d operators that this torch has."""
     names = torch._C._dispatch_get_all_op_names()
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
+
+
+def find_sized_argument(schema: Any) -> int:
+    """Return which argument's size is the operation's on every rank alike; -1 for none.
+
+    A rank's input, where there is one that is a tensor or a list of them: the output of a gather
+    is empty on all ranks but one. Else the first such argument.
+    """
+    found = [
+        (not argument.name.startswith("input"), index)
+        for index, argument in enumerate(schema.arguments)
+        if str(argument.type) in ("Tensor", "List[Tensor]")
+    ]
+    return min(found)[1] if found else -1

@@ -22,7 +22,9 @@ Stamp = Literal[
 ]
 
 _RECORD = struct.Struct("@8q")
-_COMM_HEAD = struct.Struct("@4q")
+_COMM_HEAD = struct.Struct("@6q")
+_SPAN = struct.Struct("@6q2Q")
+_STAGES = struct.Struct("@10q")
 
 
 class RingWriter:
@@ -177,6 +179,16 @@ class RingWriter:
         words[layout.W_NUM_MARKS] = number + 1
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def add_stages(self, step: int, begin: int, end: int, parts: tuple[int, ...]) -> None:
+        """Record where a step went: ns of data, forward, backward, optimizer, wait, other."""
+        words = self._words
+        number = words[layout.W_NUM_STAGES]
+        at = layout.stages_at(number)
+        words[at // 8] = 0
+        _STAGES.pack_into(self._memory, at, 0, step, begin, end, *parts)
+        words[at // 8] = number + 1
+        words[layout.W_NUM_STAGES] = number + 1
+
     # --- recorder -----------------------------------------------------------------------------
 
     def set_recorder(self, kind: str) -> None:
@@ -196,19 +208,32 @@ class RingWriter:
     def replace_comm(self, slot: int, name: str, size: int, ranks: Iterable[int]) -> None:
         """Give `slot` to a communicator, at its beginning."""
         words = self._words
-        members = tuple(ranks)
-        if len(members) > layout.COMM_RANKS_MAX or any(not 0 <= r < 1 << 16 for r in members):
-            members = ()
-        padding = (0,) * (layout.COMM_RANKS_MAX - len(members))
         text = name.encode()[:63]
         at = layout.comm_at(slot)
         words[layout.W_COMM_SEQ] += 1
-        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0)
+        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0)
         layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", text)
-        layout.COMM_RANKS.pack_into(
-            self._memory, at + layout.COMM_RANKS_AT, len(members), *members, *padding
-        )
+        self._set_ranks(slot, tuple(ranks))
         words[layout.W_COMM_SEQ] += 1
+
+    def set_comm_ranks(self, slot: int, ranks: Iterable[int]) -> None:
+        """Say which global ranks are in a communicator."""
+        self._words[layout.W_COMM_SEQ] += 1
+        self._set_ranks(slot, tuple(ranks))
+        self._words[layout.W_COMM_SEQ] += 1
+
+    def _set_ranks(self, slot: int, ranks: tuple[int, ...]) -> None:
+        """Write `ranks` as a list, or as a range where they are too many; else as unknown."""
+        count, numbers = len(ranks), ranks
+        if count > layout.COMM_RANKS_MAX:
+            first, step = ranks[0], ranks[1] - ranks[0]
+            regular = step > 0 and ranks == tuple(range(first, first + step * count, step))
+            count, numbers = (layout.COMM_RANGE, (first, step, count)) if regular else (0, ())
+        if any(not 0 <= number < 1 << 16 for number in numbers):
+            count, numbers = 0, ()
+        padding = (0,) * (layout.COMM_RANKS_MAX - len(numbers))
+        at = layout.comm_at(slot) + layout.COMM_RANKS_AT
+        layout.COMM_RANKS.pack_into(self._memory, at, count, *numbers, *padding)
 
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
         """Note a communicator's last collectives, and since when the newest is under way."""
@@ -225,6 +250,39 @@ class RingWriter:
         at = layout.comm_at(slot) + layout.COMM_TEXT_AT
         self._memory[at : at + 32] = op[:31].ljust(32, b"\0")
         words[layout.W_COMM_SEQ] += 1
+
+    def set_comm_kind(self, slot: int, nbytes: int, kind: int) -> None:
+        """Note size and kind (operation and dtype) of a communicator's last collective."""
+        at = layout.comm_at(slot) // 8
+        self._words[at + layout.C_BYTES], self._words[at + layout.C_KIND] = nbytes, kind
+
+    def begin_span(self, seq: int, kind: int, nbytes: int, now: int, state: int) -> int:
+        """Record that a collective began at `now`; return the number of its span.
+
+        `kind` and `state` are as `perdure.model.ring` packs them. One thread at a time.
+        """
+        words = self._words
+        number = int(words[layout.W_NUM_SPANS])
+        words[layout.W_NUM_SPANS] = number + 1
+        at = layout.span_at(number)
+        words[at // 8] = 0
+        _SPAN.pack_into(self._memory, at, 0, now, 0, 0, seq, nbytes, kind, state)
+        words[at // 8] = number + 1
+        return number
+
+    def end_span(self, number: int, now: int, state: int = layout.ENDED) -> None:
+        """Record that span `number` ended at `now`, unless it was overwritten since."""
+        words = self._words
+        at = layout.span_at(number) // 8
+        if words[at] == number + 1 and not words[at + layout.S_END]:
+            words[at + layout.S_END] = now
+            words[at + layout.S_STATE] = words[at + layout.S_STATE] & ~0xFFFFFFFF | state
+
+    def add_wait(self, number: int, ns: int) -> None:
+        """Add to the time for which a thread was blocked by span `number`."""
+        at = layout.span_at(number) // 8
+        if self._words[at] == number + 1:
+            self._words[at + layout.S_WAIT] += ns
 
     def beat(self, now: int) -> None:
         """Note that a collective began or ended at `now`: never merely that a thread lives."""

@@ -1,4 +1,5 @@
 import threading
+import time
 
 from perdure.adapters.rings import read_ring
 from perdure.worker.ring import RingWriter
@@ -14,17 +15,20 @@ def test_a_reader_beside_a_busy_writer_sees_whole_states(tmp_path):
         while not done.is_set():
             step += 1
             ring.commit(step, step, step, (1_000_000_000, 0, 0, 0), phase=5)
+            time.sleep(0)  # Hands over the GIL, which a process of its own would not need.
 
-    writer = threading.Thread(target=write)
+    writer = threading.Thread(target=write, daemon=True)
     writer.start()
     whole = 0
-    for _ in range(50_000):
-        reading = read_ring(path, 0.0)
-        if not reading.torn:
-            whole += 1
-            assert reading.account.step_s == max(reading.account.step, 0)
-        if whole > 50:
-            break
-    done.set()
-    writer.join()
+    try:
+        for _ in range(50_000):
+            reading = read_ring(path, 0.0)
+            if not reading.torn:
+                whole += 1
+                assert reading.account.step_s == max(reading.account.step, 0)
+            if whole > 50:
+                break
+    finally:
+        done.set()
+        writer.join()
     assert whole > 50  # The writer does nothing else here; a training thread hardly ever writes.

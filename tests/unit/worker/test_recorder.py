@@ -161,13 +161,13 @@ def recorder(tmp_path):
 
 def test_more_groups_than_slots_take_those_that_are_idle(recorder):
     status, trace, path = recorder
-    for group in range(40):
+    for group in range(80):
         trace.enter(str(group), 1, ended=0 if group == 0 else 1)
         status.poll(10**9 * (group + 1))
         status._dump_after_ns = 0
     names = {comm.name for comm in read_ring(path, 0.0).comms}
-    assert len(names) == 32
-    assert {"group0", "group39"} <= names  # The pending one keeps its slot.
+    assert len(names) == 64
+    assert {"group0", "group79"} <= names  # The pending one keeps its slot.
     trace.enter("5", 2, ended=1)
     status.poll(10**11)
     assert "group5" in {comm.name for comm in read_ring(path, 0.0).comms}

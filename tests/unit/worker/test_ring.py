@@ -56,7 +56,7 @@ def test_only_the_last_marks_and_records_are_kept(path):
 def test_communicators_keep_name_ranks_and_the_last_collective(path):
     ring = RingWriter.create(path, rank=0, generation=0)
     slot = ring.add_comm("0", 2, (0, 1))
-    big = ring.add_comm("world", 100, range(100))
+    big = ring.add_comm("world", 100, [*range(99), 200])
     ring.set_comm(slot, 7, 6, 123)
     ring.set_comm_op(slot, b"all_reduce")
     small, large = read_ring(path, 0.0).comms
