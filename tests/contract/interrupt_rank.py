@@ -48,7 +48,14 @@ def start_own_server() -> socket.socket:
     return client
 
 
+def end_with_parent() -> None:
+    """A test that is killed leaves no rank behind: its end of the pipe is closed then."""
+    sys.stdin.read()
+    os._exit(3)
+
+
 def main() -> None:
+    threading.Thread(target=end_with_parent, daemon=True).start()
     attach_rank()
     torch.set_num_threads(1)
     own = start_own_server()
