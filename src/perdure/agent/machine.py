@@ -138,6 +138,7 @@ class Agent:
         return self._reconcile(now)
 
     def _take_stacks(self, order: TakeStacks) -> list[Request]:
+        """Take stacks of the ranks named; and have every rank of the node write its trace."""
         keeper = self.state.keeper
         if keeper is None or keeper.generation != order.generation:
             return []
@@ -180,7 +181,7 @@ class Agent:
         if keeper.store_asked >= generation:
             return []
         keeper.store_asked = generation
-        return [TellKeeper(KeeperStore(generation, self.spec.world_size))]
+        return [TellKeeper(KeeperStore(generation, self.spec.world_size, self.identity.host))]
 
     def _report_store(self, generation: int, port: int, *, agent_store: bool) -> list[Request]:
         if self.state.reported_store == (generation, port):

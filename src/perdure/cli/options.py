@@ -93,6 +93,9 @@ Nats = Annotated[
 Env = Annotated[
     list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
 ]
+Placement = Annotated[
+    str | None, _option("--placement", metavar="FILE", hidden=True, help="See docs/lab.md.")
+]
 Detach = Annotated[bool, _option("--detach", help="Return once the job has been started.")]
 Json = Annotated[bool, _option("--json", help="The answer as JSON.")]
 
@@ -132,6 +135,7 @@ class RunOptions:
     cold: bool = False
     nats: str | None = None
     env: list[str] | None = None
+    placement: str | None = None
     detach: bool = False
     json: bool = False
     environ: dict[str, str] = field(default_factory=dict)

@@ -36,6 +36,7 @@ def run(
     env: o.Env = None,
     cold: o.Cold = False,
     nats: o.Nats = None,
+    placement: o.Placement = None,
     detach: o.Detach = False,
     json: o.Json = False,
     module: o.Module = False,
@@ -114,7 +115,8 @@ def find_shown(spec: JobSpec, options: o.RunOptions) -> frozenset[int]:
 def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     from perdure.launch.local import render, submit
 
-    plan = render(spec, home, nats_url=options.nats or "")
+    placement = os.path.abspath(options.placement) if options.placement else ""
+    plan = render(spec, home, nats_url=options.nats or "", placement=placement)
     pid = submit(plan)
     if options.json:
         print_json({"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach})
@@ -126,8 +128,10 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
 def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset[int]) -> int:
     from perdure.dash.live import LiveScreen
     from perdure.service import supervisor
+    from perdure.service.placement import HERE, load_placement
 
     failure: PerdureError | None = None
+    placement = load_placement(options.placement, spec.num_nodes) if options.placement else HERE
     with LiveScreen(sys.stderr if options.json else sys.stdout) as screen:
 
         def show(line: str) -> None:
@@ -140,6 +144,7 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
                 spec,
                 home=home,
                 nats_url=options.nats,
+                placement=placement,
                 on_line=show,
                 on_snapshot=screen.show_snapshot,
             )

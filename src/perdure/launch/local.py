@@ -30,13 +30,15 @@ class LocalPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The command line that shows the job."""
 
 
-def render(spec: JobSpec, home: str, *, nats_url: str = "") -> LocalPlan:
+def render(spec: JobSpec, home: str, *, nats_url: str = "", placement: str = "") -> LocalPlan:
     """Return the plan of `spec` under the absolute state directory `home`."""
     folder = os.path.join(home, "launch")
     document = os.path.join(folder, f"{spec.name}.json")
     command = [sys.executable, "-P", "-m", "perdure", "run", "--config", document]
     if nats_url:
         command += ["--nats", nats_url]
+    if placement:
+        command += ["--placement", placement]
     return LocalPlan(
         job=spec.name,
         files={document: msgspec.json.format(msgspec.json.encode(spec)).decode() + "\n"},

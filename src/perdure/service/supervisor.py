@@ -20,10 +20,10 @@ from typing import Any
 
 import msgspec
 
-from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
+from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.events import ControllerLost, JobEnded, JournalEntry
+from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command, CommandReply, Endpoint, subject_commands, subject_events
@@ -34,13 +34,12 @@ from perdure.service.jobfiles import (
     check_space,
     load_snapshot,
     make_folders,
-    parse_journal,
     paths_of,
-    read_mirror,
     set_previous_aside,
     write_document,
 )
-from perdure.service.journal import clear_stream
+from perdure.service.journal import clear_stream, find_end
+from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -74,6 +73,7 @@ def run(
     *,
     home: str,
     nats_url: str | None = None,
+    placement: Placement = HERE,
     on_line: Callable[[str], None] = print,
     on_snapshot: Callable[[Snapshot], None] = lambda snapshot: None,
     command: Callable[..., list[str]] = part_command,
@@ -97,9 +97,8 @@ def run(
         make_folders(paths)
         check_space(paths)
         write_document(paths.spec, spec)
-        supervisor = Supervisor(
-            spec, home, nats_url, on_line, on_snapshot, command=command, rerun=rerun
-        )
+        given = (spec, home, nats_url, on_line, on_snapshot)
+        supervisor = Supervisor(*given, command=command, placement=placement, rerun=rerun)
         set_subreaper()
         return asyncio.run(supervisor.run())
     finally:
@@ -119,10 +118,11 @@ class Supervisor:
         on_snapshot: Callable[[Snapshot], None],
         *,
         command: Callable[..., list[str]] = part_command,
+        placement: Placement = HERE,
         rerun: bool = False,
     ) -> None:
         """Prepare; nothing runs yet."""
-        self._command = command
+        self._command, self._placement = command, placement
         self._spec, self._home, self._nats_url = spec, home, nats_url
         self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, rerun
         self._paths = paths_of(home, spec.name)
@@ -132,7 +132,9 @@ class Supervisor:
             began_s = time.monotonic()
         self._started_s = began_s + self._offset_s
         token = "" if nats_url else token_urlsafe(24)
-        self._server = NatsServer(folder=self._paths.nats, token=token, name=spec.name)
+        self._server = NatsServer(
+            folder=self._paths.nats, token=token, name=spec.name, host=placement.bind
+        )
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._over = asyncio.Event()
@@ -273,6 +275,9 @@ class Supervisor:
             "PERDURE_CLOCK_OFFSET_S": repr(self._offset_s),
             "SPT_NOENV": "1",  # setproctitle shall leave the marks above readable
         }
+        if node:
+            command = [*self._placement.prefix(int(node)), *command]
+            env |= self._placement.environment(int(node))
         try:
             child = start_child(part, command, env, self._paths.log(part.replace(" ", "-")))
         except OSError as error:
@@ -350,22 +355,12 @@ class Supervisor:
 
     async def _look_for_end(self, child: Child, cause: str, at_s: float) -> None:
         """A controller that is gone has finished if the journal says so; else it is missed."""
-        entries = read_mirror(self._paths) or []
-        if not (entries and isinstance(entries[-1].body, JobEnded)) and cause == "exit code 0":
-            with contextlib.suppress(PerdureError):  # the mirror's disk may be full
-                entries = await self._read_stream()
-        body = entries[-1].body if entries else None
-        if isinstance(body, JobEnded):
-            self._ended = body
+        bus = self._bus if cause == "exit code 0" else None
+        self._ended = await find_end(self._paths, bus, self._spec.name)
+        if self._ended is not None:
             self._over.set()
         else:
             self._restart(child, cause, at_s)
-
-    async def _read_stream(self) -> list[JournalEntry]:
-        if self._bus is None:
-            return []
-        groups = await NatsStream(self._bus, self._spec.name).read_all()
-        return parse_journal(b"".join(groups).splitlines(keepends=True))
 
     def _write_parts(self) -> None:
         pids = {part: child.pid for part, child in self._children.items()}
