@@ -20,7 +20,7 @@ PENDING = 32
 """Rows kept of one communicator while ranks are missing in them."""
 SPANS_A_WINDOW = 60_000
 """Spans that a look of one second may cost; above it, rows are thinned further."""
-PACE_RATIO = 1.04
+PACE_RATIO = 1.02
 """Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
 
 

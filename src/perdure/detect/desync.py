@@ -60,8 +60,8 @@ class _Comm:
     """Sequence -> when a disagreement in it was first seen."""
     top: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Step -> (largest sequence seen in it, by which rank)."""
-    at: dict[int, Signature] = field(default_factory=dict)
-    """Sequence -> what the first rank seen in it did."""
+    at: dict[int, tuple[Signature, int]] = field(default_factory=dict)
+    """Sequence -> what the first rank seen in it did, and which it was."""
     doubtful: bool = False
     """Another rank did something else."""
     wrong: dict[tuple[int, int], set[int]] = field(default_factory=dict)
@@ -85,7 +85,7 @@ class DesyncWatch:
                 continue
             comm = self._of(c)
             if c.op:
-                self._sign_in(comm, c)
+                self._sign_in(comm, c, rank)
             if step < 0:
                 continue
             top = comm.top.get(step)
@@ -99,17 +99,17 @@ class DesyncWatch:
                 steps.add(step)
                 steps -= {s for s in steps if s < step - COUNT_WITHIN}
 
-    def _sign_in(self, comm: _Comm, c: CommProgress) -> None:
+    def _sign_in(self, comm: _Comm, c: CommProgress, rank: int) -> None:
         signature = _sign(c)
         first = comm.at.get(c.started_seq)
         if first is None:
-            comm.at[c.started_seq] = signature
+            comm.at[c.started_seq] = (signature, rank)
             if len(comm.at) > 8:
                 del comm.at[min(comm.at)]
-        elif first == signature:
-            if signature not in comm.known and len(comm.known) < KNOWN_MAX:
+        elif first[0] == signature:
+            if rank != first[1] and signature not in comm.known and len(comm.known) < KNOWN_MAX:
                 comm.known[signature] = None
-        elif _disagree([first, signature]):
+        elif _disagree([first[0], signature]):
             comm.doubtful = True
 
     def _of(self, c: CommProgress) -> _Comm:

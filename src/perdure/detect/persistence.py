@@ -11,7 +11,10 @@ from collections import deque
 WINDOWS_S = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 25.0)
 SHORTEST_EXCESS = 2.0
 """What the shortest window is reserved for: a burst of a second is common below it."""
-SAMPLES_MIN = 3
+SAMPLES_MIN = 4
+"""Fewer are one event: a long step, a burst of a neighbour."""
+FEW = {2: 2.0, 3: 0.8}
+"""Unless each of so many is this large: what is very slow shows few samples."""
 _KEPT_S = 30.0
 
 
@@ -46,8 +49,11 @@ class Persistence:
         for window_s in WINDOWS_S:
             if now - self.began_s < window_s * hurry - 1e-6:
                 return 0.0
-            recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
-            if len(recent) < SAMPLES_MIN:
+            seen = [(at_s, e) for at_s, e in self._samples if at_s > now - window_s]
+            if len(seen) < 2 or _has_gap(seen, now, window_s):
+                continue
+            recent = sorted(e for _, e in seen)
+            if len(seen) < SAMPLES_MIN and recent[0] < FEW[len(seen)]:
                 continue
             low = recent[len(recent) // 5] if window_s < 5 else recent[len(recent) * 2 // 5]
             wanted = max((self.scale_s / window_s) ** 0.5, self.least)
@@ -67,22 +73,33 @@ class Persistence:
         return now - self.seen_s >= clear_s
 
 
+def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bool:
+    """Return whether half of a window went by without a sample: something else happened there."""
+    before_s = now - window_s
+    for at_s, _ in seen:
+        if at_s - before_s > window_s / 2:
+            return True
+        before_s = at_s
+    return False
+
+
 class Baseline:
     """What a duration usually is, learned from this generation and following slow drift.
 
     The first samples of a thing (first steps, a bucket just rebuilt) are not its usual ones: two
-    are left out and the median of the next six is the start.
+    are left out and the median of the next few is the start.
     """
 
-    __slots__ = ("_first", "_seen", "_updated_s", "value")
+    __slots__ = ("_first", "_seen", "_updated_s", "learned", "value")
 
     SKIPPED, LEARNED = 2, 6
     DRIFT_S = 60.0
     """Time constant with which it follows."""
 
-    def __init__(self) -> None:
-        """Begin knowing nothing."""
+    def __init__(self, learned: int = LEARNED) -> None:
+        """Begin knowing nothing; the median of so many samples is the start."""
         self.value = 0.0
+        self.learned = learned
         self._first: list[float] = []
         self._seen = 0
         self._updated_s = 0.0
@@ -99,7 +116,7 @@ class Baseline:
             return
         if not self.known:
             self._first.append(sample)
-            if len(self._first) >= self.LEARNED:
+            if len(self._first) >= self.learned:
                 self.value = max(sorted(self._first)[len(self._first) // 2], 1e-9)
                 self._first, self._updated_s = [], now
             return

@@ -128,7 +128,16 @@ class SlowWatch:
 
     def _report(self, now: float, verdict: Verdict) -> list[VerdictReached | VerdictWithdrawn]:
         key = (verdict.kind, str(verdict.culprit))
-        if key in self._open or len(self._open) >= OPEN_MAX:
+        known = self._open.get(key)
+        if known is not None and verdict.confidence > known.confidence:
+            self._open[key] = msgspec.structs.replace(
+                verdict,
+                first_seen_s=known.first_seen_s,
+                confirmed_s=known.confirmed_s,
+                actionable=known.actionable,
+            )
+            return [VerdictReached(verdict=self._open[key])]
+        if known is not None or len(self._open) >= OPEN_MAX:
             return []
         out: list[VerdictReached | VerdictWithdrawn] = []
         for old_key, old in list(self._open.items()):
@@ -234,6 +243,9 @@ class SlowWatch:
                 place = self.links.place(now, links, "slow")
                 if place is not None:
                     return self._blame_place(now, place, slow, began_s)
+        if now - self.links.swept_s <= RECENT_S:
+            # The links are asked first: a quiet sweep may be a second old.
+            slow = [c for c in slow if c.slow is not None and now - c.slow.began_s >= LINK_S]
         confirmed = [(c.slow.confirm(now), c) for c in slow if c.slow is not None]
         confirmed = [(e, c) for e, c in confirmed if e > 0.0]
         return self._blame_comms(now, confirmed, slow) if confirmed else None

@@ -27,6 +27,11 @@ KEPT = 12
 PENDING = 24
 LATE_S = 2.0
 """A row that lacks ranks is taken as it is after so long."""
+BACK_S_MAX = 3.0
+"""A slow step began to be slow when it began, and that counts, up to here."""
+LEARNED = 12
+FOLLOW = 0.3
+"""Weight of one look in what a rank's own work is: another batch size is learned in seconds."""
 FROM_START = 0.6
 """Weight of an excess over the peers that was there from the first step: it may be by design."""
 
@@ -60,7 +65,7 @@ class StageWatch:
         self._peers: dict[int, int] = {}
         """Rank -> lowest rank of its peers."""
         self._shares: dict[int, Baseline] = {}
-        self._own: dict[int, Baseline] = {}
+        self._own: dict[int, float] = {}
         self._parts: dict[int, tuple[float, ...]] = {}
         self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
         self._learned_s = 0.0
@@ -120,7 +125,7 @@ class StageWatch:
             groups.setdefault(self._peers.get(rank, -1), []).append(rank)
         everybody = sorted(v[4] for v in row.values())
         learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row)
-        learn |= not all(b.known for b in list(self._own.values())[:1])
+        learn |= not all(b.known for b in list(self._shares.values())[:1])
         if learn:
             self._learned_s = now
         for _, group in sorted(groups.items()):
@@ -137,14 +142,15 @@ class StageWatch:
         share = own_s / usual_s
         base = self._shares.get(rank)
         if base is None:
-            base = self._shares[rank] = Baseline()
-            self._own[rank] = Baseline()
+            base = self._shares[rank] = Baseline(LEARNED)
+            self._own[rank] = max(own_s, 1e-6)
         own = self._own[rank]
         excess = 0.0
-        if own.known:
-            excess = min(share / base.value, own_s / own.value) - 1.0
+        if base.known:
+            excess = min(share / base.value, own_s / own) - 1.0
         if alike:
-            excess = max(excess, FROM_START * (share - 1.0))
+            # Whoever does no more than its peers holds nobody up, whatever it did before.
+            excess = max(min(excess, share - 1.0), FROM_START * (share - 1.0))
         least = self._config.straggler_ratio - 1.0
         extra_s = excess * usual_s
         if extra_s < self._config.straggler_floor_s or extra_s < (
@@ -153,13 +159,15 @@ class StageWatch:
             excess = min(excess, 0.0)
         suspect = self.suspects.get(rank)
         if suspect is None and excess >= least:
-            suspect = Persistence(now, self._config.slow_confirm_s, least)
+            began_s = now - min(mine[5], BACK_S_MAX)
+            suspect = Persistence(began_s, self._config.slow_confirm_s, least)
             self.suspects[rank] = suspect
         if suspect is not None:
             suspect.add(now, excess)
         if learn:
-            base.add(now, share, 1.1)
-            own.add(now, own_s, 1.5 if excess < 0.1 else 1.1)
+            base.add(now, share, 1.0 + least / 2)
+            if excess < least / 2:
+                self._own[rank] = own + FOLLOW * (max(own_s, 1e-6) - own)
             if suspect is None:
                 self._learn_parts(rank, mine)
 

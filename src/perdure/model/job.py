@@ -44,7 +44,7 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A communicator is slow from this multiple of its learned pure communication time."""
     comm_slow_floor_s: Annotated[float, Meta(ge=0)] = 0.002
     """Less extra time a collective than this is never slow communication."""
-    slow_impact: Annotated[float, Meta(ge=0, le=1)] = 0.05
+    slow_impact: Annotated[float, Meta(ge=0, le=1)] = 0.03
     """What costs less than this share of the time is no slowness worth a verdict."""
     slow_confirm_s: Seconds = 0.4
     """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
@@ -54,7 +54,7 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A slowdown that has been gone for this long is withdrawn."""
     link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0
     """A link is suspected from this multiple of the other links' busy time per byte."""
-    link_floor_ms_per_mb: Annotated[float, Meta(ge=0)] = 2.0
+    link_floor_ms_per_mb: Annotated[float, Meta(ge=0)] = 1.0
     """Less extra busy time per 10^6 bytes than this is never a slow link."""
     link_loss_ratio: Annotated[float, Meta(gt=0)] = 0.005
     """A link is suspected from this share of segments sent again."""

@@ -29,18 +29,24 @@ STAGES = ("data", "forward", "backward", "optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the world is cut: ranks are numbered tensor first, then data, then pipeline."""
+    """How the world is cut: ranks are numbered tensor, context, data, pipeline."""
 
     data: int = 2
     tensor: int = 1
     pipeline: int = 1
     nproc: int = 1
     """Ranks a node."""
+    context: int = 1
 
     @property
     def size(self) -> int:
         """Ranks of the world."""
-        return self.data * self.tensor * self.pipeline
+        return self.width * self.pipeline
+
+    @property
+    def width(self) -> int:
+        """Ranks of one stage of the pipeline."""
+        return self.data * self.context * self.tensor
 
     @property
     def nodes(self) -> int:
@@ -181,22 +187,26 @@ class Training:
 
     def _build(self) -> None:
         lay = self.layout
-        t, d, p = lay.tensor, lay.data, lay.pipeline
+        t, c, d, p = lay.tensor, lay.context, lay.data, lay.pipeline
         comm_s = self._step_s * self._comm_share
-        self._tp: list[Group] = []
+        self._tp: list[list[Group]] = []
         self._dp: list[Group] = []
         self._pp: list[Group] = []
         for stage in range(p):
-            for i in range(d):
-                ranks = tuple(stage * d * t + i * t + k for k in range(t))
-                if t > 1:
-                    self._tp.append(self._group(f"tp{len(self._tp)}", ranks, comm_s / 8, 400_000))
-            for k in range(t):
-                ranks = tuple(stage * d * t + i * t + k for i in range(d))
-                if d > 1:
-                    self._dp.append(self._group(f"dp{len(self._dp)}", ranks, comm_s / 4, 4_000_000))
-        for i in range(d * t if p > 1 else 0):
-            ranks = tuple(stage * d * t + i for stage in range(p))
+            first = stage * lay.width
+            rank = [
+                [[first + (i * c + j) * t + k for k in range(t)] for j in range(c)]
+                for i in range(d)
+            ]
+            tp = [tuple(rank[i][j]) for i in range(d) for j in range(c)]
+            cp = [tuple(rank[i][j][k] for j in range(c)) for i in range(d) for k in range(t)]
+            dp = [tuple(rank[i][j][k] for i in range(d)) for j in range(c) for k in range(t)]
+            inner = [self._group(f"tp{r[0]}", r, comm_s / 8, 400_000) for r in tp if t > 1]
+            inner += [self._group(f"cp{r[0]}", r, comm_s / 8, 600_000) for r in cp if c > 1]
+            self._tp.append(inner)
+            self._dp += [self._group(f"dp{r[0]}", r, comm_s / 4, 4_000_000) for r in dp if d > 1]
+        for i in range(lay.width if p > 1 else 0):
+            ranks = tuple(stage * lay.width + i for stage in range(p))
             self._pp.append(self._group(f"pp{i}", ranks, comm_s / 8, 1_000_000))
 
     def _group(self, name: str, ranks: tuple[int, ...], base_s: float, size: int) -> Group:
@@ -215,7 +225,7 @@ class Training:
         others = self._pause(step)
         own_s = self._step_s * (1.0 - self._comm_share) / lay.pipeline * self._batch
         parts = (0.05 * own_s, 0.3 * own_s, 0.55 * own_s, 0.1 * own_s)
-        per = lay.data * lay.tensor
+        per = lay.width
         for r in self._ranks:
             self._work(r, 0, parts[0])
         for stage in range(lay.pipeline):
@@ -225,7 +235,7 @@ class Training:
             for half in range(2):
                 for r in members:
                     self._work(r, 1, parts[1] / 2)
-                self._reduce_all(self._tp_of(stage), half)
+                self._reduce_all(self._tp[stage], half)
         for stage in reversed(range(lay.pipeline)):
             members = self._ranks[stage * per : (stage + 1) * per]
             if stage < lay.pipeline - 1:
@@ -233,16 +243,13 @@ class Training:
             for half in range(2):
                 for r in members:
                     self._work(r, 2, parts[2] / 2)
-                self._reduce_all(self._tp_of(stage), half)
+                self._reduce_all(self._tp[stage], half)
         rebuilt = 0 <= self.noise.rebuild_step <= step
         for bucket in range(2):
             self._reduce_all(self._dp, bucket, scale=(1.5, 0.5)[bucket] if rebuilt else 1.0)
         for r in self._ranks:
             self._work(r, 3, parts[3])
         self._end_step(begins, others)
-
-    def _tp_of(self, stage: int) -> list[Group]:
-        return self._tp[stage * self.layout.data : (stage + 1) * self.layout.data]
 
     def _end_step(self, begins: list[float], others: list[float]) -> None:
         self._step += 1
@@ -366,7 +373,7 @@ class Training:
 
     def _pass_on(self, src_stage: int, dst_stage: int) -> None:
         """Send and receive between two stages of the pipeline."""
-        per = self.layout.data * self.layout.tensor
+        per = self.layout.width
         for i, group in enumerate(self._pp):
             src, dst = self._ranks[src_stage * per + i], self._ranks[dst_stage * per + i]
             link = (src.rank, dst.rank)
@@ -522,7 +529,7 @@ class Training:
         fault, now = self.fault, self.now
         assert fault is not None
         stuck = []
-        for group in (*self._tp, *self._dp, *self._pp):
+        for group in (*(g for inner in self._tp for g in inner), *self._dp, *self._pp):
             waits = [r for r in group.ranks if self._ranks[r].ops]
             for link in group.links:
                 age_s = now - fault.at_s
