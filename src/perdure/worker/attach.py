@@ -160,7 +160,7 @@ def attach_ring() -> Attachment | None:
     """
     global _attachment
     if _attachment is not None:
-        return _attachment if _attachment.pid == os.getpid() else None
+        return _attachment
     path = os.environ.get("PERDURE_RING", "")
     if not path:
         return None
@@ -193,6 +193,15 @@ def attach_rank() -> Attachment | None:
         print(f"perdure: cannot watch this rank: {error!r}", file=sys.stderr)
         return _attachment
     return attachment
+
+
+def _forget() -> None:
+    """A forked child is nobody's rank: ring and control line have let go of it, too."""
+    global _attachment
+    _attachment = None
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _has_distributed() -> bool:

@@ -222,3 +222,45 @@ def test_a_crash_now_needs_no_steps(rank):
 def test_a_broken_ring_is_said_and_the_script_runs(tmp_path):
     process = start(SCRIPT, "1", PERDURE_RING=str(tmp_path / "none"))
     assert process.communicate(timeout=60)[0].splitlines() == ["step 0", "end 1 False"]
+
+
+FORKS = """
+import multiprocessing, sys
+import perdure
+from perdure.worker import attach
+
+run = perdure.init()
+mine = attach._attachment
+
+
+def child():
+    mine.enter("group")
+    mine.ring.commit(99, 1, 2, (1, 0, 0, 0), phase=5)
+    again = perdure.init()
+    print("child", attach._attachment, attach.attach_rank(), again.joined, flush=True)
+    for step in again.steps(5):
+        again.log(loss=1.0)
+
+
+for step in run.steps(7):
+    if step == 5:
+        process = multiprocessing.get_context("fork").Process(target=child)
+        process.start()
+        process.join()
+        assert process.exitcode == 0
+print("end", run.step, run.joined, flush=True)
+"""
+
+
+def test_a_forked_child_is_nobodys_rank(rank):
+    rank.process = start(FAKE_CHECKPOINTS + FORKS, **rank.env)
+    rank.agent.accept()
+    rank.read_until(RankJoined)
+    said = rank.finish()
+    assert "child None None False" in said
+    assert said[-1] == "end 7 True"
+    account = read_ring(rank.ring, 0.0).account
+    assert (account.step, account.group_s) == (7, 0.0)
+    assert [e for e in rank.events if isinstance(e, RankJoined)] == [
+        RankJoined(generation=1, rank=0)
+    ]
