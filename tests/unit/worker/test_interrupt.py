@@ -3,6 +3,7 @@
 import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -10,6 +11,7 @@ import pytest
 
 from perdure.model.actions import InterruptCollectives
 from perdure.model.events import CollectivesInterrupted
+from perdure.worker import interrupt
 from perdure.worker.interrupt import Interrupter, find_gloo_sockets, shut_down_gloo
 
 
@@ -79,3 +81,35 @@ def test_an_order_is_carried_out_once(device: Device) -> None:
     device.peer.close()
     interrupter.handle(InterruptCollectives(generation=2, ranks=(1,), id="i2", reason=""))
     assert "any more" in events[1].error
+
+
+class Backend:
+    """An NCCL backend that notes what is asked of it."""
+
+    calls: list[str]
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def _group_start(self) -> None:
+        self.calls.append("start")
+
+    def abort(self) -> None:
+        self.calls.append(self.name)
+
+    def _group_end(self) -> None:
+        self.calls.append("end")
+
+
+def test_nccl_groups_are_aborted_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    backends = [Backend("a", calls), Backend("b", calls)]
+    monkeypatch.setattr(interrupt, "find_nccl_backends", lambda: backends)
+    events: list[CollectivesInterrupted] = []
+    interrupter = Interrupter(rank=1, generation=2, emit=events.append, now=lambda: 7.0)
+    interrupter.handle(InterruptCollectives(generation=2, ranks=(1,), reason=""))
+    for thread in threading.enumerate():
+        if thread.name == "perdure-abort":
+            thread.join(10)
+    assert calls == ["start", "a", "b", "end"]
+    assert events[0].error == ""
