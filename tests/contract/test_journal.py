@@ -12,7 +12,13 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import ControllerStarted, Decision, JournalEntry
 from perdure.model.wire import Endpoint
-from perdure.service.jobfiles import make_folders, paths_of, read_mirror, write_document
+from perdure.service.jobfiles import (
+    make_folders,
+    paths_of,
+    read_last_entry,
+    read_mirror,
+    write_document,
+)
 from perdure.service.journal import Journal, Mirror, read_journal
 from perdure.service.ports import FakeStream, JournalStream
 from tests.contract.test_bus import Server
@@ -168,3 +174,25 @@ def test_journal_is_read_from_the_store_when_there_is_no_mirror(tmp_path: Path) 
     finally:
         server.kill()
     assert len(read_journal(paths)) == 2  # it does not
+
+
+def test_the_last_entry_is_found_without_reading_the_rest(tmp_path: Path) -> None:
+    paths = paths_of(str(tmp_path), "job")
+    assert read_last_entry(paths) is None
+    mirror = Path(paths.journal)
+    mirror.parent.mkdir(parents=True)
+    mirror.write_bytes(b"")
+    assert read_last_entry(paths) is None
+    lines = [
+        encode(JournalEntry(seq, 1.0, Decision(action="A", summary="x" * size, reason="r"))) + b"\n"
+        for seq, size in ((1, 10), (2, 300_000), (3, 200_000), (4, 5))
+    ]
+    for count in (1, 2, 3, 4):
+        mirror.write_bytes(b"".join(lines[:count]))
+        last = read_last_entry(paths)
+        assert last is not None
+        assert last.seq == count
+    mirror.write_bytes(b"".join(lines) + b'{"seq":5,"at')  # torn
+    last = read_last_entry(paths)
+    assert last is not None
+    assert last.seq == 4

@@ -24,6 +24,7 @@ from perdure.model.events import (
     AnyEvent,
     Decision,
     JournalEntry,
+    LinksNoted,
     MetricsLogged,
     NodeCordoned,
     NodeLost,
@@ -32,6 +33,7 @@ from perdure.model.events import (
     ProgressNoted,
     RankExited,
     RanksStarted,
+    StacksTaken,
     TimerFired,
     VerdictReached,
     VerdictWithdrawn,
@@ -43,7 +45,7 @@ _GENERATIONS = 2
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _NOTES = 4
-"""`ProgressNoted` carries every rank's account, so few of them are kept."""
+"""Of those that carry something of every rank."""
 _PRUNE_EVERY = 1000
 
 
@@ -154,7 +156,9 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         match event:
             case NodeRegistered() | NodeLost() | NodeCordoned() | NodeRestored():
                 key, limit = (type(event), event.node), 1
-            case ProgressNoted():
+            case LinksNoted():
+                limit = 1
+            case ProgressNoted() | StacksTaken():
                 limit = _NOTES
             case RanksStarted() | RankExited():
                 kept.append(entry)

@@ -13,6 +13,7 @@ A user's own server (`--nats URL`) syncs as its operator has set it; perdure can
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import subprocess
@@ -25,11 +26,17 @@ import xxhash
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.codec import encode
-from perdure.model.errors import ConfigError, FencedError, PlatformError
+from perdure.model.errors import ConfigError, FencedError, PerdureError, PlatformError
 from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
 from perdure.model.paths import JobPaths
 from perdure.model.wire import Endpoint
-from perdure.service.jobfiles import load_endpoint, parse_journal, read_mirror, write_atomic
+from perdure.service.jobfiles import (
+    load_endpoint,
+    parse_journal,
+    read_last_entry,
+    read_mirror,
+    write_atomic,
+)
 from perdure.service.ports import JournalStream
 
 log = logging.getLogger("perdure.journal")
@@ -334,6 +341,22 @@ async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
     finally:
         await bus.close()
     return parse_journal(b"".join(groups).splitlines(keepends=True))
+
+
+async def find_end(paths: JobPaths, bus: NatsBus | None, job: str) -> JobEnded | None:
+    """Return how the job ended if its journal says so, without reading more than its last entry.
+
+    With `bus` the stream is asked as well, since the mirror's disk may be full.
+    """
+    with contextlib.suppress(PerdureError):
+        entry = read_last_entry(paths)
+        if entry is not None and isinstance(entry.body, JobEnded):
+            return entry.body
+    with contextlib.suppress(PerdureError):
+        last = await NatsStream(bus, job).read_last() if bus is not None else None
+        body = parse_journal(last.splitlines(keepends=True))[-1].body if last else None
+        return body if isinstance(body, JobEnded) else None
+    return None
 
 
 async def clear_stream(endpoint: Endpoint, job: str, *, ours: bool) -> None:

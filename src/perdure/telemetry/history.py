@@ -213,17 +213,21 @@ class History:
 
     def _note(self, event: ProgressNoted) -> None:
         generation = self._of(event.generation)
+        for rank in event.accounts:
+            generation.rank(rank)
+        first = min(generation.ranks, default=0)
         for rank, account in event.accounts.items():
-            self._take(generation, rank, account)
+            self._take(generation, rank, account, first)
 
-    def _take(self, generation: Generation, rank: int, account: RankAccount) -> None:
+    def _take(self, generation: Generation, rank: int, account: RankAccount, first: int) -> None:
+        """Keep a rank's account; the step time is that of rank `first`."""
         history = generation.rank(rank)
         old = history.account
         history.take(account)
         steps = account.step - max(old.step, old.start_step if old.step >= 0 else 0)
         if old.step < 0:
             steps = account.step - account.start_step
-        if rank == min(generation.ranks) and steps > 0 and account.step_s > old.step_s:
+        if rank == first and steps > 0 and account.step_s > old.step_s:
             self.step_times_s.append((account.step_s - old.step_s) / steps)
 
     def _add_cause(self, entry: JournalEntry) -> None:
@@ -231,7 +235,8 @@ class History:
             case RankExited() as event:
                 record = event.record
                 generation = self._of(record.generation)
-                self._take(generation, record.rank, event.account)
+                first = min(generation.ranks, default=record.rank)
+                self._take(generation, record.rank, event.account, min(first, record.rank))
                 history = generation.rank(record.rank)
                 if history.exit is None:
                     history.exit, history.detected_s = record, event.detected_s
