@@ -15,6 +15,7 @@ BENCHES = {
     "overhead": ["bench_overhead.py"],
     "checkpoint": ["bench_checkpoint.py"],
     "sim": ["bench_sim.py"],
+    "journal": ["bench_journal.py"],
 }
 
 
