@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,18 @@ def test_checkpoint_and_stop_by_command_then_resume(start: Start, tmp_path: Path
     again = start("killed", "-n", "2", "-c", str(tmp_path / "killed.toml"))
     assert again.wait() == 0, again.text()
     check_equal(tmp_path, steps, 2)
+
+
+def test_sigusr1_to_perdure_run_is_a_checkpoint_now(start: Start, tmp_path: Path) -> None:
+    job = launch(start, tmp_path, "asked", 2, "--steps", "120", "--pace-s", "0.05", every=0)
+    job.wait_step(10)
+    job.process.send_signal(signal.SIGUSR1)
+    job.wait_until(lambda: job.state().get("checkpoints"), "checkpoint")
+    assert job.state()["checkpoints"][-1]["step"] >= 10
+    assert job.wait() == 0, job.text()
+    assert "asked for by SIGUSR1" in job.cli("events", "asked").stdout
+    assert read_trail(tmp_path / "asked").keys() == {(r, s) for r in (0, 1) for s in range(120)}
+    assert job.report()["recoveries"] == []
 
 
 def test_alone_the_same_script_runs(tmp_path: Path) -> None:
