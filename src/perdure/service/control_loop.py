@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.control import Memory
+from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.detect import Detector
 from perdure.model.actions import AnswerCommand, CordonNode, EndJob
 from perdure.model.codec import decode, encode
@@ -50,7 +51,6 @@ from perdure.model.wire import (
     subject_orders,
 )
 from perdure.service.journal import Journal
-from perdure.service.orders import OrderBook, Sending, describe_action
 from perdure.service.ports import Bus, Reply
 from perdure.service.snapshots import EVERY, SnapshotFiles
 from perdure.telemetry import LinkFold

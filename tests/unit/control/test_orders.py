@@ -1,7 +1,7 @@
+from perdure.control.orders import REPEAT_S, OrderBook, Sending
 from perdure.model.actions import Assignment, AssignNodes, InjectFault, SendBoundary, TakeStacks
 from perdure.model.events import BoundaryReached, FaultInjected, NodeRegistered, StacksTaken
 from perdure.model.job import JobSpec
-from perdure.service.orders import REPEAT_S, OrderBook, Sending
 
 
 def book(nodes: int = 2) -> OrderBook:
