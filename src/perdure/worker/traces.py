@@ -25,6 +25,8 @@ from perdure.model.wire import DumpTraces
 
 BYTES_MAX = 32 << 20
 """Of one file; one that would be larger with stacks is left without."""
+GENERATIONS_KEPT = 4
+"""Of this rank's traces, those of the newest generations."""
 
 Dump = Callable[[bool, bool], bytes]
 """(with collectives, with stacks) -> pickle."""
@@ -76,6 +78,7 @@ class TraceWriter:
                 trace = pickle.loads(dump(True, stacks))
                 if trace.get("entries"):
                     self._put(backend, trace)
+        self._forget_old()
 
     def _put(self, backend: str, trace: dict[str, Any]) -> None:
         known = trace.setdefault("pg_config", {})
@@ -97,6 +100,18 @@ class TraceWriter:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
+
+    def _forget_old(self) -> None:
+        """Remove this rank's traces of generations long past."""
+        base = os.path.dirname(self._directory)
+        for name in os.listdir(base):
+            number = name[1:]
+            if number.isdigit() and int(number) <= self._generation - GENERATIONS_KEPT:
+                for backend in self._dumps:
+                    with contextlib.suppress(OSError):
+                        os.unlink(os.path.join(base, name, backend, f"rank_{self._rank}"))
+                        os.rmdir(os.path.join(base, name, backend))  # By its last rank.
+                        os.rmdir(os.path.join(base, name))
 
 
 def find_trace_dumps() -> dict[str, Dump]:

@@ -66,3 +66,21 @@ def test_order_of_another_generation_is_not_for_this_rank(tmp_path: Path) -> Non
     source = Source()
     make_writer(tmp_path, source).handle(DumpTraces(0))
     assert source.asked == []
+
+
+def test_traces_of_generations_long_past_are_removed(tmp_path: Path) -> None:
+    for generation in range(7):
+        for rank in (2, 3) if generation == 0 else (3,):
+            writer = TraceWriter(
+                rank=rank,
+                generation=generation,
+                directory=str(tmp_path / f"g{generation}"),
+                dumps={"gloo": Source().dump},
+                groups=dict,
+            )
+            writer.write()
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("rank_*"))
+    assert left == ["g0/gloo/rank_2"] + [
+        f"g{generation}/gloo/rank_3" for generation in (3, 4, 5, 6)
+    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["g0", "g3", "g4", "g5", "g6"]
