@@ -11,8 +11,8 @@ _BYTES_MAX = 16 << 20
 def read_nccl(ring: str, clock_offset_s: float) -> NcclReading | None:
     """Return what the plugin of the rank with this `ring` wrote; None where there is nothing.
 
-    Works while the rank is stopped and after its end. It copies 1.5 MB twice and takes some ten
-    milliseconds: for a diagnosis, not for every heartbeat.
+    Works while the rank is stopped and after its end. It copies 1.5 MB twice, and a full file
+    takes a tenth of a second to read: for a diagnosis, not for every heartbeat.
     """
     try:
         with open(f"{ring}.nccl", "rb") as file:
