@@ -298,3 +298,25 @@ def list_device_ids(spec: JobSpec, node: int) -> tuple[str, ...]:
         gpus[first + slot] if first + slot < len(gpus) else f"cpu-{boot}-{node}-{slot}"
         for slot in range(spec.nproc)
     )
+
+
+def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:
+    """Return the kernel's newest lines about killed processes, and whether its log can be read."""
+    try:
+        fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return (), False
+    lines: list[str] = []
+    try:
+        while True:
+            try:
+                text = os.read(fd, 8192).decode("utf-8", "replace")
+            except BlockingIOError:
+                break
+            except OSError:
+                continue  # Overwritten while it was read: the next one follows.
+            if "Killed process" in text or "oom-kill" in text:
+                lines.append(text.partition(";")[2].splitlines()[0])
+    finally:
+        os.close(fd)
+    return tuple(lines[-limit:]), True

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli import act, look, output, run, verify
+from perdure.cli import act, doctor, look, output, run, verify
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -55,6 +55,7 @@ for command in (
     act.checkpoint,
     act.stop,
     verify.verify,
+    doctor.doctor,
 ):
     app.command(name="map" if command is look.map_devices else None)(command)
 app.command(context_settings=run.CONTEXT)(run.run)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, RequestError, SafetyError
 from perdure.model.events import JournalEntry
@@ -22,6 +23,7 @@ from perdure.service.jobfiles import (
     is_alive,
     list_jobs,
     load_endpoint,
+    load_parts,
     load_snapshot,
     load_spec,
     paths_of,
@@ -29,6 +31,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.journal import read_journal
 from perdure.telemetry import SnapshotFold
+from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
 
 ENDED = ("done", "failed", "stopped")
 LOST = "lost"
@@ -60,6 +63,14 @@ class Job:
         if self.alive:
             return time.monotonic() + load_endpoint(self.paths).clock_offset_s
         return entries[-1].at_s if entries else 0.0
+
+    def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
+        """Return why a job that does not run has not ended; None where it has."""
+        lines, readable = read_kernel_kills()
+        facts = HostFacts(boot_id=read_boot_id(), kernel_log=lines, log_readable=readable)
+        parts = load_parts(self.paths)
+        pids = [parts.run, parts.nats, parts.controller, *parts.agents.values()] if parts else []
+        return explain_vanishing(entries, facts, (pid for pid in pids if pid))
 
     def snapshot(self) -> Snapshot:
         """Return the newest picture; from the journal where no controller has written one."""

@@ -122,9 +122,15 @@ def diagnose(job: JobName, as_json: Json = False) -> None:
     found = find_job(job)
     entries = found.entries()
     verdicts = find_verdicts(entries)
+    vanished = None if found.alive else found.explain_vanishing(entries)
     if as_json:
-        print_json({"verdicts": verdicts})
+        print_json({"verdicts": verdicts, **({"vanished": vanished} if vanished else {})})
         return
+    if vanished is not None:
+        print(f"`perdure run` is gone: {vanished.cause}: {vanished.reason}")
+        for name, value in vanished.evidence.items():
+            print("\n".join(_render_evidence(name, value)))
+        print()
     start_s = entries[0].at_s if entries else 0.0
     if verdicts:
         print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))

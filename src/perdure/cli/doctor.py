@@ -1,0 +1,111 @@
+"""`perdure doctor`: what this machine, or a job, lets perdure see; each lack with its mend."""
+
+import time
+from typing import Annotated, Any, Literal
+
+import typer
+
+from perdure.adapters.health import check_machine
+from perdure.adapters.rings import read_ring
+from perdure.cli.jobs import Job, find_job, send_command
+from perdure.cli.options import Json
+from perdure.cli.say import print_json, render_table
+from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.health import Check
+from perdure.service.jobfiles import load_endpoint, resolve_home
+
+_PING_S = 5.0
+_STALE_S = 5.0
+_RECORDERS = {
+    "compiled": "every collective, begin and end; about 2 µs each",
+    "python": "every collective, begin and end; 30 to 65 µs each",
+    "status": "sequence numbers ten times a second; nothing per collective",
+}
+
+
+def doctor(
+    job: Annotated[str | None, typer.Argument(help="A job; none: this machine.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Check what perdure can see and do here; with JOB, what it sees of that job."""
+    checks = _check_job(find_job(job)) if job else check_machine(resolve_home())
+    if as_json:
+        print_json({"job": job, "checks": checks})
+    else:
+        print(render_checks(checks))
+    if any(check.state == "missing" for check in checks):
+        raise typer.Exit(PlatformError.exit_code)
+
+
+def render_checks(checks: tuple[Check, ...]) -> str:
+    """Return checks as a table, the mend of each below it."""
+    rows: list[tuple[Any, ...]] = [(c.state, c.name, c.evidence) for c in checks]
+    table = render_table(("state", "check", "evidence"), rows).splitlines()
+    indent = " " * table[0].index("evidence")
+    lines = table[:1]
+    for check, line in zip(checks, table[1:], strict=True):
+        lines.append(line)
+        if check.mend and check.state != "ok":
+            lines.append(f"{indent}mend: {check.mend}")
+    return "\n".join(lines)
+
+
+def _check_job(job: Job) -> tuple[Check, ...]:
+    if not job.alive:
+        state = job.snapshot().state
+        return (
+            Check(
+                name="perdure run",
+                state="note",
+                evidence=f"not running: {state}",
+                mend=f"perdure diagnose {job.name}",
+            ),
+        )
+    checks = [Check(name="perdure run", state="ok", evidence="alive"), _check_controller(job)]
+    return (*checks, *_check_ranks(job))
+
+
+def _check_controller(job: Job) -> Check:
+    began = time.perf_counter()
+    try:
+        found = send_command(job, "ping", {}, timeout_s=_PING_S)
+    except PerdureError as error:
+        return Check(
+            name="controller",
+            state="degraded",
+            evidence=str(error),
+            mend=f"training goes on without it; its log is in {job.paths.logs}",
+        )
+    took_ms = (time.perf_counter() - began) * 1000
+    evidence = f"pid {found.get('pid')}, answers in {took_ms:.0f} ms"
+    return Check(name="controller", state="ok", evidence=evidence)
+
+
+def _check_ranks(job: Job) -> list[Check]:
+    """Say of each rank who records it, and how long ago it was last heard of."""
+    generation = job.snapshot().generation
+    offset_s = load_endpoint(job.paths).clock_offset_s
+    now = time.monotonic() + offset_s
+    checks = []
+    for rank in range(job.spec.world_size):
+        name = f"rank {rank}"
+        reading = read_ring(job.paths.ring(generation, rank), offset_s)
+        if reading is None or not reading.pid:
+            checks.append(Check(name=name, state="note", evidence="not started"))
+            continue
+        age_s = now - reading.heartbeat_s
+        sees = _RECORDERS.get(reading.recorder)
+        evidence = (
+            f"recorder {reading.recorder}: {sees or 'no collectives'}; phase {reading.phase}, "
+            f"last sign {age_s:.1f} s ago"
+        )
+        stale = age_s > _STALE_S and reading.phase == "step"
+        mend = ""
+        if sees is None:
+            mend = "hangs are told by steps alone; see docs/ring.md for what a recorder needs"
+        elif stale:
+            mend = f"perdure diagnose {job.name}"
+        bad = stale or sees is None
+        state: Literal["ok", "degraded"] = "degraded" if bad else "ok"
+        checks.append(Check(name=name, state=state, evidence=evidence, mend=mend))
+    return checks

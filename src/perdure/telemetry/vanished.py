@@ -1,0 +1,79 @@
+"""Why `perdure run` is gone without having ended its job: four causes, tried in this order.
+
+A reboot explains everything at once and is certain; an out-of-memory kill leaves a line in the
+kernel's log; a hang-up is in the journal, because it is a signal that is answered; what is left is
+SIGKILL by somebody, or a crash of perdure's own.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+
+VanishingCause = Literal["reboot", "out of memory", "hang-up", "killed"]
+
+
+class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What the machine says now."""
+
+    boot_id: str
+    kernel_log: tuple[str, ...] = ()
+    """Lines of the kernel's log about killed processes; empty where it cannot be read."""
+    log_readable: bool = True
+
+
+class Vanishing(msgspec.Struct, frozen=True):
+    """The most probable cause, and what speaks for it."""
+
+    cause: VanishingCause
+    reason: str
+    evidence: dict[str, object] = {}
+
+
+def explain_vanishing(
+    entries: Sequence[JournalEntry], facts: HostFacts, pids: Iterable[int] = ()
+) -> Vanishing | None:
+    """Return why a job that does not run has not ended, or was hung up; None where it ended.
+
+    `pids` are those of the job's own parts, as far as they are known.
+    """
+    ended = next((e.body for e in reversed(entries) if isinstance(e.body, JobEnded)), None)
+    hung_up = [e for e in entries if isinstance(e.body, CommandReceived) and "SIGHUP" in e.body.who]
+    if ended is not None and not hung_up:
+        return None
+    if ended is not None or hung_up:
+        return Vanishing(
+            "hang-up",
+            "its terminal was closed (SIGHUP), and the job was stopped in good order; start it "
+            "below tmux, with nohup or with setsid to survive that",
+            {"at_s": hung_up[-1].at_s},
+        )
+    last_s = entries[-1].at_s if entries else 0.0
+    boots = [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
+    if boots and boots[-1] and facts.boot_id and boots[-1] != facts.boot_id:
+        return Vanishing(
+            "reboot",
+            "the machine was started anew since; the same --name resumes the job",
+            {"boot_id": boots[-1], "boot_id_now": facts.boot_id, "last_event_s": last_s},
+        )
+    known = {str(pid) for pid in pids}
+    lines = [line for line in facts.kernel_log if known & set(_words(line))]
+    if lines:
+        return Vanishing(
+            "out of memory",
+            "the kernel killed a part of it for lack of memory",
+            {"kernel_log": lines[-3:], "last_event_s": last_s},
+        )
+    unread = "" if facts.log_readable else " (the kernel's log cannot be read here)"
+    return Vanishing(
+        "killed",
+        f"no reboot, no hang-up and no sign of lack of memory{unread}: SIGKILL from outside, or a "
+        "crash of perdure's own; the same --name resumes the job",
+        {"last_event_s": last_s},
+    )
+
+
+def _words(line: str) -> list[str]:
+    return line.replace(",", " ").replace("(", " ").replace(")", " ").replace("=", " ").split()

@@ -1,0 +1,57 @@
+"""Checks of the machine, on what they are pointed at."""
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters import health
+from perdure.adapters.host import read_kernel_kills
+
+
+def test_everything_is_said_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    checks = health.check_machine(str(tmp_path / "not" / "yet"))
+    assert len({check.name for check in checks}) == len(checks)
+    assert all(check.evidence for check in checks)
+    assert all(check.mend for check in checks if check.state in ("degraded", "missing"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_file_system_of_the_innermost_mount(tmp_path: Path) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"/dev/a / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\ntmpfs {tmp_path}x tmpfs rw 0 0\n"
+    )
+    assert health.find_filesystem(str(tmp_path / "job"), str(mounts)) == "nfs4"
+    assert health.find_filesystem("/elsewhere", str(mounts)) == "ext4"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    check = health.check_state_directory(str(tmp_path))
+    assert (check.state, "PERDURE_HOME" in check.mend) == ("missing", True)
+
+
+def test_missing_shared_memory_is_named(tmp_path: Path) -> None:
+    check = health.check_shared_memory(str(tmp_path / "none"))
+    assert check.state == "degraded"
+    assert "No such file" in check.evidence
+
+
+def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_version(name: str) -> str:
+        raise health.PackageNotFoundError(name)
+
+    monkeypatch.setattr(health, "version", no_version)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert health.check_torch().state == "missing"
+    assert health.check_server().state == "missing"
+    monkeypatch.setattr(health, "version", lambda name: "1.13.1")
+    assert health.check_torch().state == "degraded"
+
+
+def test_kernel_log_is_read_or_said_to_be_closed() -> None:
+    lines, readable = read_kernel_kills()
+    assert readable or not lines

@@ -1,0 +1,49 @@
+"""Four causes for a job whose `perdure run` is gone, each told by what it leaves behind."""
+
+from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+from perdure.telemetry.vanished import HostFacts, explain_vanishing
+
+HERE = NodeRegistered(node=0, incarnation="a", host="h", boot_id="boot-1", slots=1)
+SAME = HostFacts(boot_id="boot-1")
+
+
+def journal(*events: object) -> list[JournalEntry]:
+    return [
+        JournalEntry(seq=number, at_s=100.0 + number, body=event)  # type: ignore[arg-type]
+        for number, event in enumerate(events, 1)
+    ]
+
+
+def find_cause(entries: list[JournalEntry], facts: HostFacts, *pids: int) -> str | None:
+    found = explain_vanishing(entries, facts, pids)
+    return found.cause if found else None
+
+
+def test_another_boot_explains_everything() -> None:
+    log = ("Out of memory: Killed process 41 (perdure)",)
+    facts = HostFacts(boot_id="boot-2", kernel_log=log)
+    assert find_cause(journal(HERE), facts, 41) == "reboot"
+
+
+def test_the_kernels_line_counts_only_for_a_pid_of_the_job() -> None:
+    facts = HostFacts(boot_id="boot-1", kernel_log=("Killed process 41 (python) total-vm:9kB",))
+    assert find_cause(journal(HERE), facts, 40, 41) == "out of memory"
+    assert find_cause(journal(HERE), facts, 4) == "killed"
+
+
+def test_a_closed_terminal_is_in_the_journal() -> None:
+    stop = CommandReceived(id="x", kind="stop", who="SIGHUP", at_s=3.0)
+    ended = JobEnded(status="stopped", exit_code=0, reason="stopped by SIGHUP", at_s=4.0)
+    assert find_cause(journal(HERE, stop, ended), SAME) == "hang-up"
+
+
+def test_what_is_left_is_a_kill_and_says_what_could_not_be_read() -> None:
+    found = explain_vanishing(journal(HERE), HostFacts(boot_id="boot-1", log_readable=False))
+    assert found is not None
+    assert found.cause == "killed"
+    assert "cannot be read" in found.reason
+
+
+def test_a_job_that_ended_has_not_vanished() -> None:
+    ended = JobEnded(status="done", exit_code=0, reason="all well", at_s=4.0)
+    assert find_cause(journal(HERE, ended), SAME) is None
