@@ -147,6 +147,8 @@ def _judge_network(
     both = (dst, src) in slow
     reason = f"transfers from node {src} to node {dst} are slow" + (", and back" if both else "")
     settled = len(partners[src]) > 1 and len(partners[dst]) > 1
+    if (dst, src) not in seconds:
+        reason += " (nothing came back, so the direction is not sure)"
     if settled:
         reason += "; both are fast with others"
     else:

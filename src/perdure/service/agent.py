@@ -64,6 +64,7 @@ from perdure.service.agent_beats import RankReader
 from perdure.service.agent_keeper import KeeperLink, keeper_command
 from perdure.service.agent_links import LinkTelemetry, Ranks
 from perdure.service.agent_outbox import Outbox
+from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
 from perdure.service.placement import find_address
@@ -114,6 +115,14 @@ class AgentService:
         self._workers = WorkerServer(spec.name, self._outbox, self.take)
         self._reader = RankReader(paths, clock_offset_s)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
+        self._prober = Prober(
+            bus,
+            spec.name,
+            node,
+            address=lambda: self._links.find_address() or self.machine.identity.host,
+            report=self._outbox.put,
+            now=self.now,
+        )
         self._keeper = KeeperLink(
             paths.keeper_socket(node),
             keeper or keeper_command(spec.name, node),
@@ -142,6 +151,7 @@ class AgentService:
             await self._workers.start(self._paths.worker_socket(self._node))
             for whom in (self._node, "all"):
                 await self._bus.subscribe(subject_orders(self._spec.name, whom), self._take_order)
+            await self._prober.start()
             self._start(self._outbox.run())
             self._start(self._beat())
             self._start(self._links.run(self._view_ranks, self.now))
@@ -157,6 +167,7 @@ class AgentService:
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._prober.close()
             self._keeper.close()
             self._links.close()
 
@@ -178,6 +189,8 @@ class AgentService:
             return
         if order.watch is not None:
             self._links.watch(order.watch)
+        if order.probe is not None:
+            self._prober.take(order.probe)
         self.take(OrderReceived(order=order))
 
     def _greet_keeper(self, state: KeeperState) -> None:

@@ -1,0 +1,64 @@
+"""One node's part of a probe's round: whom it sends to, and whether it computes.
+
+Orders are repeated until they are answered; each part is carried out once.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.model.actions import RunProbe
+from perdure.model.events import ProbeEnded
+from perdure.model.links import HostProbe, PairProbe
+
+_KEPT = 32
+
+
+class ProbePart(msgspec.Struct, frozen=True):
+    """What one node does in one round. A node that only receives waits to be asked."""
+
+    order: RunProbe
+    node: int
+    destinations: tuple[int, ...]
+    computes: bool
+
+    def end(
+        self,
+        now: float,
+        pairs: tuple[PairProbe, ...] = (),
+        compute_s: float | None = None,
+        error: str = "",
+    ) -> ProbeEnded:
+        """Return the answer."""
+        hosts: tuple[HostProbe, ...] = ()
+        if compute_s is not None:
+            hosts = (HostProbe(self.order.round, self.node, "cpu", compute_s),)
+        return ProbeEnded(
+            id=self.order.id,
+            node=self.node,
+            round=self.order.round,
+            at_s=now,
+            pairs=pairs,
+            hosts=hosts,
+            error=error,
+        )
+
+
+@dataclass(slots=True)
+class ProbeParts:
+    """The parts that one node has taken on."""
+
+    node: int
+    _taken: dict[tuple[str, int], None] = field(default_factory=dict)
+
+    def take(self, order: RunProbe) -> ProbePart | None:
+        """Return this node's part of `order`; None where it has none, or has it already."""
+        key = (order.id, order.round)
+        concerned = {node for pair in order.pairs for node in pair} | set(order.hosts)
+        if key in self._taken or self.node not in concerned:
+            return None
+        self._taken[key] = None
+        while len(self._taken) > _KEPT:
+            del self._taken[next(iter(self._taken))]
+        destinations = tuple(dst for src, dst in order.pairs if src == self.node)
+        return ProbePart(order, self.node, destinations, self.node in order.hosts)
