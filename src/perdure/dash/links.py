@@ -16,6 +16,8 @@ from perdure.telemetry.links import DelayMatrix
 TABLE_RANKS = 12
 """With more, text lists the worst links instead of a table."""
 LISTED = 20
+RESENT_MIN = 20
+"""Fewer segments sent again are everyday: the kernel probes the tail of a burst that way."""
 HEAT_RANKS = 64
 _STEPS = (1.5, 2.0, 3.0, 5.0, 10.0)
 _COLORS = ("#d7e3ef", "#f6e0a8", "#f3bd6b", "#ea8a4a", "#d1495b", "#8c1c3a")
@@ -156,7 +158,7 @@ def _color(s: LinkSample, usual: float) -> str:
 
 def _is_unusual(s: LinkSample, usual: float) -> bool:
     slow = usual > 0 and s.busy_ms_per_mb >= 3 * usual
-    lossy = s.retrans * 1448 > 0.005 * max(s.bytes_acked, 1_000_000)
+    lossy = s.retrans >= RESENT_MIN and s.retrans * 1448 > 0.005 * s.bytes_acked
     stuck = s.unsent_bytes > 0 and s.last_ack_s > 0.5
     return bool(slow or lossy or s.backoff or stuck)
 

@@ -61,3 +61,16 @@ def test_a_large_heat_map_keeps_what_is_slow() -> None:
     assert "rank 321 to rank 322" in html
     assert html.count("<rect") <= 64
     assert "436 ranks with nothing slow are left out" in html
+
+
+def test_loss_is_unusual_from_a_few_dozen_segments_on() -> None:
+    def row(retrans: int) -> str:
+        links = tuple(
+            LinkSample(a, 1 - a, "dp", 5_000_000, 0.01, 0.0002, retrans if a else 0, 0, 0, 0.0)
+            for a in range(2)
+        )
+        noted = LinksNoted(generation=0, at_s=0.0, window_s=60.0, links=links)
+        return render_links(make_delay_matrix(noted)).splitlines()[4]
+
+    assert "*" not in row(15)
+    assert "*" in row(30)
