@@ -3,11 +3,15 @@
 Dropout, shuffled data, loader workers with random augmentation, AdamW with a schedule, gradient
 accumulation, several DDP buckets, or FSDP2. Every rank appends one line a step to its trail:
 step, loss (exact, as hex) and the samples it used.
+
+`--slow-disk-s` makes every fsync take that long on average, as on a disk that others saturate: a
+checkpoint is then under way for most of the time, and takes longer on one rank than on another.
 """
 
 import argparse
 import json
 import os
+import random
 import time
 from pathlib import Path
 
@@ -41,6 +45,17 @@ def make_model(width: int) -> nn.Module:
     )  # fmt: skip
 
 
+def slow_down_disk(mean_s: float) -> None:
+    """Let every fsync of this process take `mean_s` more on average, some much more."""
+    sync, chance = os.fsync, random.Random(os.getpid())
+
+    def sync_slowly(fd: int) -> None:
+        time.sleep(chance.expovariate(1 / mean_s))
+        sync(fd)
+
+    os.fsync = sync_slowly
+
+
 def main() -> None:
     """Train, leaving a trail."""
     parser = argparse.ArgumentParser()
@@ -51,7 +66,10 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--slow-disk-s", type=float, default=0.0)
     args = parser.parse_args()
+    if args.slow_disk_s:
+        slow_down_disk(args.slow_disk_s)
     run = perdure.init()
     dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,0 +1,139 @@
+"""What the exact-resume tests share: a job that leaves a trail, kills, and the comparison."""
+
+import contextlib
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import psutil
+
+from tests.e2e.harness import SCRIPTS, Job, read_trail
+
+Start = Callable[..., Job]
+SCRIPT = str(SCRIPTS / "train_exact.py")
+SAMPLES = 600
+"""Length of the script's dataset."""
+BATCH = 4
+"""Its samples per rank and micro-batch."""
+
+
+def launch(start: Start, home: Path, name: str, ranks: int, *args: str, every: int = 10) -> Job:
+    """Start the exact script with checkpoints at every n-th step."""
+    (home / name).mkdir()
+    spec = home / f"{name}.toml"
+    words = ["--trail", str(home / name), *args]
+    spec.write_text(
+        f'script = "{SCRIPT}"\nargs = {json.dumps(words)}\n[checkpoint]\nevery_steps = {every}\n'
+        "[restart]\nmax_restarts = 20\n"
+    )
+    return start(name, "-n", str(ranks), "-c", str(spec))
+
+
+def find_temporaries(job: Job) -> list[Path]:
+    """Return the checkpoints that are half written now."""
+    return list((job.folder / "checkpoints").glob("*.tmp"))
+
+
+def find_step(job: Job) -> int:
+    """Return the step that rank 0 ran last, by its own trail: newer than any report of it."""
+    try:
+        with open(job.home / job.name / "rank-0.jsonl", "rb") as file:
+            file.seek(max(0, file.seek(0, 2) - 2000))
+            lines = file.read().split(b"\n")
+        return int(json.loads(lines[-2])["step"])
+    except (OSError, ValueError, IndexError):
+        return -1
+
+
+def find_ranks(job: Job) -> dict[int, psutil.Process]:
+    """Return the living ranks; their loader workers bear the same title, and are not meant."""
+    found = {process.pid: process for process in job.find(f"perdure rank {job.name} ")}
+    ranks = {}
+    for process in found.values():
+        with contextlib.suppress(psutil.Error):
+            if process.ppid() not in found:
+                ranks[int(process.cmdline()[0].split(" r")[-1].split(":")[0])] = process
+    return ranks
+
+
+def kill_all(victims: Iterable[psutil.Process]) -> None:
+    """SIGKILL all of `victims`, and wait until they are dead."""
+    victims = list(victims)
+    for victim in victims:
+        victim.send_signal(signal.SIGKILL)
+    psutil.wait_procs(victims, timeout=10)
+
+
+def kill_rank_0_inside_a_write(job: Job, step: int) -> None:
+    """After `step`, SIGKILL rank 0 so that it leaves a half written checkpoint behind."""
+    job.wait_until(lambda: find_step(job) >= step, f"step {step}")
+    for _ in range(5):
+        deadline = time.monotonic() + 20
+        while not find_temporaries(job) and time.monotonic() < deadline:
+            assert job.process.poll() is None, job.text()
+            time.sleep(0.002)
+        kill_all(rank for number, rank in find_ranks(job).items() if number == 0)
+        if find_temporaries(job):  # Only the next generation may remove it.
+            return
+    raise AssertionError("each time the checkpoint was whole before rank 0 was dead")
+
+
+def kill_at_random(
+    job: Job, steps: int, kills: int, chance: random.Random, inside: int = -1
+) -> None:
+    """Kill a rank in each of `kills` equal parts of the run; the one numbered `inside` in a write.
+
+    Which rank, after which step and how many milliseconds later is up to `chance`.
+    """
+    part = steps // (kills + 1)
+    for number in range(kills):
+        step = number * part + chance.randrange(1, part)
+        if number == inside:
+            kill_rank_0_inside_a_write(job, step)
+            continue
+        job.wait_until(lambda step=step: find_step(job) >= step, f"step {step}")
+        time.sleep(chance.random() * 0.2)
+        if ranks := find_ranks(job):  # Else the world is being started, and nobody is killed.
+            kill_all([ranks[chance.choice(sorted(ranks))]])
+
+
+def kill_after(job: Job, delay_s: float, numbers: Collection[int]) -> None:
+    """SIGKILL the ranks `numbers` so long after rank 0 has made its next step."""
+    trail = job.home / job.name / "rank-0.jsonl"
+    before = trail.stat().st_size if trail.exists() else 0
+    while job.process.poll() is None and not (trail.exists() and trail.stat().st_size > before):
+        assert time.monotonic() < job.deadline, job.text()
+        time.sleep(0.005)
+    time.sleep(delay_s)
+    if job.process.poll() is None:
+        kill_all(rank for number, rank in find_ranks(job).items() if number in numbers)
+
+
+def check_equal(home: Path, steps: int, ranks: int, name: str = "killed") -> None:
+    """Every (rank, step) of the killed run, as often as it ran, equals the reference."""
+    want, got = read_trail(home / "reference"), read_trail(home / name)
+    assert sorted(want) == [(rank, step) for rank in range(ranks) for step in range(steps)]
+    assert sorted(got) == sorted(want)
+    for key, runs in got.items():
+        assert all(run == want[key][0] for run in runs), (key, want[key], runs)
+
+
+def check_samples(home: Path, steps: int, ranks: int, accumulate: int, name: str) -> None:
+    """In the committed history each pass over the data uses every sample exactly once."""
+    trail = read_trail(home / name)
+    stream = [
+        index
+        for step in range(steps)
+        for micro_batch in range(accumulate)
+        for rank in range(ranks)
+        for index in trail[rank, step][-1][1][micro_batch * BATCH : (micro_batch + 1) * BATCH]
+    ]
+    assert len(stream) == steps * accumulate * ranks * BATCH
+    whole, rest = divmod(len(stream), SAMPLES)
+    assert whole, "less than one pass"
+    for number in range(whole):
+        assert sorted(stream[number * SAMPLES : (number + 1) * SAMPLES]) == list(range(SAMPLES))
+    assert len(set(stream[whole * SAMPLES :])) == rest

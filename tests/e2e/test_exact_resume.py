@@ -1,0 +1,137 @@
+"""Exact resume, whole: 200 steps, five kills at random instants, bitwise the uninterrupted run.
+
+Dropout, shuffled data, loader workers with augmentation, AdamW with a schedule, gradient
+accumulation and several buckets are all on; 2, 3 and 4 ranks, DDP and FSDP2. A longer form of the
+property test: `PERDURE_EXACT_EXAMPLES=100`.
+"""
+
+import os
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.e2e.exact import (
+    Start,
+    check_equal,
+    check_samples,
+    find_temporaries,
+    kill_after,
+    kill_at_random,
+    kill_rank_0_inside_a_write,
+    launch,
+)
+from tests.e2e.harness import Job
+
+KILLS = 5
+ACCUMULATE = 2
+EXAMPLES = int(os.environ.get("PERDURE_EXACT_EXAMPLES", "2"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_five_kills_change_no_bit(start: Start, tmp_path: Path, ranks: int, kind: str) -> None:
+    steps = 200
+    options = ["--steps", str(steps), "--accumulate", str(ACCUMULATE), "--workers", "1"]
+    options += ["--fsdp"] if kind == "fsdp" else []
+    reference = launch(start, tmp_path, "reference", ranks, *options, every=steps)
+    assert reference.wait() == 0, reference.text()
+    words = [*options, "--pace-s", "0.005", "--slow-disk-s", "0.02"]
+    job = launch(start, tmp_path, "killed", ranks, *words)
+    chance = random.Random(f"{ranks} {kind}")
+    kill_at_random(job, steps, KILLS, chance, inside=chance.randrange(KILLS))
+    assert job.wait() == 0, job.text()
+    check_equal(tmp_path, steps, ranks)
+    check_samples(tmp_path, steps, ranks, ACCUMULATE, "killed")
+    assert find_temporaries(job) == []
+    report = job.report()
+    assert report["steps_committed"] == steps
+    assert len(report["recoveries"]) >= KILLS - 1, report["recoveries"]
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report
+
+
+@pytest.mark.slow
+def test_rank_0_killed_while_it_writes_a_large_checkpoint(start: Start, tmp_path: Path) -> None:
+    steps = 40
+    options = ["--steps", str(steps), "--width", "768"]
+    reference = launch(start, tmp_path, "reference", 2, *options, every=steps)
+    assert reference.wait() == 0, reference.text()
+    job = launch(start, tmp_path, "killed", 2, *options, "--pace-s", "0.05")
+    for step in (12, 22):
+        kill_rank_0_inside_a_write(job, step)
+    assert job.wait() == 0, job.text()
+    check_equal(tmp_path, steps, 2)
+    assert find_temporaries(job) == []
+    causes = [row["cause"] for row in job.report()["recoveries"]]
+    assert len(causes) >= 2
+    assert not [cause for cause in causes if "Hang" in cause], causes
+
+
+@contextmanager
+def jobs_in(home: Path) -> Iterator[Callable[..., Job]]:
+    """Yield what the `start` fixture is, once an example instead of once a test."""
+    jobs: list[Job] = []
+
+    def start_job(name: str, *options: str, timeout_s: float = 120.0) -> Job:
+        jobs.append(Job(home, name, *options, timeout_s=timeout_s))
+        return jobs[-1]
+
+    try:
+        yield start_job
+    finally:
+        for job in jobs:
+            job.end()
+    assert not [line for job in jobs for line in job.leftovers()]
+
+
+PROPERTY_STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def reference_trail(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the uninterrupted run that every example is compared with."""
+    home = tmp_path_factory.mktemp("reference")
+    with jobs_in(home) as start:
+        job = launch(start, home, "reference", 2, "--steps", str(PROPERTY_STEPS), every=60)
+        assert job.wait() == 0, job.text()
+    return home / "reference"
+
+
+Instants = st.lists(
+    st.tuples(
+        st.floats(0.0, 2.5, allow_nan=False),
+        st.sampled_from([(0,), (1,), (0, 1)]),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60 + 60 * EXAMPLES)
+@settings(
+    max_examples=EXAMPLES, deadline=None, database=None, phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(instants=Instants)
+def test_any_kills_at_any_instants_change_no_bit(
+    reference_trail: Path, instants: list[tuple[float, tuple[int, ...]]]
+) -> None:
+    """Seconds after the world steps (again), and whom: one rank, the other, or both at once."""
+    with tempfile.TemporaryDirectory() as folder, jobs_in(Path(folder)) as start:
+        home = Path(folder)
+        (home / "reference").symlink_to(reference_trail)
+        words = ["--steps", str(PROPERTY_STEPS), "--pace-s", "0.02", "--slow-disk-s", "0.02"]
+        job = launch(start, home, "killed", 2, *words)
+        for delay_s, ranks in instants:
+            kill_after(job, delay_s, ranks)
+        assert job.wait() == 0, job.text()
+        check_equal(home, PROPERTY_STEPS, 2)
+        assert find_temporaries(job) == []
+        assert job.report()["steps_committed"] == PROPERTY_STEPS
