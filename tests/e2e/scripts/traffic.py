@@ -1,0 +1,23 @@
+"""Two process groups of the same ranks that move data, until the file in argv[1] is there."""
+
+import os
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+second = dist.new_group(list(range(dist.get_world_size())))
+data = torch.ones(1_000_000)
+end_s = time.monotonic() + 90.0
+while True:
+    dist.all_reduce(data)
+    dist.all_reduce(data[:250_000], group=second)
+    over = os.path.exists(sys.argv[1]) or time.monotonic() > end_s
+    stop = torch.tensor([float(over)])
+    dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+    if stop.item():
+        break
+    time.sleep(0.03)
+dist.destroy_process_group()
