@@ -179,5 +179,46 @@ print(LinkReader(lambda _: {}, alone=True).sweep(1.0, {0: int(sys.argv[1])}).not
     assert "Permission denied" in done.stdout
 
 
+_IN_NAMESPACE = """
+import fcntl, os, socket, struct, sys
+probe = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+fcntl.ioctl(probe, 0x8914, struct.pack("16sh14x", b"lo", 1))  # SIOCSIFFLAGS: IFF_UP
+server = socket.create_server(("127.0.0.1", 0))
+child = os.fork()
+if child == 0:
+    end = socket.create_connection(server.getsockname())
+else:
+    end, _ = server.accept()
+server.close()
+if child:
+    end.sendall(b"x" * 900)
+    print(os.getpid(), child, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_ranks_in_a_network_namespace_of_their_own() -> None:
+    process = subprocess.Popen(
+        ["unshare", "-n", sys.executable, "-I", "-c", _IN_NAMESPACE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    reader = LinkReader(lambda _: {}, alone=True)
+    try:
+        assert process.stdout is not None
+        words = process.stdout.readline().split()
+        if len(words) != 2:
+            pytest.skip(f"no namespaces here: {process.communicate(timeout=10)[1][-200:]}")
+        pids = dict(enumerate(map(int, words)))
+        assert reader.sweep(100.0, pids).sockets == 2
+        (link,) = [s for s in reader.sweep(101.0, pids).links if s.unread_bytes]
+        assert (link.src, link.dst, link.unread_bytes) == (1, 0, 900)
+    finally:
+        reader.close()
+        process.communicate(timeout=20)
+
+
 def test_interfaces_by_address() -> None:
     assert list_interfaces()["127.0.0.1"] == "lo"
