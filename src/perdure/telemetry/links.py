@@ -4,16 +4,18 @@ An agent sees one end of a connection. Where the other end is on another node, b
 the addresses of theirs, and the two ends that mirror each other are one directed link each way.
 A communicator that neither end could name is filled in where only one contains both ranks.
 
-A cell is the median over the last sweeps of busy milliseconds per megabyte, so that one late
-sweep or one burst moves nothing; bytes and segments sent again are sums, the rest is the newest.
-What is kept (`LinksNoted`) is a minute's fold, and one with each verdict about communication:
-`busy_s` there is the median cell times the bytes.
+A cell is the median of busy milliseconds per megabyte over the last sweeps that told of the link
+(a minute's at the most), so that one late sweep or one burst moves nothing; bytes and segments
+sent again are their sums, the rest is the newest. What is kept (`LinksNoted`) is this picture once
+a minute, and with each verdict about communication: `busy_s` there is the median cell times the
+bytes.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import msgspec
 
@@ -27,7 +29,7 @@ VERDICT_NOTE_S = 2.0
 """At the least between two notes that verdicts ask for."""
 LINKS_MAX = 2000
 """In one note; the unusual and the slowest first."""
-CELLS_KEPT = 16
+LOOKS_KEPT = 16
 COMM_VERDICTS = ("CommSlow", "CommHang")
 
 _Key = tuple[int, int, str]
@@ -92,16 +94,23 @@ class LinkJoin:
         return known
 
 
+class _Look(NamedTuple):
+    """One link in one sweep."""
+
+    at_s: float
+    bytes: int
+    retrans: int
+    cell: float
+    """0 where too little moved to tell."""
+    rtt_s: float
+
+
 @dataclass(slots=True)
 class _Cell:
-    """One link since the last note."""
+    """One link."""
 
-    bytes: int = 0
-    retrans: int = 0
-    cells: deque[float] = field(default_factory=lambda: deque(maxlen=CELLS_KEPT))
-    rtts: deque[float] = field(default_factory=lambda: deque(maxlen=CELLS_KEPT))
-    newest: LinkSample | None = None
-    seen_s: float = 0.0
+    newest: LinkSample
+    looks: deque[_Look] = field(default_factory=lambda: deque(maxlen=LOOKS_KEPT))
 
 
 class LinkFold:
@@ -112,7 +121,7 @@ class LinkFold:
         self._join = LinkJoin()
         self._generation = -1
         self._cells: dict[_Key, _Cell] = {}
-        self._begun_s = self._noted_s = 0.0
+        self._noted_s = 0.0
         self._due_s: float | None = None
         self._notes: dict[int, str] = {}
         """Node -> what its agent cannot see."""
@@ -124,11 +133,11 @@ class LinkFold:
         beat = self._join.resolve(beat)
         sweep = beat.sweep
         if beat.generation > self._generation:
-            self._begin(now, beat.generation)
+            self._begin(beat.generation)
         if sweep is None or beat.generation < self._generation:
             return beat
         if self._due_s is None:
-            self._begun_s, self._due_s = now, now + FIRST_NOTE_S
+            self._due_s = now + FIRST_NOTE_S
         self._notes[beat.node], self._sockets[beat.node] = sweep.note, sweep.sockets
         self._fold(now, sweep)
         return beat
@@ -155,32 +164,44 @@ class LinkFold:
 
     def samples(self) -> tuple[LinkSample, ...]:
         """Return the matrix as it is now: one sample a link, the unusual and the slowest first."""
-        made = [_make_sample(key, cell) for key, cell in self._cells.items()]
+        made = [_make_sample(cell) for cell in self._cells.values()]
         return tuple(sorted(made, key=_rank_sample)[:LINKS_MAX])
 
-    def _begin(self, now: float, generation: int) -> None:
+    def _begin(self, generation: int) -> None:
         self._generation = generation
         self._cells, self._notes, self._sockets, self._said = {}, {}, {}, ""
-        self._begun_s, self._noted_s, self._due_s = now, 0.0, None
+        self._noted_s, self._due_s = 0.0, None
 
     def _fold(self, now: float, sweep: LinkSweep) -> None:
         for sample in sweep.links:
-            cell = self._cells.setdefault((sample.src, sample.dst, sample.comm), _Cell())
-            cell.newest, cell.seen_s = sample, now
-            cell.bytes += sample.bytes_acked
-            cell.retrans += sample.retrans
-            if sample.busy_ms_per_mb:
-                cell.cells.append(sample.busy_ms_per_mb)
-                cell.rtts.append(sample.rtt_s)
+            key = (sample.src, sample.dst, sample.comm)
+            cell = self._cells.get(key)
+            if cell is None:
+                cell = self._cells[key] = _Cell(sample)
+            cell.newest = sample
+            look = _Look(
+                now,
+                sample.bytes_acked,
+                sample.retrans,
+                sample.busy_ms_per_mb,
+                sample.rtt_s,
+            )
+            cell.looks.append(look)
+
+    def _forget(self, now: float) -> None:
+        """Drop looks that are older than a minute, and links without any."""
+        for key, cell in list(self._cells.items()):
+            while cell.looks and now - cell.looks[0].at_s > NOTE_S:
+                cell.looks.popleft()
+            if not cell.looks:
+                del self._cells[key]
 
     def _note(self, now: float) -> list[AnyEvent]:
+        self._forget(now)
         samples, why = self.samples(), self._explain()
-        window_s = now - max(self._begun_s, self._noted_s)
+        oldest_s = min((cell.looks[0].at_s for cell in self._cells.values()), default=now)
+        window_s = max(now - oldest_s, 0.0)
         self._noted_s, self._due_s = now, now + NOTE_S
-        # What has been silent for a whole window is not carried on for ever.
-        self._cells = {k: c for k, c in self._cells.items() if now - c.seen_s < NOTE_S}
-        for cell in self._cells.values():
-            cell.bytes = cell.retrans = 0
         if not samples and why == self._said:
             return []
         self._said = why
@@ -264,16 +285,16 @@ def add_samples(one: LinkSample, other: LinkSample) -> LinkSample:
     )
 
 
-def _make_sample(key: _Key, cell: _Cell) -> LinkSample:
-    newest = cell.newest
-    assert newest is not None
-    busy_s = median(cell.cells) * cell.bytes / 1e9 if cell.cells else newest.busy_s
+def _make_sample(cell: _Cell) -> LinkSample:
+    newest, count = cell.newest, sum(look.bytes for look in cell.looks)
+    cells = [look.cell for look in cell.looks if look.cell]
+    rtts = [look.rtt_s for look in cell.looks if look.cell]
     return msgspec.structs.replace(
         newest,
-        bytes_acked=cell.bytes,
-        busy_s=busy_s,
-        rtt_s=median(cell.rtts) if cell.rtts else newest.rtt_s,
-        retrans=cell.retrans,
+        bytes_acked=count,
+        busy_s=median(cells) * count / 1e9 if cells else newest.busy_s,
+        rtt_s=median(rtts) if rtts else newest.rtt_s,
+        retrans=sum(look.retrans for look in cell.looks),
     )
 
 

@@ -143,6 +143,22 @@ def test_a_verdict_about_communication_keeps_the_matrix_at_once() -> None:
     assert fold.note(3.0, slow) == []  # Just told.
 
 
+def test_a_note_soon_after_another_still_knows_the_last_minute() -> None:
+    fold = LinkFold()
+    for at_s in range(11):
+        fold.observe(float(at_s), beat(0, sample(0, 1)))
+    (first,) = fold.tick(10.0)
+    fold.observe(12.0, beat(0, sample(0, 1, bytes_acked=0, busy_s=1.0, backoff=5)))
+    link = fold.samples()[0]
+    assert isinstance(first, LinksNoted)
+    assert (link.bytes_acked, link.backoff) == (110 * MB, 5)
+    assert abs(link.busy_ms_per_mb - 2.0) < 1e-9
+    fold.tick(71.5)
+    assert fold.samples() == (msgspec.structs.replace(link, bytes_acked=0, busy_s=1.0),)
+    fold.tick(140.0)
+    assert fold.samples() == ()
+
+
 def test_what_is_missing_is_said_once() -> None:
     fold = LinkFold()
     fold.observe(0.0, beat(0, note="the descriptors of rank 0 cannot be read", sockets=0))
