@@ -1,12 +1,14 @@
 """Probes of simulated networks: what is slow is found, what is not is not."""
 
+from typing import Any
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe
-from perdure.plan.probe import Finding, ProbeSession, judge
+from perdure.model.links import HostProbe, PairProbe, ProbeFinding
+from perdure.plan.probe import ProbeSession, judge
 
 BASE_S = 0.02
 NOISE = st.floats(1.0, 1.4)
@@ -22,13 +24,13 @@ def run_probe(
     factor: float = 1.0,
     suspects: tuple[int, ...] = (),
     links: tuple[tuple[int, int], ...] = (),
-) -> Finding:
+) -> ProbeFinding:
     def cost(src: int, dst: int) -> float:
         slow = card in (src, dst) or (src, dst) == link
         return BASE_S * data.draw(NOISE) * (factor if slow else 1.0)
 
     session = ProbeSession("p")
-    step: RunProbe | Finding | None = session.start(0.0, nodes, suspects, links)
+    step: RunProbe | ProbeFinding | None = session.start(0.0, nodes, suspects, links)
     for _ in range(5):
         assert isinstance(step, RunProbe)
         order, step = step, None
@@ -52,7 +54,7 @@ def run_probe(
                     id="p", node=node, round=order.round, at_s=0.1, pairs=pairs, hosts=hosts
                 ),
             )
-        if isinstance(step, Finding):
+        if isinstance(step, ProbeFinding):
             return step
     raise AssertionError("the probe does not end")
 

@@ -1,7 +1,7 @@
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe
-from perdure.plan.probe import Finding, ProbeSession, judge, plan_first, plan_next
+from perdure.model.links import HostProbe, PairProbe, ProbeFinding
+from perdure.plan.probe import ProbeSession, judge, plan_first, plan_next
 
 
 def both(round_: int, a: int, b: int, there: float = 0.01, back: float = 0.01) -> list[PairProbe]:
@@ -103,7 +103,7 @@ def test_a_session_from_order_to_finding() -> None:
     results = [session.take(11.0, answer(second, node, slow=1)) for node in range(4)]
     assert results[:3] == [None] * 3
     found = results[3]
-    assert isinstance(found, Finding)
+    assert isinstance(found, ProbeFinding)
     assert (found.kind, found.node) == ("slow NIC", 1)
     assert session.next_deadline() is None
     assert session.take(12.0, answer(second, 0)) is None
@@ -117,7 +117,7 @@ def test_a_silent_node_does_not_hold_a_session_up() -> None:
     second = session.tick(13.5)
     assert isinstance(second, RunProbe)
     found = session.tick(17.0)
-    assert isinstance(found, Finding)
+    assert isinstance(found, ProbeFinding)
     assert found.kind == "nothing"
     assert found.evidence["silent"] == [0, 1]
 
@@ -129,5 +129,5 @@ def test_one_node_and_an_unknown_probe() -> None:
     other = ProbeEnded(id="p0", node=5, round=1, at_s=1.0)
     assert session.take(10.0, other) is None
     found = session.take(10.0, answer(order, 5))
-    assert isinstance(found, Finding)
+    assert isinstance(found, ProbeFinding)
     assert found.reason == "one node alone cannot be compared"
