@@ -9,12 +9,13 @@ from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.options import Json
-from perdure.cli.say import print_json, render_table
-from perdure.model.errors import PerdureError, PlatformError
+from perdure.cli.say import note, print_json, render_table
+from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.health import Check
 from perdure.service.jobfiles import load_endpoint, resolve_home
 
 _PING_S = 5.0
+_PROBE_S = 30.0
 _STALE_S = 5.0
 _RECORDERS = {
     "compiled": "every collective, begin and end; about 2 µs each",
@@ -25,10 +26,17 @@ _RECORDERS = {
 
 def doctor(
     job: Annotated[str | None, typer.Argument(help="A job; none: this machine.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check what perdure can see and do here; with JOB, what it sees of that job."""
+    if probe and job is None:
+        raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
     checks = _check_job(find_job(job)) if job else check_machine(resolve_home())
+    if probe and job is not None:
+        checks = (*checks, _probe(find_job(job)))
     if as_json:
         print_json({"job": job, "checks": checks})
     else:
@@ -63,6 +71,21 @@ def _check_job(job: Job) -> tuple[Check, ...]:
         )
     checks = [Check(name="perdure run", state="ok", evidence="alive"), _check_controller(job)]
     return (*checks, *_check_ranks(job))
+
+
+def _probe(job: Job) -> Check:
+    """Have the job's agents transfer and compute, beside the training; say what was slow."""
+    note("probing: a few seconds, outside the training's own connections")
+    found = send_command(job, "probe", {}, timeout_s=_PROBE_S)
+    evidence = f"{found['reason']} (confidence {found['confidence']:.0%})"
+    pairs = found.get("pairs", [])
+    rates = [8.0 / seconds for _, _, seconds in pairs if seconds]
+    if rates:
+        evidence += f"; {len(rates)} transfers of 8 MB at {min(rates):.0f} to {max(rates):.0f} MB/s"
+    if found["kind"] == "nothing":
+        return Check(name="probe", state="ok", evidence=evidence)
+    mend = f"perdure diagnose {job.name}; policy.cordon_after says when a node is left out"
+    return Check(name="probe", state="degraded", evidence=evidence, mend=mend)
 
 
 def _check_controller(job: Job) -> Check:

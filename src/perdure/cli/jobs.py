@@ -112,7 +112,7 @@ def find_jobs() -> list[Job]:
 
 def send_command(
     job: Job,
-    kind: Literal["checkpoint", "stop", "inject", "kill", "ping"],
+    kind: Literal["checkpoint", "stop", "inject", "kill", "probe", "ping"],
     args: dict[str, Any],
     *,
     timeout_s: float,

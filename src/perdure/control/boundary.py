@@ -44,17 +44,20 @@ def open_boundary(
     return [send_boundary(state, reason)]
 
 
-def send_boundary(state: ControllerState, reason: str) -> SendBoundary:
-    """Return the open agreement's current move, for all ranks; safe to repeat."""
+def send_boundary(
+    state: ControllerState, reason: str, move: Literal["abort"] | None = None
+) -> SendBoundary:
+    """Return the open agreement's current move (or its abort) for all ranks; safe to repeat."""
     boundary = state.boundary
     assert boundary is not None
     return SendBoundary(
         id=f"{boundary.id}.{boundary.tries}",
-        move=boundary.move,
+        move=move or boundary.move,
         kind=boundary.kind,
         step=boundary.step,
         ranks=state.world,
         generation=state.generation,
+        number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
         reason=reason,
     )
 
@@ -93,18 +96,21 @@ def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyA
 
 
 def abort_boundary(state: ControllerState, reason: str) -> SendBoundary:
-    """Return the abort of the open try."""
-    boundary = state.boundary
-    assert boundary is not None
-    return SendBoundary(
-        id=f"{boundary.id}.{boundary.tries}",
-        move="abort",
-        kind=boundary.kind,
-        step=boundary.step,
-        ranks=state.world,
-        generation=state.generation,
-        reason=reason,
-    )
+    """Return the abort of the open try, which a later controller has to repeat."""
+    state.aborted = send_boundary(state, reason, "abort")
+    return state.aborted
+
+
+def send_boundary_again(state: ControllerState, reason: str) -> list[SendBoundary]:
+    """Return what a new controller says of agreements: the open one, or the end of the last.
+
+    Nobody but the controller may end a prepared rank's wait: it has promised, and the others may
+    be told to go ahead. So what may have been lost with the older controller is said again.
+    """
+    if state.boundary is not None:
+        return [send_boundary(state, reason)]
+    last = state.aborted
+    return [last] if last is not None and last.generation == state.generation else []
 
 
 def reach_boundary(state: ControllerState, event: BoundaryReached) -> OpenBoundary | None:

@@ -1,9 +1,9 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
-from typing import Any
-
+from perdure.control.answers import answer
 from perdure.control.boundary import open_boundary
 from perdure.control.formation import end_job
+from perdure.control.probing import receive_probe
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
@@ -36,22 +36,6 @@ def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
     return [*actions, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
 
 
-def answer(
-    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
-) -> list[AnyAction]:
-    """Close a command with its answer, which is kept for a client that asks again."""
-    state.commands.pop(id_, None)
-    state.answered[id_] = (ok, reason, result)
-    return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
-
-
-def answer_open(
-    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
-) -> list[AnyAction]:
-    """Close a command if it is still open; otherwise do nothing."""
-    return answer(state, id_, ok, reason, result) if id_ in state.commands else []
-
-
 def receive_command(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
     """Begin, queue or refuse a command; a repeated one gets the answer it had."""
     if event.id in state.answered:
@@ -69,6 +53,8 @@ def receive_command(state: ControllerState, now: float, event: CommandReceived) 
             return [*done, *end_job(state, now, "stopped", 1, reason)]
         case "inject":
             return _receive_inject(state, command)
+        case "probe":
+            return receive_probe(state, now, command)
         case "stop" | "checkpoint":
             state.commands[event.id] = command
             return start_waiting_command(state, now)

@@ -8,16 +8,16 @@ from typing import assert_never
 
 from msgspec import structs
 
+from perdure.control.answers import answer, answer_open
 from perdure.control.boundary import (
     abort_boundary,
     answer_boundary,
     open_boundary,
     retry_boundary,
     send_boundary,
+    send_boundary_again,
 )
 from perdure.control.commands import (
-    answer,
-    answer_open,
     give_up_stop,
     inject_action,
     receive_command,
@@ -40,6 +40,12 @@ from perdure.control.formation import (
     form_world,
 )
 from perdure.control.placement import cordon, cordon_again, find_blamed_node, note_cordon
+from perdure.control.probing import (
+    probe_again,
+    probe_overdue,
+    probe_verdict,
+    take_probe,
+)
 from perdure.control.progress import (
     after_boundary,
     note_checkpoint,
@@ -75,6 +81,7 @@ from perdure.model.events import (
     NodeRestored,
     PreemptionNoticed,
     ProbeEnded,
+    ProbeJudged,
     ProgressNoted,
     RankExited,
     RankJoined,
@@ -104,6 +111,8 @@ class Controller:
             times[1] = state.boundary.deadline_s
         if state.stacks is not None and state.stacks.held is not None:
             times.append(state.stacks.due_s)
+        if state.probe is not None:
+            times.append(state.probe.due_s)
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -163,7 +172,9 @@ class Controller:
                 return []
             case MetricsLogged() | CheckpointRestored() | ControllerLost() | PreemptionNoticed():
                 return []
-            case LinksNoted() | ProbeEnded() | CollectivesInterrupted():
+            case ProbeEnded():
+                return take_probe(self.state, now, event)
+            case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
             case NodeCordoned() | NodeRestored():
                 note_cordon(self.state, event)
@@ -293,7 +304,8 @@ class Controller:
         if verdict.kind not in ACTED_UPON:
             return []
         if not verdict.actionable:
-            return ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
+            stacks = ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
+            return [*stacks, *probe_verdict(state, now, verdict)]
         reaction = weigh_verdict(state, verdict)
         if reaction.rung == "none":
             return []
@@ -393,6 +405,8 @@ class Controller:
         stacks = state.stacks
         if stacks is not None and stacks.held is not None and now >= stacks.due_s:
             return self._act_upon(now, stacks.held)
+        if state.probe is not None and state.probe.due_s is not None and now >= state.probe.due_s:
+            return probe_overdue(state, now)
         overdue_s = stop_deadline(state)
         if overdue_s is not None and now >= overdue_s:
             return give_up_stop(state, now)
@@ -437,8 +451,8 @@ class Controller:
             return actions
         nodes = tuple(sorted(state.nodes))
         actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
-        if state.boundary is not None:
-            actions.append(send_boundary(state, reason))
+        actions += send_boundary_again(state, reason)
         actions += ask_stacks_again(state, reason)
         actions += cordon_again(state)
+        actions += probe_again(state)
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

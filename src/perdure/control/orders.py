@@ -17,6 +17,7 @@ from perdure.model.actions import (
     EndJob,
     InjectFault,
     InterruptCollectives,
+    NoteFinding,
     RunProbe,
     SendBoundary,
     TakeStacks,
@@ -42,7 +43,8 @@ REPEAT_S = 1.0
 _STACKS_SENT_MAX = 5
 _PROBE_SENT_MAX = 5
 _INTERRUPT_SENT_MAX = 3
-_ABORT_SENT_MAX = 5
+_ABORT_SENT_MAX = 30
+"""A prepared rank waits for 30 s."""
 _COMMIT_SENT_MAX = 600
 
 
@@ -227,6 +229,8 @@ def describe_action(action: AnyAction) -> str:
             return f"stacks of ranks {action.ranks}"
         case WatchClosely():
             return f"nodes {action.nodes} until {action.until_s:.1f}"
+        case NoteFinding():
+            return f"{action.id}: {action.finding.kind}"
         case CordonNode():
             return f"node {action.node}"
         case RunProbe():

@@ -1,7 +1,8 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
+from perdure.control.answers import answer
 from perdure.control.boundary import reach_boundary
-from perdure.control.commands import answer, inject_action, start_waiting_command
+from perdure.control.commands import inject_action, start_waiting_command
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
 from perdure.model.events import (

@@ -10,10 +10,11 @@ States of a job:
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from perdure.model.actions import Assignment
+from perdure.model.actions import Assignment, SendBoundary
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Verdict
+from perdure.plan.probe import ProbeSession
 from perdure.policy import Failure
 
 JobPhase = Literal["pending", "forming", "starting", "running", "ending", "ended"]
@@ -108,12 +109,20 @@ class ControllerState:
     first_exit_s: float | None = None
     """When the rank that the newest failure is blamed on ended; None where it was no exit."""
     stacks: StackRequest | None = None
+    probe: ProbeSession | None = None
+    """The active probe that is running."""
+    probes: int = 0
+    """Probes begun so far; numbers their ids."""
+    probe_command: str = ""
+    """Id of the operator's command behind it; empty for the controller's own."""
     ending: Ending | None = None
     closed: bool = False
     """`JobEnded` is in the journal."""
     boundary: OpenBoundary | None = None
     boundaries: int = 0
     """Agreements begun so far; numbers their ids."""
+    aborted: SendBoundary | None = None
+    """The newest abort."""
     commands: dict[str, OpenCommand] = field(default_factory=dict)
     injects: dict[str, OpenCommand] = field(default_factory=dict)
     """Injected faults that have not taken place."""

@@ -16,7 +16,7 @@ from perdure.detect.clocks import NodeClocks
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeWatch
 from perdure.detect.notes import ProgressNotes
-from perdure.detect.probes import ProbeResults, judge_probe
+from perdure.detect.probes import settle_verdict
 from perdure.detect.slow import SlowWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import (
@@ -25,7 +25,7 @@ from perdure.model.events import (
     GenerationStepping,
     NodeLost,
     NodeRegistered,
-    ProbeEnded,
+    ProbeJudged,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -70,7 +70,6 @@ class Detector:
         self._clocks = NodeClocks()
         self._slow = SlowWatch(spec, -1)
         self._desync = DesyncWatch()
-        self._probes = ProbeResults()
         self._waiting: tuple[int, ...] = ()
         """Ranks whose progress ends the open verdict, where it names none."""
         self._early: frozenset[int] = frozenset()
@@ -119,7 +118,7 @@ class Detector:
                 self._notes.mark_stepping()
             case VerdictReached() | VerdictWithdrawn():
                 self._note_verdict(event)
-            case ProbeEnded():
+            case ProbeJudged():
                 return self._note_probe(now, event)
             case _:
                 pass
@@ -266,19 +265,18 @@ class Detector:
             return None
         return Finding("Desync", found.rank, found.confidence, found.reason, found.evidence)
 
-    def _note_probe(self, now: float, event: ProbeEnded) -> list[AnyEvent]:
-        """Take one part of an active probe; where it settles an open verdict, say so."""
-        self._probes.take(event)
+    def _note_probe(self, now: float, event: ProbeJudged) -> list[AnyEvent]:
+        """Take what an active probe has found; where it settles an open verdict, say so."""
+        nodes = {rank: watch.node for rank, watch in self._watches.items()}
         out: list[AnyEvent] = []
         verdicts = [v for v in (self._open, *self._slow.open_verdicts()) if v is not None]
         for verdict in verdicts:
-            better = judge_probe(self._spec, verdict, self._probes.of(event.id))
+            better = settle_verdict(verdict, event.finding, nodes)
             if better is None:
                 continue
             reason = f"better explained: {better.reason}"
             out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
-            settled = msgspec.structs.replace(better, confirmed_s=now)
-            out.append(VerdictReached(verdict=settled))
+            out.append(VerdictReached(verdict=msgspec.structs.replace(better, confirmed_s=now)))
         for derived in out:
             if isinstance(derived, VerdictReached | VerdictWithdrawn):
                 self._note_verdict(derived)
@@ -393,7 +391,7 @@ class Detector:
                 return since_s + config.stopped_action_s
             case _ if verdict.kind == "Desync":
                 return since_s + config.exit_skew_s if verdict.confidence >= SURE else None
-            case "quiet" if verdict.kind == "CommHang" and verdict.confidence >= SURE:
+            case _ if verdict.kind == "CommHang" and verdict.confidence >= SURE:
                 return since_s + config.comm_action_s
             case _ if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
                 return max(since_s, verdict.first_seen_s + config.exit_skew_s)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.links import ProbeFinding
+
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a node shall run. A newer `number` replaces an older one."""
@@ -60,6 +62,8 @@ class SendBoundary(Action, frozen=True, kw_only=True):
     step: int
     ranks: tuple[int, ...]
     generation: int
+    number: int = 0
+    """Grows with every try. One is open at a time, so a newer one says that older ones are over."""
 
 
 class TakeStacks(Action, frozen=True, kw_only=True):
@@ -89,6 +93,13 @@ class RunProbe(Action, frozen=True, kw_only=True):
     hosts: tuple[int, ...] = ()
     bytes: int = 8_000_000
     deadline_s: float = 2.0
+
+
+class NoteFinding(Action, frozen=True, kw_only=True):
+    """Journal `ProbeJudged`: what an active probe has found."""
+
+    id: str
+    finding: ProbeFinding
 
 
 class CordonNode(Action, frozen=True, kw_only=True):
@@ -138,6 +149,7 @@ AnyAction = (
     | TakeStacks
     | WatchClosely
     | RunProbe
+    | NoteFinding
     | CordonNode
     | InterruptCollectives
     | InjectFault

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.job import JobSpec
-from perdure.model.links import HostProbe, LinkSample, PairProbe
+from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.verdicts import Verdict
 
@@ -285,6 +285,14 @@ class ProbeEnded(Event, frozen=True, kw_only=True):
     error: str = ""
 
 
+class ProbeJudged(Event, frozen=True, kw_only=True):
+    """What an active probe has found, once all rounds are in (or overdue)."""
+
+    id: str
+    at_s: float
+    finding: ProbeFinding
+
+
 class CollectivesInterrupted(Event, frozen=True, kw_only=True):
     """A rank's control thread broke its collective in flight."""
 
@@ -319,7 +327,7 @@ class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "inject", "kill"]
+    kind: Literal["checkpoint", "stop", "inject", "kill", "probe"]
     args: dict[str, Any] = {}
     who: str = ""
     at_s: float = 0.0
@@ -420,6 +428,7 @@ AnyEvent = (
     | StacksTaken
     | LinksNoted
     | ProbeEnded
+    | ProbeJudged
     | CollectivesInterrupted
     | NodeCordoned
     | NodeRestored

@@ -105,13 +105,19 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What is done about each verdict once it may be acted upon."""
 
     comm_hang: Response = "evict"
+    """Ranks wait for one another, and none computes: a link, an interface or a node."""
     compute_hang: Response = "restart"
+    """One rank never arrives."""
     early_exit: Response = "restart"
+    """One rank ended with exit code 0 while others wait for it."""
     comm_slow: Response = "evict"
+    """A slow link or node; see `evict_factor` and `payback_s`."""
     straggler: Response = "evict"
+    """A slow rank; see `evict_factor` and `payback_s`."""
     desync: Response = "stop"
     """Ranks that call different collectives are the script's own bug: a restart meets it again."""
     unhealthy_device: Response = "report"
+    """A device reports errors of its own."""
     evict_factor: Annotated[float, Meta(ge=1)] = 2.0
     """A slow rank or link below this slowdown is only reported."""
     payback_s: Seconds = 600.0

@@ -1,6 +1,6 @@
 """What the kernel says about the sockets between ranks: the cells of the delay matrix."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -111,3 +111,16 @@ class HostProbe(msgspec.Struct, frozen=True, array_like=True):
     """`cpu`, or the device's id."""
     seconds: float
     """0 where it did not end in time."""
+
+
+class ProbeFinding(msgspec.Struct, frozen=True, kw_only=True):
+    """What all rounds of an active probe together prove."""
+
+    kind: Literal["slow link", "slow NIC", "slow host", "nothing"]
+    reason: str
+    node: int = -1
+    """The node of a slow NIC or host."""
+    link: tuple[int, int] | None = None
+    """(sending node, receiving node) of a slow link."""
+    confidence: float = 0.0
+    evidence: dict[str, Any] = {}

@@ -89,7 +89,7 @@ class Command(msgspec.Struct, frozen=True):
     """An operator's request. `id` makes a retry harmless."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "inject", "kill", "status", "ping"]
+    kind: Literal["checkpoint", "stop", "inject", "kill", "probe", "status", "ping"]
     args: dict[str, Any] = {}
     who: str = ""
 

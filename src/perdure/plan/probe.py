@@ -14,13 +14,13 @@ slow alike, nothing is.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe
+from perdure.model.links import HostProbe, PairProbe, ProbeFinding
 
 PAIR_RATIO, PAIR_FLOOR_S = 2.0, 0.01
 """A transfer is slow from this multiple of the reference, and this much above it."""
@@ -30,19 +30,6 @@ ANSWER_S = 1.5
 
 Pair = tuple[int, int]
 _Key = TypeVar("_Key", int, tuple[int, int])
-
-
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """What a probe has found."""
-
-    kind: Literal["slow link", "slow NIC", "slow host", "nothing"]
-    reason: str
-    node: int = -1
-    """The node of a slow NIC or host."""
-    link: Pair | None = None
-    """(sending node, receiving node) of a slow link."""
-    confidence: float = 0.0
-    evidence: dict[str, Any] = {}
 
 
 def plan_first(
@@ -97,7 +84,7 @@ def plan_next(nodes: Iterable[int], measured: Sequence[PairProbe]) -> tuple[Pair
     return tuple(pairs)
 
 
-def judge(pairs: Iterable[PairProbe], hosts: Iterable[HostProbe] = ()) -> Finding:
+def judge(pairs: Iterable[PairProbe], hosts: Iterable[HostProbe] = ()) -> ProbeFinding:
     """Return what all rounds together prove."""
     seconds = _fold_pairs(pairs)
     machines = _fold_hosts(hosts)
@@ -112,7 +99,7 @@ def judge(pairs: Iterable[PairProbe], hosts: Iterable[HostProbe] = ()) -> Findin
     if slow_hosts:
         node = max(slow_hosts, key=lambda n: (machines[n], n))
         return _blame_host(node, machines, evidence)
-    return Finding(kind="nothing", reason=_say_nothing(seconds, machines), evidence=evidence)
+    return ProbeFinding(kind="nothing", reason=_say_nothing(seconds, machines), evidence=evidence)
 
 
 def _judge_network(
@@ -120,7 +107,7 @@ def _judge_network(
     slow: set[Pair],
     slow_hosts: set[int],
     evidence: dict[str, Any],
-) -> Finding:
+) -> ProbeFinding:
     partners = _count_partners(seconds)
     slow_partners = _count_partners(slow)
     cards = [
@@ -133,7 +120,7 @@ def _judge_network(
         node = max(cards, key=lambda n: (_worst(seconds, slow, n), -n))
         if node in slow_hosts:
             finding = f"node {node} computes slowly, and so does whatever it transfers"
-            return Finding(
+            return ProbeFinding(
                 kind="slow host", node=node, reason=finding, confidence=0.9, evidence=evidence
             )
         count = len(partners[node])
@@ -141,7 +128,9 @@ def _judge_network(
         reason = f"node {node} is slow {way} with each of its {count} partners"
         if len(cards) > 1:
             reason += f"; so are nodes {[n for n in cards if n != node]}"
-        return Finding(kind="slow NIC", node=node, reason=reason, confidence=0.9, evidence=evidence)
+        return ProbeFinding(
+            kind="slow NIC", node=node, reason=reason, confidence=0.9, evidence=evidence
+        )
     worst = max(slow, key=lambda key: (seconds[key], key))
     src, dst = worst
     both = (dst, src) in slow
@@ -157,16 +146,16 @@ def _judge_network(
     if others:
         reason += f"; also slow: {others}"
     confidence = 0.9 if settled and not others else 0.6
-    return Finding(
+    return ProbeFinding(
         kind="slow link", link=worst, reason=reason, confidence=confidence, evidence=evidence
     )
 
 
-def _blame_host(node: int, machines: dict[int, float], evidence: dict[str, Any]) -> Finding:
+def _blame_host(node: int, machines: dict[int, float], evidence: dict[str, Any]) -> ProbeFinding:
     reference = _find_reference(machines.values())
     took = machines[node]
     words = "did not end in time" if took == float("inf") else f"took {took / reference:.1f} times"
-    return Finding(
+    return ProbeFinding(
         kind="slow host",
         node=node,
         reason=f"the same arithmetic {words} on node {node}; its transfers are not slow",
@@ -253,10 +242,12 @@ class ProbeSession:
     """Of each round."""
     why: str = ""
     """Put into the orders as their reason."""
-    _nodes: tuple[int, ...] = ()
-    _order: RunProbe | None = None
-    _answers: dict[tuple[int, int], ProbeEnded] = field(default_factory=dict)
-    _due_s: float | None = None
+    nodes: tuple[int, ...] = ()
+    order: RunProbe | None = None
+    """Of the round that is open."""
+    answers: list[ProbeEnded] = field(default_factory=list)
+    due_s: float | None = None
+    """When the open round is given up; None once there is a finding."""
 
     def start(
         self,
@@ -266,62 +257,63 @@ class ProbeSession:
         links: Iterable[Pair] = (),
     ) -> RunProbe:
         """Return the first round's order. `suspects` are nodes, `links` pairs of nodes."""
-        self._nodes = tuple(sorted(set(nodes)))
-        return self._ask(now, 1, plan_first(self._nodes, suspects, links))
+        self.nodes = tuple(sorted(set(nodes)))
+        return self._ask(now, 1, plan_first(self.nodes, suspects, links))
 
     def next_deadline(self) -> float | None:
         """Return when to call `tick`; None once there is a finding."""
-        return self._due_s
+        return self.due_s
 
-    def take(self, now: float, event: ProbeEnded) -> RunProbe | Finding | None:
+    def take(self, now: float, event: ProbeEnded) -> RunProbe | ProbeFinding | None:
         """Take a node's answer; return the next order, the finding, or None while others miss."""
-        order = self._order
-        if order is None or self._due_s is None or event.id != self.id:
+        order = self.order
+        if order is None or self.due_s is None or event.id != self.id:
             return None
-        self._answers[event.round, event.node] = event
-        if any((order.round, node) not in self._answers for node in _find_nodes(order)):
+        if (event.round, event.node) not in {(a.round, a.node) for a in self.answers}:
+            self.answers.append(event)
+        if self._find_silent(order):
             return None
         return self._go_on(now, order)
 
-    def tick(self, now: float) -> RunProbe | Finding | None:
+    def tick(self, now: float) -> RunProbe | ProbeFinding | None:
         """Return what follows where answers did not come in time."""
-        if self._order is None or self._due_s is None or now < self._due_s:
+        if self.order is None or self.due_s is None or now < self.due_s:
             return None
-        return self._go_on(now, self._order)
+        return self._go_on(now, self.order)
 
-    def _go_on(self, now: float, order: RunProbe) -> RunProbe | Finding:
-        measured = [p for key in sorted(self._answers) for p in self._answers[key].pairs]
-        rounds = 3 if len(self._nodes) == 3 else 2
+    def _go_on(self, now: float, order: RunProbe) -> RunProbe | ProbeFinding:
+        answers = sorted(self.answers, key=lambda answer: (answer.round, answer.node))
+        measured = [p for answer in answers for p in answer.pairs]
+        rounds = 3 if len(self.nodes) == 3 else 2
         if order.round < rounds and measured:
-            pairs = plan_next(self._nodes, measured)
+            pairs = plan_next(self.nodes, measured)
             if pairs:
                 return self._ask(now, order.round + 1, pairs)
-        self._due_s = None
-        hosts = [h for key in sorted(self._answers) for h in self._answers[key].hosts]
-        finding = judge(measured, hosts)
-        silent = [n for n in _find_nodes(order) if (order.round, n) not in self._answers]
-        errors = {
-            str(node): event.error
-            for (_, node), event in sorted(self._answers.items())
-            if event.error
-        }
+        self.due_s = None
+        finding = judge(measured, [h for answer in answers for h in answer.hosts])
+        silent = self._find_silent(order)
+        errors = {str(answer.node): answer.error for answer in answers if answer.error}
         evidence = finding.evidence | {
             name: value for name, value in (("silent", silent), ("errors", errors)) if value
         }
         return msgspec.structs.replace(finding, evidence=evidence)
 
+    def _find_silent(self, order: RunProbe) -> list[int]:
+        answered = {answer.node for answer in self.answers if answer.round == order.round}
+        return [node for node in _find_nodes(order) if node not in answered]
+
     def _ask(self, now: float, number: int, pairs: tuple[Pair, ...]) -> RunProbe:
-        self._due_s = now + self.deadline_s + ANSWER_S
-        self._order = RunProbe(
+        self.due_s = now + self.deadline_s + ANSWER_S
+        self.order = RunProbe(
             id=self.id,
             round=number,
             pairs=pairs,
-            hosts=self._nodes if number == 1 else (),
+            hosts=self.nodes if number == 1 else (),
             bytes=self.bytes,
             deadline_s=self.deadline_s,
             reason=self.why or f"round {number} of probe {self.id}",
         )
-        return self._order
+        return self.order
 
 
 def _find_nodes(order: RunProbe) -> tuple[int, ...]:

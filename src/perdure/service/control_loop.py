@@ -23,7 +23,7 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, CordonNode, EndJob
+from perdure.model.actions import AnswerCommand, CordonNode, EndJob, NoteFinding, WatchClosely
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -35,6 +35,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     NodeCordoned,
+    ProbeJudged,
     TimerFired,
 )
 from perdure.model.job import JobSpec
@@ -63,6 +64,8 @@ _LAG_S = 0.5
 _SETTLE_S = 1.0
 _TIMER_PAUSE_S = 0.05
 """At the least between two `TimerFired`, should a machine leave its deadline in the past."""
+_WATCH_S = 4.0
+"""How long a node under suspicion is looked at more often, before that is asked for again."""
 _BACKLOG_MAX = 4
 """Heartbeats kept of one node; older ones are dropped when the loop falls behind."""
 
@@ -123,7 +126,7 @@ class ControllerService:
         self._waiting: dict[str, list[Reply]] = {}
         self._inbox, self._wake = _Inbox(), asyncio.Event()
         self._ended: JobEnded | None = None
-        self._show_at_s = self._timer_at_s = self._settled_at_s = 0.0
+        self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
 
     # --- life ---------------------------------------------------------------------------------
@@ -257,12 +260,22 @@ class ControllerService:
         if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
             self._derive(turn, self._detector.tick(turn.now))
         self._derive(turn, self._links.tick(turn.now))
+        self._watch_closely(turn)
         due_s = self._timer_due()
         if due_s is not None and due_s <= turn.now:
             self._timer_at_s = turn.now + _TIMER_PAUSE_S
             self._add(turn, TimerFired())
         turn.sendings += self._orders.repeat(turn.now)
         await self._finish(turn)
+
+    def _watch_closely(self, turn: _Turn) -> None:
+        """Have the nodes under suspicion look more often. No decision: nothing is journaled."""
+        suspects = self._detector.suspects()
+        if suspects and turn.now >= self._watch_at_s:
+            self._watch_at_s = turn.now + _WATCH_S / 2
+            nodes, until_s = tuple(sorted(suspects)), turn.now + _WATCH_S
+            action = WatchClosely(nodes=nodes, until_s=until_s, reason="suspicion")
+            turn.sendings += self._orders.take(action)
 
     def _take_events(self, turn: _Turn, message: EventMessage) -> None:
         """Take what is new; a gap is left for the sender to fill."""
@@ -313,6 +326,9 @@ class ControllerService:
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
+            if isinstance(action, NoteFinding):
+                judged = ProbeJudged(id=action.id, at_s=turn.now, finding=action.finding)
+                self._add(turn, judged)
             if isinstance(action, CordonNode):
                 cordoned = NodeCordoned(node=action.node, at_s=turn.now, reason=action.reason)
                 self._add(turn, cordoned)

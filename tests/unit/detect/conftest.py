@@ -117,7 +117,7 @@ class World:
         return RankProgress(
             rank=r.rank,
             pid=100 + r.rank,
-            phase="step",
+            phase="step" if self.resumable else "group",
             phase_since_s=self.start_s,
             heartbeat_s=r.heartbeat_s,
             account=account,

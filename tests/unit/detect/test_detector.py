@@ -287,3 +287,14 @@ def test_a_verdict_survives_the_journal(make_world):
     world.run(3)
     text = msgspec.json.encode(world.verdicts[-1])
     assert msgspec.json.decode(text, type=type(world.verdicts[-1])) == world.verdicts[-1]
+
+
+def test_a_script_without_steps_is_watched_by_its_collectives(make_world):
+    """It stays in phase `group` for ever, which may be long only before its collectives move."""
+    world = make_world(resumable=False)
+    world.run(20)
+    at_s = world.now
+    world.run(3, hold=lambda rank: rank == 1)
+    (verdict,) = world.verdicts
+    assert (verdict.kind, verdict.culprit.rank) == ("ComputeHang", 1)
+    assert verdict.confirmed_s - at_s <= 1.0 + 2 * 0.32 + 0.2

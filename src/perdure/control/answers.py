@@ -1,0 +1,22 @@
+"""Answers to operators: given once, and kept for a client that asks again."""
+
+from typing import Any
+
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnswerCommand, AnyAction
+
+
+def answer(
+    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+) -> list[AnyAction]:
+    """Close a command with its answer, which is kept for a client that asks again."""
+    state.commands.pop(id_, None)
+    state.answered[id_] = (ok, reason, result)
+    return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
+
+
+def answer_open(
+    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+) -> list[AnyAction]:
+    """Close a command if it is still open; otherwise do nothing."""
+    return answer(state, id_, ok, reason, result) if id_ in state.commands else []

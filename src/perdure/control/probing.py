@@ -1,0 +1,87 @@
+"""Active probes: begun where evidence alone cannot settle a verdict, or where somebody asks.
+
+One runs at a time. It touches none of the training's communicators, and what it finds goes into
+the journal (`ProbeJudged`), where the detector hears of it as of every other event.
+"""
+
+from perdure.control.answers import answer
+from perdure.control.state import ControllerState, OpenCommand
+from perdure.model.actions import AnyAction, NoteFinding, RunProbe
+from perdure.model.events import ProbeEnded
+from perdure.model.links import ProbeFinding
+from perdure.model.verdicts import Verdict
+from perdure.plan.probe import ProbeSession
+
+
+def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction]:
+    """Begin the probe that a verdict asks for in its evidence, if there is room for one."""
+    wanted = verdict.evidence.get("probe")
+    if not wanted or state.probe is not None or not state.the_spec().policy.probe:
+        return []
+    nodes = [state.placement[group] for group in wanted if 0 <= group < len(state.placement)]
+    links = []
+    if verdict.culprit.link is not None:
+        src, dst = (state.placement[state.the_spec().node_of(r)] for r in verdict.culprit.link)
+        links = [(src, dst)] if src != dst else []
+    why = f"{verdict.kind} of {verdict.culprit} leaves open what is slow"
+    return _begin(state, now, nodes, links, why)
+
+
+def receive_probe(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Begin a probe of all nodes for an operator; refused while another runs."""
+    if state.probe is not None:
+        return answer(state, command.id, False, "a probe is running already", {})
+    state.commands[command.id] = command
+    why = f"asked for by {command.who or 'an operator'}"
+    return _begin(state, now, [], [], why, command.id)
+
+
+def take_probe(state: ControllerState, now: float, event: ProbeEnded) -> list[AnyAction]:
+    """Take one node's answer."""
+    return _go_on(state, state.probe.take(now, event)) if state.probe is not None else []
+
+
+def probe_overdue(state: ControllerState, now: float) -> list[AnyAction]:
+    """Go on without the answers that did not come in time."""
+    return _go_on(state, state.probe.tick(now)) if state.probe is not None else []
+
+
+def probe_again(state: ControllerState) -> list[AnyAction]:
+    """Return the open round's order once more."""
+    return [state.probe.order] if state.probe is not None and state.probe.order else []
+
+
+def _begin(
+    state: ControllerState,
+    now: float,
+    suspects: list[int],
+    links: list[tuple[int, int]],
+    why: str,
+    command: str = "",
+) -> list[AnyAction]:
+    state.probes += 1
+    state.probe = ProbeSession(id=f"p{state.probes}", why=why)
+    state.probe_command = command
+    nodes = [node for node in sorted(state.nodes) if node not in state.lost]
+    return [state.probe.start(now, nodes, suspects, links)]
+
+
+def _go_on(state: ControllerState, step: RunProbe | ProbeFinding | None) -> list[AnyAction]:
+    probe = state.probe
+    if step is None or probe is None:
+        return []
+    if isinstance(step, RunProbe):
+        return [step]
+    state.probe, command = None, state.probe_command
+    state.probe_command = ""
+    actions: list[AnyAction] = [NoteFinding(id=probe.id, finding=step, reason=step.reason)]
+    if command in state.commands:
+        result = {
+            "kind": step.kind,
+            "node": step.node,
+            "link": list(step.link) if step.link else None,
+            "confidence": step.confidence,
+            **step.evidence,
+        }
+        actions += answer(state, command, True, step.reason, result)
+    return actions
