@@ -1,7 +1,5 @@
 """Probes of simulated networks: what is slow is found, what is not is not."""
 
-from typing import Any
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
