@@ -33,7 +33,6 @@ from perdure.agent.relay import (
     relay_boundary,
     relay_fault,
     relay_interrupt,
-    settle_boundaries,
 )
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.actions import Assignment, TakeStacks
@@ -131,7 +130,7 @@ class Agent:
         if new.number < held:
             return []
         if new.number == held:
-            return [*self._reconcile(now), *settle_boundaries(state)]
+            return self._reconcile(now)
         state.assignment = new
         if new.phase == "end":
             state.end_deadline_s = now + new.grace_s + END_TIMEOUT_S

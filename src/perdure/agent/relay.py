@@ -19,41 +19,30 @@ BY_SIGNAL = {"crash": int(signal.SIGKILL), "stop": int(signal.SIGSTOP)}
 """Faults that need nothing of the rank, not even that it listens."""
 REMEMBERED_MAX = 8
 """Agreements kept; decided ones go first, oldest first."""
-SILENT_REPEATS_MAX = 3
-"""The controller repeats what is open each time it repeats the assignment. An agreement that it
-left out this often is none any more: the abort was lost."""
 SIGNAL_ECHO_S = 2.0
 """SIGUSR1 to all ranks at once is one request, not one for each rank."""
 
 
 def relay_boundary(state: AgentState, order: SendBoundary) -> list[Request]:
-    """Pass one move of an agreement to the node's ranks, unless they have it already."""
+    """Pass one move of an agreement to the node's ranks, unless they have it already.
+
+    A newer agreement ends older ones, since only one is open at a time and a committed one stays
+    open until all have done it; what is older than the newest has been overtaken on its way.
+    Nothing else ends the wait of a rank that has promised: the others may be told to go ahead.
+    """
     keeper = state.keeper
     if keeper is None or keeper.generation != order.generation:
         return []
+    if order.number < max((b.order.number for b in state.boundaries.values()), default=0):
+        return []
     requests: list[Request] = []
     for old in list(state.boundaries.values()):
-        if old.order.id != order.id and old.order.move == "prepare" and order.move != "abort":
-            # Only one is open at a time, and a committed one stays open until all have done it.
+        if old.order.id != order.id and old.order.move == "prepare":
             requests += _decide(state, keeper, msgspec.structs.replace(old.order, move="abort"))
     known = state.boundaries.get(order.id)
-    if known is not None:
-        known.silent = 0
-        if known.order.move == order.move or known.order.move != "prepare":
-            return requests
+    if known is not None and (known.order.move == order.move or known.order.move != "prepare"):
+        return requests
     return requests + _decide(state, keeper, order)
-
-
-def settle_boundaries(state: AgentState) -> list[Request]:
-    """Take note of a repeated assignment: an agreement that is never repeated is aborted."""
-    requests: list[Request] = []
-    for entry in list(state.boundaries.values()):
-        if entry.order.move == "prepare" and state.keeper is not None:
-            entry.silent += 1
-            if entry.silent > SILENT_REPEATS_MAX:
-                order = msgspec.structs.replace(entry.order, move="abort")
-                requests += _decide(state, state.keeper, order)
-    return requests
 
 
 def _decide(state: AgentState, keeper: KeeperView, order: SendBoundary) -> list[Request]:

@@ -45,8 +45,6 @@ class OpenBoundary:
     """The newest that is known of one agreement."""
 
     order: SendBoundary
-    silent: int = 0
-    """Repeats of the assignment since the controller last spoke of it."""
 
 
 @dataclass(slots=True)

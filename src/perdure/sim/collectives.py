@@ -10,83 +10,13 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.links import LinkSample, LinkSweep
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise
 
-NEVER = float("inf")
-
-FaultKind = Literal[
-    "stop", "spin", "sleep", "drop-link", "drop-nic", "slow-link", "slow-nic", "loss",
-    "slow-data", "slow-forward", "slow-backward", "slow-optimizer", "slow-host",
-    "other-bytes", "other-op", "node",
-]  # fmt: skip
-HANGS = ("stop", "spin", "sleep")
-STAGES = ("data", "forward", "backward", "optimizer")
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How the world is cut: ranks are numbered tensor, context, data, pipeline."""
-
-    data: int = 2
-    tensor: int = 1
-    pipeline: int = 1
-    nproc: int = 1
-    """Ranks a node."""
-    context: int = 1
-
-    @property
-    def size(self) -> int:
-        """Ranks of the world."""
-        return self.width * self.pipeline
-
-    @property
-    def width(self) -> int:
-        """Ranks of one stage of the pipeline."""
-        return self.data * self.context * self.tensor
-
-    @property
-    def nodes(self) -> int:
-        """Nodes."""
-        return self.size // self.nproc
-
-    def node_of(self, rank: int) -> int:
-        """Return the node of a rank."""
-        return rank // self.nproc
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """One injected fault."""
-
-    kind: FaultKind
-    at_s: float
-    rank: int = 0
-    peer: int = 0
-    """The other end of a link."""
-    factor: float = 1.0
-    """Of the stage's or the link's time."""
-    until_s: float = NEVER
-
-
-@dataclass(slots=True)
-class Noise:
-    """What healthy training has beside it."""
-
-    jitter: float = 0.03
-    hog_every_s: float = 0.0
-    """A neighbour's burst on one node, so often; up to 1.3 s, up to 1.6 times."""
-    gc_every_s: float = 0.0
-    checkpoint_every_s: float = 0.0
-    evaluate_steps: int = 0
-    """Rank 0 evaluates alone every so many steps."""
-    resize_every_s: float = 0.0
-    """The batch of all ranks changes."""
-    rebuild_step: int = -1
-    """The data-parallel buckets are cut otherwise from this step on."""
+__all__ = ["Fault", "Layout", "Noise", "Training"]
 
 
 @dataclass(slots=True)

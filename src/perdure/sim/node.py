@@ -20,8 +20,11 @@ from perdure.agent.messages import (
     StacksCollected,
     StartKeeper,
     TellKeeper,
+    TellWorker,
+    WorkerSaid,
 )
 from perdure.agent.state import NodeIdentity
+from perdure.model.actions import SendBoundary
 from perdure.model.events import AnyEvent, ExitRecord, RankJoined
 from perdure.model.job import JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
@@ -35,12 +38,25 @@ from perdure.model.wire import (
     KeeperStore,
     KeeperStoreReady,
     NodeOrder,
+    WorkerHello,
+    WorkerQuery,
 )
 from perdure.sim.clock import VirtualClock
+from perdure.sim.ranks import Agreements, Rank
 from perdure.sim.training import World
 
 _SIGKILL = 9
 _KILL_S, _SPAWN_S, _STORE_S, _KEEPER_START_S = 0.02, 0.05, 0.02, 0.3
+_LINE_S = 0.001
+"""From an agent to a rank of its node, or back."""
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """What an agent has to tell the controller, and the rank's word behind it."""
+
+    report: Report
+    word: int = 0
 
 
 @dataclass(slots=True)
@@ -50,6 +66,7 @@ class Keeper:
     pid: int
     generation: int = -1
     running: dict[int, int] = field(default_factory=dict)
+    ranks: dict[int, Rank] = field(default_factory=dict)
     exits: dict[int, RankEnded] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     """Ranks in state T."""
@@ -70,17 +87,26 @@ class Node:
         *,
         world_of: Callable[[int], World],
         send: Callable[[EventMessage], None],
+        witness: Agreements,
+        late_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Boot: keeper and agent come up; `send` takes batches of events to the controller."""
+        """Boot: keeper and agent come up; `send` takes batches of events to the controller.
+
+        `late_s` draws how much later than the first a rank comes to each step.
+        """
         self.spec, self.node, self.clock = spec, node, clock
         self.world_of, self.send = world_of, send
+        self.witness, self.late_s = witness, late_s
+        self.words: dict[int, tuple[int, int, AnyEvent]] = {}
+        """Number -> (generation, rank, event) that no agent has taken over for good."""
+        self.word = 0
         self.keeper: Keeper | None = None
         self.pids = node * 1_000_000
         self.newest_spawned = -1
         self.agents = 0
         self.agent: Agent | None = None
         self.left = False
-        self.outbox: list[Report] = []
+        self.outbox: list[Outgoing] = []
         self.first_seq = 1
         self.beats = 0
         self.start_agent()
@@ -132,8 +158,10 @@ class Node:
                 stacks = dict.fromkeys(sorted(pids), "simulated")
                 answer = StacksCollected(generation=generation, stacks=stacks)
                 self.clock.after(0.05, lambda: self._feed_same(agent, answer))
+            case TellWorker(rank=rank, message=SendBoundary() as order):
+                self.clock.after(_LINE_S, lambda: self._tell(agent, rank, order))
             case Report():
-                self.outbox.append(request)
+                self.outbox.append(Outgoing(request))
                 self._send_batch()
             case Leave():
                 self.left = True
@@ -167,6 +195,73 @@ class Node:
                 newest_on_disk=self.newest_spawned,
             )
         )
+        for rank in sorted(held.running):
+            self._greet(held, rank)
+
+    # --- the ranks' lines --------------------------------------------------------------------
+
+    def _greet(self, held: Keeper, rank: int) -> None:
+        """Let a rank connect: it says hello, and again what nobody has taken over."""
+        if rank in held.stopped:
+            return
+        hello = WorkerHello("sim", rank, held.generation, held.running[rank])
+        self.feed(WorkerSaid(rank=rank, generation=held.generation, message=hello))
+        known = {outgoing.word for outgoing in self.outbox}
+        for word, (generation, speaker, event) in self.words.items():
+            if speaker == rank and generation == held.generation and word not in known:
+                self.outbox.append(Outgoing(Report(event), word))
+        self._send_batch()
+
+    def _tell(self, agent: Agent | None, rank: int, order: SendBoundary) -> None:
+        held = self.keeper
+        if held is None or agent is not self.agent or order.generation != held.generation:
+            return
+        if rank in held.running and rank not in held.stopped:
+            held.ranks[rank].hear(self.clock.now, order)
+
+    def _emit(self, generation: int, rank: int, event: AnyEvent) -> None:
+        """Take a rank's event; it stays with the rank until the controller has it."""
+        self.word += 1
+        self.words[self.word] = (generation, rank, event)
+        if self.agent is not None:
+            self.outbox.append(Outgoing(Report(event), self.word))
+            self._send_batch()
+
+    def say(self, rank: int, event: AnyEvent) -> None:
+        """Let a living rank report something of its own."""
+        held = self.keeper
+        if held is not None and rank in held.running and rank not in held.stopped:
+            self._emit(held.generation, rank, event)
+
+    def _ask(self, generation: int, rank: int, id_: str) -> None:
+        said = WorkerSaid(rank=rank, generation=generation, message=WorkerQuery(id_))
+        self.clock.after(_LINE_S, lambda: self.feed(said))
+
+    def advance_ranks(self) -> None:
+        """Let every rank do what is due at the step it has come to."""
+        held, now = self.keeper, self.clock.now
+        if held is None:
+            return
+        for rank in [r for r, played in held.ranks.items() if played.open]:
+            alive = rank in held.running and rank not in held.stopped
+            if alive and not held.ranks[rank].advance(now):
+                self.end_rank(rank, code=1)
+
+    def finish_ranks(self) -> bool:
+        """Let the ranks that have come to the last step end; return whether all have."""
+        held, now = self.keeper, self.clock.now
+        if held is None:
+            return True
+        for rank in sorted(held.running):
+            played = held.ranks[rank]
+            committed = played.look(now)
+            due = any(order.step <= committed for order, _ in played.open.values())
+            if rank not in held.stopped and committed == played.world.target and not due:
+                played.leave(now)
+                self.end_rank(rank)
+        return not held.running
+
+    # --- the keeper's ranks ------------------------------------------------------------------
 
     def kill_keeper(self) -> None:
         """Lose the keeper, and with it every rank of the node."""
@@ -188,16 +283,26 @@ class Node:
         self.newest_spawned = max(self.newest_spawned, generation)
         held.stopped.clear()
         world = self.world_of(generation)
+        held.ranks = {}
         for rank in self.spec.ranks_of(self.node):
             self.pids += 1
             held.running[rank] = self.pids
+            held.ranks[rank] = self._make_rank(rank, generation, world)
             world.spawn(rank, self.clock.now)
         said = KeeperSpawned(generation, dict(held.running), self.clock.now, warm=True)
         self._feed_same(agent, KeeperSaid(message=said))
         for rank in self.spec.ranks_of(self.node):
-            if self.agent is not None:
-                self.outbox.append(Report(RankJoined(generation=generation, rank=rank)))
-        self._send_batch()
+            self._emit(generation, rank, RankJoined(generation=generation, rank=rank))
+
+    def _make_rank(self, rank: int, generation: int, world: World) -> Rank:
+        return Rank(
+            rank,
+            world,
+            self.late_s(),
+            emit=lambda event: self._emit(generation, rank, event),
+            ask=lambda id_: self._ask(generation, rank, id_),
+            witness=self.witness,
+        )
 
     def _serve_store(self, agent: Agent | None, generation: int) -> None:
         if self.keeper is not None:
@@ -216,20 +321,21 @@ class Node:
                 self.end_rank(rank, signal=_SIGKILL, asked=True)
         self._feed_same(agent, KeeperSaid(message=KeeperStopped(generation)))
 
-    def end_rank(self, rank: int, *, signal: int = 0, asked: bool = False) -> None:
+    def end_rank(self, rank: int, *, signal: int = 0, code: int = 0, asked: bool = False) -> None:
         """Let a rank end, by a signal or well; its keeper reaps it."""
         held = self.keeper
         if held is None or rank not in held.running:
             return
         now = self.clock.now
         world = self.world_of(held.generation)
-        if signal:
+        if signal or code:
             world.freeze(now)
         record = ExitRecord(
             rank=rank,
             generation=held.generation,
             pid=held.running.pop(rank),
             at_s=now,
+            code=code,
             signal=signal,
             asked=asked,
         )
@@ -260,7 +366,7 @@ class Node:
     def _send_batch(self) -> None:
         if self.agent is None or not self.outbox:
             return
-        events: tuple[AnyEvent, ...] = tuple(report.event for report in self.outbox[:200])
+        events: tuple[AnyEvent, ...] = tuple(o.report.event for o in self.outbox[:200])
         incarnation = self.agent.identity.incarnation
         self.send(EventMessage(incarnation, self.node, self.first_seq, events))
 
@@ -274,9 +380,10 @@ class Node:
         if self.agent is None or source != self.agent.identity.incarnation:
             return
         while self.outbox and self.first_seq <= seq:
-            report = self.outbox.pop(0)
+            outgoing = self.outbox.pop(0)
             self.first_seq += 1
-            for request in report.after:
+            self.words.pop(outgoing.word, None)
+            for request in outgoing.report.after:
                 self._do(request)
 
     def order(self, order: NodeOrder) -> None:
@@ -328,17 +435,19 @@ class Node:
             world.save_every,
         )
         first = world.first_step_s
+        last_s = world.time_of(step)
         return RankAccount(
             start_step=world.start_step,
             step=step,
             step_s=done * world.step_s,
+            boundary_s=world.paused_s,
             spawned_s=spawned_s,
             script_s=spawned_s,
             init_s=spawned_s,
             group_s=first,
             restored_s=first,
             first_step_s=first,
-            last_step_s=first + done * world.step_s,
-            finished_s=first + done * world.step_s if step == world.target else 0.0,
+            last_step_s=last_s,
+            finished_s=last_s if step == world.target else 0.0,
             marks=tuple((mark, (mark - world.start_step) * world.step_s) for mark in marks),
         )

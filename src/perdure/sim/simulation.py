@@ -5,29 +5,23 @@ seed is then replayed for ever in the tests.
 """
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from hashlib import sha256
 
-from perdure.control import Controller
-from perdure.detect import Detector
-from perdure.model.actions import AnyAction, Assignment, AssignNodes, EndJob, TakeStacks
-from perdure.model.codec import encode
-from perdure.model.events import (
-    AnyEvent,
-    CheckpointSaved,
-    ControllerStarted,
-    Decision,
-    JobEnded,
-    JobSubmitted,
-    JournalEntry,
-    TimerFired,
-)
+from perdure.control.memory import encode_memory
+from perdure.control.orders import Sending
+from perdure.model.events import CheckpointSaved, CommandReceived, JobEnded, JournalEntry
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
+from perdure.model.progress import NodeBeat
 from perdure.model.report import Report as LedgerReport
-from perdure.model.wire import EventMessage, NodeOrder
+from perdure.model.wire import Command, EventMessage
 from perdure.sim.clock import VirtualClock
 from perdure.sim.network import Network, Weather
 from perdure.sim.node import Node
+from perdure.sim.operator import Contradiction, Operator
+from perdure.sim.ranks import Agreements, Broken
+from perdure.sim.shell import ControllerDied, Forgotten, Shell
+from perdure.sim.shell import Disk as ControllerDisk
 from perdure.sim.training import Disk, World
 from perdure.telemetry import LedgerFold
 
@@ -51,6 +45,10 @@ class Scenario:
         "crash", "crash", "stop", "leave", "agent", "keeper", "controller", "halfway", "outage",
     )  # fmt: skip
     """What may go wrong, each entry equally often."""
+    commands: tuple[str, ...] = ()
+    """Operators' commands, each at a moment of its own: checkpoint, stop, kill."""
+    save_s: float | None = None
+    """Seconds between the controller's own checkpoints; None: every `save_every` steps."""
     bug_at_step: int = 0
     """Rank 0 fails here in every generation: the job must give up, and say so."""
     restart: RestartConfig = _PATIENT
@@ -61,21 +59,6 @@ class Scenario:
 
 class InvariantViolated(Exception):
     """Something that must never be was, at this seed and time."""
-
-
-class _ControllerDied(Exception):
-    """The rest of what the controller was about to do does not happen."""
-
-
-@dataclass(slots=True)
-class _Shell:
-    """What one controller process holds; lost when it is killed."""
-
-    name: str
-    machine: Controller
-    detector: Detector
-    taken: dict[str, int] = field(default_factory=dict)
-    levels: dict[int, Assignment] = field(default_factory=dict)
 
 
 class Simulation:
@@ -92,22 +75,26 @@ class Simulation:
             script="train.py",
             nproc=scenario.nproc,
             nodes=scenario.nodes,
-            checkpoint=CheckpointConfig(every_steps=scenario.save_every),
+            checkpoint=CheckpointConfig(every_steps=scenario.save_every)
+            if scenario.save_s is None
+            else CheckpointConfig(every_s=scenario.save_s),
             restart=scenario.restart,
         )
         self.disk = Disk()
         self.worlds: dict[int, World] = {}
-        self.journal: list[JournalEntry] = []
-        self.actions = sha256()
-        self.ended: JobEnded | None = None
+        self.kept = ControllerDisk()
         self.controllers = 0
-        self.shell: _Shell | None = None
+        self.shell: Shell | None = None
+        self.witness = Agreements()
+        self.operator = Operator(self.clock, self._ask)
         self.saved = 0
+        self.told: set[tuple[int, int]] = set()
+        """Agreed checkpoints that rank 0 has reported."""
         self.committed = 0
         """Highest step whose checkpoint was ever verified."""
         self.injected: list[str] = []
-        self.halfway: tuple[int, float] | None = None
-        """Events until the controller dies between an event and its decisions, and for how long."""
+        self.down_s = 0.0
+        """How long a controller that dies halfway is missed."""
         self.start_s = self.clock.now
         self.nodes = [
             Node(
@@ -116,13 +103,31 @@ class Simulation:
                 self.clock,
                 world_of=self.world_of,
                 send=lambda message: self.network.send(lambda: self._take(message)),
+                witness=self.witness,
+                late_s=lambda: 0.5 * self.chance.random() * scenario.step_s,
             )
             for node in range(scenario.nodes)
         ]
         self._start_controller()
         self._plan_faults()
+        self._plan_commands()
         self._beat()
-        self._repeat()
+        self._look()
+
+    @property
+    def journal(self) -> list[JournalEntry]:
+        """Everything that any controller has written."""
+        return self.kept.journal
+
+    @property
+    def ended(self) -> JobEnded | None:
+        """How the job ended; None before."""
+        return self.kept.ended
+
+    @property
+    def actions(self):  # type: ignore[no-untyped-def]
+        """The hash of all actions and their times."""
+        return self.kept.actions
 
     def run(self) -> LedgerReport:
         """Let time pass until the job has ended; return its ledger.
@@ -133,8 +138,11 @@ class Simulation:
         while self.ended is None:
             try:
                 going = self.clock.step()
-            except _ControllerDied:
-                going = True
+            except ControllerDied:
+                going, self.shell = True, None
+                self.clock.after(self.down_s, self._start_controller)
+            except (Broken, Contradiction, Forgotten) as error:
+                raise self._violation(str(error)) from error
             if not going or self.clock.now > self.start_s + self.scenario.end_s:
                 raise self._violation("the job did not end")
             self.check()
@@ -172,24 +180,49 @@ class Simulation:
     def check_end(self, report: LedgerReport) -> None:
         """Check what must hold once the job has ended."""
         assert self.ended is not None
-        expected = "failed" if self.scenario.bug_at_step else "done"
-        if self.ended.status != expected or not self.ended.reason:
+        stops = "stop" in self.scenario.commands or "kill" in self.scenario.commands
+        expected = {"failed"} if self.scenario.bug_at_step else {"done"}
+        if stops and not self.scenario.bug_at_step:
+            expected |= {"stopped"}
+        if self.ended.status not in expected or not self.ended.reason:
             raise self._violation(f"it ended as {self.ended.status}: {self.ended.reason}")
         if any(node.keeper and node.keeper.running for node in self.nodes):
             raise self._violation("ranks outlived the job")
         newest = self.worlds[max(self.worlds)]
-        if expected == "done" and newest.step_at(self.clock.now) != self.scenario.steps:
+        done = newest.step_at(self.clock.now) == self.scenario.steps
+        if self.ended.status == "done" and not done:
             raise self._violation("the last world did not reach the last step")
+        try:
+            if newest.frozen_s is None:
+                self.witness.check_end(newest.generation, newest.size)
+        except Broken as error:
+            raise self._violation(str(error)) from error
         total = sum(account.s for account in report.ledger.values())
         if abs(total - report.slot_s) > 1e-6 * report.slot_s:
             raise self._violation(f"the ledger has {total} of {report.slot_s} slot-seconds")
-        replayed = Controller()
-        for entry in self.journal:
-            if not isinstance(entry.body, Decision):
-                replayed.handle(entry.at_s, entry.body)
-        shell = self.shell
-        if shell is not None and encode_state(replayed) != encode_state(shell.machine):
-            raise self._violation("a replayed journal gives another state")
+        whole = self.kept.replay(self.spec)
+        if self.shell is not None and encode_memory(whole) != encode_memory(self.shell.memory):
+            raise self._violation("a replayed journal gives another memory")
+        self._check_commands()
+
+    def _check_commands(self) -> None:
+        """Every command that came to the journal did so once, and was answered with the truth."""
+        bodies = [entry.body for entry in self.journal]
+        taken = [body.id for body in bodies if isinstance(body, CommandReceived)]
+        if len(taken) != len(set(taken)):
+            raise self._violation(f"a command was taken twice: {taken}")
+        answered = self.kept.replay(self.spec).machine.state.answered
+        for id_ in taken:
+            if id_ not in answered:
+                raise self._violation(f"{id_} was taken and never answered")
+            ok, _, result = answered[id_]
+            heard = self.operator.answers.get(id_)
+            if heard is not None and (heard.ok, heard.result) != (ok, result):
+                raise self._violation(f"{id_}: the operator heard {heard}")
+            saved = {step for _, step in self.disk.agreed}
+            asked = self.operator.sent[id_].kind == "checkpoint"
+            if ok and asked and result["step"] not in saved:
+                raise self._violation(f"{id_} was answered {result}, and nothing was saved")
 
     def _violation(self, what: str) -> InvariantViolated:
         at_s = self.clock.now - self.start_s
@@ -199,122 +232,41 @@ class Simulation:
     # --- the controller's process ------------------------------------------------------------
 
     def _start_controller(self) -> None:
-        """Start a controller: replay the journal, then take over."""
+        """Start a controller: it remembers, then takes over."""
         if self.shell is not None or self.ended is not None:
             return
         self.controllers += 1
-        shell = _Shell(f"c{self.controllers}", Controller(), Detector(self.spec))
-        for entry in self.journal:
-            if isinstance(entry.body, Decision):
-                continue
-            if entry.source:
-                shell.taken[entry.source] = max(entry.source_seq, shell.taken.get(entry.source, 0))
-            for action in shell.machine.handle(entry.at_s, entry.body):
-                self._remember(shell, action)
-            shell.detector.note(entry.at_s, entry.body)
-        self.shell = shell
-        if not self.journal:
-            self._append(JobSubmitted(spec=self.spec, at_s=self.start_s))
-        self._append(ControllerStarted(incarnation=shell.name))
-        for node in self.nodes:
-            self._send(node.node, NodeOrder(controller=shell.name, register=True))
-        self._tick(shell)
+        self.shell = Shell(f"c{self.controllers}", self.spec, self.kept, self.clock, self._send)
+        self.shell.start()
+        self._tick(self.shell)
 
-    def _append(self, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
-        """Journal an event, decide, journal the decisions, act."""
-        shell = self.shell
-        assert shell is not None
-        now = self.clock.now
-        self._write(event, source, source_seq)
-        self._perhaps_die()
-        actions = shell.machine.handle(now, event)
-        for action in actions:
-            kind = type(action).__name__
-            self.actions.update(encode(action) + f"{now:.6f}".encode())
-            summary = action.assignment.phase if isinstance(action, AssignNodes) else ""
-            self._write(Decision(action=kind, summary=summary, reason=action.reason))
-        for action in actions:
-            self._act(shell, action)
-        for derived in shell.detector.note(now, event):
-            self._append(derived)
-
-    def _perhaps_die(self) -> None:
-        """Lose the controller here: the event is on disk, and nothing has followed from it."""
-        if self.halfway is None:
-            return
-        left, down_s = self.halfway
-        self.halfway = (left - 1, down_s) if left > 1 else None
-        if self.halfway is None:
-            self.shell = None
-            self.clock.after(down_s, self._start_controller)
-            raise _ControllerDied
-
-    def _write(self, body: AnyEvent | Decision, source: str = "", source_seq: int = 0) -> None:
-        entry = JournalEntry(len(self.journal) + 1, self.clock.now, body, source, source_seq)
-        self.journal.append(entry)
-
-    def _remember(self, shell: _Shell, action: AnyAction) -> None:
-        if isinstance(action, AssignNodes):
-            for node in action.nodes:
-                shell.levels[node] = action.assignment
-
-    def _act(self, shell: _Shell, action: AnyAction) -> None:
-        self._remember(shell, action)
-        match action:
-            case AssignNodes():
-                for node in action.nodes:
-                    self._send(node, NodeOrder(shell.name, assignment=action.assignment))
-            case TakeStacks():
-                for node in sorted({self.spec.node_of(rank) for rank in action.ranks}):
-                    self._send(node, NodeOrder(shell.name, stacks=action))
-            case EndJob():
-                ended = JobEnded(
-                    status=action.status,
-                    exit_code=action.exit_code,
-                    reason=action.reason,
-                    at_s=self.clock.now,
-                )
-                self._write(ended)
-                shell.machine.handle(self.clock.now, ended)
-                self.ended = ended
-            case _:
-                pass
-
-    def _send(self, node: int, order: NodeOrder) -> None:
-        self.network.send(lambda: self.nodes[node].order(order))
+    def _send(self, sending: Sending) -> None:
+        whom, order = sending
+        for node in self.nodes if whom == "all" else [self.nodes[int(whom)]]:
+            self.network.send(lambda node=node: node.order(order))  # type: ignore[misc]
 
     def _take(self, message: EventMessage) -> None:
-        """Take a batch from an agent: each event once, in order; acknowledge what is on disk."""
-        shell = self.shell
-        if shell is None or self.ended is not None:
+        """Take a batch from an agent; acknowledge what is on disk."""
+        if self.shell is None or self.ended is not None:
             return
-        for seq, event in enumerate(message.events, message.first_seq):
-            if seq == shell.taken.get(message.source, 0) + 1:
-                shell.taken[message.source] = seq
-                self._append(event, message.source, seq)
-                if self.ended is not None:
-                    return
-        seq, source, node = shell.taken.get(message.source, 0), message.source, message.node
-        self.network.send(lambda: self.nodes[node].acknowledge(source, seq))
+        seq, source, node = self.shell.take(message), message.source, message.node
+        if self.ended is None:
+            self.network.send(lambda: self.nodes[node].acknowledge(source, seq))
 
-    def _tick(self, shell: _Shell) -> None:
-        """Look after time: the detector's, the machine's."""
-        if shell is not self.shell or self.ended is not None:
-            return
-        now = self.clock.now
-        for event in shell.detector.tick(now):
-            self._append(event)
-        deadline_s = shell.machine.next_deadline()
-        if deadline_s is not None and now >= deadline_s:
-            self._append(TimerFired())
-        self.clock.after(0.2, lambda: self._tick(shell))
+    def _tick(self, shell: Shell) -> None:
+        if shell is self.shell and self.ended is None:
+            shell.tick()
+            self.clock.after(0.2, lambda: self._tick(shell))
 
-    def _repeat(self) -> None:
-        """Repeat the levels, as the real shell does."""
-        if self.shell is not None:
-            for node, assignment in sorted(self.shell.levels.items()):
-                self._send(node, NodeOrder(self.shell.name, assignment=assignment))
-        self.clock.after(1.0, self._repeat)
+    def _ask(self, command: Command) -> None:
+        """Carry a command to whichever controller is there when it arrives, and its answer back."""
+
+        def arrive() -> None:
+            if self.shell is not None and self.ended is None:
+                answer = self.operator.hear
+                self.shell.obey(command, lambda reply: self.network.send(lambda: answer(reply)))
+
+        self.network.send(arrive)
 
     # --- hardware ----------------------------------------------------------------------------
 
@@ -326,10 +278,15 @@ class Simulation:
         self.clock.after(self.scenario.beat_s, self._beat)
         self._save()
 
-    def _observe(self, beat: object) -> None:
+    def _observe(self, beat: NodeBeat) -> None:
         if self.shell is not None and self.ended is None:
-            for event in self.shell.detector.observe(self.clock.now, beat):  # type: ignore[arg-type]
-                self._append(event)
+            self.shell.observe(beat)
+
+    def _look(self) -> None:
+        """Let the ranks come to the boundaries that were agreed on."""
+        for node in self.nodes:
+            node.advance_ranks()
+        self.clock.after(0.1, self._look)
 
     def _save(self) -> None:
         """Let rank 0 tell of a checkpoint that was verified."""
@@ -337,32 +294,32 @@ class Simulation:
             return
         world = self.worlds[max(self.worlds)]
         world.flush(self.clock.now)
-        if self.disk.verified > self.saved and self.shell is not None and self.ended is None:
-            self.saved = self.disk.verified
-            self._append(
-                CheckpointSaved(
-                    generation=world.generation,
-                    step=self.saved,
-                    path="disk",
-                    bytes=1,
-                    stall_s=0.0,
-                    save_s=0.1,
-                    at_s=self.clock.now,
-                )
+        agreed = {(g, step) for g, step in self.disk.agreed if g == world.generation}
+        steps = sorted(step for _, step in agreed - self.told)
+        self.told |= agreed
+        if self.disk.verified > self.saved and self.disk.verified not in steps:
+            steps.append(self.disk.verified)
+        for step in steps:
+            self.saved = max(self.saved, step)
+            saved = CheckpointSaved(
+                generation=world.generation,
+                step=step,
+                path="disk",
+                bytes=1,
+                stall_s=0.0,
+                save_s=0.1,
+                at_s=self.clock.now,
             )
+            self.nodes[0].say(0, saved)
 
     def _watch_finish(self, generation: int) -> None:
         """Let all ranks end well once the last step is committed."""
         world = self.worlds[generation]
         if world.frozen_s is not None or generation != max(self.worlds):
             return
-        if not world.first_step_s or self.clock.now < world.finish_s():
-            wait_s = world.finish_s() - self.clock.now if world.first_step_s else 0.5
-            self.clock.after(max(wait_s, 0.01), lambda: self._watch_finish(generation))
-            return
-        for node in self.nodes:
-            for rank in self.spec.ranks_of(node.node):
-                node.end_rank(rank)
+        waiting = not world.first_step_s or world.step_at(self.clock.now) < world.target
+        if waiting or not all([node.finish_ranks() for node in self.nodes]):
+            self.clock.after(0.25 if waiting else 0.05, lambda: self._watch_finish(generation))
 
     def _watch_bug(self, generation: int) -> None:
         """Let rank 0 fail once it has come to the step with the script's own bug."""
@@ -385,7 +342,14 @@ class Simulation:
             down_s = 0.2 + self.chance.random() * 2.0
             self.clock.after(at_s, self._fault(kind, node, rank, down_s))
 
-    def _fault(self, kind: str, node: int, rank: int, down_s: float):  # type: ignore[no-untyped-def]
+    def _plan_commands(self) -> None:
+        length_s = self.scenario.steps * self.scenario.step_s
+        for number, kind in enumerate(self.scenario.commands):
+            at_s = self.chance.random() * length_s * (1.0 if kind == "checkpoint" else 1.5)
+            command = Command(f"{kind}-{number}", kind, who="op")  # type: ignore[arg-type]
+            self.clock.after(at_s, lambda command=command: self.operator.ask(command))  # type: ignore[misc]
+
+    def _fault(self, kind: str, node: int, rank: int, down_s: float) -> Callable[[], None]:
         def strike() -> None:
             if self.ended is not None:
                 return
@@ -406,13 +370,8 @@ class Simulation:
                     self.shell = None
                     self.clock.after(down_s, self._start_controller)
                 case "halfway":
-                    self.halfway = (1 + rank % 8, down_s)
+                    self.kept.die_in, self.down_s = 1 + rank % 8, down_s
                 case _:
                     self.network.cut(down_s)
 
         return strike
-
-
-def encode_state(controller: Controller) -> str:
-    """Return a controller's whole state as text, for comparison."""
-    return repr(controller.state)

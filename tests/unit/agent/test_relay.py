@@ -100,14 +100,22 @@ def test_a_newer_agreement_tells_that_the_old_one_was_aborted(agent: Agent) -> N
     assert told == [TellWorker(r, o) for o in (ABORT, later) for r in (0, 1)]
 
 
-def test_an_agreement_that_is_no_longer_repeated_was_aborted(agent: Agent) -> None:
+def test_silence_of_the_controller_ends_no_promise(agent: Agent) -> None:
+    """The ranks have said yes, so others may be told to go ahead: only the controller ends it."""
     send(agent, boundary=PREPARE)
-    for _ in range(3):
+    for _ in range(20):
         assert send(agent, assignment=RUN) == []
-    send(agent, boundary=PREPARE)  # Still open: the count begins anew.
-    for _ in range(3):
-        assert send(agent, assignment=RUN) == []
-    assert send(agent, assignment=RUN) == [TellWorker(0, ABORT), TellWorker(1, ABORT)]
+    assert send(agent, boundary=ABORT) == [TellWorker(0, ABORT), TellWorker(1, ABORT)]
+
+
+def test_what_was_overtaken_by_a_newer_try_is_dropped(agent: Agent) -> None:
+    older = msgspec.structs.replace(PREPARE, number=1)
+    newer = msgspec.structs.replace(PREPARE, id="b1.2", step=14, number=2)
+    assert send(agent, boundary=newer) == [TellWorker(0, newer), TellWorker(1, newer)]
+    assert send(agent, boundary=older) == []
+    assert send(agent, boundary=msgspec.structs.replace(older, move="abort")) == []
+    commit = msgspec.structs.replace(newer, move="commit")
+    assert send(agent, boundary=commit) == [TellWorker(0, commit), TellWorker(1, commit)]
 
 
 def test_commit_is_never_taken_back(agent: Agent) -> None:
