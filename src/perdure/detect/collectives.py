@@ -18,8 +18,10 @@ from perdure.model.progress import CommProgress, RankProgress
 
 PENDING = 32
 """Rows kept of one communicator while ranks are missing in them."""
-SPANS_A_WINDOW = 60_000
-"""Spans that a look of one second may cost; above it, rows are thinned further."""
+ROW_COST, COST_A_LOOK = 16, 25_000
+"""What a row costs beside its spans, and what a look may cost; above it, rows are thinned."""
+PACE_ROWS = 9
+"""Rows over which the time a collective is taken: several collectives make a step."""
 PACE_RATIO = 1.02
 """Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
 
@@ -47,8 +49,8 @@ class Comm:
         self.mask = 0
         self.baselines: dict[tuple[str, int], Baseline] = {}
         self.pace = Baseline()
-        self.pace_now: deque[float] = deque(maxlen=5)
-        self.anchor: tuple[int, float] = (-1, 0.0)
+        self.ends: deque[tuple[int, float]] = deque(maxlen=PACE_ROWS)
+        self.pace_now = 0.0
         self.slow: Persistence | None = None
         self.worst: dict[str, object] = {}
         self.judged_s = 0.0
@@ -56,9 +58,7 @@ class Comm:
 
     def find_pace(self) -> float:
         """Return the time a collective over its learned value, other work included; 0: unknown."""
-        if not self.pace.known or not self.pace_now:
-            return 0.0
-        return sorted(self.pace_now)[len(self.pace_now) // 2] / self.pace.value
+        return self.pace_now / self.pace.value if self.pace.known else 0.0
 
 
 class Lateness:
@@ -83,6 +83,7 @@ class CollectiveWatch:
         self._config = config
         self._world_size = world_size
         self._comms: dict[tuple[str, int, int, int], Comm] = {}
+        self._sorted: list[Comm] = []
         self._of: dict[int, list[tuple[str, Comm]]] = {}
         self.point_to_point: set[str] = set()
         """Names of communicators in which something was sent or received."""
@@ -97,7 +98,9 @@ class CollectiveWatch:
 
     def comms(self) -> list[Comm]:
         """Return the communicators by name."""
-        return [self._comms[key] for key in sorted(self._comms)]
+        if len(self._sorted) != len(self._comms):
+            self._sorted = [self._comms[key] for key in sorted(self._comms)]
+        return self._sorted
 
     def take(self, now: float, progress: RankProgress) -> None:
         """Take what one rank saw end."""
@@ -143,11 +146,13 @@ class CollectiveWatch:
 
     def look(self, now: float, pace: float) -> None:
         """Judge the rows that are complete; `pace` is the job's step time over the learned one."""
-        num_spans = 0
-        for comm, seq in sorted(self._ready, key=lambda pair: (pair[0].name, pair[1])):
+        cost, rows = 0, dict[tuple[str, int], int]()
+        for comm, seq in self._ready:
             row = comm.rows.pop(seq, None)
             if row is not None:
-                num_spans += comm.size
+                cost += comm.size + ROW_COST
+                key = (comm.name, comm.first)
+                rows[key] = rows.get(key, 0) + 1
                 self._judge(now, comm, seq, row, pace)
         self._ready.clear()
         for comm in self._comms.values():
@@ -157,15 +162,8 @@ class CollectiveWatch:
                     del comm.rows[seq]
             if comm.slow is not None and comm.slow.is_over(now, 30.0):
                 comm.slow = None
-        self._thin(num_spans)
-
-    def _thin(self, num_spans: int) -> None:
-        """Keep the cost of a look bounded: fewer rows of the largest communicators."""
-        if num_spans <= SPANS_A_WINDOW:
-            return
-        for comm in self._comms.values():
-            if comm.mask < 15:
-                comm.mask = 2 * comm.mask + 1
+            if cost > COST_A_LOOK and comm.mask < 15 and rows.get((comm.name, comm.first), 0) > 1:
+                comm.mask = 2 * comm.mask + 1  # Fewer rows of those that have many.
 
     def _judge(self, now: float, comm: Comm, seq: int, row: Row, pace: float) -> None:
         durations = row.durations
@@ -207,16 +205,14 @@ class CollectiveWatch:
 
     def _follow_pace(self, now: float, comm: Comm, seq: int, row: Row) -> float:
         """Return seconds a collective by the clock of the first rank; 0 where unknown."""
-        last_seq, last_s = comm.anchor
-        if row.end_s <= 0.0:
-            return 0.0
-        comm.anchor = (seq, row.end_s)
-        if last_seq < 0 or seq <= last_seq or row.end_s <= last_s:
-            return comm.pace.value
-        each_s = (row.end_s - last_s) / (seq - last_seq)
-        comm.pace_now.append(each_s)
-        comm.pace.add(now, sorted(comm.pace_now)[len(comm.pace_now) // 2], 1.25)
-        return each_s
+        if row.end_s <= 0.0 or (comm.ends and seq <= comm.ends[-1][0]):
+            return comm.pace_now
+        comm.ends.append((seq, row.end_s))
+        first_seq, first_s = comm.ends[0]
+        if len(comm.ends) == PACE_ROWS:
+            comm.pace_now = (row.end_s - first_s) / (seq - first_seq)
+            comm.pace.add(now, max(comm.pace_now, 1e-9), 1.25)
+        return comm.pace_now
 
     def _follow_lateness(
         self,

@@ -9,6 +9,7 @@ never done here before. A user's bug, so it is said only when it was seen twice.
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import msgspec
 
@@ -62,8 +63,6 @@ class _Comm:
     """Step -> (largest sequence seen in it, by which rank)."""
     at: dict[int, tuple[Signature, int]] = field(default_factory=dict)
     """Sequence -> what the first rank seen in it did, and which it was."""
-    doubtful: bool = False
-    """Another rank did something else."""
     wrong: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """(ahead, behind) -> the steps in which it showed."""
 
@@ -74,6 +73,8 @@ class DesyncWatch:
     def __init__(self) -> None:
         """Begin a generation."""
         self._comms: dict[tuple[str, int, int], _Comm] = {}
+        self._doubtful: set[tuple[str, int, int]] = set()
+        self._miscounted: set[tuple[str, int, int]] = set()
 
     def take(self, watch: RankWatch) -> None:
         """Learn from a rank whose record binds step, sequence and operation together."""
@@ -81,7 +82,7 @@ class DesyncWatch:
             return
         step, rank = watch.account.step, watch.rank
         for c in watch.comms:
-            if c.size < 2 or c.started_seq <= 0 or is_point_to_point(c.op):
+            if c.size < 2 or c.started_seq <= 0 or c.peer >= 0 or is_point_to_point(c.op):
                 continue
             comm = self._of(c)
             if c.op:
@@ -95,6 +96,7 @@ class DesyncWatch:
                     del comm.top[min(comm.top)]
             before = comm.top.get(step - 1)
             if before is not None and before[0] > c.started_seq and before[1] != rank:
+                self._miscounted.add(_key(c))
                 steps = comm.wrong.setdefault((before[1], rank), set())
                 steps.add(step)
                 steps -= {s for s in steps if s < step - COUNT_WITHIN}
@@ -110,7 +112,7 @@ class DesyncWatch:
             if rank != first[1] and signature not in comm.known and len(comm.known) < KNOWN_MAX:
                 comm.known[signature] = None
         elif _disagree([first[0], signature]):
-            comm.doubtful = True
+            self._doubtful.add(_key(c))
 
     def _of(self, c: CommProgress) -> _Comm:
         key = _key(c)
@@ -123,7 +125,7 @@ class DesyncWatch:
         self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
     ) -> Mismatch | None:
         """Return a disagreement that is beyond doubt; `thorough` asks polled records as well."""
-        doubtful = {key for key, comm in self._comms.items() if comm.doubtful}
+        doubtful, self._doubtful = self._doubtful, set()
         groups: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
         for rank, watch in sorted(watches.items() if doubtful or thorough else ()):
             # A record that is polled names its operation late, once it stays pending.
@@ -135,8 +137,6 @@ class DesyncWatch:
                 key = _key(c)
                 if thorough or key in doubtful:
                     groups.setdefault((*key, c.started_seq), {})[rank] = c
-        for key in doubtful:
-            self._comms[key].doubtful = False
         for (name, _, _, seq), members in sorted(groups.items()):
             found = self._compare(now, name, seq, members)
             if found is not None:
@@ -151,7 +151,7 @@ class DesyncWatch:
         if not _disagree(list(signatures.values())):
             comm.first_s.pop(seq, None)
             return None
-        comm.doubtful = True
+        self._doubtful.add(_key(next(iter(members.values()))))
         first_s = comm.first_s.setdefault(seq, now)
         while len(comm.first_s) > 16:
             del comm.first_s[next(iter(comm.first_s))]
@@ -179,7 +179,8 @@ class DesyncWatch:
         return Mismatch(guilty[0], others, 0.95 if settled else 0.7, reason, evidence)
 
     def _find_number(self) -> Mismatch | None:
-        for (name, _, _), comm in sorted(self._comms.items()):
+        for key in sorted(self._miscounted):
+            name, comm = key[0], self._comms[key]
             wrong = {pair: steps for pair, steps in comm.wrong.items() if steps}
             steps = set().union(*wrong.values()) if wrong else set()
             if len(steps) < COUNT_STEPS:
@@ -209,14 +210,21 @@ def _key(c: CommProgress) -> tuple[str, int, int]:
     return (c.name, c.size, c.ranks[0] if c.ranks else -1)
 
 
+@lru_cache(maxsize=1024)
 def is_point_to_point(op: str) -> bool:
     """Return whether `op` is a send or a receive."""
     low = op.lower()
     return "send" in low or "recv" in low
 
 
+@lru_cache(maxsize=1024)
+def _is_even(op: str) -> bool:
+    low = op.lower()
+    return any(word in low for word in _EVEN)
+
+
 def _sign(c: CommProgress) -> Signature:
-    even = any(word in c.op.lower() for word in _EVEN)
+    even = _is_even(c.op)
     return (c.op, c.bytes if even else 0, c.dtype if even else "")
 
 

@@ -9,6 +9,7 @@ the link: its host does not read. Several suspects that share one node are that 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
 import msgspec
 
@@ -24,6 +25,8 @@ LOST_MIN = 20
 UNREAD_MIN = 65_536
 MINOR = 0.2
 """A suspect this much less than the worst is slow because of it."""
+LINKS_A_S, LINKS_COMPARED = 20_000, 4096
+"""What is usual is found so often, from so many links, that many cost no more."""
 LOSS_EXCESS = 0.5
 """What loss counts for, as an excess, at the threshold."""
 
@@ -34,6 +37,9 @@ class Link:
 
     src: int
     dst: int
+    near: bool = False
+    """Within a node."""
+    learned_s: float = 0.0
     seen_s: float = 0.0
     cell: float = 0.0
     """Busy ms per 10^6 bytes in the last sweep that moved enough; 0 before."""
@@ -92,60 +98,78 @@ class LinkWatch:
     def take(self, now: float, sweep: LinkSweep) -> None:
         """Take a sweep of one node."""
         self.swept_s = now
-        merged: dict[tuple[int, int], list[LinkSample]] = {}
+        merged: dict[tuple[int, int], LinkSample | list[LinkSample]] = {}
         for sample in sweep.links:
-            if sample.src != sample.dst:
-                merged.setdefault((sample.src, sample.dst), []).append(sample)
-        if now - self._usual_s > 0.5:
+            key = (sample.src, sample.dst)
+            first = merged.get(key)
+            if first is None:
+                merged[key] = sample
+            elif isinstance(first, list):
+                first.append(sample)
+            else:
+                merged[key] = [first, sample]
+        if now - self._usual_s > max(0.5, len(self.links) / LINKS_A_S):
             self._usual_s = now
             self._find_usual(now)
         for key, samples in merged.items():
             link = self.links.get(key)
             if link is None:
-                link = self.links[key] = Link(*key)
-            self._update(now, link, samples)
+                link = self.links[key] = Link(*key, self._node_of(key[0]) == self._node_of(key[1]))
+            if isinstance(samples, list):
+                self._merge(now, link, samples)
+            else:
+                s = samples
+                link.rtt_s, link.retrans, link.unread = s.rtt_s, s.retrans, s.unread_bytes
+                link.unsent, link.backoff = s.unsent_bytes, s.backoff
+                link.last_ack_s, link.comms = s.last_ack_s, (s.comm,)
+                self._update(now, link, s.bytes_acked, s.busy_s)
 
-    def _update(self, now: float, link: Link, samples: list[LinkSample]) -> None:
-        acked = sum(s.bytes_acked for s in samples)
+    def _merge(self, now: float, link: Link, samples: list[LinkSample]) -> None:
+        """Take the sockets of several communicators between the same two ranks."""
         worst = max(samples, key=lambda s: (s.backoff, s.unsent_bytes, s.last_ack_s))
-        link.seen_s = now
         link.rtt_s = max(s.rtt_s for s in samples)
         link.retrans = sum(s.retrans for s in samples)
-        link.lost = link.retrans * SEGMENT / acked if acked else 0.0
-        link.unsent, link.backoff, link.last_ack_s = (
-            worst.unsent_bytes, worst.backoff, worst.last_ack_s,
-        )  # fmt: skip
+        link.unsent, link.backoff = worst.unsent_bytes, worst.backoff
+        link.last_ack_s = worst.last_ack_s
         link.unread = sum(s.unread_bytes for s in samples)
         link.comms = tuple(sorted({s.comm for s in samples if s.comm}))
+        acked = sum(s.bytes_acked for s in samples)
+        self._update(now, link, acked, sum(s.busy_s for s in samples))
+
+    def _update(self, now: float, link: Link, acked: int, busy_s: float) -> None:
+        link.seen_s = now
+        link.lost = link.retrans * SEGMENT / acked if acked else 0.0
         if acked < 100_000:
             return
-        link.cell = sum(s.busy_s for s in samples) * 1e9 / acked
+        cell = link.cell = busy_s * 1e9 / acked
         link.moved_s = now
-        excess = self._find_excess(link)
+        config = self._config
+        calm = cell <= config.link_floor_ms_per_mb or cell <= 2.0 * link.base.value
+        excess = 0.0 if calm and link.retrans < LOST_MIN else self._find_excess(link)
         if link.slow is None and excess > 0.0:
-            link.slow = Persistence(now, self._config.slow_confirm_s, 0.1)
+            link.slow = Persistence(now, config.slow_confirm_s, 0.1)
         if link.slow is not None:
             link.slow.add(now, excess)
             if link.slow.is_over(now, 30.0):
                 link.slow = None
-        link.base.add(now, max(link.cell, 1e-3), self._config.link_slow_ratio / 2)
+        if now - link.learned_s >= 0.9 or not link.base.known:
+            link.learned_s = now
+            link.base.add(now, max(cell, 1e-3), config.link_slow_ratio / 2)
 
     def _find_usual(self, now: float) -> None:
-        """Keep the cells of each class sorted: what the others are like."""
+        """Keep the cells of each class sorted: what the others are like (of many, some)."""
         self._usual = {}
-        for link in self.links.values():
+        every = max(1, len(self.links) // LINKS_COMPARED)
+        for link in islice(self.links.values(), 0, None, every):
             if link.cell > 0.0 and now - link.moved_s <= FRESH_S:
-                self._usual.setdefault(self._is_near(link), []).append(link.cell)
+                self._usual.setdefault(link.near, []).append(link.cell)
         for cells in self._usual.values():
             cells.sort()
-
-    def _is_near(self, link: Link) -> bool:
-        return self._node_of(link.src) == self._node_of(link.dst)
 
     def _find_excess(self, link: Link) -> float:
         """Return the excess of a link's busy time or loss over what is usual; 0 within it."""
         config = self._config
-        cells = self._usual.get(self._is_near(link), [])
+        cells = self._usual.get(link.near, [])
         others = cells[(len(cells) - 1) // 2] if len(cells) > 1 else 0.0
         usual = max(others, link.base.value)
         if usual > 0.0:

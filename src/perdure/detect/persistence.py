@@ -15,6 +15,7 @@ SAMPLES_MIN = 4
 """Fewer are one event: a long step, a burst of a neighbour."""
 FEW = {2: 2.0, 3: 0.8}
 """Unless each of so many is this large: what is very slow shows few samples."""
+OVER_S = 2.0
 _KEPT_S = 30.0
 
 
@@ -46,6 +47,8 @@ class Persistence:
 
         `hurry` below 1 shortens the time: there is evidence of another kind as well.
         """
+        if self._samples and self._samples[-1][0] > self.seen_s and now - self.seen_s > OVER_S:
+            return 0.0  # It lasted, and is over.
         for window_s in WINDOWS_S:
             if now - self.began_s < window_s * hurry - 1e-6:
                 return 0.0

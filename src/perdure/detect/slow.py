@@ -362,7 +362,7 @@ class SlowWatch:
         node = self._spec.node_of(rank)
         mates = [r for r in self._spec.ranks_of(node)]
         culprit, who = Culprit(rank=rank), f"rank {rank}"
-        if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates):
+        if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates, excess):
             culprit, who = Culprit(node=node), f"node {node}: each of its {len(mates)} ranks"
         extra_s = sum(v for v in share.extra_s.values() if v > 0)
         part = "its own work" if share.stage == "compute" else share.stage
@@ -375,10 +375,12 @@ class SlowWatch:
         )
         return msgspec.structs.replace(verdict, step=watch.account.step, activity=watch.activity)
 
-    def _all_slow(self, now: float, mates: list[int]) -> bool:
+    def _all_slow(self, now: float, mates: list[int], excess: float) -> bool:
+        """Return whether the whole node is about as slow as its slowest rank."""
         suspects = self.stages.suspects
         return all(
-            r in suspects and suspects[r].recent(now, RECENT_S) >= 0.7 * suspects[r].least
+            r in suspects
+            and suspects[r].recent(now, RECENT_S) >= max(0.7 * suspects[r].least, 0.5 * excess)
             for r in mates
         )
 

@@ -14,6 +14,7 @@ an exact, additive account of the step.
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 
 import msgspec
 
@@ -27,6 +28,10 @@ KEPT = 12
 PENDING = 24
 LATE_S = 2.0
 """A row that lacks ranks is taken as it is after so long."""
+SAMPLED = 101
+"""Ranks asked for the length of a step, which is nearly the same for all."""
+LEARNED_A_S = 2000
+"""Ranks whose usual work is learned at once, in turns, so that 10,000 cost no more."""
 BACK_S_MAX = 3.0
 """A slow step began to be slow when it began, and that counts, up to here."""
 LEARNED = 12
@@ -64,11 +69,13 @@ class StageWatch:
         self._taken = -1
         self._peers: dict[int, int] = {}
         """Rank -> lowest rank of its peers."""
+        self._groups: list[tuple[int, Sequence[int]]] = []
+        self._known = 0
         self._shares: dict[int, Baseline] = {}
         self._own: dict[int, float] = {}
         self._parts: dict[int, tuple[float, ...]] = {}
         self._recent: deque[dict[int, Row]] = deque(maxlen=KEPT)
-        self._learned_s = 0.0
+        self._learned_s, self._turn = 0.0, 0
         self._step = Baseline()
         self._step_now: deque[float] = deque(maxlen=3)
         self.suspects: dict[int, Persistence] = {}
@@ -87,7 +94,9 @@ class StageWatch:
 
     def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
         """Take the groups of ranks whose work is alike."""
-        self._peers = {rank: group[0] for group in groups for rank in group}
+        self._groups = [(group[0], group) for group in groups]
+        self._peers = {rank: key for key, group in self._groups for rank in group}
+        self._known = len(self._peers)
 
     def take(self, now: float, rank: int, stages: Iterable[StepStages]) -> None:
         """Take the ended steps of one rank."""
@@ -117,22 +126,42 @@ class StageWatch:
 
     def _judge(self, now: float, row: dict[int, Row]) -> None:
         self._recent.append(row)
-        whole_s = sorted(v[5] for v in row.values())[len(row) // 2]
+        some = sorted(v[5] for v in islice(row.values(), SAMPLED))
+        whole_s = some[len(some) // 2]
         self._step_now.append(whole_s)
         self._step.add(now, whole_s, 1.25)
-        groups: dict[int, list[int]] = {}
-        for rank in row:
-            groups.setdefault(self._peers.get(rank, -1), []).append(rank)
-        everybody = sorted(v[4] for v in row.values())
-        learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row)
-        learn |= not all(b.known for b in list(self._shares.values())[:1])
+        begun = all(b.known for b in islice(self._shares.values(), 1))
+        learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row) or not begun
+        turns = 1 + len(row) // LEARNED_A_S if begun and len(self._shares) >= len(row) else 1
         if learn:
             self._learned_s = now
-        for _, group in sorted(groups.items()):
-            alike = len(group) > 1
-            ordered = sorted(row[r][4] for r in group) if alike else everybody
+            self._turn += 1
+        turn = self._turn % turns
+        calm = 1.0 + (self._config.straggler_ratio - 1.0) / 2
+        suspected = {self._peers.get(rank, -1) for rank in self.suspects}
+        everybody: list[float] = []
+        for key, members in self._find_groups(row):
+            group = [r for r in members if r in row]
+            if len(group) > 1:
+                ordered = sorted([row[r][4] for r in group])
+                # Who does little more than its peers needs no closer look: nearly everybody.
+                clear_s = calm * ordered[(len(ordered) - 1) // 2]
+                if not learn and key not in suspected and ordered[-1] <= clear_s:
+                    continue
+            else:
+                everybody = everybody or sorted(v[4] for v in row.values())
+                ordered, clear_s = everybody, 0.0
             for rank in group:
-                self._weigh(now, rank, row[rank], ordered, alike, learn)
+                mine = learn and rank % turns == turn
+                if mine or row[rank][4] > clear_s or rank in self.suspects:
+                    self._weigh(now, rank, row[rank], ordered, len(group) > 1, mine)
+
+    def _find_groups(self, row: dict[int, Row]) -> list[tuple[int, Sequence[int]]]:
+        """Return the groups of peers; ranks of which none is known are one group."""
+        if not self._groups:
+            return [(-1, list(row))]
+        strangers = [r for r in row if r not in self._peers] if len(row) != self._known else []
+        return [*self._groups, *([(-1, strangers)] if strangers else [])]
 
     def _weigh(
         self, now: float, rank: int, mine: Row, ordered: list[float], alike: bool, learn: bool

@@ -1,0 +1,69 @@
+"""Hangs in several communicators at once: the root is named, never those that wait behind it."""
+
+import pytest
+from tests.unit.detect.drive import FAULT_S, inject
+
+from perdure.sim.collectives import Layout
+
+LAYOUTS = [
+    Layout(2),
+    Layout(8, nproc=2),
+    Layout(data=2, tensor=2, pipeline=2, nproc=2),
+    Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4),
+    Layout(data=4, tensor=2, pipeline=4, nproc=8),
+]
+
+
+@pytest.mark.parametrize("lay", LAYOUTS)
+@pytest.mark.parametrize("kind", ["stop", "spin", "sleep"])
+def test_the_rank_that_hangs_is_named_and_not_those_behind_it(lay, kind):
+    rank = lay.size - 1
+    run = inject(lay, kind, rank, 3.5)
+    assert {(v.kind, v.culprit.rank) for v in run.verdicts} == {("ComputeHang", rank)}
+    assert run.verdicts[0].confirmed_s - FAULT_S <= 1.0 + 0.36 + 0.7
+    if lay.pipeline > 1:
+        waits = run.verdicts[0].evidence.get("waits", [])
+        assert kind == "stop" or any(edge[1] == rank for edge in waits)
+
+
+@pytest.mark.parametrize("lay", LAYOUTS[1:])
+def test_a_link_that_drops_everything_is_pinned(lay):
+    peer = lay.tensor * lay.context
+    run = inject(lay, "drop-link", 0, 4, peer=peer)
+    assert (run.standing.kind, run.standing.culprit.link) == ("CommHang", (0, peer))
+
+
+@pytest.mark.parametrize("lay", LAYOUTS[1:])
+def test_a_dead_card_is_its_node(lay):
+    run = inject(lay, "drop-nic", lay.nproc, 4)
+    assert (run.standing.kind, run.standing.culprit.node) == ("CommHang", 1)
+
+
+def test_without_links_a_communication_hang_asks_for_a_probe():
+    run = inject(LAYOUTS[3], "drop-link", 0, 4, peer=4, links=False)
+    assert run.standing.kind == "CommHang"
+    assert run.standing.culprit.rank is None
+    assert run.standing.evidence["communicator"] == "dp0"
+    assert run.standing.evidence["probe"] == [0, 1]
+
+
+def test_a_send_and_its_receive_in_flight_are_their_link():
+    lay = Layout(data=1, tensor=2, pipeline=2, nproc=2)
+    run = inject(lay, "drop-link", 0, 4, peer=2, links=False)
+    assert (run.standing.kind, run.standing.culprit.link) == ("CommHang", (0, 2))
+
+
+@pytest.mark.parametrize("lay", LAYOUTS)
+@pytest.mark.parametrize("kind", ["other-bytes", "other-op"])
+def test_another_collective_is_a_desync_of_its_rank(lay, kind):
+    run = inject(lay, kind, 1, 8)
+    assert {(v.kind, v.culprit.rank) for v in run.verdicts} == {("Desync", 1)}
+    assert [v.actionable for v in run.verdicts] == [False, True]
+    assert run.verdicts[0].confirmed_s - FAULT_S <= 1.5
+
+
+def test_a_communication_hang_with_a_known_link_is_acted_upon():
+    run = inject(Layout(4), "drop-link", 0, 14, peer=1)
+    acted = [v for v in run.verdicts if v.actionable]
+    assert [str(v.culprit) for v in acted] == ["link 0->1"]
+    assert 10 <= acted[0].evidence["acted_after_s"] <= 10.5

@@ -1,0 +1,154 @@
+import pytest
+from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
+
+from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
+from perdure.model.links import ProbeFinding
+from perdure.sim.collectives import Layout, Noise, Training
+
+FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)
+
+
+@pytest.mark.parametrize("lay", [Layout(2), Layout(4, nproc=2), FOUR_D])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        ("slow-data", "data"),
+        ("slow-forward", "forward"),
+        ("slow-backward", "backward"),
+        ("slow-optimizer", "optimizer"),
+        ("slow-host", "compute"),
+    ],
+)
+def test_a_straggler_is_named_with_its_stage_within_three_seconds(lay, kind, stage):
+    run = inject(lay, kind, 1, 4, factor=1.6)
+    verdict = run.verdicts[0]
+    assert (verdict.kind, verdict.culprit.rank) == ("Straggler", 1)
+    assert verdict.evidence["stage"] == stage
+    if stage != "compute":
+        assert stage in verdict.reason
+    assert verdict.confirmed_s - FAULT_S <= 3.2
+    assert not verdict.actionable
+
+
+@pytest.mark.parametrize("lay", [Layout(2), FOUR_D])
+def test_twenty_percent_is_found_within_thirty_seconds(lay):
+    run = inject(lay, "slow-forward", 1, 30, factor=1.2)
+    assert run.verdicts[0].culprit.rank == 1
+    assert {v.kind for v in run.verdicts} == {"Straggler"}
+
+
+def test_a_straggler_may_be_acted_upon_later_and_is_withdrawn_when_it_ends():
+    run = inject(Layout(4), "slow-backward", 2, 25, factor=2.0, until_s=FAULT_S + 16)
+    first, acted = run.verdicts
+    assert (first.actionable, acted.actionable) == (False, True)
+    assert 10 <= acted.evidence["acted_after_s"] <= 10.5
+    assert [type(e) for _, e in run.said] == [VerdictReached, VerdictReached, VerdictWithdrawn]
+
+
+def test_all_ranks_of_one_node_are_that_node():
+    class Host(Training):
+        def _work(self, r, stage, seconds):
+            slow = self.layout.node_of(r.rank) == 1 and r.t >= FAULT_S
+            super()._work(r, stage, seconds * (1.8 if slow else 1.0))
+
+    run = Run(Layout(8, nproc=2))
+    run.training = Host(Layout(8, nproc=2), 1)
+    run.run(FAULT_S - BEGIN_S + 6)
+    assert str(run.standing.culprit) == "node 1"
+    assert run.standing.kind == "Straggler"
+
+
+def test_slow_from_the_first_step_is_found_too():
+    run = Run(Layout(4), Fault("slow-forward", BEGIN_S, 3, factor=2.0)).run(20)
+    assert (run.verdicts[0].kind, run.verdicts[0].culprit.rank) == ("Straggler", 3)
+
+
+@pytest.mark.parametrize(("factor", "seconds"), [(4.0, 3.0), (29.0, 3.0)])
+@pytest.mark.parametrize("lay", [Layout(2), Layout(4), FOUR_D])
+def test_a_slow_link_is_pinned(lay, factor, seconds):
+    peer = lay.tensor * lay.context
+    run = inject(lay, "slow-link", 0, 5, peer=peer, factor=factor)
+    assert (run.standing.kind, run.standing.culprit.link) == ("CommSlow", (0, peer))
+    assert run.verdicts[0].confirmed_s - FAULT_S <= seconds
+    assert run.suspected_s < run.verdicts[0].confirmed_s
+
+
+def test_a_slow_card_is_its_node_and_with_two_nodes_a_question_for_the_probe():
+    run = inject(Layout(4), "slow-nic", 2, 5, factor=6.0)
+    assert run.standing.culprit.node == 2
+    run = inject(Layout(2), "slow-nic", 1, 5, factor=6.0)
+    assert run.standing.confidence < 0.9
+    assert sorted(run.standing.evidence["probe"]) == [0, 1]
+
+
+def test_loss_is_told_by_what_was_sent_again():
+    run = inject(Layout(4), "loss", 1, 6, peer=2, factor=1.6)
+    assert run.standing.culprit.link == (1, 2)
+    assert run.standing.evidence["links"][0]["retransmits"] > 20
+
+
+def test_without_links_the_slow_communicator_is_still_found():
+    run = inject(FOUR_D, "slow-link", 0, 5, peer=4, factor=5.0, links=False)
+    assert run.standing.kind == "CommSlow"
+    assert run.standing.evidence["communicator"] == "dp0"
+    assert run.standing.confidence < 0.7
+    assert run.standing.evidence["probe"]
+
+
+def test_without_stages_the_late_rank_is_found_by_its_arrival():
+    run = inject(Layout(4), "slow-forward", 2, 8, factor=2.0, stages=False)
+    assert (run.standing.kind, run.standing.culprit.rank) == ("Straggler", 2)
+    assert run.standing.confidence < 0.9
+
+
+def test_a_status_recorder_says_nothing_about_slowness_and_still_finds_hangs():
+    degraded = {"stages": False, "spans": False, "links": False, "recorder": "status"}
+    assert inject(Layout(4), "slow-forward", 2, 10, factor=2.0, **degraded).verdicts == []
+    run = inject(Layout(4), "spin", 2, 3, **degraded)
+    assert (run.standing.kind, run.standing.culprit.rank) == ("ComputeHang", 2)
+
+
+@pytest.mark.parametrize("lay", [Layout(2), Layout(4, nproc=2), FOUR_D])
+def test_noise_is_no_verdict(lay):
+    noise = Noise(
+        jitter=0.05,
+        hog_every_s=15,
+        gc_every_s=8,
+        checkpoint_every_s=30,
+        evaluate_steps=200,
+        resize_every_s=40,
+        rebuild_step=2,
+    )
+    assert Run(lay, noise=noise, seed=3).run(300).said == []
+
+
+def test_a_new_generation_learns_anew():
+    run = inject(Layout(2), "slow-forward", 1, 6, factor=2.0)
+    assert run.standing is not None
+    said = len(run.said)
+    run.training = Training(Layout(2), 5, begin_s=run.training.now + 1, generation=1)
+    run.run(20)
+    assert len(run.said) == said
+
+
+def judged(kind, **what):
+    finding = ProbeFinding(kind=kind, reason="measured", confidence=0.9, **what)
+    return ProbeJudged(id="p", at_s=1.0, finding=finding)
+
+
+def test_a_probe_settles_link_card_or_host():
+    def after(event):
+        run = inject(Layout(4), "slow-link", 0, 5, peer=1, factor=4.0)
+        assert run.standing.evidence["probe"]
+        for e in run.detector.note(run.training.now, event):
+            run.said.append((run.training.now, e))
+        return run.standing
+
+    link = after(judged("slow link", link=(0, 1)))
+    assert link.culprit.link == (0, 1)
+    assert link.confidence == 0.9
+    assert "probe" not in link.evidence
+    assert after(judged("slow NIC", node=0)).culprit.node == 0
+    host = after(judged("slow host", node=1))
+    assert (host.kind, host.culprit.node) == ("Straggler", 1)
+    assert after(judged("nothing")).evidence["probe"]
