@@ -246,6 +246,8 @@ class ProbeSession:
     order: RunProbe | None = None
     """Of the round that is open."""
     answers: list[ProbeEnded] = field(default_factory=list)
+    confirming: bool = False
+    """The round is one more look at what seemed slow: a neighbour's burst is not seen twice."""
     due_s: float | None = None
     """When the open round is given up; None once there is a finding."""
 
@@ -285,12 +287,15 @@ class ProbeSession:
         answers = sorted(self.answers, key=lambda answer: (answer.round, answer.node))
         measured = [p for answer in answers for p in answer.pairs]
         rounds = 3 if len(self.nodes) == 3 else 2
-        if order.round < rounds and measured:
+        if order.round < rounds and measured and not self.confirming:
             pairs = plan_next(self.nodes, measured)
             if pairs:
                 return self._ask(now, order.round + 1, pairs)
-        self.due_s = None
         finding = judge(measured, [h for answer in answers for h in answer.hosts])
+        if not self.confirming and (doubtful := _find_doubtful(finding, measured)):
+            self.confirming = True
+            return self._ask(now, order.round + 1, doubtful)
+        self.due_s = None
         silent = self._find_silent(order)
         errors = {str(answer.node): answer.error for answer in answers if answer.error}
         evidence = finding.evidence | {
@@ -314,6 +319,17 @@ class ProbeSession:
             reason=self.why or f"round {number} of probe {self.id}",
         )
         return self.order
+
+
+def _find_doubtful(finding: ProbeFinding, measured: Sequence[PairProbe]) -> tuple[Pair, ...]:
+    """Return the pair behind a finding about the network, to be measured once more, alone."""
+    if finding.link is not None:
+        return (finding.link,)
+    if finding.kind != "slow NIC":
+        return ()
+    mine = [p for p in measured if finding.node in (p.src, p.dst)]
+    slowest = max(mine, key=lambda p: (p.seconds or float("inf"), p.round))
+    return ((slowest.src, slowest.dst),)
 
 
 def _find_nodes(order: RunProbe) -> tuple[int, ...]:

@@ -79,7 +79,7 @@ def _restart(
         return Reaction("restart", f"node {node} was blamed {times}")
     if not situation.spares:
         return Reaction("restart", f"node {node} was blamed {times}, but there is no spare node")
-    why = f"node {node} was blamed {times}; node {situation.spares[0]} stands in"
+    why = f"node {node} was blamed {times}; node {situation.spares[0]} stands in for node {node}"
     return Reaction("restart", why, leave_out=True, cordon=cordon)
 
 

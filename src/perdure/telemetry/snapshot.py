@@ -11,6 +11,10 @@ from perdure.model.events import (
     CommandReceived,
     JournalEntry,
     MetricsLogged,
+    NodeCordoned,
+    NodeLost,
+    NodeRegistered,
+    NodeRestored,
     RanksStarted,
 )
 from perdure.model.job import JobSpec
@@ -36,6 +40,12 @@ class Certain:
     verdicts: VerdictFold = field(default_factory=VerdictFold)
     generation: int = -1
     pids: dict[int, int] = field(default_factory=dict)
+    homes: dict[int, int] = field(default_factory=dict)
+    """Rank -> node, as last started."""
+    devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Node -> its devices' ids."""
+    cordoned: set[int] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
     metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
     entries: int = 0
@@ -67,9 +77,19 @@ class SnapshotFold:
         match entry.body:
             case RanksStarted() as event:
                 certain.pids |= event.pids
+                certain.homes |= dict.fromkeys(event.pids, event.node)
                 if event.generation > certain.generation:
                     self._condense(event.generation)
                 self._begin(event.generation)
+            case NodeRegistered() as event:
+                certain.devices[event.node] = event.device_ids
+                certain.lost.discard(event.node)
+            case NodeLost() as event:
+                certain.lost.add(event.node)
+            case NodeCordoned() as event:
+                certain.cordoned.add(event.node)
+            case NodeRestored() as event:
+                certain.cordoned.discard(event.node)
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
                     certain.metrics |= values
@@ -172,7 +192,7 @@ class SnapshotFold:
             state = "waiting" if waiting else "running"
         return RankRow(
             rank=rank,
-            node=self._spec.node_of(rank),
+            node=self.certain.homes.get(rank, self._spec.node_of(rank)),
             pid=progress.pid if progress else self.certain.pids.get(rank, 0),
             state=state,
             phase=progress.phase if progress else "",
@@ -191,17 +211,29 @@ class SnapshotFold:
         return max(0, last - first) / (last_s - first_s) if last_s > first_s else 0.0
 
     def _make_devices(self, rows: tuple[RankRow, ...]) -> tuple[DeviceRow, ...]:
-        """One slot is one device until the agents report real ones."""
+        """Slots in order of their nodes, those included that run nothing now."""
+        running: dict[tuple[int, int], RankRow] = {}
+        for row in rows:
+            running[row.node, row.rank % self._spec.nproc] = row
+        known = {node: len(ids) for node, ids in self.certain.devices.items()}
+        slots = {(node, slot) for node, count in known.items() for slot in range(count)}
         return tuple(
-            DeviceRow(
-                device=f"node{row.node}/slot{row.rank % self._spec.nproc}",
-                node=row.node,
-                ranks=(row.rank,),
-                replicas=(),
-                state="idle" if row.state in ("exited", "failed") else "in use",
-            )
-            for row in rows
+            self._make_device(node, slot, running.get((node, slot)))
+            for node, slot in sorted(slots | set(running))
         )
+
+    def _make_device(self, node: int, slot: int, row: RankRow | None) -> DeviceRow:
+        if node in self.certain.lost:
+            state = "lost"
+        elif node in self.certain.cordoned and row is None:
+            state = "cordoned"
+        elif row is None:
+            state = "spare"
+        else:
+            state = "idle" if row.state in ("exited", "failed") else "in use"
+        ranks = () if row is None else (row.rank,)
+        device = f"node{node}/slot{slot}"
+        return DeviceRow(device=device, node=node, ranks=ranks, replicas=(), state=state)
 
 
 def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:

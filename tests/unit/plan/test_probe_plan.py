@@ -102,7 +102,11 @@ def test_a_session_from_order_to_finding() -> None:
     assert session.take(10.7, answer(order, 3, slow=1)) is None  # Repeated.
     results = [session.take(11.0, answer(second, node, slow=1)) for node in range(4)]
     assert results[:3] == [None] * 3
-    found = results[3]
+    third = results[3]
+    assert isinstance(third, RunProbe)
+    assert (third.round, third.pairs) == (3, ((1, 3),))  # What seemed slow, once more and alone.
+    assert session.take(11.5, answer(third, 1, slow=1)) is None
+    found = session.take(11.6, answer(third, 3, slow=1))
     assert isinstance(found, ProbeFinding)
     assert (found.kind, found.node) == ("slow NIC", 1)
     assert session.next_deadline() is None
@@ -131,3 +135,18 @@ def test_one_node_and_an_unknown_probe() -> None:
     found = session.take(10.0, answer(order, 5))
     assert isinstance(found, ProbeFinding)
     assert found.reason == "one node alone cannot be compared"
+
+
+def test_a_neighbours_burst_is_not_seen_twice() -> None:
+    session = ProbeSession("p1")
+    order: RunProbe | ProbeFinding | None = session.start(10.0, range(4))
+    slow = 1
+    for _ in range(3):
+        assert isinstance(order, RunProbe)
+        asked, order = order, None
+        for node in sorted({n for pair in asked.pairs for n in pair} | set(asked.hosts)):
+            order = session.take(11.0, answer(asked, node, slow=slow if asked.round < 3 else -1))
+        if asked.round == 1:
+            slow = -1
+    assert isinstance(order, ProbeFinding)
+    assert order.kind == "nothing"
