@@ -22,7 +22,7 @@ from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
 from perdure.model.links import HostProbe, PairProbe, ProbeFinding
 
-PAIR_RATIO, PAIR_FLOOR_S = 2.0, 0.01
+PAIR_RATIO, PAIR_FLOOR_S = 2.0, 0.02
 """A transfer is slow from this multiple of the reference, and this much above it."""
 HOST_RATIO, HOST_FLOOR_S = 1.5, 0.01
 ANSWER_S = 1.5

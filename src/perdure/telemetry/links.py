@@ -30,6 +30,8 @@ VERDICT_NOTE_S = 2.0
 LINKS_MAX = 2000
 """In one note; the unusual and the slowest first."""
 LOOKS_KEPT = 16
+CELL_BYTES = 1_000_000
+"""Acknowledged in a second, for a cell; or the link was busy for half the time."""
 COMM_VERDICTS = ("CommSlow", "CommHang")
 
 _Key = tuple[int, int, str]
@@ -183,7 +185,7 @@ class LinkFold:
                 now,
                 sample.bytes_acked,
                 sample.retrans,
-                sample.busy_ms_per_mb,
+                _find_cell(sample, sweep.window_s),
                 sample.rtt_s,
             )
             cell.looks.append(look)
@@ -285,6 +287,13 @@ def add_samples(one: LinkSample, other: LinkSample) -> LinkSample:
     )
 
 
+def _find_cell(sample: LinkSample, window_s: float) -> float:
+    """Return one sweep's cell; 0 where what moved was small messages, which cost latency only."""
+    much = sample.bytes_acked >= CELL_BYTES * min(1.0, window_s)
+    held_up = sample.busy_s > 0.5 * window_s
+    return sample.busy_ms_per_mb if much or held_up else 0.0
+
+
 def _make_sample(cell: _Cell) -> LinkSample:
     newest, count = cell.newest, sum(look.bytes for look in cell.looks)
     cells = [look.cell for look in cell.looks if look.cell]
@@ -292,7 +301,7 @@ def _make_sample(cell: _Cell) -> LinkSample:
     return msgspec.structs.replace(
         newest,
         bytes_acked=count,
-        busy_s=median(cells) * count / 1e9 if cells else newest.busy_s,
+        busy_s=median(cells) * count / 1e9 if cells else 0.0,
         rtt_s=median(rtts) if rtts else newest.rtt_s,
         retrans=sum(look.retrans for look in cell.looks),
     )

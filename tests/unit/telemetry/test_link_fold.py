@@ -118,6 +118,18 @@ def test_a_cell_is_the_median_and_bytes_are_the_sum() -> None:
     assert fold.next_deadline() == 70.0
 
 
+def test_small_messages_make_no_cell_but_a_link_that_is_held_up_does() -> None:
+    fold = LinkFold()
+    small, held_up = (
+        sample(0, dst, bytes_acked=200_000, busy_s=busy_s, retrans=1)
+        for dst, busy_s in ((1, 0.06), (2, 0.8))
+    )
+    for at_s in range(8):
+        fold.observe(float(at_s), beat(0, small, held_up))
+    cells = {s.dst: s.busy_ms_per_mb for s in fold.samples()}
+    assert cells == {1: 0.0, 2: 4000.0}
+
+
 def test_a_verdict_about_communication_keeps_the_matrix_at_once() -> None:
     def reached(kind: str, culprit: Culprit) -> VerdictReached:
         return VerdictReached(
@@ -154,7 +166,7 @@ def test_a_note_soon_after_another_still_knows_the_last_minute() -> None:
     assert (link.bytes_acked, link.backoff) == (110 * MB, 5)
     assert abs(link.busy_ms_per_mb - 2.0) < 1e-9
     fold.tick(71.5)
-    assert fold.samples() == (msgspec.structs.replace(link, bytes_acked=0, busy_s=1.0),)
+    assert fold.samples() == (msgspec.structs.replace(link, bytes_acked=0, busy_s=0.0),)
     fold.tick(140.0)
     assert fold.samples() == ()
 
