@@ -3,9 +3,10 @@
 Eight stand-ins for ranks (processes without torch) hold the connections that a node of eight
 ranks has in a world of 64 with three process groups: 8 x 63 x 3 = 1,512. Those among the eight
 have both ends on the node, as in gloo's full mesh; the others' far ends are held by a ninth
-process, "the rest of the world". On one machine the kernel also lists those 1,344 far ends, which a
-real node would not have: the figures are that much too high. The sweeps are the agent's, at 1 Hz, with all of them quiet and
-then with a ring of each group moving data; the cost is the thread's CPU time.
+process, "the rest of the world". On one machine the kernel also lists those 1,344 far ends, which
+a real node would not have: the figures are that much too high. The sweeps are the agent's, at
+1 Hz, with all of them quiet and then with a ring of each group moving data; the cost is the
+thread's CPU time.
 
     python bench/bench_links.py [--seconds 20] [--json FILE]
 """
