@@ -79,7 +79,7 @@ def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:
         return []
     # A lost node cannot say that it is empty. Its ranks have lost their store and their peers,
     # and it ends them before anything else once it is back.
-    waited = set(state.nodes) - (state.lost - set(state.placement))
+    waited = set(state.nodes) - (set(state.lost) - set(state.placement))
     if any(state.stopped.get(node, -1) < state.generation - 1 for node in waited):
         return []
     state.phase = "starting"

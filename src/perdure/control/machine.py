@@ -39,7 +39,7 @@ from perdure.control.formation import (
     end_job,
     form_world,
 )
-from perdure.control.placement import cordon, cordon_again, find_blamed_node, note_cordon
+from perdure.control.placement import cordon_again, note_cordon
 from perdure.control.probing import (
     probe_again,
     probe_overdue,
@@ -53,7 +53,13 @@ from perdure.control.progress import (
     plan_checkpoint,
     reach,
 )
-from perdure.control.response import ACTED_UPON, STACKS_FOR, weigh_verdict
+from perdure.control.response import (
+    ACTED_UPON,
+    STACKS_FOR,
+    blame,
+    blame_device,
+    weigh_verdict,
+)
 from perdure.control.state import ControllerState, Ending, OpenCommand
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
@@ -187,7 +193,7 @@ class Controller:
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state
         state.nodes[event.node] = event
-        state.lost.discard(event.node)
+        state.lost.pop(event.node, None)
         if state.phase == "pending":
             if len(state.nodes) < state.the_spec().num_nodes:
                 return []
@@ -234,7 +240,8 @@ class Controller:
             left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
             if left and record.lost_peer:
                 culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
-            return self._fail(
+            blamed, without, why = blame_device(state, record)
+            return blamed + self._fail(
                 now,
                 culprit,
                 cause,
@@ -243,6 +250,8 @@ class Controller:
                 signal=record.signal,
                 step=event.account.step,
                 exit_s=record.at_s,
+                without=without,
+                why=why,
             )
         if len(state.exits) < len(state.world) or any(e.failed for e in state.exits.values()):
             return []
@@ -285,8 +294,9 @@ class Controller:
         if isinstance(event, KeeperLost):
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
-            return self._fail(now, f"node {event.node}", "keeper died", code=1)
-        state.lost.add(event.node)
+            why = f": it {event.cause}" if event.cause else ""
+            return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1)
+        state.lost.setdefault(event.node, event.at_s)
         if event.node not in state.placement:
             return []
         state.blames[event.node] = state.blames.get(event.node, 0) + 1
@@ -318,12 +328,7 @@ class Controller:
         reaction = weigh_verdict(state, verdict)
         if reaction.rung == "stop":
             return end_job(state, now, "failed", 1, reaction.reason)
-        node = find_blamed_node(state, verdict)
-        actions: list[AnyAction] = []
-        if node is not None:
-            state.blames[node] = state.blames.get(node, 0) + 1
-            if reaction.cordon:
-                actions = cordon(state, node, f"{verdict.kind}: {reaction.reason}")
+        actions, node = blame(state, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
         interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
         if interrupt_s:
@@ -337,7 +342,7 @@ class Controller:
             cause,
             code=1,
             step=verdict.step,
-            without=node if reaction.leave_out else None,
+            without=node,
             why=reaction.reason,
             grace_s=interrupt_s,
         )
@@ -428,7 +433,22 @@ class Controller:
             missing = [node for node in range(spec.num_nodes) if node not in state.nodes]
             why = f"nodes {missing} did not register within {REGISTER_TIMEOUT_S:g} s"
             return end_job(state, now, "failed", 1, why)
+        missing = [node for node in state.placement if node in state.lost]
+        if state.phase == "forming" and missing:
+            return self._wait_for_nodes(now, missing)
         return self._fail(now, "the job", f"{state.phase} the world took too long", code=1)
+
+    def _wait_for_nodes(self, now: float, missing: list[int]) -> list[AnyAction]:
+        """A world whose lost nodes no spare can replace waits for them, and in the end gives up."""
+        state = self.state
+        wait_s = state.the_spec().restart.node_wait_s
+        due_s = max(state.lost[node] for node in missing) + wait_s
+        if now < due_s:
+            state.phase_deadline_s = due_s
+            return []
+        names = ", ".join(f"node {node}" for node in missing)
+        why = f"{names} did not come back within {wait_s:g} s, and no spare node can stand in"
+        return end_job(state, now, "failed", 1, why)
 
     def _boundary_overdue(self, now: float) -> list[AnyAction]:
         state, boundary = self.state, self.state.boundary

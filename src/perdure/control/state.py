@@ -82,8 +82,8 @@ class ControllerState:
     phase_deadline_s: float | None = None
     placement: tuple[int, ...] = ()
     """Nodes by group rank, of the newest world."""
-    lost: set[int] = field(default_factory=set)
-    """Nodes that have fallen silent and have not registered since."""
+    lost: dict[int, float] = field(default_factory=dict)
+    """Nodes that have fallen silent and have not registered since -> when that was noticed."""
     cordoned: dict[int, str] = field(default_factory=dict)
     """Node -> why it runs nothing while another can."""
     cordons_noted: set[int] = field(default_factory=set)

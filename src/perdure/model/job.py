@@ -54,6 +54,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A slowdown that has been gone for this long is withdrawn."""
     link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0
     """A link is suspected from this multiple of the other links' busy time per byte."""
+    link_fused_ratio: Annotated[float, Meta(gt=1)] = 1.4
+    """The same where collectives that use it are slow as well."""
     link_floor_ms_per_mb: Annotated[float, Meta(ge=0)] = 1.0
     """Less extra busy time per 10^6 bytes than this is never a slow link."""
     link_loss_ratio: Annotated[float, Meta(gt=0)] = 0.005
@@ -92,6 +94,8 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Length of the sliding window for `window_max`."""
     window_max: Positive = 60
     """Restarts within `window_s`; one more ends the job, whatever progress it makes."""
+    node_wait_s: Seconds = 900.0
+    """How long the world waits for a lost node that no spare one can replace; then it ends."""
     grace_s: Annotated[float, Meta(ge=0)] = 2.0
     """Between SIGTERM and SIGKILL when a world is ended that did not crash."""
 
@@ -116,8 +120,8 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A slow rank; see `evict_factor` and `payback_s`."""
     desync: Response = "stop"
     """Ranks that call different collectives are the script's own bug: a restart meets it again."""
-    unhealthy_device: Response = "report"
-    """A device reports errors of its own."""
+    unhealthy_device: Response = "evict"
+    """A device reports errors of its own, or a rank died of one."""
     evict_factor: Annotated[float, Meta(ge=1)] = 2.0
     """A slow rank or link below this slowdown is only reported."""
     payback_s: Seconds = 600.0

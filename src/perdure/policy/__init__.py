@@ -2,7 +2,13 @@
 
 from perdure.policy.checkpointing import decide_checkpoint_interval
 from perdure.policy.recovery import Decision, Failure, decide_recovery
-from perdure.policy.response import Reaction, Situation, find_restart_cost_s, react
+from perdure.policy.response import (
+    Reaction,
+    Situation,
+    find_device_error,
+    find_restart_cost_s,
+    react,
+)
 
 __all__ = [
     "Decision",
@@ -11,6 +17,7 @@ __all__ = [
     "Situation",
     "decide_checkpoint_interval",
     "decide_recovery",
+    "find_device_error",
     "find_restart_cost_s",
     "react",
 ]

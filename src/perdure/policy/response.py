@@ -62,6 +62,24 @@ def react(verdict: Verdict, config: PolicyConfig, situation: Situation) -> React
     return _restart(verdict, config, situation, leave_out=wanted == "evict")
 
 
+_DEVICE_ERRORS = (
+    "uncorrectable ECC error",
+    "uncorrectable NVLink error",
+    "no CUDA-capable device",
+    "devices are busy or unavailable",
+    "GPU is lost",
+    "fallen off the bus",
+    "CUDA error: hardware",
+)
+"""What CUDA and NVML say where the device itself has failed. An illegal memory access or a launch
+failure is not among them: that is more often the script."""
+
+
+def find_device_error(text: str) -> str:
+    """Return the words by which an exception blames its device; empty where it does not."""
+    return next((words for words in _DEVICE_ERRORS if words in text), "")
+
+
 def find_restart_cost_s(totals: tuple[float, ...], default_s: float = 10.0) -> float:
     """Return what a restart costs: the median of `totals`, seconds; `default_s` without any."""
     return sorted(totals)[len(totals) // 2] if totals else default_s

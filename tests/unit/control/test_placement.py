@@ -139,3 +139,41 @@ def test_interrupt_gives_the_script_a_word_before_its_end() -> None:
     actions = blame(driver, Culprit(node=1))
     assert one(actions, InterruptCollectives).ranks == (0, 1, 2, 3)
     assert one(actions, AssignNodes).assignment.grace_s == 2.0
+
+
+def test_world_without_a_spare_waits_for_its_lost_node_and_gives_up_in_the_end() -> None:
+    driver = start(spares=0, restart={"node_wait_s": 300.0})
+    driver.now += 5
+    lost_s = driver.now
+    driver.do(NodeLost(node=1, at_s=lost_s, reason="silent"))
+    state = driver.controller.state
+    driver.do(GenerationStopped(node=0, generation=0, at_s=driver.now))
+    driver.now = state.phase_deadline_s or 0.0
+    assert driver.do(TimerFired()) == []
+    assert state.phase == "forming"
+    driver.now = state.phase_deadline_s or 0.0
+    assert driver.now == lost_s + 300.0
+    driver.do(TimerFired())
+    assert state.ending is not None
+    assert "node 1 did not come back within 300 s" in state.ending.reason
+
+
+def test_lost_node_that_comes_back_in_time_is_used_again() -> None:
+    driver = start(spares=0)
+    driver.now += 5
+    driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    driver.now += 200
+    driver.register(1)
+    assert run(driver).placement == (0, 1)
+
+
+def test_rank_that_dies_of_its_device_takes_its_node_with_it() -> None:
+    driver = start()
+    error = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+    order = one(driver.exit(3, code=1, error=error), AssignNodes)
+    assert order.assignment.placement == (0, 2)
+    assert "died of its device: uncorrectable ECC error" in order.reason
+    again = one(
+        start().exit(3, code=1, error="RuntimeError: CUDA error: launch failure"), AssignNodes
+    )
+    assert again.assignment.placement == (0, 1), "an error that may be the script's own"
