@@ -58,6 +58,25 @@ def test_one_all_reduce_with_every_event_of_every_version(plugin: str, version: 
     nccl = Nccl(plugin, version)
     assert nccl.mask.value & 0xFF == 0b11011110
     assert nccl.context.value
+    proxy, kernel = play_all_reduce(nccl)
+    r = read(plugin)
+    assert (r.pid, r.api, r.mask & 0xFF) == (os.getpid(), version, 0b11011110)
+    assert before_s <= r.started_s <= r.beat_s <= time.monotonic() + 100.0
+    assert set(r.dropped.values()) == {0}
+    check_op(r, version, before_s)
+    check_transfer(r, version)
+
+    nccl.stop(proxy)
+    nccl.stop(kernel)
+    nccl.finalize()
+    r = read(plugin)
+    assert r.ops[0].ended
+    assert r.comms[0].closed_s > 0
+    assert r.links[0].ops_stopped == 1
+
+
+def play_all_reduce(nccl: Nccl) -> tuple[c.c_void_p, c.c_void_p]:
+    """Call as NCCL does; the proxy operation and the last kernel channel are still under way."""
     coll = nccl.coll(7)
     nccl.stop(coll)
     kernels = [nccl.kernel(coll, channel, 5000 + channel) for channel in (0, 1)]
@@ -78,14 +97,12 @@ def test_one_all_reduce_with_every_event_of_every_version(plugin: str, version: 
     nccl.record(net, driver.NET_UPDATE, data=None)
     nccl.stop(net)
     nccl.stop(step)
-    # The last of two kernel channels is still under way.
     nccl.record(kernels[0], driver.KERNEL_STOP, gpu_ns=9000)
     nccl.stop(kernels[0])
+    return proxy, kernels[1]
 
-    r = read(plugin)
-    assert (r.pid, r.api, r.mask & 0xFF) == (os.getpid(), version, 0b11011110)
-    assert before_s <= r.started_s <= r.beat_s <= time.monotonic() + 100.0
-    assert set(r.dropped.values()) == {0}
+
+def check_op(r: NcclReading, version: int, before_s: float) -> None:
     (comm,) = r.comms
     assert (comm.name, comm.hash, comm.rank, comm.colls) == ("tp", 0xABC, 1, 1)
     assert (comm.num_nodes, comm.num_ranks) == ((0, 0) if version == V3 else (2, 4))
@@ -108,6 +125,10 @@ def test_one_all_reduce_with_every_event_of_every_version(plugin: str, version: 
         (o.number, 0, True),
         (o.number, 1, False),
     ]
+
+
+def check_transfer(r: NcclReading, version: int) -> None:
+    ((o,), (comm,)) = r.ops, r.comms
     (p,) = r.proxies
     assert (p.op, p.channel, p.peer, p.is_send, p.num_steps) == (o.number, 3, 2, True, 4)
     assert (p.chunk_bytes, p.pid, p.rank) == (512, os.getpid(), 1)
@@ -130,14 +151,6 @@ def test_one_all_reduce_with_every_event_of_every_version(plugin: str, version: 
     assert (link.comm, link.peer, link.is_send, link.steps) == (comm.index, 2, True, 1)
     assert (link.bytes, link.waits_s) == (sized, s.waits_s)
     assert (link.ops_started, link.ops_stopped) == (1, 0)
-
-    nccl.stop(proxy)
-    nccl.stop(kernels[1])
-    nccl.finalize()
-    r = read(plugin)
-    assert r.ops[0].ended
-    assert r.comms[0].closed_s > 0
-    assert r.links[0].ops_stopped == 1
 
 
 @pytest.mark.parametrize("version", ALL)
