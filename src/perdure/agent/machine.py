@@ -13,7 +13,9 @@ from perdure.agent.messages import (
     CollectStacks,
     Input,
     KeeperGone,
+    KeeperHeard,
     KeeperSaid,
+    KeeperSilent,
     KeeperUp,
     Leave,
     OrderReceived,
@@ -34,6 +36,7 @@ from perdure.agent.relay import (
     relay_fault,
     relay_interrupt,
 )
+from perdure.agent.silence import note_silence, note_voice
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.events import (
@@ -89,6 +92,10 @@ class Agent:
                 return self._lose_keeper(now, input_)
             case KeeperSaid():
                 return self._hear_keeper(now, input_)
+            case KeeperSilent():
+                return note_silence(self.state, self.identity, self.spec, now, input_)
+            case KeeperHeard():
+                return note_voice(self.state, now)
             case RankEnded():
                 return self._note_exit(now, input_)
             case OrderReceived(order=order):
@@ -234,7 +241,9 @@ class Agent:
         return Report(event, after)
 
     def _report_lost(self, now: float, generation: int) -> Report:
-        return Report(KeeperLost(node=self.identity.node, generation=generation, at_s=now))
+        cause, self.state.lost_cause = self.state.lost_cause, ""
+        lost = KeeperLost(node=self.identity.node, generation=generation, at_s=now, cause=cause)
+        return Report(lost)
 
     def _end(self, now: float, wanted: Assignment) -> list[Request]:
         """Leave once the controller knows that nothing is left here."""
@@ -323,7 +332,7 @@ class Agent:
     def _replace_keeper(self, now: float) -> list[Request]:
         """Start a new one, unless the job is ending: then the node is as empty as asked for."""
         state, lost = self.state, self.state.keeper
-        state.keeper = None
+        state.keeper = state.silence = None
         if state.leaving:
             return []
         wanted = state.assignment

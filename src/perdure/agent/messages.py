@@ -54,6 +54,21 @@ class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Its ranks, each with what its ring says."""
 
 
+class KeeperSilent(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The keeper lives and does not answer; said again and again while that lasts."""
+
+    pid: int
+    state: str
+    """Its state letter in /proc; T is stopped."""
+    silent_s: float
+    ended: tuple[int, ...] = ()
+    """Ranks of it that have ended and that it has not reaped."""
+
+
+class KeeperHeard(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The keeper answers again."""
+
+
 class KeeperSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The keeper answers."""
 
@@ -94,6 +109,8 @@ Input = (
     | KeeperUp
     | KeeperGone
     | KeeperSaid
+    | KeeperSilent
+    | KeeperHeard
     | RankEnded
     | OrderReceived
     | WorkerSaid
@@ -111,6 +128,12 @@ class TellKeeper(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to the keeper."""
 
     message: ToKeeper
+
+
+class EndKeeper(msgspec.Struct, frozen=True, tag=True):
+    """Kill the keeper, which does not answer; its end is seen like any other."""
+
+    reason: str
 
 
 class SpawnRanks(msgspec.Struct, frozen=True, tag=True):
@@ -146,4 +169,6 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Request = StartKeeper | TellKeeper | SpawnRanks | TellWorker | CollectStacks | Report | Leave
+Request = (
+    StartKeeper | TellKeeper | EndKeeper | SpawnRanks | TellWorker | CollectStacks | Report | Leave
+)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.model.actions import Assignment, InjectFault, SendBoundary
+from perdure.model.verdicts import Verdict
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +49,15 @@ class OpenBoundary:
 
 
 @dataclass(slots=True)
+class Silence:
+    """A keeper that does not answer."""
+
+    verdict: Verdict
+    ended: bool = False
+    """It was killed for that."""
+
+
+@dataclass(slots=True)
 class AgentState:
     """All of it."""
 
@@ -57,6 +67,9 @@ class AgentState:
     """(generation, rank) whose end was reported."""
     lost_generation: int | None = None
     """Of a keeper whose death is to be reported once the next one is up."""
+    lost_cause: str = ""
+    """Why, where this agent ended it."""
+    silence: Silence | None = None
     newest_spawned: int = -1
     """No generation up to this one is ever started (again) on this node."""
     spawned_by: int = 0

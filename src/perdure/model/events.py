@@ -149,6 +149,8 @@ class KeeperLost(Event, frozen=True, kw_only=True):
     node: int
     generation: int
     at_s: float
+    cause: str = ""
+    """Why, where perdure itself ended it."""
 
 
 class NodeLost(Event, frozen=True, kw_only=True):

@@ -15,8 +15,10 @@ VerdictKind = Literal[
     "NodeLost",
     "Preemption",
     "EarlyExit",
+    "Unresponsive",
 ]
-"""`EarlyExit`: a rank ended with exit code 0 while others wait for it in a collective."""
+"""`EarlyExit`: a rank ended with exit code 0 while others wait for it in a collective.
+`Unresponsive`: a part of perdure itself lives on that node and does not answer."""
 
 Activity = Literal["gone", "stopped", "quiet", "busy"]
 """What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O."""

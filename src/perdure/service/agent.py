@@ -23,8 +23,10 @@ from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import (
     AgentStarted,
     CollectStacks,
+    EndKeeper,
     Input,
     KeeperGone,
+    KeeperHeard,
     KeeperSaid,
     KeeperUp,
     Leave,
@@ -132,6 +134,8 @@ class AgentService:
             up=self._greet_keeper,
             said=self._hear_keeper,
             gone=self._miss_keeper,
+            silent=self.take,
+            heard=lambda: self.take(KeeperHeard()),
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._dumping: set[tuple[int, int]] = set()
@@ -244,6 +248,8 @@ class AgentService:
             case TellKeeper(message=message):
                 self._told_exit = self._told_exit or isinstance(message, KeeperExit)
                 self._keeper.send(message)
+            case EndKeeper(reason=reason):
+                self._keeper.kill(reason)
             case SpawnRanks(assignment=assignment):
                 self._keeper.send(self._render_spawn(assignment))
             case TellWorker(rank=rank, message=message):

@@ -3,6 +3,10 @@
 A keeper's death is seen as the end of its socket and confirmed by its pidfd; whatever it had
 started is then killed before anybody hears of it, so that "the keeper is gone" means that the
 node is empty.
+
+A keeper that lives and says nothing (stopped, or stuck) is seen by the questions that it leaves
+unanswered. Silence is counted in looks, not by the clock, so that an agent that was itself
+stopped, or a machine that was asleep, does not take its own absence for the keeper's.
 """
 
 import asyncio
@@ -10,11 +14,14 @@ import contextlib
 import logging
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
-from perdure.adapters.host import end_leftovers, read_start_time
+from perdure.adapters.host import end_leftovers, read_start_time, read_state
+from perdure.agent.messages import KeeperSilent
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.wire import (
@@ -32,6 +39,11 @@ _CONNECT_RETRY_S = 0.01
 _RESTART_S_MAX = 5.0
 _DEATH_S = 1.0
 _LEFTOVERS_S = 10.0
+LOOK_S = 0.5
+STOPPED_LOOKS = 5
+"""Looks without an answer until a keeper in state T is said to be silent."""
+SILENT_LOOKS = 30
+"""The same in any other state: a machine may be that slow."""
 
 
 class KeeperLink:
@@ -48,8 +60,14 @@ class KeeperLink:
         up: Callable[[KeeperState], None],
         said: Callable[[FromKeeper], None],
         gone: Callable[[], None],
+        silent: Callable[[KeeperSilent], None],
+        heard: Callable[[], None],
     ) -> None:
         """Look for it at `path`, start it by `command`; `marks` tell its descendants."""
+        self._silent, self._heard = silent, heard
+        self._looks = 0
+        """Since it last said anything."""
+        self._greeted = False
         self._path, self._command, self._env, self._log_path = path, command, env, log_path
         self._marks = marks
         self._up, self._said, self._gone = up, said, gone
@@ -61,6 +79,8 @@ class KeeperLink:
         self._dead.set()
         self._known: dict[int, int] = {}
         """Pid -> start time of every rank it has told of."""
+        self._ranks: dict[int, int] = {}
+        """Rank -> pid, of its newest generation."""
 
     def send(self, message: ToKeeper) -> None:
         """Send `message`; lost with the connection, whose successor begins with a state."""
@@ -71,13 +91,16 @@ class KeeperLink:
         """Hold the line until the keeper is gone."""
         while True:
             reader, writer = await self._connect()
-            self._writer = writer
+            self._writer, self._greeted = writer, False
+            self._hold(_find_peer(writer))
             self.send(KeeperStatus())
+            watch = asyncio.create_task(self._watch())
             try:
                 await self._listen(reader)
             except (OSError, ProtocolError, ValueError) as error:
                 log.error("keeper: %s", error)
             finally:
+                watch.cancel()
                 self._writer = None
                 writer.close()
             if self._pidfd >= 0 and await self.wait_death(_DEATH_S):
@@ -109,6 +132,40 @@ class KeeperLink:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
             await self.wait_death(_DEATH_S)
         await self._bury()
+
+    def kill(self, reason: str) -> None:
+        """Kill the keeper; its end is then seen like any other."""
+        log.error("killing the keeper (pid %d): it %s", self._pid, reason)
+        if self._pidfd >= 0:
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    # --- silence ------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Ask again and again; say so while there is no answer."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            self._looks += 1
+            if self._looks % 2:
+                self.send(KeeperStatus())
+            state = read_state(self._pid)
+            limit = STOPPED_LOOKS if state == "T" else SILENT_LOOKS
+            if self._looks >= limit and state not in "ZX":
+                ended = sorted(r for r, pid in self._ranks.items() if read_state(pid) == "Z")
+                self._silent(
+                    KeeperSilent(
+                        pid=self._pid,
+                        state=state,
+                        silent_s=self._looks * LOOK_S,
+                        ended=tuple(ended),
+                    )
+                )
+
+    def _note_voice(self) -> None:
+        looks, self._looks = self._looks, 0
+        if looks >= STOPPED_LOOKS:
+            self._heard()
 
     # --- connecting ---------------------------------------------------------------------------
 
@@ -146,28 +203,35 @@ class KeeperLink:
     async def _listen(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             message: FromKeeper = decode(line, FromKeeper)
+            self._note_voice()
             if isinstance(message, KeeperState):
-                if not self._take_state(message):
+                if not self._hold(message.pid):
                     return
-                self._up(message)
+                self._note(message.running)
+                if not self._greeted:
+                    self._greeted = True
+                    self._up(message)
             else:
                 if isinstance(message, KeeperSpawned):
                     self._note(message.pids)
                 self._said(message)
 
-    def _take_state(self, state: KeeperState) -> bool:
-        if state.pid != self._pid:
+    def _hold(self, pid: int) -> bool:
+        """Watch over the keeper with this pid; False where it died since."""
+        if pid != self._pid:
             self._close_pidfd()
             try:
-                self._pidfd = os.pidfd_open(state.pid)
+                self._pidfd = os.pidfd_open(pid)
             except OSError:
-                return False  # It died since.
-            self._pid, self._dead = state.pid, asyncio.Event()
+                return False
+            self._pid, self._dead, self._looks = pid, asyncio.Event(), 0
             asyncio.get_running_loop().add_reader(self._pidfd, self._note_death)
-        self._note(state.running)
         return True
 
     def _note(self, pids: Mapping[int, int]) -> None:
+        if pids == self._ranks:
+            return
+        self._ranks = dict(pids)
         self._known = {pid: read_start_time(pid) for pid in pids.values()}
 
     def _note_death(self) -> None:
@@ -183,6 +247,7 @@ class KeeperLink:
         if self._child is not None and self._child.poll() is not None:
             self._child = None
         self._known.clear()
+        self._ranks.clear()
         self._close_pidfd()
 
     def _close_pidfd(self) -> None:
@@ -190,6 +255,14 @@ class KeeperLink:
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
         self._pid, self._pidfd = 0, -1
+
+
+def _find_peer(writer: asyncio.StreamWriter) -> int:
+    """Return the pid of who listens at the other end, who need not be able to answer."""
+    peer: socket.socket = writer.get_extra_info("socket")
+    size = struct.calcsize("3i")
+    pid, _, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return int(pid)
 
 
 def keeper_command(job: str, node: int) -> list[str]:

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,31 @@ class Child:
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
+
+
+class StopWatch:
+    """Finds parts that are stopped (state T) and do not come back by themselves.
+
+    A stopped part is seen by nobody else: it is no death, and what it should say is merely late.
+    Sightings are counted, not seconds, so that a supervisor that was itself stopped takes nobody's
+    pause for longer than it was. To continue a part (SIGCONT) is not ours; each can be replaced.
+    """
+
+    def __init__(self, sightings: int) -> None:
+        """Report what was stopped at so many looks in a row."""
+        self._sightings = sightings
+        self._seen: dict[int, int] = {}
+
+    def find(self, children: Iterable[Child]) -> list[Child]:
+        """Look once; return those that have been stopped for long enough, each once."""
+        stopped = [c for c in children if c.pidfd >= 0 and _is_stopped(c.pid)]
+        self._seen = {c.pid: self._seen.get(c.pid, 0) + 1 for c in stopped}
+        return [c for c in stopped if self._seen[c.pid] == self._sightings]
+
+
+def _is_stopped(pid: int) -> bool:
+    stat = _read_stat(pid)
+    return stat is not None and stat[1] == "T"
 
 
 def part_command(*words: str) -> list[str]:

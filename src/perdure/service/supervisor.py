@@ -42,6 +42,7 @@ from perdure.service.journal import clear_stream, find_end
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
+    StopWatch,
     describe_exit,
     end_family,
     find_descendants,
@@ -65,6 +66,8 @@ _ORPHANS_S = 1.0
 """Given to what is still there after the last agent has left."""
 _KILL_S = 3.0
 """Between a second signal and the end by force."""
+_STOPPED_S = 3.0
+"""A part in state T for so long is killed and started again; each can be, at any moment."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -137,6 +140,9 @@ class Supervisor:
         )
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
+        self._stopped = StopWatch(round(_STOPPED_S / _POLL_S))
+        self._killed: dict[int, str] = {}
+        """Pid of a part that was killed from here -> why."""
         self._over = asyncio.Event()
         """The job has ended, or cannot go on."""
         self._ended: JobEnded | None = None
@@ -296,16 +302,25 @@ class Supervisor:
         if status is None:
             return
         at_s = self._now()
+        cause = self._killed.pop(child.pid, "") or describe_exit(status)
         self._forget(child)
         if self._over.is_set():
             return
         if child.part == "controller":
-            self._spawn(self._look_for_end(child, describe_exit(status), at_s))
+            self._spawn(self._look_for_end(child, cause, at_s))
             return
         if child.part.startswith("agent") and status == 0:
             self._spawn(self._restart_later(child, at_s))
             return
-        self._restart(child, describe_exit(status), at_s)
+        self._restart(child, cause, at_s)
+
+    def _end_stopped(self) -> None:
+        """Kill what is stopped, as `_notice` will see; the job's own end takes care of itself."""
+        for child in self._stopped.find(self._children.values()):
+            if not self._over.is_set():
+                self._killed[child.pid] = f"stopped (state T) for {_STOPPED_S:g} s, then killed"
+                with contextlib.suppress(OSError):
+                    signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
     async def _restart_later(self, child: Child, at_s: float) -> None:
         """An agent that left in good order does so at the end; otherwise it is missed."""
@@ -434,6 +449,7 @@ class Supervisor:
             if not self._parts_written:
                 self._write_parts()
             reap_adopted({child.pid for child in self._children.values()})
+            self._end_stopped()
             await asyncio.sleep(_POLL_S)
 
     def _show_lines(self, *, last: bool = False) -> None:

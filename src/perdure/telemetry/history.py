@@ -255,6 +255,7 @@ class History:
             case KeeperLost() as event if event.generation in self.generations:
                 generation = self.generations[event.generation]
                 node, reason = f"node {event.node}", "its keeper died, and its ranks with it"
+                reason += f": it {event.cause}" if event.cause else ""
                 cause = Incident(
                     "keeper lost", node, generation.step, event.at_s, entry.at_s, reason
                 )

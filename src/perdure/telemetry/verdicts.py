@@ -83,7 +83,8 @@ class VerdictFold:
                 first_s = event.last_seen_s or event.at_s
                 self._put("NodeLost", event.node, -1, first_s, entry.at_s, event.reason)
             case KeeperLost() as event:
-                reason = f"the keeper of node {event.node} died, and its ranks with it"
+                cause = f": it {event.cause}" if event.cause else ""
+                reason = f"the keeper of node {event.node} died, and its ranks with it{cause}"
                 self._put("Crash", event.node, event.generation, event.at_s, entry.at_s, reason)
             case PreemptionNoticed() as event:
                 reason = f"{event.source}: node {event.node} goes away in {event.grace_s:.0f} s"
