@@ -73,7 +73,7 @@ COMMS_MAX = 64
 COMM_BYTES = 320
 COMM_WORDS = COMM_BYTES // 8
 C_SIZE, C_STARTED, C_ENDED, C_SINCE, C_BYTES, C_KIND = range(6)
-"""Words of a communicator's slot; `C_KIND` is operation + (dtype << 8), as in a span."""
+"""Words of a communicator's slot; `C_KIND` is as in a span, without the slot."""
 COMM_RANKS_MAX = 63
 COMM_RANGE = 0xFFFF
 """In the place of a count: the ranks are a range, given by first, step and count."""
@@ -347,7 +347,8 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
         at = comm_at(slot)
         size, started, ended, since, nbytes, kind = _COMM_HEAD.unpack_from(data, at)
         text, name = COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT)
-        op, dtype = kind & 255, kind >> 8 & 255
+        op, dtype, peer = kind & 255, kind >> 8 & 255, (kind >> 32) - 1
+        ranks = _parse_ranks(data, at + COMM_RANKS_AT)
         comms.append(
             CommProgress(
                 name=_text(name),
@@ -356,9 +357,10 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
                 ended_seq=ended,
                 op=OPS[op] if 0 < op < len(OPS) else _text(text),
                 since_s=_stamp(since, offset),
-                ranks=_parse_ranks(data, at + COMM_RANKS_AT),
+                ranks=ranks,
                 bytes=nbytes,
                 dtype=DTYPES[dtype] if dtype < len(DTYPES) else "",
+                peer=ranks[peer] if 0 <= peer < len(ranks) else -1,
             )
         )
     return tuple(comms)

@@ -26,9 +26,11 @@ from perdure.worker.control import Control
 from perdure.worker.faults import Faults
 from perdure.worker.groups import note_groups
 from perdure.worker.interrupt import Interrupter
-from perdure.worker.recorder import Dump, StatusRecorder
+from perdure.worker.recorder import Dump
 from perdure.worker.ring import RingWriter
+from perdure.worker.stages import StepStamps, install_stages
 from perdure.worker.traces import TraceWriter, find_groups, find_trace_dumps
+from perdure.worker.watching import make_recorder
 
 _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0
@@ -45,6 +47,8 @@ class Attachment:
         self.clock_offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
         self.control: Control | None = None
         self.recorder: Any = None
+        self.stages: StepStamps | None = None
+        """Where steps go, where that is stamped."""
         self._traces: TraceWriter | None = None
         self._phase: Phase = "spawned"
         self._entered: set[str] = set()
@@ -102,19 +106,13 @@ class Attachment:
 
     def start_recorder(self) -> None:
         """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""
-        mode = os.environ.get("PERDURE_RECORDER", "auto")
-        if self.recorder is not None or mode == "off" or not _has_distributed():
+        if self.recorder is not None or not _has_distributed():
             return
-        dumps = _find_dumps()
-        if mode == "python" or not dumps:
-            from perdure.worker.hook import HookRecorder
-
-            hook = HookRecorder(self.ring, _find_members, dumps)
-            self.recorder = hook
-            self.faults.arm_collectives = lambda before: setattr(hook, "before", before)
-        else:
-            self.recorder = StatusRecorder(self.ring, dumps, _find_members)
+        self.recorder = make_recorder(self.ring, _find_members, _find_dumps(), self.faults)
+        if self.recorder is None:
+            return
         self.recorder.start()
+        self.stages = install_stages(self.ring, self.recorder)
         _note_group(self)
         note_groups(os.environ["PERDURE_RING"])
 
@@ -254,6 +252,8 @@ def _note_group(attachment: Attachment) -> None:
     @functools.wraps(publish)
     def update(group: Any) -> None:
         publish(group)
+        if group is None and hasattr(attachment.recorder, "forget_groups"):
+            attachment.recorder.forget_groups()
         if group is not None and attachment.pid == os.getpid():
             attachment.enter("group")
 

@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from perdure.model import ring as layout
+from perdure.worker.native.recorder import find_operators
 from perdure.worker.recorder import Dump, Members, is_idle
 from perdure.worker.ring import RingWriter
 
@@ -136,7 +137,7 @@ class HookRecorder:
             comm.since = now
             self._ring.beat(now)
             if comm.slot >= 0:
-                self._ring.set_comm_kind(comm.slot, nbytes, kind & 0xFFFF)
+                self._ring.set_comm_kind(comm.slot, nbytes, kind)
                 self._ring.set_comm(comm.slot, comm.started, comm.ended, now)
             kind |= (comm.slot if comm.slot >= 0 else _NO_COMM) << 16
             state |= threading.get_native_id() << 32
@@ -216,12 +217,6 @@ _DTYPES = {
     for index, name in enumerate(layout.DTYPES)
     if isinstance(getattr(torch, name, None), torch.dtype)
 }
-
-
-def find_operators() -> list[str]:
-    """Return the names of the c10d operators that this torch has."""
-    names = torch._C._dispatch_get_all_op_names()
-    return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
 
 
 def find_sized_argument(schema: Any) -> int:

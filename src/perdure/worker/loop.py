@@ -47,6 +47,7 @@ class StepLoop:
         self._attachment = attachment
         self._ring = attachment.ring
         self._faults = attachment.faults
+        self._stages = attachment.stages
         self._saver = saver
         self._metrics = metrics
         self._config = config
@@ -102,6 +103,8 @@ class StepLoop:
             self._gate_s = self._saver.gate_s
             self._ring.set_phase("step", now)
         self._step_begin = now
+        if self._stages is not None:
+            self._stages.begin_declared(now)
         if self.committed >= self._faults.next_step:
             self._faults.act(self.committed)
 
@@ -112,6 +115,8 @@ class StepLoop:
         gate_ns = self._take_gate_ns()
         overhead_ns = self._step_begin - self._accounted
         step_ns = end - self._step_begin - gate_ns
+        if self._stages is not None:
+            self._stages.end_declared(self.committed, end, gate_ns)
         spent = (step_ns, gate_ns, 0, overhead_ns)
         self._ring.commit(self.committed, self._accounted, end, spent, phase=_STEP)
         self._accounted = end

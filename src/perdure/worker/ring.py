@@ -222,18 +222,19 @@ class RingWriter:
         self._set_ranks(slot, tuple(ranks))
         self._words[layout.W_COMM_SEQ] += 1
 
+    def find_unnamed(self) -> list[tuple[int, str]]:
+        """Return slot and name of each communicator whose ranks are not said yet."""
+        found = []
+        for slot in range(min(int(self._words[layout.W_NUM_COMMS]), layout.COMMS_MAX)):
+            at = layout.comm_at(slot)
+            if self._memory[at + layout.COMM_RANKS_AT : at + layout.COMM_RANKS_AT + 2] == b"\0\0":
+                raw = self._memory[at + layout.COMM_TEXT_AT + 32 : at + layout.COMM_RANKS_AT]
+                found.append((slot, bytes(raw).split(b"\0", 1)[0].decode("utf-8", "replace")))
+        return found
+
     def _set_ranks(self, slot: int, ranks: tuple[int, ...]) -> None:
-        """Write `ranks` as a list, or as a range where they are too many; else as unknown."""
-        count, numbers = len(ranks), ranks
-        if count > layout.COMM_RANKS_MAX:
-            first, step = ranks[0], ranks[1] - ranks[0]
-            regular = step > 0 and ranks == tuple(range(first, first + step * count, step))
-            count, numbers = (layout.COMM_RANGE, (first, step, count)) if regular else (0, ())
-        if any(not 0 <= number < 1 << 16 for number in numbers):
-            count, numbers = 0, ()
-        padding = (0,) * (layout.COMM_RANKS_MAX - len(numbers))
         at = layout.comm_at(slot) + layout.COMM_RANKS_AT
-        layout.COMM_RANKS.pack_into(self._memory, at, count, *numbers, *padding)
+        self._memory[at : at + layout.COMM_RANKS.size] = pack_ranks(ranks)
 
     def set_comm(self, slot: int, started: int, ended: int, since: int) -> None:
         """Note a communicator's last collectives, and since when the newest is under way."""
@@ -287,6 +288,19 @@ class RingWriter:
     def beat(self, now: int) -> None:
         """Note that a collective began or ended at `now`: never merely that a thread lives."""
         self._words[layout.W_COMM_BEAT] = now
+
+
+def pack_ranks(ranks: tuple[int, ...]) -> bytes:
+    """Return `ranks` as a slot holds them: a list, a range where they are too many, or unknown."""
+    count, numbers = len(ranks), ranks
+    if count > layout.COMM_RANKS_MAX:
+        first, step = ranks[0], ranks[1] - ranks[0]
+        regular = step > 0 and ranks == tuple(range(first, first + step * count, step))
+        count, numbers = (layout.COMM_RANGE, (first, step, count)) if regular else (0, ())
+    if any(not 0 <= number < 1 << 16 for number in numbers):
+        count, numbers = 0, ()
+    padding = (0,) * (layout.COMM_RANKS_MAX - len(numbers))
+    return layout.COMM_RANKS.pack(count, *numbers, *padding)
 
 
 _live: "weakref.WeakSet[RingWriter]" = weakref.WeakSet()

@@ -40,7 +40,12 @@ BASE = (
 )
 """What every image imports."""
 
-OWN = ("perdure.worker.attach", "perdure.worker.run", "perdure.worker.checkpoint")
+OWN = (
+    "perdure.worker.attach",
+    "perdure.worker.run",
+    "perdure.worker.checkpoint",
+    "perdure.worker.native.preload",
+)
 """perdure's parts inside a rank."""
 
 RANK_VARIABLES = frozenset({

@@ -1,0 +1,217 @@
+"""Where each step of a rank goes: data, forward, backward, optimizer, blocked, other.
+
+Seen without a line in the script, by thin stamps around a DataLoader's `__next__`, the call of
+the autograd engine, and an optimizer's step (torch's own global hooks). Time passes from one
+stamp to the next, so the parts add up to the step by construction, and what a rank was blocked
+for in collectives, as its recorder counts it, is taken out of whichever stage it fell into.
+
+Without `run.steps` a step ends with the step of the optimizer that was seen first: others, as a
+GAN has, add to it. Host times: on a GPU they say what the host was busy with. What another
+thread does is not looked at, nor what dynamo traces.
+"""
+
+import functools
+import os
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from perdure.worker.ring import RingWriter
+
+DATA, FORWARD, BACKWARD, OPTIMIZER, WAIT, OTHER = range(6)
+_OTHERS_MAX = 64
+"""So many steps of other optimizers without one of the first, and the first is forgotten."""
+
+
+class Blocking(Protocol):
+    """A recorder that knows for how long the training was blocked."""
+
+    def blocked_ns(self) -> int:
+        """Return nanoseconds blocked in collectives so far."""
+
+    def begin_backward(self) -> object:
+        """Count what autograd's threads are blocked for as well."""
+
+    def end_backward(self, began: int) -> int:
+        """Count what the end of the backward pass that began at `began` was held up for."""
+
+
+class StepStamps:
+    """The stages of the step under way. Only the thread that made it counts."""
+
+    def __init__(self, ring: RingWriter, recorder: Blocking) -> None:
+        """Write steps that end into `ring`."""
+        self._ring = ring
+        self._recorder = recorder
+        self._blocked_ns = recorder.blocked_ns
+        self._thread = threading.get_ident()
+        self._pid = os.getpid()
+        self._parts = [0] * 6
+        self._mark = self._begin = 0
+        """Up to where time is accounted for, and where the step began; 0 before the first."""
+        self._blocked = 0
+        self._depth = 0
+        self._in_optimizer = 0
+        self._first: weakref.ref[Any] | None = None
+        self._others = 0
+        self._step = 0
+        self._declared = False
+        """Whether `run.steps` says where steps begin and end."""
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the training thread, not inside a stage already."""
+        return threading.get_ident() == self._thread and os.getpid() == self._pid
+
+    def begin_declared(self, now: int) -> None:
+        """Begin a step of `run.steps` at `now`."""
+        self._declared = True
+        self._restart(now)
+
+    def end_declared(self, step: int, now: int, stalled_ns: int) -> None:
+        """End it at `now`: `step` steps are committed, `stalled_ns` of it was a checkpoint's."""
+        self._advance(OTHER, now)
+        stalled = min(stalled_ns, self._parts[OPTIMIZER])
+        self._parts[OPTIMIZER] -= stalled
+        self._parts[OTHER] += stalled
+        self._finish(step, now)
+
+    def enter(self, before: int) -> None:
+        """A stage begins; what was since the last one ended belongs to `before`."""
+        self._advance(before, time.monotonic_ns())
+
+    def leave(self, stage: int) -> None:
+        """It ends."""
+        self._advance(stage, time.monotonic_ns())
+
+    def run_backward(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the engine; a pass within a pass (activation checkpoints) is part of it."""
+        if self._depth or not self.here:
+            return run(*args, **kwargs)
+        began = time.monotonic_ns()
+        self._advance(FORWARD, began)
+        self._depth += 1
+        self._recorder.begin_backward()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            self._depth -= 1
+            self._recorder.end_backward(began)
+            self._advance(BACKWARD, time.monotonic_ns())
+
+    def before_optimizer(self, optimizer: Any) -> None:
+        """An optimizer's step begins. One inside a backward pass is part of that."""
+        if self._depth or not self.here:
+            return
+        self._in_optimizer = id(optimizer)
+        self._advance(OTHER, time.monotonic_ns())
+
+    def after_optimizer(self, optimizer: Any) -> None:
+        """An optimizer's step ends, and with the first optimizer's, the step."""
+        if self._depth or self._in_optimizer != id(optimizer) or not self.here:
+            return
+        self._in_optimizer = 0
+        now = time.monotonic_ns()
+        self._advance(OPTIMIZER, now)
+        if self._declared:
+            return
+        first = self._first() if self._first is not None else None
+        if first is not optimizer:
+            self._others += 1
+            if first is not None and self._others < _OTHERS_MAX:
+                return
+            self._first = weakref.ref(optimizer)
+        self._others = 0
+        self._step += 1
+        self._finish(self._step, now)
+
+    def _advance(self, part: int, now: int) -> None:
+        """Give the time since the last stamp to `part`, but for what was blocked."""
+        blocked = self._blocked_ns()
+        if self._mark:
+            elapsed = now - self._mark
+            waited = min(blocked - self._blocked, elapsed)
+            self._parts[WAIT] += waited
+            self._parts[part] += elapsed - waited
+        self._mark, self._blocked = now, blocked
+
+    def _finish(self, step: int, now: int) -> None:
+        if self._begin:
+            self._ring.add_stages(step, self._begin, now, tuple(self._parts))
+        self._restart(now)
+
+    def _restart(self, now: int) -> None:
+        self._parts = [0] * 6
+        self._begin = self._mark = now
+        self._blocked = self._blocked_ns()
+
+
+def install_stages(ring: RingWriter, recorder: Any) -> StepStamps | None:
+    """Begin to stamp stages into `ring`; None where it is turned off or cannot be done.
+
+    Without a recorder that knows what was blocked there are none: they would name the all-reduce
+    of a slow rank as its peers' slow backward pass.
+    """
+    if os.environ.get("PERDURE_STAGES", "") == "off" or not hasattr(recorder, "blocked_ns"):
+        return None
+    import torch
+
+    stamps = StepStamps(ring, recorder)
+    _stamp_backward(torch.autograd, stamps)
+    _stamp_optimizers(stamps)
+    loader = sys.modules.get("torch.utils.data.dataloader")
+    if loader is not None:
+        _stamp_loader(loader, stamps)
+    return stamps
+
+
+def _stamp_backward(autograd: Any, stamps: StepStamps) -> None:
+    """Wrap what `backward` and `grad` call: the public functions stay the same objects."""
+    run = getattr(autograd, "_engine_run_backward", None)
+    if run is None:
+        return
+
+    @functools.wraps(run)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        return stamps.run_backward(run, args, kwargs)
+
+    autograd._engine_run_backward = run_backward
+
+
+def _stamp_optimizers(stamps: StepStamps) -> None:
+    import torch
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            stamps.before_optimizer(optimizer)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            stamps.after_optimizer(optimizer)
+
+    register_optimizer_step_pre_hook(before)
+    register_optimizer_step_post_hook(after)
+
+
+def _stamp_loader(module: Any, stamps: StepStamps) -> None:
+    iterator = module._BaseDataLoaderIter
+    fetch = iterator.__next__
+
+    @functools.wraps(fetch)
+    def fetch_next(self: Any) -> Any:
+        if not stamps.here:
+            return fetch(self)
+        stamps.enter(OTHER)
+        try:
+            return fetch(self)
+        finally:
+            stamps.leave(DATA)
+
+    iterator.__next__ = fetch_next
