@@ -14,7 +14,8 @@ def place_nodes(state: ControllerState, without: int | None = None) -> str:
     """Set the placement of the next world; return who stands in for whom, in words.
 
     A node that is lost, cordoned or `without` is replaced where a spare one stands ready. Where
-    none does it stays: a world that cannot be formed is no better than one that may fail again.
+    none does it stays, but for a lost one: a world that cannot be formed is no better than one
+    that may fail again, so a node that the policy cordoned stands in for it.
     """
     if not state.placement:
         ready = [node for node in sorted(state.nodes) if node not in state.cordoned]
@@ -22,12 +23,24 @@ def place_nodes(state: ControllerState, without: int | None = None) -> str:
         state.placement = tuple(sorted(nodes))
         return ""
     placement, spares, words = list(state.placement), list(state.spares), []
-    for group, node in enumerate(placement):
-        if (node in state.lost or node in state.cordoned or node == without) and spares:
-            placement[group] = spares.pop(0)
+    last = [node for node in find_cordoned_ready(state) if node != without]
+    order = sorted(range(len(placement)), key=lambda group: placement[group] not in state.lost)
+    for group in order:
+        node = placement[group]
+        if not (node in state.lost or node in state.cordoned or node == without):
+            continue
+        if spares or (last and node in state.lost):
+            placement[group] = spares.pop(0) if spares else last.pop(0)
             words.append(f"node {placement[group]} stands in for node {node}")
     state.placement = tuple(placement)
     return ", ".join(words)
+
+
+def find_cordoned_ready(state: ControllerState) -> list[int]:
+    """Return the nodes that only the policy's own cordon keeps idle, the least blamed first."""
+    out = {*state.placement, *state.lost, *state.barred}
+    ready = [node for node in state.cordoned if node in state.nodes and node not in out]
+    return sorted(ready, key=lambda node: (state.blames.get(node, 0), node))
 
 
 def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
@@ -75,7 +88,10 @@ def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> N
     if isinstance(event, NodeCordoned):
         state.cordoned.setdefault(event.node, event.reason)
         state.cordons_noted.add(event.node)
+        if event.who:
+            state.barred.add(event.node)
     else:
+        state.barred.discard(event.node)
         state.cordons_noted.discard(event.node)
         state.cordoned.pop(event.node, None)
         state.blames.pop(event.node, None)

@@ -86,6 +86,8 @@ class ControllerState:
     """Nodes that have fallen silent and have not registered since -> when that was noticed."""
     cordoned: dict[int, str] = field(default_factory=dict)
     """Node -> why it runs nothing while another can."""
+    barred: set[int] = field(default_factory=set)
+    """Nodes cordoned by an operator: they run nothing, whatever is lost."""
     cordons_noted: set[int] = field(default_factory=set)
     """Cordoned nodes whose `NodeCordoned` is in the journal."""
     blames: dict[int, int] = field(default_factory=dict)
@@ -146,9 +148,13 @@ class ControllerState:
 
     @property
     def spares(self) -> tuple[int, ...]:
-        """Return the nodes that stand ready: registered, idle, not lost and not cordoned."""
+        """Return the nodes that stand ready, the least blamed first.
+
+        They are registered, idle, not lost and not cordoned.
+        """
         out = {*self.placement, *self.lost, *self.cordoned}
-        return tuple(node for node in sorted(self.nodes) if node not in out)
+        ready = (node for node in self.nodes if node not in out)
+        return tuple(sorted(ready, key=lambda node: (self.blames.get(node, 0), node)))
 
     @property
     def resumable(self) -> bool:

@@ -177,3 +177,19 @@ def test_rank_that_dies_of_its_device_takes_its_node_with_it() -> None:
         start().exit(3, code=1, error="RuntimeError: CUDA error: launch failure"), AssignNodes
     )
     assert again.assignment.placement == (0, 1), "an error that may be the script's own"
+
+
+def test_a_cordoned_node_stands_in_for_a_lost_one_unless_an_operator_barred_it() -> None:
+    for who, placement in (("", (2, 1)), ("me", (0, 1))):
+        driver = start()
+        driver.do(NodeCordoned(node=2, at_s=driver.now, reason="r", who=who))
+        driver.do(NodeLost(node=0, at_s=driver.now, reason="silent"))
+        assert driver.controller.state.placement == placement
+
+
+def test_the_least_blamed_spare_stands_in() -> None:
+    driver = start(spares=4)
+    blame(driver, Culprit(node=1))
+    run(driver)
+    assert driver.controller.state.placement == (0, 2)
+    assert driver.controller.state.spares == (3, 1)
