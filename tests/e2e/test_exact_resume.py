@@ -41,12 +41,12 @@ def test_five_kills_change_no_bit(start: Start, tmp_path: Path, ranks: int, kind
     options = ["--steps", str(steps), "--accumulate", str(ACCUMULATE), "--workers", "1"]
     options += ["--fsdp"] if kind == "fsdp" else []
     reference = launch(start, tmp_path, "reference", ranks, *options, every=steps)
-    assert reference.wait() == 0, reference.text()
     words = [*options, "--pace-s", "0.005", "--slow-disk-s", "0.02"]
     job = launch(start, tmp_path, "killed", ranks, *words)
     chance = random.Random(f"{ranks} {kind}")
     kill_at_random(job, steps, KILLS, chance, inside=chance.randrange(KILLS))
     assert job.wait() == 0, job.text()
+    assert reference.wait() == 0, reference.text()
     check_equal(tmp_path, steps, ranks)
     check_samples(tmp_path, steps, ranks, ACCUMULATE, "killed")
     assert find_temporaries(job) == []

@@ -1,70 +1,13 @@
-"""Depth resumable: exact resume, and what survives the death of each part."""
+"""Depth resumable: what survives the death of each part, commands, and the script alone."""
 
 import json
-import random
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import SCRIPTS, Job, read_trail
-
-Start = Callable[..., Job]
-SCRIPT = str(SCRIPTS / "train_exact.py")
-
-
-def launch(start: Start, home: Path, name: str, ranks: int, *args: str, every: int = 10) -> Job:
-    """Start the exact script with checkpoints at every n-th step."""
-    (home / name).mkdir()
-    spec = home / f"{name}.toml"
-    words = ["--trail", str(home / name), *args]
-    spec.write_text(
-        f'script = "{SCRIPT}"\nargs = {json.dumps(words)}\n[checkpoint]\nevery_steps = {every}\n'
-        "[restart]\nmax_restarts = 20\n"
-    )
-    return start(name, "-n", str(ranks), "-c", str(spec))
-
-
-def check_equal(home: Path, steps: int, ranks: int, name: str = "killed") -> None:
-    """Every (rank, step) of the killed run, as often as it ran, equals the reference."""
-    want, got = read_trail(home / "reference"), read_trail(home / name)
-    assert sorted(want) == [(rank, step) for rank in range(ranks) for step in range(steps)]
-    assert sorted(got) == sorted(want)
-    for key, runs in got.items():
-        assert all(run == want[key][0] for run in runs), (key, want[key], runs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "options"),
-    [
-        (2, ["--accumulate", "2", "--workers", "1"]),
-        (3, []),
-        (2, ["--fsdp"]),
-    ],
-)
-def test_killed_run_is_bitwise_equal(
-    start: Start, tmp_path: Path, ranks: int, options: list[str]
-) -> None:
-    steps = 60
-    reference = launch(start, tmp_path, "reference", ranks, "--steps", str(steps), *options)
-    assert reference.wait() == 0, reference.text()
-    words = ["--steps", str(steps), "--pace-s", "0.05", *options]
-    job = launch(start, tmp_path, "killed", ranks, *words)
-    chance = random.Random(ranks)
-    for at_step in (12, 30, 47):
-        job.wait_step(at_step)
-        time.sleep(chance.random() * 0.3)
-        victim = chance.choice(job.find("perdure rank killed"))
-        victim.kill()
-        job.wait_until(lambda victim=victim: not victim.is_running(), "death")
-    assert job.wait() == 0, job.text()
-    check_equal(tmp_path, steps, ranks)
-    report = job.report()
-    assert report["steps_committed"] == steps
-    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report
+from tests.e2e.exact import SCRIPT, Start, check_equal, launch
+from tests.e2e.harness import read_trail
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ import json
 import os
 import random
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -43,6 +44,14 @@ def make_model(width: int) -> nn.Module:
         nn.Linear(width, width), nn.GELU(),
         nn.Linear(width, 32),
     )  # fmt: skip
+
+
+def reduce_gradients(model: nn.Module, now: bool) -> AbstractContextManager[None]:
+    """Reduce the gradients of this micro-batch, or leave them to a later one."""
+    if isinstance(model, DistributedDataParallel):
+        return nullcontext() if now else model.no_sync()
+    model.set_requires_gradient_sync(now)
+    return nullcontext()
 
 
 def slow_down_disk(mean_s: float) -> None:
@@ -78,10 +87,9 @@ def main() -> None:
     if args.fsdp:
         from torch.distributed.fsdp import fully_shard
 
-        for layer in model:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer)
-        fully_shard(model)
+        for layer in (model[3], model[6]):
+            fully_shard(layer, reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=False)
     else:
         model = DistributedDataParallel(model, bucket_cap_mb=0.01)
     torch.manual_seed(100 + rank)  # dropout differs from rank to rank
@@ -96,9 +104,12 @@ def main() -> None:
     for step, micro_batches in batches:
         optimizer.zero_grad()
         loss_sum, used = 0.0, []
-        for indices, x in micro_batches if args.accumulate > 1 else [micro_batches]:
-            loss = (model(x) - x).square().mean() / args.accumulate
-            loss.backward()
+        if args.accumulate == 1:
+            micro_batches = [micro_batches]
+        for number, (indices, x) in enumerate(micro_batches):
+            with reduce_gradients(model, number == args.accumulate - 1):
+                loss = (model(x) - x).square().mean() / args.accumulate
+                loss.backward()
             loss_sum += loss.item()
             used += indices.tolist()
         if args.pace_s:
