@@ -160,12 +160,14 @@ class Detector:
             cadence = self._cadences.setdefault(progress.rank, Cadence())
             watch = RankWatch(progress.rank, beat.node, cadence, self._config)
             self._watches[progress.rank] = watch
+            watch.clock_s = clock_s
             watch.begin(progress, beat.sent_s)
         elif watch.gone:
             return None
         else:
+            watch.clock_s = clock_s
             moved = watch.observe(progress, beat.sent_s, self._habits)
-        watch.seen_s, watch.received_s, watch.clock_s = beat.sent_s, now, clock_s
+        watch.seen_s, watch.received_s = beat.sent_s, now
         self._desync.take(watch)
         self._notes.take(watch, moved)
         return watch

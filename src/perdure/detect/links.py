@@ -23,11 +23,13 @@ SEGMENT = 1448
 LOST_MIN = 20
 """Segments sent again in a window; fewer are everyday."""
 UNREAD_MIN = 65_536
-MINOR = 0.2
+MINOR = 0.3
 """A suspect this much less than the worst is slow because of it."""
 LINKS_A_S, LINKS_COMPARED = 20_000, 4096
 """What is usual is found so often, from so many links, that many cost no more."""
-LOSS_EXCESS = 0.5
+CALM = 1.3
+"""Below this multiple of itself a link needs no closer look."""
+LOSS_EXCESS = 2.0
 """What loss counts for, as an excess, at the threshold."""
 
 
@@ -144,7 +146,7 @@ class LinkWatch:
         cell = link.cell = busy_s * 1e9 / acked
         link.moved_s = now
         config = self._config
-        calm = cell <= config.link_floor_ms_per_mb or cell <= 2.0 * link.base.value
+        calm = cell <= config.link_floor_ms_per_mb or cell <= CALM * link.base.value
         excess = 0.0 if calm and link.retrans < LOST_MIN else self._find_excess(link)
         if link.slow is None and excess > 0.0:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
@@ -174,7 +176,8 @@ class LinkWatch:
         usual = max(others, link.base.value)
         if usual > 0.0:
             ratio = link.cell / usual
-            if ratio >= config.link_slow_ratio and link.cell - usual >= config.link_floor_ms_per_mb:
+            extra = link.cell - usual
+            if ratio >= config.link_fused_ratio and extra >= config.link_floor_ms_per_mb:
                 return ratio - 1.0
         if link.lost >= config.link_loss_ratio and link.retrans >= LOST_MIN:
             return LOSS_EXCESS * link.lost / config.link_loss_ratio
@@ -185,14 +188,18 @@ class LinkWatch:
         back = self.links.get((link.dst, link.src))
         return back is not None and back.unread >= UNREAD_MIN
 
-    def find_slow(self, now: float) -> list[Link]:
-        """Return links under suspicion now, the worst first."""
+    def find_slow(self, now: float, *, fused: bool) -> list[Link]:
+        """Return links under suspicion now, the worst first.
+
+        `fused`: there is other evidence that communication is slow, so that less is enough.
+        """
+        least = self._config.link_fused_ratio if fused else self._config.link_slow_ratio
         slow = [
             link
             for link in self.links.values()
             if link.slow is not None
             and now - link.slow.seen_s <= FRESH_S
-            and link.slow.recent(now, FRESH_S) > 0.0
+            and link.slow.recent(now, FRESH_S) >= 0.9 * (least - 1.0)
             and not self.is_unread(link)
         ]
         excess = {(x.src, x.dst): x.slow.recent(now, FRESH_S) for x in slow if x.slow is not None}

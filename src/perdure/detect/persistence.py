@@ -16,13 +16,15 @@ SAMPLES_MIN = 4
 FEW = {2: 2.0, 3: 0.8}
 """Unless each of so many is this large: what is very slow shows few samples."""
 OVER_S = 2.0
+GAP_S, GAP_RATIO = 1.5, 5.0
+"""A silence this long, and so many times the usual, is an event of its own: an evaluation."""
 _KEPT_S = 30.0
 
 
 class Persistence:
     """The recent excesses (0.5 is half as much again) of one suspect, from its first on."""
 
-    __slots__ = ("_samples", "began_s", "least", "scale_s", "seen_s")
+    __slots__ = ("_samples", "_spacing_s", "began_s", "least", "scale_s", "seen_s")
 
     def __init__(self, now: float, scale_s: float, least: float) -> None:
         """Begin at the first excess; nothing below `least` is ever confirmed."""
@@ -30,12 +32,16 @@ class Persistence:
         self.scale_s = scale_s
         self.least = least
         self._samples: deque[tuple[float, float]] = deque()
+        self._spacing_s = 0.0
 
     def add(self, now: float, excess: float) -> None:
         """Take one more sample."""
-        if self._samples and now - self._samples[-1][0] > _KEPT_S / 3:
+        gap_s = now - self._samples[-1][0] if self._samples else 0.0
+        if gap_s > max(GAP_S, GAP_RATIO * self._spacing_s):
             self.began_s = now  # What was seen before so long a gap says nothing of it.
             self._samples.clear()
+        elif gap_s > 0.0:
+            self._spacing_s += 0.3 * (gap_s - self._spacing_s)
         self._samples.append((now, excess))
         if excess >= self.least:
             self.seen_s = now

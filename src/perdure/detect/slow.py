@@ -235,7 +235,7 @@ class SlowWatch:
             and now - comm.slow.seen_s <= RECENT_S
             and comm.slow.recent(now, RECENT_S) > 0.0
         ]
-        links = self.links.find_slow(now)
+        links = self.links.find_slow(now, fused=bool(slow))
         if links and self._matters(now, slow, {name for link in links for name in link.comms}):
             began_s = min(link.slow.began_s for link in links if link.slow is not None)
             sure = any(c.slow.confirm(now, hurry=0.5) > 0 for c in slow if c.slow is not None)
@@ -418,7 +418,7 @@ class SlowWatch:
     def _find_suspects(self, now: float) -> frozenset[int]:
         node_of = self._spec.node_of
         nodes: set[int] = set()
-        for link in self.links.find_slow(now):
+        for link in self.links.find_slow(now, fused=False):
             nodes |= {node_of(link.src), node_of(link.dst)}
         for comm in self.collectives.comms():
             if comm.slow is not None and now - comm.slow.seen_s <= RECENT_S and len(nodes) < 64:

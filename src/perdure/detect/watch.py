@@ -108,7 +108,7 @@ class RankWatch:
         self.began_s = self.busy_s = sent_s
         self._anchor = (sent_s, progress.proc.cpu_s, progress.proc.io_bytes)
         self._store(progress)
-        stamps = max(progress.heartbeat_s, progress.phase_since_s, progress.account.last_step_s)
+        stamps = self._find_stamp(progress)
         self.progress_s = min(stamps, sent_s) if self.instrumented and stamps > 0 else sent_s
 
     def observe(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
@@ -133,7 +133,7 @@ class RankWatch:
     def _move(
         self, new: RankProgress, sent_s: float, habits: Habits, stepped: int, entered: bool
     ) -> None:
-        at_s = min(max(new.heartbeat_s, new.phase_since_s, new.account.last_step_s), sent_s)
+        at_s = min(self._find_stamp(new), sent_s)
         if at_s <= self.progress_s:
             at_s = sent_s
         gap_s = at_s - self.progress_s
@@ -154,6 +154,12 @@ class RankWatch:
         self.moves += 1
         self.progress_s = at_s
         self.stopped_in_gap = False
+
+    def _find_stamp(self, progress: RankProgress) -> float:
+        """Return its newest stamp; accounts are in its node's own time."""
+        step_s = progress.account.last_step_s
+        step_s += self.clock_s if step_s > 0 else 0.0
+        return max(progress.heartbeat_s, progress.phase_since_s, step_s)
 
     def _weigh(self, progress: RankProgress, sent_s: float) -> None:
         at_s, cpu_s, io_bytes = self._anchor
