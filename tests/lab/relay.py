@@ -7,6 +7,7 @@ One TAP is `eth0` of the namespace, the other is `PORT` beside the bridge. The f
 keep their order. Ends with its parent.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -103,10 +104,8 @@ class Relay:
                 self._write(target, queue.popleft()[1])
 
     def _write(self, fd: int, frame: bytes) -> None:
-        try:
+        with contextlib.suppress(OSError):  # A full queue, an interface that is down: lost.
             os.write(fd, frame)
-        except (BlockingIOError, OSError):
-            pass  # A full queue, or an interface that is down: lost, as on a wire.
 
 
 if __name__ == "__main__":

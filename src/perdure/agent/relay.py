@@ -76,7 +76,7 @@ def relay_fault(
     if order.rank not in keeper.running:
         return report(f"rank {order.rank} does not run")
     number = BY_SIGNAL.get(order.kind)
-    if number is not None and order.at_step < 0:
+    if number is not None and order.at_step < 0 and "for_s" not in order.args:
         return report("", TellKeeper(KeeperSignal(order.generation, order.rank, number)))
     if spec.no_python:
         return report("with --no-python only crash and stop, now, can be injected")

@@ -8,8 +8,7 @@ from perdure.cli.jobs import find_job, send_command
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
 from perdure.model.errors import ConfigError
-
-FAULTS = ("crash", "stop", "spin", "slow", "exit", "oom")
+from perdure.model.faults import FAULTS
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Timeout = Annotated[
@@ -26,16 +25,20 @@ def inject(
     ] = None,
     arg: Annotated[
         list[str] | None,
-        typer.Option("--arg", metavar="K=V", help="code=N for exit, s=N for slow and spin, mb=N."),
+        typer.Option(
+            "--arg", metavar="K=V", help="Such as for_s=5, ms=20, code=3: see docs/lab.md."
+        ),
     ] = None,
     timeout_s: Timeout = 30.0,
     as_json: Json = False,
 ) -> None:
     """Harm a rank on purpose, to see what happens.
 
-    crash is SIGKILL, stop is SIGSTOP, spin burns CPU without progress, slow delays every step,
-    exit leaves with an exit code, oom runs out of memory: killed by the kernel in a cgroup of its
-    own where one can be made, else by a MemoryError.
+    crash is SIGKILL, stop is SIGSTOP, spin burns CPU without progress, sleep and gil stand still,
+    slow delays every step, slow-forward, slow-backward and slow-data one stage of it, exit leaves
+    with an exit code, oom runs out of memory: killed by the kernel in a cgroup of its own where
+    one can be made, else by a MemoryError. slow-link, drop-link and link-down need nodes with
+    networks of their own. `--arg for_s=N` ends a fault, and so does heal.
     """
     if fault not in FAULTS:
         raise ConfigError(f"unknown fault `{fault}`", hint=f"one of {', '.join(FAULTS)}")

@@ -18,7 +18,7 @@ from perdure.model.progress import CommProgress, RankProgress
 
 PENDING = 32
 """Rows kept of one communicator while ranks are missing in them."""
-ROW_COST, COST_A_LOOK = 16, 25_000
+ROW_COST, COST_A_LOOK = 16, 12_000
 """What a row costs beside its spans, and what a look may cost; above it, rows are thinned."""
 PACE_ROWS = 9
 """Rows over which the time a collective is taken: several collectives make a step."""
@@ -162,7 +162,7 @@ class CollectiveWatch:
                     del comm.rows[seq]
             if comm.slow is not None and comm.slow.is_over(now, 30.0):
                 comm.slow = None
-            if cost > COST_A_LOOK and comm.mask < 15 and rows.get((comm.name, comm.first), 0) > 1:
+            if cost > COST_A_LOOK and comm.mask < 63 and rows.get((comm.name, comm.first), 0) > 1:
                 comm.mask = 2 * comm.mask + 1  # Fewer rows of those that have many.
 
     def _judge(self, now: float, comm: Comm, seq: int, row: Row, pace: float) -> None:

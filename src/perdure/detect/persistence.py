@@ -68,7 +68,7 @@ class Persistence:
             wanted = max((self.scale_s / window_s) ** 0.5, self.least)
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
-            if low >= wanted:
+            if low >= wanted and seen[-1][1] >= wanted / 2:
                 return recent[len(recent) // 2]
         return 0.0
 
@@ -89,7 +89,7 @@ def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bo
         if at_s - before_s > window_s / 2:
             return True
         before_s = at_s
-    return False
+    return now - before_s > window_s / 2
 
 
 class Baseline:

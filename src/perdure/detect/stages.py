@@ -32,7 +32,7 @@ SAMPLED = 101
 """Ranks asked for the length of a step, which is nearly the same for all."""
 LEARNED_A_S = 2000
 """Ranks whose usual work is learned at once, in turns, so that 10,000 cost no more."""
-BACK_S_MAX = 3.0
+BACK_S_MAX = 1.0
 """A slow step began to be slow when it began, and that counts, up to here."""
 LEARNED = 12
 FOLLOW = 0.3

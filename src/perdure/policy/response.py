@@ -91,7 +91,9 @@ def _restart(
     node, blames = situation.node, situation.blames + 1
     if node is None:
         return Reaction("restart", "nobody in particular to leave out")
-    cordon = bool(config.cordon_after) and blames >= config.cordon_after
+    # A device that has failed fails again; of a hang, once may be chance.
+    sure = verdict.kind == "UnhealthyDevice" or blames >= config.cordon_after
+    cordon = bool(config.cordon_after) and sure
     times = "once" if blames == 1 else f"{blames} times"
     if not (leave_out or cordon):
         return Reaction("restart", f"node {node} was blamed {times}")

@@ -28,6 +28,7 @@ from perdure.worker.groups import note_groups
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.recorder import Dump
 from perdure.worker.ring import RingWriter
+from perdure.worker.slowdowns import arm_forward
 from perdure.worker.stages import StepStamps, install_stages
 from perdure.worker.traces import TraceWriter, find_groups, find_trace_dumps
 from perdure.worker.watching import make_recorder
@@ -59,6 +60,7 @@ class Attachment:
             drain=self.drain,
             now=self.now,
         )
+        self.faults.arm_forward = arm_forward
         self.interrupter = Interrupter(
             rank=ring.rank, generation=ring.generation, emit=self.emit, now=self.now
         )

@@ -1,15 +1,18 @@
 """Harm done on purpose, inside the rank that was asked for, at a step or now.
 
-crash and stop are real signals to the own process. exit, spin, slow and oom happen in the
-training thread, where a bug of the user's would; in a script that declares no steps the Python
-recorder gives them a place (the next collective), otherwise the answer says that there is none.
+crash and stop are real signals to the own process. exit, spin, sleep, gil, slow, oom and wrong
+collectives happen in the training thread, where a bug of the user's would; in a script that
+declares no steps they strike at its next collective (Python recorder) or its next forward pass.
 oom is a kill by the kernel, wherever a cgroup with a limit can be made for this one process.
+Slow stages are in `slowdowns`, network faults in `netfaults`; `for_s` ends a fault, so does heal.
 That a fault is about to happen is told, and the agent's receipt awaited, before it happens.
 """
 
+import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,12 +20,19 @@ from collections.abc import Callable
 
 from perdure.model.actions import InjectFault
 from perdure.model.events import AnyEvent, FaultInjected
+from perdure.model.faults import FAULTS, NETWORK_FAULTS
 from perdure.worker import cgroups
+from perdure.worker.netfaults import NetworkFaults
+from perdure.worker.slowdowns import STAGES, Slowdown, call_wrongly
 
-KINDS = ("crash", "stop", "spin", "exit", "oom", "slow")
+_BESIDE = ("crash", "stop", "exit", "memory", "heal", *STAGES, *NETWORK_FAULTS)
+"""Done by any thread, whatever the training thread is doing."""
 NEVER = 1 << 62
 _TOLD_TIMEOUT_S = 1.0
 _MIB = 1 << 20
+_PAST_THE_AGENT_S = 0.3
+"""For the news to leave the node before its network does."""
+_GIL_S_MAX = 4000.0
 _OOM_MB = 256
 _OOM_SLACK_MB = 256
 """Taken beyond the limit before it is said that the kernel does not enforce it."""
@@ -54,6 +64,12 @@ class Faults:
         """The earliest step before which the training thread has to call `act`."""
         self.arm_collectives: Callable[[Callable[[], None] | None], None] | None = None
         """Set by the Python recorder's owner: calls the given before each collective."""
+        self.arm_forward: Callable[[Callable[[], None]], bool] | None = None
+        """Set where torch may come: calls the given once, in the next forward pass."""
+        self._network = NetworkFaults()
+        self._slowdowns: list[Slowdown] = []
+        self._healed = threading.Event()
+        """What runs now shall end."""
 
     def handle(self, order: InjectFault) -> None:
         """Take an order. Called by the control thread; never waits, never harms by itself."""
@@ -69,8 +85,12 @@ class Faults:
             with self._lock:
                 self._waiting.append((max(order.at_step, 0), order))
                 self.next_step = min(step for step, _ in self._waiting)
-            if self.step < 0 and self.arm_collectives is not None:
+            if self.step >= 0:
+                return
+            if self.arm_collectives is not None:
                 self.arm_collectives(self._before_collective)
+            elif self.arm_forward is not None:
+                self.arm_forward(self._before_forward)
 
     def act(self, step: int) -> None:
         """Do what is due before step `step` begins. Called by the training thread."""
@@ -85,12 +105,15 @@ class Faults:
             self.next_step = 0 if self._slow_left else waiting
 
     def _find_objection(self, order: InjectFault) -> str:
-        if order.kind not in KINDS:
-            return f"unknown fault {order.kind!r}: one of {', '.join(KINDS)}"
+        if order.kind not in FAULTS:
+            return f"unknown fault {order.kind!r}: one of {', '.join(FAULTS)}"
+        if order.kind in NETWORK_FAULTS and (why := self._network.find_objection(order.args)):
+            return why
         if self.step < 0:
             if order.at_step >= 0:
                 return "the script declares no steps (run.steps), so there is none to wait for"
-            if not self._can_strike_beside(order.kind) and self.arm_collectives is None:
+            places = (self.arm_collectives, self.arm_forward)
+            if not self._can_strike_beside(order.kind) and places == (None, None):
                 return (
                     f"{order.kind} needs run.steps() in the script, or PERDURE_RECORDER=python "
                     "to act at its next collective"
@@ -103,12 +126,17 @@ class Faults:
         """Whether any thread can do it now, whatever the training thread is doing."""
         if kind == "oom":
             return self.step < 0 and bool(cgroups.find_parents())
-        return kind in ("crash", "stop", "exit")
+        return kind in _BESIDE
 
     def _before_collective(self) -> None:
         self.act(NEVER - 1)
         if self.next_step == NEVER and self.arm_collectives is not None:
             self.arm_collectives(None)
+
+    def _before_forward(self) -> None:
+        self.act(NEVER - 1)
+        if self.next_step != NEVER and self.arm_forward is not None:
+            self.arm_forward(self._before_forward)
 
     def _tell(self, order: InjectFault, error: str = "", note: str = "") -> None:
         self._emit(
@@ -127,23 +155,76 @@ class Faults:
         if order.kind == "oom":
             self._run_out_of_memory(order, beside)
             return
+        if order.kind in (*STAGES, *NETWORK_FAULTS, "heal"):
+            self._begin(order)
+            return
         self._tell(order)
         self._drain(_TOLD_TIMEOUT_S)
+        for_s = float(order.args.get("for_s", order.args.get("s", float("inf"))))
         match order.kind:
             case "crash":
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
+                stop_self(for_s)
             case "exit":
                 code = int(order.args.get("code", 1))
                 if beside:
                     os._exit(code)
                 sys.exit(code)
             case "spin":
-                spin(float(order.args.get("s", float("inf"))))
+                self._healed.clear()
+                spin(for_s, self._healed)
+            case "sleep":
+                self._healed.clear()
+                self._healed.wait(min(for_s, threading.TIMEOUT_MAX))
+            case "gil":
+                hold_interpreter(for_s)
+            case "memory":
+                self._healed.clear()
+                press_memory(int(order.args.get("mb", _OOM_MB)), for_s, self._healed)
+            case "wrong-op" | "wrong-size":
+                call_wrongly(order.kind)
             case "slow":
                 self._slow_s = float(order.args.get("s", 0.1))
                 self._slow_left = int(order.args.get("steps", NEVER))
+
+    def _begin(self, order: InjectFault) -> None:
+        """Begin what goes on beside the training, and end it after `for_s`; or end it all."""
+        args, undo = order.args, self.heal
+        try:
+            if order.kind == "heal":
+                self.heal()
+            elif order.kind in STAGES:
+                extra_s = float(args.get("ms", 0.0)) / 1000
+                factor = float(args.get("factor", 0.0 if extra_s else 1.5))
+                slowdown = Slowdown(STAGES[order.kind], extra_s=extra_s, factor=factor)
+                slowdown.begin()
+                self._slowdowns.append(slowdown)
+                undo = slowdown.end
+            elif order.kind == "link-down":
+                self._tell(order)
+                self._drain(_TOLD_TIMEOUT_S)
+                time.sleep(_PAST_THE_AGENT_S)
+            if order.kind in NETWORK_FAULTS:
+                self._network.strike(order.kind, args)
+                undo = self._network.heal
+        except (ImportError, OSError, subprocess.SubprocessError) as error:
+            self._tell(order, error=str(error))
+            return
+        if order.kind != "link-down":
+            self._tell(order)
+        if "for_s" in args and order.kind != "heal":
+            timer = threading.Timer(float(args["for_s"]), undo)
+            timer.daemon = True
+            timer.start()
+
+    def heal(self) -> None:
+        """End every fault of this process that can end."""
+        self._healed.set()
+        self._slow_left = 0
+        while self._slowdowns:
+            self._slowdowns.pop().end()
+        self._network.heal()
 
     def _run_out_of_memory(self, order: InjectFault, beside: bool) -> None:
         """Be killed by the kernel in a cgroup of this process's own; else raise a MemoryError."""
@@ -173,11 +254,33 @@ class Faults:
             time.sleep(self._slow_s)
 
 
-def spin(duration_s: float) -> None:
-    """Burn CPU in this thread for `duration_s`."""
+def spin(duration_s: float, over: threading.Event) -> None:
+    """Burn CPU in this thread for `duration_s`, or until `over`."""
     end = time.monotonic() + duration_s
-    while time.monotonic() < end:
+    while time.monotonic() < end and not over.is_set():
         pass
+
+
+def stop_self(duration_s: float) -> None:
+    """SIGSTOP this process; a small one of its own wakes it after `duration_s`."""
+    if duration_s < float("inf"):
+        wake = f"sleep {duration_s:.3f}; kill -CONT {os.getpid()}"
+        subprocess.Popen(("sh", "-c", wake), start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_interpreter(duration_s: float) -> None:
+    """Hold the interpreter's lock in native code, as an extension that does not release it."""
+    us = int(min(duration_s, _GIL_S_MAX) * 1e6)
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(us))
+
+
+def press_memory(size_mb: int, duration_s: float, over: threading.Event) -> None:
+    """Take `size_mb` and write to all of it again and again, without the interpreter's lock."""
+    end = time.monotonic() + duration_s
+    block = ctypes.create_string_buffer(size_mb * _MIB)
+    while time.monotonic() < end and not over.is_set():
+        ctypes.memset(block, 1, len(block))
 
 
 def touch_memory(size_mb: int) -> None:

@@ -28,7 +28,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["run", "--max_restarts", "-1", "x"], "Invalid value", "--help"),
         (["status", "nosuch"], "unknown job `nosuch`", "there are no jobs under"),
         (["stop", "nosuch"], "unknown job", ""),
-        (["inject", "nosuch", "bite", "--rank", "0"], "unknown fault `bite`", "crash, stop"),
+        (["inject", "nosuch", "bite", "--rank", "0"], "unknown fault `bite`", "crash, exit"),
     ],
 )
 def test_an_error_is_two_lines(

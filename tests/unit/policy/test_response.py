@@ -76,3 +76,10 @@ def test_policy_is_plain_data(response: str) -> None:
 def test_restart_cost_is_the_median_of_what_was_measured() -> None:
     assert find_restart_cost_s(()) == 10.0
     assert find_restart_cost_s((1.0, 9.0, 2.0)) == 2.0
+
+
+def test_failed_device_cordons_its_node_at_once() -> None:
+    ready = Situation(node=1, spares=(2,))
+    reaction = react(verdict("UnhealthyDevice"), PolicyConfig(), ready)
+    assert (reaction.leave_out, reaction.cordon) == (True, True)
+    assert not react(verdict("UnhealthyDevice"), PolicyConfig(cordon_after=0), ready).cordon

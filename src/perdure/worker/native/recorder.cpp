@@ -358,6 +358,30 @@ bool may_stand_before(const c10d::Work& work) {
   return answer;
 }
 
+// --- faults --------------------------------------------------------------------------------------
+
+// No exception passes the dispatcher and autograd's threads unchanged, so what `before` raised is
+// raised by the interpreter's main thread when it next runs Python. Looked up by name: this
+// library is built without Python's headers.
+std::atomic<void*> g_raised{nullptr};  // A PyObject, which its owner keeps alive.
+
+int set_raised(void*) {
+  using SetObject = void (*)(void*, void*);
+  using Type = void* (*)(void*);
+  auto set_object = reinterpret_cast<SetObject>(dlsym(RTLD_DEFAULT, "PyErr_SetObject"));
+  auto type_of = reinterpret_cast<Type>(dlsym(RTLD_DEFAULT, "PyObject_Type"));
+  void* raised = g_raised.exchange(nullptr);
+  if (raised == nullptr || set_object == nullptr || type_of == nullptr) return 0;
+  set_object(type_of(raised), raised);
+  return -1;
+}
+
+void raise_in_main() {
+  using AddPending = int (*)(int (*)(void*), void*);
+  auto add = reinterpret_cast<AddPending>(dlsym(RTLD_DEFAULT, "Py_AddPendingCall"));
+  if (add != nullptr) add(set_raised, nullptr);
+}
+
 // --- the kernel ----------------------------------------------------------------------------------
 
 class Kernel final : public c10::OperatorKernel {
@@ -387,7 +411,8 @@ class Kernel final : public c10::OperatorKernel {
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, c10::Stack* stack) {
     char* ring = g_ring.load(std::memory_order_acquire);
     if (C10_LIKELY(ring != nullptr)) {
-      if (auto before = g_before.load(std::memory_order_relaxed)) before();
+      if (auto before = g_before.load(std::memory_order_relaxed))
+        if (before() != 0) raise_in_main();
       record(ring, op, keys, stack);
     } else {
       pass_on(op, keys, stack);
@@ -561,6 +586,9 @@ void perdure_set_ranks(int slot, const uint16_t* numbers, int count) {
 
 // Calls `before` in front of each collective, in the thread that enters it; nullptr: no more.
 void perdure_set_before(int (*before)()) { g_before.store(before); }
+
+// What the main thread raises when `before` has returned something else than 0.
+void perdure_set_raised(void* exception) { g_raised.store(exception); }
 
 // Nanoseconds for which the training was blocked in `wait` so far.
 int64_t perdure_blocked_ns() { return g_blocked.load(std::memory_order_relaxed); }

@@ -42,6 +42,7 @@ class NativeLibrary:
         calls.perdure_attach.restype = ctypes.c_int
         calls.perdure_set_ranks.argtypes = [ctypes.c_int, ctypes.c_char_p, ctypes.c_int]
         calls.perdure_set_before.argtypes = [ctypes.c_void_p]
+        calls.perdure_set_raised.argtypes = [ctypes.c_void_p]
         calls.perdure_lost.restype = ctypes.c_int64
         self.blocked_ns: Callable[[], int] = quick.perdure_blocked_ns
         quick.perdure_blocked_ns.restype = ctypes.c_int64
@@ -56,6 +57,7 @@ class NativeLibrary:
         if count <= 0:
             raise RuntimeError("no operator of c10d could be taken over")
         self._before: Any = None
+        self._raised: BaseException | None = None
 
     def _register(self, names: list[str]) -> int:
         ops = [name.strip("_") for name in names]
@@ -92,8 +94,8 @@ class NativeLibrary:
     def set_before(self, before: Callable[[], None] | None) -> None:
         """Have `before` called in front of each collective.
 
-        What it raises is raised in the main thread, after the collective was handed over: no
-        exception can pass through the dispatcher unchanged.
+        What it raises is raised in the main thread, once the collective was handed over: no
+        exception passes the dispatcher and autograd's threads unchanged.
         """
         if before is None:
             self._calls.perdure_set_before(None)
@@ -103,7 +105,8 @@ class NativeLibrary:
             try:
                 before()
             except BaseException as error:
-                _raise_in_main(error)
+                self._raised = error
+                self._calls.perdure_set_raised(id(error))
                 return 1
             return 0
 
@@ -204,15 +207,3 @@ def find_operators() -> list[str]:
 
     names = torch._C._dispatch_get_all_op_names()
     return sorted(name.removeprefix("c10d::") for name in names if name.startswith("c10d::"))
-
-
-def _raise_in_main(error: BaseException) -> None:
-    """Raise a copy of `error` in the main thread, at its next bytecode."""
-
-    class Injected(type(error)):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__(*error.args)
-
-    Injected.__name__ = Injected.__qualname__ = type(error).__name__
-    ident = threading.main_thread().ident or 0
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Injected))

@@ -1,0 +1,275 @@
+"""The compiled recorder in two real gloo ranks: it sees everything and changes nothing."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters.rings import read_ring, read_spans, read_stages
+from perdure.model import ring as layout
+from perdure.worker.native.build import BuildError, build
+from perdure.worker.ring import RingWriter
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+SCRIPT = Path(__file__).with_name("recorder_rank.py")
+NOT_COLLECTIVES = {"check_for_nan": "takes no process group: looks at one tensor"}
+SIZES_DIFFER = {"send", "recv", "recv_any_source"}
+
+
+@pytest.fixture(scope="session")
+def library():
+    try:
+        return build()
+    except BuildError as error:
+        pytest.skip(f"the compiled recorder cannot be built here: {error}")
+
+
+def run_ranks(folder, mode):
+    """Run both ranks; return what each printed, and the paths of their rings."""
+    rings, processes = [], []
+    for rank in range(2):
+        ring = str(folder / f"{rank}.ring")
+        env = os.environ | {"RANK": str(rank), "OMP_NUM_THREADS": "1", "PERDURE_RECORDER": mode}
+        if mode != "off":
+            RingWriter.create(ring, rank=rank, generation=0).close()
+            env["PERDURE_RING"] = ring
+        command = [sys.executable, str(SCRIPT), str(folder / "store")]
+        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True))
+        rings.append(ring)
+    try:
+        answers = [json.loads(p.communicate(timeout=150)[0].splitlines()[-1]) for p in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    return answers, rings
+
+
+@pytest.fixture(scope="module")
+def compiled(library, tmp_path_factory):
+    return run_ranks(tmp_path_factory.mktemp("compiled"), "compiled")
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory):
+    return run_ranks(tmp_path_factory.mktemp("bare"), "off")[0]
+
+
+def c10d_operators():
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("c10d::") for name in names if name.startswith("c10d::")}
+
+
+def test_every_operator_of_this_torch_is_recorded(compiled):
+    answers, rings = compiled
+    operators = c10d_operators() - set(NOT_COLLECTIVES)
+    driven = {name for name in answers[0] if name in operators}
+    assert operators - driven == set(), "drive it in recorder_rank.py"
+    for rank in range(2):
+        spans = {one.number: one for one in read_spans(rings[rank], 0.0)}
+        for name in driven:
+            _, first, last = answers[rank][name]
+            seen = [spans[n].span.op for n in range(first, last)]
+            wanted = name.strip("_")
+            if name in ("send", "recv_", "recv_any_source_") and rank == (name != "send"):
+                assert seen == [wanted], name
+            elif name not in ("send", "recv_", "recv_any_source_"):
+                assert wanted in seen, name
+
+
+def test_names_of_operators_have_numbers():
+    named = {name.strip("_") for name in c10d_operators() - set(NOT_COLLECTIVES)}
+    assert named - set(layout.OPS) == set()
+
+
+def test_dtypes_are_numbered_as_torch_numbers_them():
+    named = {name: getattr(torch, name) for name in layout.DTYPES if name}
+    numbers = {
+        name: torch._C._get_dtype_number(dtype) if hasattr(torch._C, "_get_dtype_number") else None
+        for name, dtype in named.items()
+        if isinstance(dtype, torch.dtype)
+    }
+    assert {"float32", "bfloat16", "int64", "bool"} <= set(numbers)
+
+
+def test_what_a_script_gets_is_what_it_gets_without(compiled, bare):
+    for rank in range(2):
+        for name, (result, _, _) in compiled[0][rank].items():
+            assert result == bare[rank][name][0], f"{name} on rank {rank}"
+
+
+def test_everything_built_on_the_operators_is_recorded(compiled):
+    answers, _ = compiled
+    at_least = {
+        "ddp": 3 * 4, "fsdp2": 8, "functional": 1, "functional with gradient": 2, "compile": 1,
+        "async": 1, "many in flight": 40, "objects": 2, "batch_isend_irecv": 2, "dropped": 2,
+        "inference mode": 1, "coalescing manager": 1, "subgroup": 1, "threads": 600,
+    }  # fmt: skip
+    for name, count in at_least.items():
+        for rank in range(2):
+            _, first, last = answers[rank][name]
+            assert last - first >= count, f"{name} on rank {rank}"
+
+
+def test_ends_waits_and_ranks_are_known(compiled):
+    _, rings = compiled
+    states = Counter()
+    for ring in rings:
+        reading = read_ring(ring, 0.0)
+        assert reading.recorder == "compiled"
+        for comm in reading.comms:
+            assert comm.started_seq == comm.ended_seq, comm
+            assert comm.ranks == (0, 1), comm
+        for one in read_spans(ring, 0.0):
+            states[one.state] += 1
+            if one.state == layout.ENDED:
+                assert one.span.end_s >= one.span.start_s
+                slack = 0.25  # Between the future's end and the waiter's waking: a busy machine.
+                assert one.span.wait_s <= one.span.end_s - one.span.start_s + slack, one
+            if one.span.op in ("send", "recv"):
+                assert one.span.peer in (0, 1)
+    assert states[layout.UNDER_WAY] == 0
+    assert states[layout.UNSEEN] <= 2, "only the dropped reduce_scatter of each rank"
+    assert states[layout.FAILED] <= 2, "only the one of a wrong size"
+
+
+def test_ranks_agree_on_each_collective(compiled):
+    _, rings = compiled
+    seen = []
+    for ring in rings:
+        names = [comm.name for comm in read_ring(ring, 0.0).comms]
+        seen.append(
+            {
+                (names[one.span.comm], one.span.seq): (one.span.op, one.span.bytes, one.dtype)
+                for one in read_spans(ring, 0.0)
+                if not names[one.span.comm].endswith(layout.P2P_SUFFIX)
+            }
+        )
+    assert len(seen[0]) > 700
+    assert seen[0] == seen[1]
+
+
+def test_stages_are_recorded_and_add_up(compiled):
+    _, rings = compiled
+    for ring in rings:
+        stages = read_stages(ring, 0.0)
+        assert [one.step for one in stages] == [2, 3]
+        for one in stages:
+            parts = (one.data_s, one.forward_s, one.backward_s, one.optimizer_s)
+            assert min(parts) >= 0
+            total = sum(parts) + one.wait_s + one.other_s
+            assert total == pytest.approx(one.end_s - one.begin_s, abs=1e-6)
+            assert one.wait_s > 0
+            assert one.backward_s > 0
+
+
+LONER = """
+import os, sys, threading, time
+import torch, torch.distributed as dist
+from perdure.worker.attach import attach_rank
+attachment = attach_rank()
+from torch.testing._internal.distributed.fake_pg import FakeStore
+# gloo's threads do not survive a fork, so a forked child could do nothing with it.
+backend = "fake" if sys.argv[1] == "fork" else "gloo"
+store = FakeStore() if sys.argv[1] == "fork" else dist.HashStore()
+dist.init_process_group(backend, store=store, rank=0, world_size=1)
+t = torch.ones(4)
+if sys.argv[1] == "fork":
+    dist.all_reduce(t)
+    while attachment.ring.find_unnamed():
+        time.sleep(0.01)
+    before = open(os.environ["PERDURE_RING"], "rb").read()
+    pid = os.fork()
+    if pid == 0:
+        dist.all_reduce(t)
+        dist.barrier()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert open(os.environ["PERDURE_RING"], "rb").read() == before
+    dist.all_reduce(t)
+elif sys.argv[1] == "again":
+    for _ in range(3):
+        dist.all_reduce(t)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.all_reduce(t)
+elif sys.argv[1] == "exit":
+    def leave():
+        attachment.recorder.set_before(None)
+        raise SystemExit(5)
+    attachment.recorder.set_before(leave)
+    dist.all_reduce(t)
+    for _ in range(100):
+        time.sleep(0.01)
+else:
+    print("ready", flush=True)
+    while True:
+        dist.all_reduce(t)
+"""
+
+
+def start_alone(tmp_path, what):
+    ring = str(tmp_path / "0.ring")
+    RingWriter.create(ring, rank=0, generation=0).close()
+    env = os.environ | {"RANK": "0", "PERDURE_RING": ring, "PERDURE_RECORDER": "compiled"}
+    command = [sys.executable, "-W", "ignore", "-c", LONER, what]
+    return ring, subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+
+
+def wait_for_exit(process):
+    try:
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode
+
+
+def test_a_forked_child_does_not_write(library, tmp_path):
+    ring, process = start_alone(tmp_path, "fork")
+    assert wait_for_exit(process) == 0
+    assert [one.span.seq for one in read_spans(ring, 0.0)] == [1, 2]
+
+
+def test_groups_made_anew_count_anew(library, tmp_path):
+    ring, process = start_alone(tmp_path, "again")
+    assert wait_for_exit(process) == 0
+    assert [one.span.seq for one in read_spans(ring, 0.0)] == [1, 2, 3, 1]
+    (comm,) = read_ring(ring, 0.0).comms
+    assert (comm.started_seq, comm.ended_seq, comm.ranks) == (1, 1, (0,))
+
+
+def test_an_injected_exit_reaches_the_script(library, tmp_path):
+    _, process = start_alone(tmp_path, "exit")
+    assert wait_for_exit(process) == 5
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_ring_stays_readable_whatever_becomes_of_its_rank(library, tmp_path, number):
+    ring, process = start_alone(tmp_path, "loop")
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        deadline = time.monotonic() + 20
+        while read_ring(ring, 0.0).num_spans < 5000:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        process.send_signal(number)
+        time.sleep(0.1)
+        spans = read_spans(ring, 0.0)
+        assert len(spans) >= layout.SPANS_MAX - 1
+        numbers = [one.number for one in spans]
+        assert numbers == sorted(numbers)
+        seqs = [one.span.seq for one in spans]
+        assert seqs == sorted(set(seqs))
+        assert read_ring(ring, 0.0).comms[0].started_seq - seqs[-1] in (0, 1)
+    finally:
+        process.kill()
+        process.communicate()
