@@ -58,6 +58,8 @@ def receive_command(state: ControllerState, now: float, event: CommandReceived) 
         case "stop" | "checkpoint":
             state.commands[event.id] = command
             return start_waiting_command(state, now)
+        case _:
+            return answer(state, event.id, False, f"{event.kind} is not known here", {})
 
 
 def _receive_inject(state: ControllerState, command: OpenCommand) -> list[AnyAction]:

@@ -73,12 +73,14 @@ from perdure.model.events import (
     CommandReceived,
     ControllerLost,
     ControllerStarted,
+    DeviceReported,
     FaultInjected,
     GenerationStepping,
     GenerationStopped,
     JobEnded,
     JobSubmitted,
     KeeperLost,
+    KeysDeclared,
     LinksNoted,
     MetricsLogged,
     NodeCordoned,
@@ -89,9 +91,12 @@ from perdure.model.events import (
     ProbeEnded,
     ProbeJudged,
     ProgressNoted,
+    QuorumFormed,
+    QuorumIdsReserved,
     RankExited,
     RankJoined,
     RanksStarted,
+    ReplicaSeen,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -181,6 +186,10 @@ class Controller:
             case ProbeEnded():
                 return take_probe(self.state, now, event)
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
+                return []
+            case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen():
+                return []
+            case KeysDeclared() | DeviceReported():
                 return []
             case NodeCordoned() | NodeRestored():
                 note_cordon(self.state, event)

@@ -15,9 +15,14 @@ from perdure.model.actions import (
     AssignNodes,
     CordonNode,
     EndJob,
+    EvictReplica,
+    FenceAbort,
+    HoldReplicas,
     InjectFault,
     InterruptCollectives,
     NoteFinding,
+    RestoreNode,
+    ResumeRanks,
     RunProbe,
     SendBoundary,
     TakeStacks,
@@ -242,6 +247,16 @@ def describe_action(action: AnyAction) -> str:
             return f"{action.kind} on rank {action.rank} {when}"
         case AnswerCommand():
             return f"{action.id}: {'ok' if action.ok else 'refused'}"
+        case ResumeRanks():
+            return f"generation {action.generation}, ranks {action.ranks}"
+        case RestoreNode():
+            return f"node {action.node}"
+        case HoldReplicas():
+            return f"#{action.number}: {', '.join(action.replicas) or 'none'}"
+        case EvictReplica():
+            return f"replica {action.replica}"
+        case FenceAbort():
+            return f"quorum {action.quorum_id}, groups {action.groups}"
         case EndJob():
             return f"{action.status}, exit code {action.exit_code}"
         case _:

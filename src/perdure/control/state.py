@@ -25,7 +25,7 @@ class OpenBoundary:
     """A boundary agreement that is not finished."""
 
     id: str
-    kind: Literal["checkpoint", "stop"]
+    kind: Literal["checkpoint", "stop", "set", "pause"]
     step: int
     move: Literal["prepare", "commit"]
     tries: int

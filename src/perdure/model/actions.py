@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.links import ProbeFinding
+from perdure.model.settings import Change
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -31,6 +32,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     placement: tuple[int, ...] = ()
     """Nodes by group rank; empty: every node has its own number. A node that is not among them
     runs nothing and stands ready."""
+    replica: int = -1
+    """With torchft: the replica group that the node runs, a world of its own with its own
+    `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
     reason: str = ""
 
     def group_of(self, node: int) -> int:
@@ -58,12 +62,57 @@ class SendBoundary(Action, frozen=True, kw_only=True):
 
     id: str
     move: Literal["prepare", "commit", "abort"]
-    kind: Literal["checkpoint", "stop"]
+    kind: Literal["checkpoint", "stop", "set", "pause"]
     step: int
     ranks: tuple[int, ...]
     generation: int
     number: int = 0
     """Grows with every try. One is open at a time, so a newer one says that older ones are over."""
+    change: Change | None = None
+    """Of `set`: what changes at `step`."""
+
+
+class ResumeRanks(Action, frozen=True, kw_only=True):
+    """End the pause that `ranks` are in. Harmless where there is none."""
+
+    generation: int
+    ranks: tuple[int, ...]
+    id: str = ""
+    """Of the pause: a rank that has not come to it skips it."""
+
+
+class RestoreNode(Action, frozen=True, kw_only=True):
+    """Journal `NodeRestored`: `node` may run ranks again."""
+
+    node: int
+    who: str = ""
+
+
+class HoldReplicas(Action, frozen=True, kw_only=True):
+    """Have the lighthouse answer no quorum of these replica ids (torchft) until released.
+
+    A level: a newer list replaces an older one.
+    """
+
+    replicas: tuple[str, ...]
+    number: int
+
+
+class EvictReplica(Action, frozen=True, kw_only=True):
+    """Have the lighthouse forget a replica id at once and for ever (torchft)."""
+
+    replica: str
+
+
+class FenceAbort(Action, frozen=True, kw_only=True):
+    """Have `ranks` of replica group `group` break their process group of quorum `quorum_id`.
+
+    Fenced: a rank whose group belongs to another quorum by then ignores it.
+    """
+
+    quorum_id: int
+    groups: tuple[int, ...]
+    """Replica groups that survive and may hang on the dead one."""
 
 
 class TakeStacks(Action, frozen=True, kw_only=True):
@@ -106,6 +155,8 @@ class CordonNode(Action, frozen=True, kw_only=True):
     """Journal `NodeCordoned`: `node` runs nothing any more while another can."""
 
     node: int
+    who: str = ""
+    """Empty: the policy did it."""
 
 
 class InterruptCollectives(Action, frozen=True, kw_only=True):
@@ -153,6 +204,11 @@ AnyAction = (
     | CordonNode
     | InterruptCollectives
     | InjectFault
+    | ResumeRanks
+    | RestoreNode
+    | HoldReplicas
+    | EvictReplica
+    | FenceAbort
     | AnswerCommand
     | EndJob
 )

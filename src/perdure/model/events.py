@@ -10,6 +10,7 @@ import msgspec
 from perdure.model.job import JobSpec
 from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.progress import CommProgress, RankAccount
+from perdure.model.settings import KeySpec
 from perdure.model.verdicts import Verdict
 
 
@@ -329,7 +330,21 @@ class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "inject", "kill", "probe"]
+    kind: Literal[
+        "checkpoint",
+        "stop",
+        "inject",
+        "kill",
+        "probe",
+        "set",
+        "pause",
+        "resume",
+        "drain",
+        "cordon",
+        "evict",
+        "restore",
+        "notify",
+    ]
     args: dict[str, Any] = {}
     who: str = ""
     at_s: float = 0.0
@@ -353,6 +368,56 @@ class BoundaryReached(Event, frozen=True, kw_only=True):
     step: int
     at_s: float
     error: str = ""
+
+
+class KeysDeclared(Event, frozen=True, kw_only=True):
+    """Rank 0's script has declared its keys; those of the newest generation count."""
+
+    generation: int
+    keys: tuple[KeySpec, ...]
+    epoch: int = 0
+    """The change in force when the generation began, from its checkpoint."""
+
+
+class QuorumFormed(Event, frozen=True, kw_only=True):
+    """The lighthouse has answered a quorum whose members differ from the last (torchft)."""
+
+    quorum_id: int
+    step: int
+    members: tuple[str, ...]
+    """Replica ids, such as `train_0:9f2c...`."""
+    recovering: tuple[str, ...] = ()
+    at_s: float = 0.0
+
+
+class QuorumIdsReserved(Event, frozen=True, kw_only=True):
+    """The lighthouse may use quorum ids below this one without asking again."""
+
+    until: int
+    at_s: float
+
+
+class ReplicaSeen(Event, frozen=True, kw_only=True):
+    """A replica id has come to the lighthouse, or has left it (torchft)."""
+
+    replica: str
+    group: int
+    """Replica group; -1 where unknown."""
+    at_s: float
+    gone: bool = False
+    reason: str = ""
+
+
+class DeviceReported(Event, frozen=True, kw_only=True):
+    """A device's health has changed, by its own counters or by an outside monitor's word."""
+
+    device: str
+    node: int
+    at_s: float
+    healthy: bool
+    reason: str
+    """Such as `XID 79: GPU has fallen off the bus`."""
+    source: str = "nvml"
 
 
 class FaultInjected(Event, frozen=True, kw_only=True):
@@ -438,6 +503,11 @@ AnyEvent = (
     | BoundaryAnswered
     | BoundaryReached
     | FaultInjected
+    | KeysDeclared
+    | QuorumFormed
+    | QuorumIdsReserved
+    | ReplicaSeen
+    | DeviceReported
     | ControllerLost
     | PreemptionNoticed
     | TimerFired

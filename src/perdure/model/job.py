@@ -135,6 +135,19 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Settle what evidence alone cannot by an active probe between the agents."""
 
 
+class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Replica groups of torchft's Manager, each a world of its own."""
+
+    replicas: Count = 0
+    """Replica groups; 0: not a torchft job. Each has `nproc` ranks on a node of its own."""
+    min_replicas: Positive = 1
+    """Fewer members than this make no quorum."""
+    lighthouse: str = "perdure"
+    """`perdure`, `stock` (torchft's own, started here), or a URL of one that runs already."""
+    hung_s: Seconds = 1.0
+    """How long members that are ready wait for one whose step does not come."""
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training job."""
 
@@ -173,6 +186,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
     policy: PolicyConfig = PolicyConfig()
+    torchft: TorchftConfig = TorchftConfig()
 
     @property
     def spare_nodes(self) -> int:

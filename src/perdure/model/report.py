@@ -98,6 +98,30 @@ class DeviceRow(msgspec.Struct, frozen=True):
     state: str
 
 
+class ReplicaRow(msgspec.Struct, frozen=True):
+    """One replica group of a torchft job on a screen."""
+
+    group: int
+    replica: str
+    """Its replica id now; empty before its first quorum."""
+    node: int
+    state: str
+    """starting, healing, training, held, spare, evicted."""
+    step: int
+    quorum_id: int
+
+
+class IncidentRow(msgspec.Struct, frozen=True):
+    """One incident on a screen, newest last."""
+
+    at_s: float
+    cause: str
+    culprit: str
+    rung: str
+    total_s: float | None
+    """None: not over yet."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """`perdure status --json`: everything a screen needs, made by a fold."""
 
@@ -124,3 +148,12 @@ class Snapshot(msgspec.Struct, frozen=True):
     metrics: dict[str, float] = {}
     """Last logged values."""
     incidents: int = 0
+    """Of the whole job; `recent` holds the last few."""
+    recent: tuple[IncidentRow, ...] = ()
+    replicas: tuple[ReplicaRow, ...] = ()
+    settings: dict[str, object] = {}
+    """Live configuration in force: key -> value."""
+    epoch: int = 0
+    """The change of configuration in force."""
+    paused: bool = False
+    cordoned: tuple[int, ...] = ()

@@ -13,8 +13,10 @@ import msgspec
 
 from perdure.model.actions import (
     Assignment,
+    FenceAbort,
     InjectFault,
     InterruptCollectives,
+    ResumeRanks,
     RunProbe,
     SendBoundary,
     TakeStacks,
@@ -81,6 +83,8 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     watch: WatchClosely | None = None
     probe: RunProbe | None = None
     interrupt: InterruptCollectives | None = None
+    resume: ResumeRanks | None = None
+    fence: FenceAbort | None = None
     register: bool = False
     """Answer with `NodeRegistered` (a controller has just started)."""
 
@@ -89,7 +93,23 @@ class Command(msgspec.Struct, frozen=True):
     """An operator's request. `id` makes a retry harmless."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "inject", "kill", "probe", "status", "ping"]
+    kind: Literal[
+        "checkpoint",
+        "stop",
+        "inject",
+        "kill",
+        "probe",
+        "set",
+        "pause",
+        "resume",
+        "drain",
+        "cordon",
+        "evict",
+        "restore",
+        "notify",
+        "status",
+        "ping",
+    ]
     args: dict[str, Any] = {}
     who: str = ""
 
@@ -147,7 +167,15 @@ class DumpTraces(msgspec.Struct, frozen=True, tag=True):
 
 
 FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
-ToWorker = WorkerAck | SendBoundary | InjectFault | InterruptCollectives | DumpTraces
+ToWorker = (
+    WorkerAck
+    | SendBoundary
+    | ResumeRanks
+    | InjectFault
+    | InterruptCollectives
+    | FenceAbort
+    | DumpTraces
+)
 
 # --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
 
