@@ -206,9 +206,12 @@ elif sys.argv[1] == "exit":
         attachment.recorder.set_before(None)
         raise SystemExit(5)
     attachment.recorder.set_before(leave)
-    dist.all_reduce(t)
-    for _ in range(100):
-        time.sleep(0.01)
+    try:
+        dist.all_reduce(t)
+        for _ in range(100):
+            time.sleep(0.01)
+    finally:
+        dist.destroy_process_group()  # Stock gloo may abort at exit without it.
 else:
     print("ready", flush=True)
     while True:
