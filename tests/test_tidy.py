@@ -79,13 +79,22 @@ def field_docs(module: typing.Any) -> dict[str, set[str]]:
     return found
 
 
-CONFIGS = ["DetectConfig", "CheckpointConfig", "RestartConfig", "PolicyConfig", "JobSpec"]
+CONFIGS = [
+    "DetectConfig",
+    "CheckpointConfig",
+    "RestartConfig",
+    "PolicyConfig",
+    "TorchftConfig",
+    "JobSpec",
+]
 
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_setting_is_documented_where_it_is_defined(config: str) -> None:
     fields = set(getattr(job, config).__struct_fields__)
-    sections = {"detect", "checkpoint", "restart", "policy"} if config == "JobSpec" else set()
+    sections = (
+        {"detect", "checkpoint", "restart", "policy", "torchft"} if config == "JobSpec" else set()
+    )
     assert fields - field_docs(job)[config] - sections == set()
 
 

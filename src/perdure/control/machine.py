@@ -97,6 +97,7 @@ from perdure.model.events import (
     RankJoined,
     RanksStarted,
     ReplicaSeen,
+    ReplicaWaiting,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -187,7 +188,7 @@ class Controller:
                 return take_probe(self.state, now, event)
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
-            case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen():
+            case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []
             case KeysDeclared() | DeviceReported():
                 return []
