@@ -19,11 +19,14 @@ def find_py_spy() -> str:
     return path if os.access(path, os.X_OK) else shutil.which("py-spy") or ""
 
 
-async def dump_stack(pid: int, *, nonblocking: bool, timeout_s: float = TIMEOUT_S) -> str:
+async def dump_stack(
+    pid: int, *, nonblocking: bool, native: bool = False, timeout_s: float = TIMEOUT_S
+) -> str:
     """Return the stacks of all threads of `pid`, or one line that says why there are none.
 
     `nonblocking` is for a process that is stopped already (state T), which cannot be paused
     again; otherwise py-spy pauses it for some milliseconds, so that the picture is of one moment.
+    With `native`, frames of C and C++ stand between those of Python (slower).
     """
     program = find_py_spy()
     if not program:
@@ -31,6 +34,8 @@ async def dump_stack(pid: int, *, nonblocking: bool, timeout_s: float = TIMEOUT_
     command = [program, "dump", "--pid", str(pid)]
     if nonblocking:
         command.append("--nonblocking")
+    if native:
+        command.append("--native")
     try:
         process = await asyncio.create_subprocess_exec(
             *command,

@@ -1,20 +1,31 @@
 """Commands that look: ps, status, map, diagnose, report. They read files and change nothing."""
 
+import asyncio
 import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
+from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
 from perdure.cli.jobs import find_job, find_jobs
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
+from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.report import Snapshot
-from perdure.model.verdicts import Verdict
-from perdure.telemetry import DelayMatrix, LedgerFold, find_delay_matrix, find_verdicts, make_series
+from perdure.telemetry import (
+    DelayMatrix,
+    LedgerFold,
+    find_delay_matrix,
+    find_verdicts,
+    make_series,
+    render_stacks,
+)
+
+_NATIVE_TIMEOUT_S = 30.0
+"""Symbols of torch's libraries are read from disk at first."""
 
 Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
@@ -87,7 +98,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
     if snapshot.checkpoints:
         newest = snapshot.checkpoints[-1]
         lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]
-    lines += [f"{_describe(v)}" for v in snapshot.verdicts[-3:]]
+    lines += [describe_verdict(v) for v in snapshot.verdicts[-3:]]
     return "\n".join(lines)
 
 
@@ -117,19 +128,28 @@ def map_devices(
     print(render_table(head, rows))
 
 
-def diagnose(job: JobName, as_json: Json = False) -> None:
+def diagnose(
+    job: JobName,
+    native: Annotated[
+        bool,
+        typer.Option("--native", help="Stacks of all living ranks now, with native frames."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
     """Say what went wrong: each verdict with its culprit and evidence."""
     found = find_job(job)
+    stacks = _take_native_stacks(found.snapshot()) if native else {}
     entries = found.entries()
     verdicts = find_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
     if as_json:
-        print_json({"verdicts": verdicts, **({"vanished": vanished} if vanished else {})})
+        more = {"vanished": vanished, "native_stacks": stacks}
+        print_json({"verdicts": verdicts, **{k: v for k, v in more.items() if v}})
         return
     if vanished is not None:
         print(f"`perdure run` is gone: {vanished.cause}: {vanished.reason}")
         for name, value in vanished.evidence.items():
-            print("\n".join(_render_evidence(name, value)))
+            print("\n".join(render_evidence(name, value)))
         print()
     start_s = entries[0].at_s if entries else 0.0
     if verdicts:
@@ -137,47 +157,35 @@ def diagnose(job: JobName, as_json: Json = False) -> None:
     else:
         snapshot = found.snapshot()
         print(f"{job}: {snapshot.state}; nothing was found wrong. {snapshot.reason}".rstrip())
+    if native:
+        print("\nstacks now, with native frames")
+        print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     print("\n" + _render_matrix(find_delay_matrix(entries), 100))
+
+
+def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
+    """Return the stacks of the ranks that are alive, by rank."""
+    alive = [row for row in snapshot.ranks if row.pid and row.state not in ("exited", "failed")]
+
+    async def take() -> list[str]:
+        dumps = [
+            dump_stack(
+                row.pid,
+                nonblocking=row.state == "suspected",
+                native=True,
+                timeout_s=_NATIVE_TIMEOUT_S,
+            )
+            for row in alive
+        ]
+        return list(await asyncio.gather(*dumps))
+
+    return dict(zip((str(row.rank) for row in alive), asyncio.run(take()), strict=True))
 
 
 def _render_matrix(matrix: DelayMatrix, width: int) -> str:
     from perdure.dash.links import render_links
 
     return render_links(matrix, width)
-
-
-def render_verdict(verdict: Verdict, start_s: float) -> str:
-    """Return a verdict and its evidence as text."""
-    lines = [
-        f"{verdict.first_seen_s - start_s:9.1f} s  {_describe(verdict)}",
-        f"{'':13}confirmed after {verdict.confirmed_s - verdict.first_seen_s:.2f} s, "
-        f"confidence {verdict.confidence:.0%}, generation {verdict.generation}",
-    ]
-    for name, value in verdict.evidence.items():
-        lines += _render_evidence(name, value)
-    return "\n".join(lines)
-
-
-def _describe(verdict: Verdict) -> str:
-    return f"{verdict.kind} of {verdict.culprit}: {verdict.reason}"
-
-
-def _render_evidence(name: str, value: Any) -> list[str]:
-    indent = " " * 13
-    if isinstance(value, str) and "\n" in value:
-        body = [f"{indent}  {line}" for line in value.rstrip().splitlines()]
-        return [f"{indent}{name}:", *body]
-    if isinstance(value, dict) and any("\n" in str(item) for item in value.values()):
-        return [
-            line for key, item in value.items() for line in _render_evidence(f"{name} {key}", item)
-        ]
-    if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
-        return [f"{indent}{name}:", *[f"{indent}  {item}" for item in value]]
-    if isinstance(value, float):
-        value = round(value, 3)
-    if isinstance(value, dict | list | tuple):
-        value = msgspec.json.encode(value).decode()
-    return [f"{indent}{name}: {value}"]
 
 
 def report(

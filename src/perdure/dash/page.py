@@ -13,10 +13,12 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
+from perdure.dash.verdicts import render_waits
 from perdure.model.report import Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
 from perdure.telemetry.series import Series
+from perdure.telemetry.stacks import render_stacks
 
 _FAILURE, _PART = "#d1495b", "#8d99ae"
 _PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
@@ -209,17 +211,19 @@ def _render_verdicts(series: Series) -> str:
 def _render_verdict(verdict: Verdict, start_s: float) -> str:
     evidence = dict(verdict.evidence)
     stacks = evidence.pop("stacks", {})
-    long = {name: evidence.pop(name) for name in ("traceback", "last_output") if name in evidence}
+    long: dict[str, object] = {
+        name: evidence.pop(name) for name in ("traceback", "last_output") if name in evidence
+    }
+    if waits := evidence.pop("waits", None):
+        long["who waits for whom"] = render_waits(waits)
     rows = "".join(
         f"<tr><td>{escape(str(name))}</td><td>{escape(str(value))}</td></tr>"
         for name, value in evidence.items()
     )
     blocks = [f"<p>{escape(name)}</p><pre>{_block(text)}</pre>" for name, text in long.items()]
-    if isinstance(stacks, dict):
-        blocks += [
-            f"<p>stack of rank {escape(str(rank))}</p><pre>{_block(text)}</pre>"
-            for rank, text in stacks.items()
-        ]
+    if isinstance(stacks, dict) and stacks:
+        lines = render_stacks({str(rank): str(text) for rank, text in stacks.items()})
+        blocks.append(f"<p>stacks</p><pre>{_block(lines)}</pre>")
     name = "withdrawn" if "withdrawn" in verdict.evidence else ""
     note = " (withdrawn)" if name else ""
     return (

@@ -4,6 +4,7 @@ from perdure.telemetry.ledger import LedgerFold
 from perdure.telemetry.links import DelayMatrix, LinkFold, find_delay_matrix
 from perdure.telemetry.series import Series, SeriesFold, make_series
 from perdure.telemetry.snapshot import SnapshotFold
+from perdure.telemetry.stacks import group_stacks, render_stacks
 from perdure.telemetry.verdicts import find_verdicts
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
     "SnapshotFold",
     "find_delay_matrix",
     "find_verdicts",
+    "group_stacks",
     "make_series",
+    "render_stacks",
 ]

@@ -96,6 +96,11 @@ class LinkJoin:
         return known
 
 
+SMALL_SHARE = 0.05
+"""A link that moved less than this of what its communicator's busiest did has no cell: what it
+carries is small messages, whose cost is latency."""
+
+
 class _Look(NamedTuple):
     """One link in one sweep."""
 
@@ -166,7 +171,7 @@ class LinkFold:
 
     def samples(self) -> tuple[LinkSample, ...]:
         """Return the matrix as it is now: one sample a link, the unusual and the slowest first."""
-        made = [_make_sample(cell) for cell in self._cells.values()]
+        made = _quieten([_make_sample(cell) for cell in self._cells.values()])
         return tuple(sorted(made, key=_rank_sample)[:LINKS_MAX])
 
     def _begin(self, generation: int) -> None:
@@ -292,6 +297,19 @@ def _find_cell(sample: LinkSample, window_s: float) -> float:
     much = sample.bytes_acked >= CELL_BYTES * min(1.0, window_s)
     held_up = sample.busy_s > 0.5 * window_s
     return sample.busy_ms_per_mb if much or held_up else 0.0
+
+
+def _quieten(samples: list[LinkSample]) -> list[LinkSample]:
+    """Return the samples without the cells of links that carry next to nothing."""
+    most: dict[str, int] = {}
+    for s in samples:
+        most[s.comm] = max(most.get(s.comm, 0), s.bytes_acked)
+    return [
+        s
+        if s.bytes_acked >= SMALL_SHARE * most[s.comm] or s.unsent_bytes or s.backoff
+        else msgspec.structs.replace(s, busy_s=0.0)
+        for s in samples
+    ]
 
 
 def _make_sample(cell: _Cell) -> LinkSample:

@@ -1,0 +1,73 @@
+"""Verdicts as text: culprit, evidence, who waits for whom, and stacks that stand alike together."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from perdure.model.verdicts import Verdict
+from perdure.telemetry import render_stacks
+
+INDENT = " " * 13
+_WAITS_MAX = 12
+
+
+def describe_verdict(verdict: Verdict) -> str:
+    """Return a verdict as one line."""
+    return f"{verdict.kind} of {verdict.culprit}: {verdict.reason}"
+
+
+def render_verdict(verdict: Verdict, start_s: float) -> str:
+    """Return a verdict and its evidence as text; `start_s` is the job's first instant."""
+    lines = [
+        f"{verdict.first_seen_s - start_s:9.1f} s  {describe_verdict(verdict)}",
+        f"{INDENT}confirmed after {verdict.confirmed_s - verdict.first_seen_s:.2f} s, "
+        f"confidence {verdict.confidence:.0%}, generation {verdict.generation}",
+    ]
+    for name, value in verdict.evidence.items():
+        lines += render_evidence(name, value)
+    return "\n".join(lines)
+
+
+def render_evidence(name: str, value: Any) -> list[str]:
+    """Return one piece of evidence as indented lines."""
+    if name == "waits" and isinstance(value, list | tuple):
+        return _render_block("who waits for whom", render_waits(value))
+    if name == "stacks" and isinstance(value, dict):
+        texts = {str(rank): str(text) for rank, text in value.items()}
+        return _render_block("stacks", render_stacks(texts))
+    if isinstance(value, str) and "\n" in value:
+        return _render_block(name, value.rstrip().splitlines())
+    if isinstance(value, dict) and any("\n" in str(item) for item in value.values()):
+        return [
+            line for key, item in value.items() for line in render_evidence(f"{name} {key}", item)
+        ]
+    if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+        return _render_block(name, value)
+    if isinstance(value, float):
+        value = round(value, 3)
+    if isinstance(value, dict | list | tuple):
+        value = msgspec.json.encode(value).decode()
+    return [f"{INDENT}{name}: {value}"]
+
+
+def render_waits(edges: Iterable[Any]) -> list[str]:
+    """Return the wait-for graph: the waiters of each rank and collective on one line.
+
+    An edge is [waiter, holder, communicator, operation, sequence number].
+    """
+    waiters: dict[tuple[Any, ...], list[int]] = {}
+    for waiter, holder, *collective in edges:
+        waiters.setdefault((holder, *collective), []).append(waiter)
+    lines = []
+    for (holder, comm, op, seq), ranks in sorted(waiters.items(), key=lambda e: -len(e[1])):
+        plural = "s" if len(ranks) > 1 else ""
+        verb = "wait" if plural else "waits"
+        who = ",".join(str(rank) for rank in sorted(ranks))
+        lines.append(f"rank{plural} {who} {verb} for rank {holder} in {op} #{seq} of {comm}")
+    more = len(lines) - _WAITS_MAX
+    return lines[:_WAITS_MAX] + [f"and {more} more"] * (more > 0)
+
+
+def _render_block(name: str, lines: Iterable[str]) -> list[str]:
+    return [f"{INDENT}{name}:", *(f"{INDENT}  {line}" for line in lines)]
