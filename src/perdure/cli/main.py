@@ -1,8 +1,8 @@
 """The program `perdure`: its own parts are started at once, everything else goes to the app.
 
-The parts (controller, agent, keeper, zygote) are started by perdure itself, live as long as the
-job, and are paid for by it: they import neither Typer nor Rich. Nothing in this room imports
-torch.
+The parts (controller, lighthouse, agent, keeper, zygote) are started by perdure itself, live as
+long as the job, and are paid for by it: they import neither Typer nor Rich. Nothing in this room
+imports torch.
 """
 
 import sys
@@ -12,6 +12,7 @@ from perdure.model.errors import PerdureError
 
 PARTS = {
     "controller": "JOB",
+    "lighthouse": "JOB",
     "agent": "JOB NODE",
     "keeper": "JOB NODE",
     "zygote": "JOB NODE FD",
@@ -47,6 +48,10 @@ def run_part(part: str, args: Sequence[str]) -> int:
             from perdure.service.controller import main as controller
 
             code = controller(job)
+        case "lighthouse":
+            from perdure.service.lighthouse import main as lighthouse
+
+            code = lighthouse(job)
         case "agent":
             from perdure.service.agent import main as agent
 

@@ -62,7 +62,8 @@ class SendBoundary(Action, frozen=True, kw_only=True):
 
     id: str
     move: Literal["prepare", "commit", "abort"]
-    kind: Literal["checkpoint", "stop", "set", "pause"]
+    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
+    """drain: a checkpoint, and no step after it until `ResumeRanks` or the rank's end."""
     step: int
     ranks: tuple[int, ...]
     generation: int
@@ -88,6 +89,24 @@ class RestoreNode(Action, frozen=True, kw_only=True):
     who: str = ""
 
 
+class NoteDraining(Action, frozen=True, kw_only=True):
+    """Journal `NodeDraining`: `node` is about to be left, or (`over`) stays after all."""
+
+    node: int
+    who: str = ""
+    over: bool = False
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True):
+    """One replica group, as the lighthouse has to know it."""
+
+    group: int
+    generation: int
+    store: str
+    """Address of its own store, which is how a request tells its group."""
+    held: bool = False
+
+
 class HoldReplicas(Action, frozen=True, kw_only=True):
     """Have the lighthouse answer no quorum of these replica ids (torchft) until released.
 
@@ -96,12 +115,16 @@ class HoldReplicas(Action, frozen=True, kw_only=True):
 
     replicas: tuple[str, ...]
     number: int
+    groups: tuple[ReplicaGroup, ...] = ()
+    """All groups that run or are about to."""
 
 
 class EvictReplica(Action, frozen=True, kw_only=True):
     """Have the lighthouse forget a replica id at once and for ever (torchft)."""
 
     replica: str
+    generation: int = -1
+    """Of its processes; enough where the replica id is not known."""
 
 
 class FenceAbort(Action, frozen=True, kw_only=True):
@@ -206,6 +229,7 @@ AnyAction = (
     | InjectFault
     | ResumeRanks
     | RestoreNode
+    | NoteDraining
     | HoldReplicas
     | EvictReplica
     | FenceAbort

@@ -145,7 +145,76 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     lighthouse: str = "perdure"
     """`perdure`, `stock` (torchft's own, started here), or a URL of one that runs already."""
     hung_s: Seconds = 1.0
-    """How long members that are ready wait for one whose step does not come."""
+    """How long members that are ready wait for one whose step does not come, beyond the usual
+    time between quorums."""
+    silent_s: Seconds = 0.5
+    """A member without a heartbeat (it sends ten a second) is left out after this long."""
+
+
+class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The bus: the server that perdure starts, or one of your own. Paths only, never a secret."""
+
+    url: str = ""
+    """Your own server or cluster with JetStream, `nats://` or `tls://`; empty: one is started."""
+    creds: str = ""
+    """For your own server: a NATS credentials file, an NKey seed, or JSON with `user` and
+    `password`, or `token`; or a directory with such a file for each role (`operator.creds`)."""
+    tls_cert: str = ""
+    """Certificate of the started server; to your own server it is shown as the client's."""
+    tls_key: str = ""
+    """Its key, unencrypted."""
+    tls_ca: str = ""
+    """Authority that has signed the server's certificate; empty: the system's, or `tls_cert`."""
+
+
+class NotifyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a cluster's own monitor tells of what it knows, beside `perdure notify` and NATS."""
+
+    webhook_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """`POST /notify` is served here by the controller; 0: not at all."""
+    webhook_host: str = "127.0.0.1"
+    """Address it is served on; anything but loopback needs `nats.tls_cert` and `nats.tls_key`."""
+    webhook_token_file: str = ""
+    """File with the token that a caller must know; empty: one is made, in the job's directory."""
+
+
+AlertKind = Literal[
+    "verdict",
+    "failure",
+    "recovered",
+    "cordon",
+    "device",
+    "preemption",
+    "checkpoint-failed",
+    "part",
+    "ended",
+]
+
+
+class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whom perdure tells. Nothing waits for it: what cannot be delivered is logged and dropped."""
+
+    command: tuple[str, ...] = ()
+    """A program and its arguments; the alert is on its standard input, as JSON."""
+    webhook: str = ""
+    """A URL that gets the alert by POST, as JSON; `@PATH` reads the URL from a file, which keeps
+    what is secret in it out of job files."""
+    events: tuple[AlertKind, ...] = (
+        "verdict",
+        "failure",
+        "recovered",
+        "cordon",
+        "device",
+        "preemption",
+        "ended",
+    )
+    """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well."""
+    per_minute: Positive = 12
+    """More than this are counted and told of in one."""
+    timeout_s: Seconds = 10.0
+    """For one attempt."""
+    attempts: Positive = 5
+    """With growing pauses between them; then the alert is dropped."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -187,6 +256,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     restart: RestartConfig = RestartConfig()
     policy: PolicyConfig = PolicyConfig()
     torchft: TorchftConfig = TorchftConfig()
+    nats: NatsConfig = NatsConfig()
+    notify: NotifyConfig = NotifyConfig()
+    alerts: AlertsConfig = AlertsConfig()
 
     @property
     def spare_nodes(self) -> int:

@@ -1,7 +1,8 @@
 """Where a job keeps its files: names only; nothing here touches a disk.
 
     $PERDURE_HOME/jobs/NAME/
-        job.json            the JobSpec                    endpoint.json   NATS URL and token (0600)
+        job.json            the JobSpec                    endpoint.json   the operator's NATS user
+        credentials/        of the other parts, each file readable by its owner only
         parts.json          pids of the parts              state.json      newest Snapshot
         journal.jsonl       mirror of the journal          nats/           the server's store
         snapshots/SEQ.json  what a controller knew at entry SEQ, so that the next replays less
@@ -10,6 +11,7 @@
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
+        lighthouse.json     port and last quorum (torchft)
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes).
 """
 
@@ -35,8 +37,17 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     @property
     def endpoint(self) -> str:
-        """NATS URL and token."""
+        """NATS URL and the operator's password."""
         return self._at("endpoint.json")
+
+    def credential(self, user: str) -> str:
+        """NATS URL and password of `user`, such as `agent-0`."""
+        return self._at("credentials", f"{user}.json")
+
+    @property
+    def webhook_token(self) -> str:
+        """What the webhook for notices asks for, where the user named no file of his own."""
+        return self._at("credentials", "webhook.token")
 
     @property
     def parts(self) -> str:
@@ -62,6 +73,11 @@ class JobPaths(msgspec.Struct, frozen=True):
     def imports(self) -> str:
         """Names of the modules that ranks imported."""
         return self._at("imports.json")
+
+    @property
+    def lighthouse(self) -> str:
+        """Port and last quorum of the lighthouse (torchft)."""
+        return self._at("lighthouse.json")
 
     @property
     def nats(self) -> str:

@@ -13,7 +13,9 @@ import msgspec
 
 from perdure.model.actions import (
     Assignment,
+    EvictReplica,
     FenceAbort,
+    HoldReplicas,
     InjectFault,
     InterruptCollectives,
     ResumeRanks,
@@ -40,9 +42,28 @@ def subject_orders(job: str, node: int | str) -> str:
     return f"perdure.{job.replace('.', '_')}.orders.{node}"
 
 
+LIGHTHOUSE = "lighthouse"
+"""Its address among the nodes."""
+
+
 def subject_commands(job: str) -> str:
     """Requests of operators: a `Command`, answered by `CommandReply` when it is finished."""
     return f"perdure.{job.replace('.', '_')}.commands"
+
+
+def subject_queries(job: str) -> str:
+    """Requests of those who may only look: a `Command` of kind ping or status."""
+    return f"perdure.{job.replace('.', '_')}.queries"
+
+
+def subject_notices(job: str) -> str:
+    """What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
+    return f"perdure.{job.replace('.', '_')}.notices"
+
+
+def subject_snapshots(job: str) -> str:
+    """The newest `Snapshot`, twice a second, for whoever watches."""
+    return f"perdure.{job.replace('.', '_')}.snapshots"
 
 
 def subject_journal(job: str) -> str:
@@ -85,6 +106,10 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     interrupt: InterruptCollectives | None = None
     resume: ResumeRanks | None = None
     fence: FenceAbort | None = None
+    hold: HoldReplicas | None = None
+    """For the lighthouse, which is addressed as node `lighthouse`."""
+    evict: EvictReplica | None = None
+    """Likewise."""
     register: bool = False
     """Answer with `NodeRegistered` (a controller has just started)."""
 
@@ -112,6 +137,23 @@ class Command(msgspec.Struct, frozen=True):
     ]
     args: dict[str, Any] = {}
     who: str = ""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An outside monitor's word: by `perdure notify`, the webhook, or `subject_notices`."""
+
+    kind: Literal["device-failed", "device-ok", "preemption"]
+    device: str = ""
+    """Of `device-failed`, `device-ok`: an id as `perdure map` shows it; or `node`."""
+    node: int = -1
+    """Of `preemption`; of the others where the device is not known by its id."""
+    grace_s: float = 0.0
+    """Of `preemption`: how long the machine stays."""
+    reason: str = ""
+    source: str = ""
+    """Who says so, such as `dcgm` or a person's name."""
+    id: str = ""
+    """Makes a repetition harmless; without one, each is taken."""
 
 
 class CommandReply(msgspec.Struct, frozen=True):

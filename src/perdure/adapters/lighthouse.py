@@ -1,0 +1,98 @@
+"""The gRPC end of torchft's lighthouse protocol; who is answered what is decided elsewhere.
+
+torchft's managers make two calls, `Quorum`, which stays open until there is one, and `Heartbeat`.
+Both come here as bytes and are answered with bytes (`perdure.model.lighthouse`), so that no
+generated code is needed and newer fields pass through.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.lighthouse import SERVICE
+
+_GRACE_S = 0.2
+_OPTIONS = (("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1))
+
+
+class LighthouseServer:
+    """Serves the two calls on one port."""
+
+    def __init__(
+        self,
+        quorum: Callable[[bytes], Awaitable[bytes]],
+        heartbeat: Callable[[bytes], None],
+    ) -> None:
+        """Answer calls by these; the one for a quorum is cancelled when the caller hangs up."""
+        self._quorum, self._heartbeat = quorum, heartbeat
+        self._server = grpc.aio.server(options=_OPTIONS)
+        handlers = {
+            "Quorum": grpc.unary_unary_rpc_method_handler(self._serve_quorum),
+            "Heartbeat": grpc.unary_unary_rpc_method_handler(self._serve_heartbeat),
+        }
+        generic = grpc.method_handlers_generic_handler(SERVICE, handlers)
+        self._server.add_generic_rpc_handlers((generic,))
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen; return the port, which the system chooses for 0.
+
+        Raises:
+            PlatformError: it is taken.
+        """
+        try:
+            bound = self._server.add_insecure_port(f"{host}:{port}")
+        except RuntimeError as error:
+            raise PlatformError(f"the lighthouse cannot listen on {host}:{port}") from error
+        await self._server.start()
+        return int(bound)
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self._server.stop(_GRACE_S)
+
+    async def _serve_quorum(self, request: bytes, context: Any) -> bytes:
+        try:
+            return await self._quorum(request)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return b""
+
+    async def _serve_heartbeat(self, request: bytes, context: Any) -> bytes:
+        try:
+            self._heartbeat(request)
+        except ProtocolError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        return b""
+
+
+class LighthouseCaller:
+    """The other end, as a manager has it: for tests and measurements."""
+
+    def __init__(self, address: str) -> None:
+        """Call the lighthouse at `host:port`."""
+        self._channel = grpc.aio.insecure_channel(address)
+        self._calls = {
+            name: self._channel.unary_unary(f"/{SERVICE}/{name}")
+            for name in ("Quorum", "Heartbeat")
+        }
+
+    async def call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
+        """Return the answer.
+
+        Raises:
+            PlatformError: none in time, or refused.
+        """
+        try:
+            return bytes(await self._calls[name](data, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            raise PlatformError(f"lighthouse: {error.code().name}: {error.details()}") from error
+
+    async def close(self) -> None:
+        """Hang up."""
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._channel.close()

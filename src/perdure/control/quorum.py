@@ -1,0 +1,434 @@
+"""Which replica groups train together next: the decision behind torchft's lighthouse.
+
+Every step each replica group asks for a quorum and waits for the answer. `Quorums` takes these
+requests, heartbeats, deaths and what the controller orders, and returns who is answered what. A
+quorum is formed as soon as everyone who is waited for has asked. Waited for are the members of
+the last one, unless they are dead, silent, or late:
+
+- *silent*: no heartbeat for `silent_s`; its process is stopped, or its machine is gone;
+- *late*: its heartbeats go on, but it neither asks nor waits in a collective while others have
+  waited for `hung_s` beyond the usual time between quorums.
+
+Who is left out while it lives may come back. It may have committed a step that nobody else has,
+so it is made to heal from a peer, whatever step it names: two replicas at one step with unlike
+parameters would never be noticed.
+
+Leaving a member out also releases those who hang on it in a collective: `Fenced` carries the id
+of the quorum, so that a process group formed since is left alone. Newcomers join at the next
+quorum, and nobody waits for them, save before the first.
+
+Pure: time is an argument. There is one lighthouse, so no majority is asked for.
+"""
+
+import re
+from collections import deque
+from dataclasses import dataclass, field
+from statistics import median
+
+import msgspec
+
+from perdure.model.actions import ReplicaGroup
+from perdure.model.lighthouse import Member, set_step
+
+_KEPT_EVICTED = 1000
+_INTERVALS = 15
+_TRUSTED_AFTER = 2
+"""Quorums after which a member's steps are no longer its first, which take longer."""
+_DEADLOCK = 5.0
+"""All wait for one another: broken up after this many times `hung_s`."""
+
+
+class QuorumConfig(msgspec.Struct, frozen=True):
+    """Bounds of patience."""
+
+    min_replicas: int = 1
+    hung_s: float = 1.0
+    silent_s: float = 0.5
+    startup_s: float = 60.0
+    """How long the first quorum waits for groups that are starting, and any quorum for a member
+    in its first steps."""
+    alone_s: float = 300.0
+    """How long a newcomer waits for members of which none asks: they may all be evaluating."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """Hand this quorum to those who hold these tokens."""
+
+    tokens: tuple[int, ...]
+    quorum_id: int
+    members: tuple[Member, ...]
+
+
+class Formed(msgspec.Struct, frozen=True):
+    """The members have changed, or the id. To be on disk before anyone is answered."""
+
+    quorum_id: int
+    step: int
+    members: tuple[Member, ...]
+    recovering: tuple[str, ...]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A replica has asked for the first time, or again after it was left out."""
+
+    replica: str
+    group: int
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A replica is not waited for any more."""
+
+    replica: str
+    group: int
+    reason: str
+    stopped: bool = False
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """Have the replicas of these groups break their process group of this quorum."""
+
+    quorum_id: int
+    groups: tuple[int, ...]
+    reason: str
+
+
+Output = Answered | Formed | Seen | LeftOut | Fenced
+
+
+@dataclass(slots=True)
+class Replica:
+    """One life of one replica group, as the lighthouse knows it."""
+
+    name: str
+    store: str
+    heard_s: float
+    asked: Member | None = None
+    asked_s: float = 0.0
+    token: int = -1
+    quorums: int = 0
+    """Formed with it."""
+    out: bool = False
+    """Left out while it lives; it heals when it comes back."""
+    waiting_s: float | None = None
+    """Since when it waits in a collective of the quorum in force, where it said so."""
+    stopped: bool = False
+    """Its process is in state T."""
+    took: tuple[int, int] = (-1, 0)
+    """Step and commit failures of its request that the last quorum answered."""
+
+
+@dataclass(slots=True)
+class Quorums:
+    """The machine; every method returns what follows from it."""
+
+    config: QuorumConfig
+    quorum_id: int = 0
+    next_id: int = 1
+    """The least id that a new quorum may have."""
+    members: tuple[str, ...] = ()
+    """Of the quorum in force."""
+    step: int = -1
+    """The highest committed step in it."""
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    groups: dict[str, ReplicaGroup] = field(default_factory=dict)
+    """By the address of their store."""
+    reason: str = "nobody has asked yet"
+    """Why there is no quorum at this moment."""
+    _evicted: dict[str, None] = field(default_factory=dict)
+    _last: tuple[Member, ...] = ()
+    _formed_s: float | None = None
+    _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
+
+    # --- in -----------------------------------------------------------------------------------
+
+    def ask(self, now: float, token: int, member: Member) -> list[Output]:
+        """Take a request for a quorum; `token` stands for the caller."""
+        if member.replica in self._evicted:
+            return []  # It is dead, or about to be: it may wait.
+        replica = self._meet(now, member.replica)
+        replica.store = member.store
+        outputs: list[Output] = []
+        if not replica.quorums or replica.out:
+            outputs.append(Seen(member.replica, self.group_of(replica)))
+        replica.heard_s = max(replica.heard_s, now)
+        replica.asked, replica.asked_s, replica.token = member, now, token
+        replica.waiting_s, replica.stopped = None, False
+        again = (member.step, member.commit_failures) == replica.took
+        if again and member.replica in self.members and not replica.out and self._last:
+            replica.asked = None  # The answer was lost on its way: the same again.
+            return [*outputs, Answered((token,), self.quorum_id, self._last)]
+        return outputs + self._advance(now)
+
+    def hear(self, now: float, name: str) -> list[Output]:
+        """Take a heartbeat."""
+        if name in self._evicted:
+            return []
+        replica = self._meet(now, name)
+        back = now - replica.heard_s > self.config.silent_s
+        replica.heard_s = max(replica.heard_s, now)
+        return self._advance(now) if back and replica.asked is not None else []
+
+    def hang_up(self, now: float, token: int) -> list[Output]:
+        """A caller is gone; what it asked for is void."""
+        for replica in self.replicas.values():
+            if replica.token == token:
+                replica.asked, replica.token = None, -1
+        return self._advance(now)
+
+    def wait(self, now: float, generation: int, quorum_id: int, since_s: float) -> list[Output]:
+        """A group says that it has waited in a collective of `quorum_id` since then."""
+        replica = self._find(generation)
+        if replica is None or quorum_id != self.quorum_id or replica.asked is not None:
+            return []
+        replica.waiting_s = since_s
+        return self._advance(now)
+
+    def note_stopped(self, generation: int, stopped: bool) -> None:
+        """Note whether the process of a group is in state T."""
+        replica = self._find(generation)
+        if replica is not None:
+            replica.stopped = stopped
+
+    def end(self, now: float, generation: int, reason: str, *, fence: bool) -> list[Output]:
+        """A rank of this generation has ended: its replica is gone for good."""
+        replica = self._find(generation)
+        return [] if replica is None else self.evict(now, replica.name, reason, fence=fence)
+
+    def evict(self, now: float, name: str, reason: str, *, fence: bool = True) -> list[Output]:
+        """Forget a replica at once and for ever.
+
+        Without `fence` nobody is interrupted: what it had to send to the others, it has sent.
+        """
+        if name in self._evicted or not name:
+            return []
+        self._evicted[name] = None
+        if len(self._evicted) > _KEPT_EVICTED:
+            del self._evicted[next(iter(self._evicted))]
+        replica = self.replicas.pop(name, None)
+        if replica is None:
+            return []
+        outputs: list[Output] = []
+        if name in self.members and not replica.out:
+            outputs = self._leave_out(replica, reason)[: None if fence else 1]
+        return outputs + self._advance(now)
+
+    def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
+        """Take over what the controller says of the groups: stores, generations, who is held."""
+        self.groups = {group.store: group for group in groups}
+        return self._advance(now)
+
+    def restore(self, now: float, quorum_id: int, members: tuple[Member, ...]) -> None:
+        """Know again the quorum in force, after a restart: its members are waited for."""
+        self.quorum_id, self._last = quorum_id, members
+        self.members = tuple(member.replica for member in members)
+        self.step = max((member.step for member in members), default=-1)
+        for member in members:
+            replica = Replica(member.replica, member.store, now)
+            replica.quorums = _TRUSTED_AFTER + 1
+            replica.took = (member.step, member.commit_failures)
+            self.replicas[member.replica] = replica
+
+    def forgive(self, now: float) -> None:
+        """The clock has jumped for us, not for them: nobody was silent."""
+        for replica in self.replicas.values():
+            replica.heard_s = max(replica.heard_s, now)
+
+    def tick(self, now: float) -> list[Output]:
+        """Do what is due."""
+        return self._advance(now)
+
+    def next_deadline(self) -> float | None:
+        """Return when `tick` is wanted."""
+        times = [r.heard_s + self.config.silent_s for r in self._awaited()]
+        asking = [r.asked_s for r in self.replicas.values() if r.asked is not None]
+        impatient_s = self._impatient_since()
+        waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
+        if impatient_s is not None:
+            times += [impatient_s + self._patience(r) for r in self._awaited() if r.asked is None]
+        if asking:
+            times += [min(asking) + self.config.startup_s]
+        if waiting:
+            first = min(waiting)
+            times += [first + self._patience(r) for r in self._present()]
+            times += [first + _DEADLOCK * self.config.hung_s]
+        return min(times, default=None)
+
+    # --- the decision -------------------------------------------------------------------------
+
+    def _advance(self, now: float) -> list[Output]:
+        outputs: list[Output] = []
+        for replica in self._awaited():
+            silent_s = now - replica.heard_s
+            if silent_s > self.config.silent_s:
+                stopped = replica.stopped
+                why = "its process is stopped (state T)" if stopped else "no heartbeat"
+                outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
+        outputs += self._find_hung(now)
+        return outputs + self._form(now)
+
+    def _form(self, now: float) -> list[Output]:
+        ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]
+        ready = [r for r in ready if now - r.heard_s <= self.config.silent_s]
+        present = {r.name for r in self._present()}
+        if any(r.asked.shrink_only for r in ready if r.asked is not None):
+            ready = [r for r in ready if r.name in present]
+        if not ready:
+            self.reason = "nobody asks"
+            return []
+        first = min(r.asked_s for r in ready)
+        outputs: list[Output] = []
+        if present:
+            since_s = self._impatient_since()
+            waited_s = 0.0 if since_s is None else now - since_s
+            missing = [r for r in self._awaited() if r.asked is None]
+            late = [r for r in missing if waited_s >= self._patience(r)]
+            for replica in late:
+                why = f"the others have waited for it for {waited_s:.2f} s"
+                outputs += self._leave_out(replica, why)
+            if len(late) < len(missing):
+                names = ", ".join(r.name for r in missing if not r.out)
+                self.reason = f"waiting for {names}"
+                return outputs
+        elif len(ready) < self._expected() and now - first < self.config.startup_s:
+            self.reason = f"{len(ready)} of {self._expected()} groups are there"
+            return []
+        if len(ready) < self.config.min_replicas:
+            self.reason = f"{len(ready)} replicas, and at least {self.config.min_replicas} needed"
+            return outputs
+        return outputs + self._answer(now, sorted(ready, key=lambda r: r.name))
+
+    def _answer(self, now: float, ready: list[Replica]) -> list[Output]:
+        asked = {r.name: r.asked for r in ready if r.asked is not None}
+        steady = [m.step for r in ready if not r.out and (m := asked[r.name])]
+        top = max(steady or [member.step for member in asked.values()])
+        members = tuple(
+            set_step(m, top - 1) if steady and r.out and m.step >= top else m
+            for r in ready
+            if (m := asked[r.name])
+        )
+        names = tuple(member.replica for member in members)
+        failed = any(member.commit_failures > 0 for member in members)
+        changed = names != self.members or failed or any(r.out for r in ready)
+        outputs: list[Output] = []
+        if changed:
+            self.quorum_id = max(self.quorum_id + 1, self.next_id)
+            recovering = tuple(m.replica for m in members if m.step != top)
+            outputs.append(Formed(self.quorum_id, top, members, recovering))
+        elif self._formed_s is not None:
+            self._intervals.append(now - self._formed_s)
+        self._formed_s, self.members, self._last, self.step = now, names, members, top
+        self.reason = f"quorum {self.quorum_id} of {len(members)}"
+        tokens = tuple(r.token for r in ready)
+        for replica in ready:
+            member = asked[replica.name]
+            replica.took = (member.step, member.commit_failures)
+            replica.asked, replica.token, replica.waiting_s = None, -1, None
+            replica.out, replica.quorums = False, replica.quorums + 1
+        for replica in self.replicas.values():
+            replica.waiting_s = None
+        return [*outputs, Answered(tokens, self.quorum_id, members)]
+
+    def _find_hung(self, now: float) -> list[Output]:
+        """Leave out who never came to a collective; break up those who wait for one another."""
+        present = self._present()
+        since = [r.waiting_s for r in present if r.waiting_s is not None]
+        if not since:
+            return []
+        idle = [r for r in present if r.waiting_s is None and r.asked is None]
+        waited_s = now - min(since)
+        if idle:
+            hung = [r for r in idle if waited_s >= self._patience(r)]
+            if len(hung) < len(idle):
+                return []
+            outputs: list[Output] = []
+            for replica in hung:
+                why = f"the others have waited for it in a collective for {waited_s:.2f} s"
+                outputs += self._leave_out(replica, why)
+            return outputs
+        alone = len(since) < len(present)
+        if not alone and waited_s < _DEADLOCK * self.config.hung_s:
+            return []
+        groups = tuple(sorted(self.group_of(r) for r in present if r.waiting_s is not None))
+        for replica in present:
+            replica.waiting_s = None
+        why = "a peer has given the collective up" if alone else "all wait for one another"
+        return [Fenced(self.quorum_id, groups, why)]
+
+    def _leave_out(self, replica: Replica, reason: str) -> list[Output]:
+        replica.out, replica.waiting_s = True, None
+        group = self.group_of(replica)
+        left = LeftOut(replica.name, group, reason, replica.stopped)
+        if replica.name not in self.members:
+            return [left]
+        others = tuple(sorted(self.group_of(r) for r in self._present()))
+        return [left, Fenced(self.quorum_id, others, f"{replica.name}: {reason}")]
+
+    # --- who is who ---------------------------------------------------------------------------
+
+    def _meet(self, now: float, name: str) -> Replica:
+        """Return the replica of this name, which may be new; forget those long gone."""
+        if name not in self.replicas:
+            for old in list(self.replicas.values()):
+                gone = now - old.heard_s > self.config.startup_s and old.asked is None
+                if gone and old.name not in self.members:
+                    del self.replicas[old.name]
+            self.replicas[name] = Replica(name, "", now)
+        return self.replicas[name]
+
+    def group_of(self, replica: Replica) -> int:
+        """Return the group of a replica: by its store, or by the digits at the end of its name.
+
+        The digits are torchft's own way to tell (`train_ddp_2`), for a script that makes its own
+        store.
+        """
+        known = self.groups.get(replica.store)
+        if known is not None:
+            return known.group
+        digits = re.search(r"(\d+)$", replica.name.partition(":")[0])
+        group = int(digits[1]) if digits else -1
+        return group if any(g.group == group for g in self.groups.values()) else -1
+
+    def _find(self, generation: int) -> Replica | None:
+        """Return the replica that the processes of `generation` are."""
+        known = next((g for g in self.groups.values() if g.generation == generation), None)
+        if known is None:
+            return None
+        mine = [r for r in self.replicas.values() if r.store == known.store]
+        if not mine:
+            mine = [r for r in self.replicas.values() if self.group_of(r) == known.group]
+        return max(mine, key=lambda r: r.heard_s, default=None)
+
+    def _may_join(self, replica: Replica) -> bool:
+        group = self.group_of(replica)
+        known = next((g for g in self.groups.values() if g.group == group), None)
+        return known is None or not known.held
+
+    def _expected(self) -> int:
+        return sum(not group.held for group in self.groups.values())
+
+    def _present(self) -> list[Replica]:
+        """Return the members of the quorum in force that were not left out since."""
+        found = (self.replicas.get(name) for name in self.members)
+        return [replica for replica in found if replica is not None and not replica.out]
+
+    def _awaited(self) -> list[Replica]:
+        """Return those of them that the next quorum waits for."""
+        return [replica for replica in self._present() if self._may_join(replica)]
+
+    def _impatient_since(self) -> float | None:
+        """Return since when somebody waits whose waiting counts: a member, or else a newcomer.
+
+        A newcomer has to be far more patient, since members that are all busy with an evaluation
+        look like members that are all hung, and it would begin without them from nothing.
+        """
+        members = [r.asked_s for r in self._awaited() if r.asked is not None]
+        if members:
+            return min(members)
+        others = [r.asked_s for r in self.replicas.values() if r.asked and self._may_join(r)]
+        since_s = max(min(others, default=0.0), self._formed_s or 0.0)
+        return since_s + self.config.alone_s if others else None
+
+    def _patience(self, replica: Replica) -> float:
+        if replica.quorums <= _TRUSTED_AFTER:
+            return self.config.startup_s
+        return self.config.hung_s + (median(self._intervals) if self._intervals else 0.0)

@@ -1,0 +1,427 @@
+"""The lighthouse's process: torchft's protocol in front, `perdure.control.quorum` behind it.
+
+It needs nobody to go on. What the controller orders (who is held, who is evicted, which store is
+whose) are levels that it keeps; the deaths that agents report it hears on the bus at the same
+time as the controller, and acts upon them at once, since they are facts and not decisions. While
+the bus is away replicas go on asking and are answered.
+
+Its own death costs the time until the supervisor has started the next one. That one takes the
+same port, reads the last quorum from `lighthouse.json`, and waits for its members; ids below the
+reserved bound are never used again.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from secrets import token_hex
+from typing import Any
+
+import msgspec
+
+from perdure.adapters.lighthouse import LighthouseServer
+from perdure.adapters.nats import NatsBus
+from perdure.control.quorum import (
+    Answered,
+    Fenced,
+    Formed,
+    LeftOut,
+    Output,
+    QuorumConfig,
+    Quorums,
+    Seen,
+)
+from perdure.model.actions import FenceAbort
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
+from perdure.model.events import (
+    AnyEvent,
+    KeeperLost,
+    QuorumFormed,
+    QuorumIdsReserved,
+    RankExited,
+    ReplicaSeen,
+    ReplicaWaiting,
+)
+from perdure.model.job import JobSpec
+from perdure.model.lighthouse import Member, encode_response, parse_heartbeat, parse_request
+from perdure.model.progress import NodeBeat
+from perdure.model.wire import (
+    LIGHTHOUSE,
+    EventMessage,
+    NodeOrder,
+    subject_beats,
+    subject_events,
+    subject_orders,
+)
+from perdure.service.agent_outbox import Outbox
+from perdure.service.jobfiles import (
+    load_endpoint,
+    load_spec,
+    paths_of,
+    read_document,
+    resolve_home,
+    write_document,
+)
+from perdure.service.ports import Bus
+
+log = logging.getLogger("perdure.lighthouse")
+
+IDS = 1000
+"""Quorum ids reserved at a time."""
+NOTE_S = 5.0
+"""A step that has advanced is told of this often, though the members are the same."""
+_LAG_S = 0.2
+"""After a turn that came so much too late, nobody's silence counts."""
+_TICK_S_MIN = 0.01
+_BIND_S = 10.0
+_STOCK = "torchft_lighthouse"
+
+
+class LighthouseFile(msgspec.Struct, frozen=True):
+    """`lighthouse.json`: what the next lighthouse has to know."""
+
+    port: int
+    ids_until: int = 0
+    quorum_id: int = 0
+    members: tuple[Member, ...] = ()
+
+
+class LighthouseService:
+    """One lighthouse; the bus may come and go."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        path: str,
+        *,
+        clock: Callable[[], float],
+        incarnation: str,
+        host: str = "127.0.0.1",
+    ) -> None:
+        """Serve `spec`; keep what must not be forgotten in the file `path`."""
+        self._spec, self._path, self._clock = spec, path, clock
+        self._incarnation, self._host = incarnation, host
+        config = spec.torchft
+        self.machine = Quorums(
+            QuorumConfig(
+                min_replicas=config.min_replicas,
+                hung_s=config.hung_s,
+                silent_s=config.silent_s,
+                startup_s=spec.detect.phase_allowance_s,
+                alone_s=spec.detect.hang_action_s,
+            )
+        )
+        self._server = LighthouseServer(self._take_request, self._take_heartbeat)
+        self._futures: dict[int, asyncio.Future[bytes]] = {}
+        self._token = 0
+        self._wake = asyncio.Event()
+        self._file = LighthouseFile(port=0)
+        self._bus: Bus | None = None
+        self._outbox: Outbox | None = None
+        self._unsent: list[AnyEvent] = []
+        self._hold_number = -1
+        self._noted: tuple[float, int] = (0.0, -1)
+        self._tasks: set[asyncio.Future[None]] = set()
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def start(self) -> int:
+        """Listen on the port of the lighthouse before this one, or on a new one; return it."""
+        known = read_document(self._path, LighthouseFile)
+        deadline_s = self._clock() + _BIND_S
+        while True:
+            try:
+                port = await self._server.start(self._host, known.port if known else 0)
+                break
+            except PlatformError:
+                if self._clock() > deadline_s:
+                    raise
+                self._server = LighthouseServer(self._take_request, self._take_heartbeat)
+                await asyncio.sleep(0.05)
+        if known is not None:
+            self.machine.restore(self._clock() + 1.0, known.quorum_id, known.members)
+            self.machine.next_id = known.ids_until
+        until = self.machine.next_id + IDS
+        self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
+        self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
+        return port
+
+    async def run(self) -> None:
+        """Look at what is due, until cancelled."""
+        while True:
+            now = self._clock()
+            due_s = self.machine.next_deadline()
+            wait_s = NOTE_S if due_s is None else max(due_s - now, _TICK_S_MIN)
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+            lag_s = self._clock() - now - wait_s
+            if lag_s > _LAG_S:
+                log.warning("this process came %.2f s too late: nobody's silence counts", lag_s)
+                self.machine.forgive(self._clock())
+            self._do(self.machine.tick(self._clock()))
+            self._note_step()
+
+    async def join(self, bus: Bus) -> None:
+        """Hear and tell over `bus`, which keeps itself connected."""
+        job = self._spec.name
+        self._bus = bus
+        self._outbox = Outbox(bus, subject_events(job), node=-1, source=self._incarnation)
+        self._spawn(self._outbox.run())
+        for event in self._unsent:
+            self._outbox.put(event)
+        self._unsent.clear()
+        await bus.subscribe(subject_orders(job, LIGHTHOUSE), self._take_order)
+        await bus.subscribe(subject_events(job), self._take_events)
+        await bus.subscribe(subject_beats(job), self._take_beat)
+
+    async def close(self) -> None:
+        """Hang up."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.close()
+
+    # --- in -----------------------------------------------------------------------------------
+
+    async def _take_request(self, data: bytes) -> bytes:
+        member = parse_request(data)
+        self._token += 1
+        token = self._token
+        future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._futures[token] = future
+        self._do(self.machine.ask(self._clock(), token, member))
+        try:
+            return await future
+        finally:
+            if self._futures.pop(token, None) is not None and not future.done():
+                self._do(self.machine.hang_up(self._clock(), token))
+
+    def _take_heartbeat(self, data: bytes) -> None:
+        self._do(self.machine.hear(self._clock(), parse_heartbeat(data)))
+
+    def _take_order(self, data: bytes) -> None:
+        order: NodeOrder | None = self._decode(data, NodeOrder)
+        if order is None:
+            return
+        now = self._clock()
+        if order.hold is not None and order.hold.number >= self._hold_number:
+            if order.hold.number > self._hold_number:
+                log.info("hold #%d: %s", order.hold.number, order.hold.groups)
+            self._hold_number = order.hold.number
+            self._do(self.machine.regroup(now, order.hold.groups))
+        if order.evict is not None:
+            evict = order.evict
+            self._do(self.machine.evict(now, evict.replica, evict.reason))
+            self._do(self.machine.end(now, evict.generation, evict.reason, fence=True))
+
+    def _take_events(self, data: bytes) -> None:
+        message: EventMessage | None = self._decode(data, EventMessage)
+        now = self._clock()
+        for event in message.events if message is not None else ():
+            match event:
+                case RankExited(record=record):
+                    why = f"rank {record.rank}: {record.cause}"
+                    ended = self.machine.end(now, record.generation, why, fence=record.failed)
+                    self._do(ended)
+                case KeeperLost(generation=generation):
+                    self._do(self.machine.end(now, generation, "its keeper died", fence=True))
+                case ReplicaWaiting():
+                    generation, quorum_id = event.generation, event.quorum_id
+                    self._do(self.machine.wait(now, generation, quorum_id, event.since_s))
+                case _:
+                    pass
+
+    def _take_beat(self, data: bytes) -> None:
+        beat: NodeBeat | None = self._decode(data, NodeBeat)
+        if beat is not None:
+            stopped = any(rank.proc.state in ("T", "t") for rank in beat.ranks)
+            self.machine.note_stopped(beat.generation, stopped)
+
+    def _decode(self, data: bytes, type_: Any) -> Any:
+        """Return the message in `data`; None where it is none."""
+        try:
+            return decode(data, type_)
+        except ProtocolError as error:
+            log.error("refused: %s", error)
+            return None
+
+    # --- out ----------------------------------------------------------------------------------
+
+    def _do(self, outputs: list[Output]) -> None:
+        self._wake.set()
+        for output in outputs:
+            match output:
+                case Formed():
+                    self._form(output)
+                case Answered(tokens=tokens, quorum_id=quorum_id, members=members):
+                    answer = encode_response(quorum_id, members, self._clock())
+                    for token in tokens:
+                        future = self._futures.pop(token, None)
+                        if future is not None and not future.done():
+                            future.set_result(answer)
+                case Fenced():
+                    self._fence(output)
+                case Seen(replica=replica, group=group):
+                    log.info("%s of group %d asks", replica, group)
+                    self._emit(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
+                case LeftOut():
+                    self._tell_left_out(output)
+
+    def _form(self, formed: Formed) -> None:
+        """Keep it on disk before anybody is answered, and tell of it."""
+        until = self._file.ids_until
+        if formed.quorum_id + IDS // 2 > until:
+            until = formed.quorum_id + IDS
+            self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
+        self._keep(
+            msgspec.structs.replace(
+                self._file, ids_until=until, quorum_id=formed.quorum_id, members=formed.members
+            )
+        )
+        names = tuple(member.replica for member in formed.members)
+        log.info("quorum %d at step %d: %s", formed.quorum_id, formed.step, ", ".join(names))
+        self._noted = (self._clock(), formed.step)
+        self._emit(
+            QuorumFormed(
+                quorum_id=formed.quorum_id,
+                step=formed.step,
+                members=names,
+                recovering=formed.recovering,
+                at_s=self._clock(),
+            )
+        )
+
+    def _note_step(self) -> None:
+        machine, (at_s, step) = self.machine, self._noted
+        if machine.step > step and self._clock() - at_s >= NOTE_S:
+            self._noted = (self._clock(), machine.step)
+            self._emit(
+                QuorumFormed(
+                    quorum_id=machine.quorum_id,
+                    step=machine.step,
+                    members=machine.members,
+                    at_s=self._clock(),
+                )
+            )
+
+    def _fence(self, fenced: Fenced) -> None:
+        log.info("fence quorum %d, groups %s: %s", fenced.quorum_id, fenced.groups, fenced.reason)
+        if self._bus is None:
+            return
+        order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
+        data = encode(NodeOrder(controller=self._incarnation, fence=order))
+        for group in fenced.groups:  # Each group is the node of its number.
+            subject = subject_orders(self._spec.name, group)
+            self._spawn(self._bus.publish(subject, data))
+
+    def _tell_left_out(self, left: LeftOut) -> None:
+        log.warning("%s of group %d is left out: %s", left.replica, left.group, left.reason)
+        self._emit(
+            ReplicaSeen(
+                replica=left.replica,
+                group=left.group,
+                at_s=self._clock(),
+                gone=True,
+                reason=left.reason,
+                stopped=left.stopped,
+            )
+        )
+
+    def _emit(self, event: AnyEvent) -> None:
+        if self._outbox is None:
+            self._unsent.append(event)
+        else:
+            self._outbox.put(event)
+
+    def _keep(self, file: LighthouseFile) -> None:
+        self._file = file
+        try:
+            write_document(self._path, file)
+        except PlatformError as error:
+            log.error("%s: ids stay unique, but a restart will not know the members", error)
+
+    def _spawn(self, work: Awaitable[None]) -> None:
+        task: asyncio.Future[None] = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+# --- the process --------------------------------------------------------------------------------
+
+
+def main(job: str) -> int:
+    """Run the lighthouse of `job` as a process; return its exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    try:
+        paths = paths_of(resolve_home(), job)
+        spec = load_spec(paths)
+        if spec.torchft.lighthouse == "stock":
+            _become_stock(spec, paths.lighthouse)
+        asyncio.run(_main(spec, paths.lighthouse))
+    except asyncio.CancelledError:
+        log.info("SIGTERM: leaving")
+        return 128 + signal.SIGTERM
+    except PerdureError as error:
+        log.error("%s (%s)", error.message, error.hint)
+        return error.exit_code
+    return 0
+
+
+async def _main(spec: JobSpec, path: str) -> None:
+    endpoint = load_endpoint(paths_of(resolve_home(), spec.name))
+    offset_s = endpoint.clock_offset_s
+
+    def clock() -> float:
+        return time.monotonic() + offset_s
+
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
+    with contextlib.suppress(ProcessLookupError):
+        if run_pid:
+            loop.add_reader(os.pidfd_open(run_pid), task.cancel)
+    incarnation = f"l{os.getpid()}-{token_hex(3)}"
+    service = LighthouseService(spec, path, clock=clock, incarnation=incarnation)
+    port = await service.start()
+    log.info("listening on port %d", port)
+
+    async def connect() -> None:
+        await service.join(await NatsBus.connect(endpoint, name=f"perdure lighthouse {spec.name}"))
+
+    connecting = asyncio.create_task(connect())
+    try:
+        await service.run()
+    finally:
+        connecting.cancel()
+        await service.close()
+
+
+def _become_stock(spec: JobSpec, path: str) -> None:
+    """Become torchft's own lighthouse, on the port of the one before or a new one.
+
+    Raises:
+        ConfigError: torchft is not installed.
+    """
+    program = shutil.which(_STOCK, path=f"{os.path.dirname(sys.executable)}:{os.defpath}")
+    if program is None:
+        raise ConfigError(f"there is no {_STOCK}", hint="pip install torchft==0.2.0")
+    known = read_document(path, LighthouseFile)
+    port = known.port if known else 0
+    if not port:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+    write_document(path, LighthouseFile(port=port))
+    minimum = str(spec.torchft.min_replicas)
+    os.execv(program, [program, "--bind", f"127.0.0.1:{port}", "--min_replicas", minimum])
