@@ -11,9 +11,13 @@ from perdure.cli.options import RunOptions
 from perdure.cli.torchrun import find_rdzv_notes, parse_nnodes, parse_nproc
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, ProtocolError
-from perdure.model.job import CheckpointConfig, DetectConfig, JobSpec, RestartConfig
+from perdure.model.job import JobSpec
 
-SECTIONS = {"detect": DetectConfig, "checkpoint": CheckpointConfig, "restart": RestartConfig}
+SECTIONS = {
+    field.name: type(field.default)
+    for field in msgspec.structs.fields(JobSpec)
+    if isinstance(field.default, msgspec.Struct)
+}
 
 
 def read_job_file(path: str) -> dict[str, Any]:
