@@ -84,6 +84,7 @@ from perdure.model.events import (
     LinksNoted,
     MetricsLogged,
     NodeCordoned,
+    NodeDraining,
     NodeLost,
     NodeRegistered,
     NodeRestored,
@@ -190,7 +191,7 @@ class Controller:
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []
-            case KeysDeclared() | DeviceReported():
+            case KeysDeclared() | DeviceReported() | NodeDraining():
                 return []
             case NodeCordoned() | NodeRestored():
                 note_cordon(self.state, event)

@@ -20,6 +20,7 @@ from perdure.model.actions import (
     HoldReplicas,
     InjectFault,
     InterruptCollectives,
+    NoteDraining,
     NoteFinding,
     RestoreNode,
     ResumeRanks,
@@ -251,6 +252,8 @@ def describe_action(action: AnyAction) -> str:
             return f"generation {action.generation}, ranks {action.ranks}"
         case RestoreNode():
             return f"node {action.node}"
+        case NoteDraining():
+            return f"node {action.node}{' stays' if action.over else ''}"
         case HoldReplicas():
             return f"#{action.number}: {', '.join(action.replicas) or 'none'}"
         case EvictReplica():

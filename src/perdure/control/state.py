@@ -25,7 +25,7 @@ class OpenBoundary:
     """A boundary agreement that is not finished."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "set", "pause"]
+    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
     step: int
     move: Literal["prepare", "commit"]
     tries: int
@@ -46,6 +46,37 @@ class OpenCommand:
     args: dict[str, Any]
     who: str
     at_s: float
+
+
+@dataclass(slots=True)
+class OpenMove:
+    """Nodes that are being left (drain, evict): nothing of it is done before all of it is."""
+
+    id: str
+    """Of the operator's command, or of a preemption notice."""
+    kind: Literal["drain", "evict"]
+    nodes: list[int]
+    who: str
+    why: str
+    at_s: float
+    deadline_s: float
+    force: bool = False
+    """Evict where no agreement comes about, or not in time."""
+    stage: Literal["waiting", "agreeing", "held", "moved"] = "waiting"
+    """For a spare node or a world that trains; for the ranks' agreement; for the checkpoint, which
+    held ranks wait for; for the world without these nodes."""
+    generation: int = -1
+    """Whose ranks agree, and then: the one that was left."""
+    boundary: str = ""
+    """Id of the agreement, its try included."""
+    step: int = -1
+    """Agreed upon; its checkpoint is the state that moves."""
+    saved: bool = False
+    from_step: int = -1
+    """Committed when the ranks were ended."""
+    moved_s: float = 0.0
+    instead: str = ""
+    """What was done in place of what was asked for."""
 
 
 @dataclass(slots=True)
@@ -90,6 +121,12 @@ class ControllerState:
     """Nodes cordoned by an operator: they run nothing, whatever is lost."""
     cordons_noted: set[int] = field(default_factory=set)
     """Cordoned nodes whose `NodeCordoned` is in the journal."""
+    cordoned_by: dict[int, str] = field(default_factory=dict)
+    """Cordoned node -> the operator who asked for it."""
+    restoring: dict[int, str] = field(default_factory=dict)
+    """Restored node -> by whom, until `NodeRestored` is in the journal."""
+    moves: dict[str, OpenMove] = field(default_factory=dict)
+    """Nodes that are being left, the oldest first."""
     blames: dict[int, int] = field(default_factory=dict)
     """Node -> how often it was blamed for a failure."""
     failed_s: float | None = None
@@ -133,6 +170,8 @@ class ControllerState:
     checkpoint_due_s: float | None = None
     stall_s: float | None = None
     """Measured cost of the newest checkpoint to training."""
+    saved_step: int = -1
+    """Step of the newest checkpoint."""
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
 

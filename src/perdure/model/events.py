@@ -274,6 +274,16 @@ class NodeRestored(Event, frozen=True, kw_only=True):
     who: str = ""
 
 
+class NodeDraining(Event, frozen=True, kw_only=True):
+    """The node's ranks are about to move elsewhere; or (`over`) they stay after all."""
+
+    node: int
+    at_s: float
+    reason: str
+    who: str = ""
+    over: bool = False
+
+
 class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
@@ -461,6 +471,7 @@ AnyEvent = (
     | CollectivesInterrupted
     | NodeCordoned
     | NodeRestored
+    | NodeDraining
     | CommandReceived
     | BoundaryAnswered
     | BoundaryReached

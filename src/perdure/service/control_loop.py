@@ -22,8 +22,9 @@ import msgspec
 
 from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
+from perdure.control.records import find_record
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, CordonNode, EndJob, NoteFinding, WatchClosely
+from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -34,8 +35,6 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    NodeCordoned,
-    ProbeJudged,
     TimerFired,
 )
 from perdure.model.job import JobSpec
@@ -326,12 +325,9 @@ class ControllerService:
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
-            if isinstance(action, NoteFinding):
-                judged = ProbeJudged(id=action.id, at_s=turn.now, finding=action.finding)
-                self._add(turn, judged)
-            if isinstance(action, CordonNode):
-                cordoned = NodeCordoned(node=action.node, at_s=turn.now, reason=action.reason)
-                self._add(turn, cordoned)
+            record = find_record(turn.now, action)
+            if record is not None:
+                self._add(turn, record)
             if isinstance(action, EndJob):
                 self._ended = JobEnded(
                     status=action.status,

@@ -11,8 +11,9 @@ from typing import Any
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
 from perdure.control.orders import OrderBook, Sending, describe_action
+from perdure.control.records import find_record
 from perdure.detect import Detector
-from perdure.model.actions import AnswerCommand, AnyAction, CordonNode, EndJob
+from perdure.model.actions import AnswerCommand, AnyAction, EndJob
 from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
@@ -22,7 +23,6 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    NodeCordoned,
     TimerFired,
 )
 from perdure.model.job import JobSpec
@@ -142,15 +142,15 @@ class Shell:
             case AnswerCommand(id=id_, ok=ok, result=result, reason=reason):
                 for answer in self.waiting.pop(id_, ()):
                     answer(CommandReply(id=id_, ok=ok, reason=reason, result=result))
-            case CordonNode(node=node, reason=reason):
-                self.append(NodeCordoned(node=node, at_s=self.clock.now, reason=reason))
             case EndJob(status=status, exit_code=code, reason=reason):
                 ended = JobEnded(status=status, exit_code=code, reason=reason, at_s=self.clock.now)
                 self._write(ended)
                 self.memory.machine.handle(self.clock.now, ended)
                 self.disk.ended = ended
             case _:
-                pass
+                record = find_record(self.clock.now, action)
+                if record is not None:
+                    self.append(record)
 
     def _send(self, sendings: list[Sending]) -> None:
         for sending in sendings:

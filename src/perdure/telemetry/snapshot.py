@@ -12,6 +12,7 @@ from perdure.model.events import (
     JournalEntry,
     MetricsLogged,
     NodeCordoned,
+    NodeDraining,
     NodeLost,
     NodeRegistered,
     NodeRestored,
@@ -45,6 +46,8 @@ class Certain:
     devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Node -> its devices' ids."""
     cordoned: set[int] = field(default_factory=set)
+    draining: set[int] = field(default_factory=set)
+    """Nodes that their ranks are about to leave."""
     lost: set[int] = field(default_factory=set)
     metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
@@ -88,8 +91,14 @@ class SnapshotFold:
                 certain.lost.add(event.node)
             case NodeCordoned() as event:
                 certain.cordoned.add(event.node)
+                certain.draining.discard(event.node)
             case NodeRestored() as event:
                 certain.cordoned.discard(event.node)
+                certain.draining.discard(event.node)
+            case NodeDraining() as event if event.over:
+                certain.draining.discard(event.node)
+            case NodeDraining() as event:
+                certain.draining.add(event.node)
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
                     certain.metrics |= values
@@ -231,6 +240,10 @@ class SnapshotFold:
             state = "spare"
         else:
             state = "idle" if row.state in ("exited", "failed") else "in use"
+            if node in self.certain.draining:
+                state = "draining"
+            elif node in self.certain.cordoned:
+                state += ", cordoned"
         ranks = () if row is None else (row.rank,)
         device = f"node{node}/slot{slot}"
         return DeviceRow(device=device, node=node, ranks=ranks, replicas=(), state=state)

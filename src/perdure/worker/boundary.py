@@ -27,7 +27,7 @@ class Agreed(msgspec.Struct, frozen=True):
     """What all ranks do at this step."""
 
     id: str
-    kind: Literal["checkpoint", "stop", "set", "pause"]
+    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
     step: int
 
 
