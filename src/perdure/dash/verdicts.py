@@ -31,6 +31,8 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
 
 def render_evidence(name: str, value: Any) -> list[str]:
     """Return one piece of evidence as indented lines."""
+    if isinstance(value, list | tuple | dict | str) and not value:
+        return []
     if name == "waits" and isinstance(value, list | tuple):
         return _render_block("who waits for whom", render_waits(value))
     if name == "stacks" and isinstance(value, dict):
@@ -42,7 +44,7 @@ def render_evidence(name: str, value: Any) -> list[str]:
         return [
             line for key, item in value.items() for line in render_evidence(f"{name} {key}", item)
         ]
-    if isinstance(value, list | tuple) and value and all(isinstance(v, str) for v in value):
+    if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
         return _render_block(name, value)
     if isinstance(value, float):
         value = round(value, 3)

@@ -72,6 +72,21 @@ class Persistence:
                 return recent[len(recent) // 2]
         return 0.0
 
+    def onset_s(self) -> float:
+        """Return when the excess that lasts until now set in.
+
+        A suspect is watched from its first odd sample on; this is where the samples turn odd for
+        good: the earliest one after which at least three in five are.
+        """
+        onset_s, odd = self.began_s, 0
+        for count, (at_s, excess) in enumerate(reversed(self._samples), 1):
+            odd += excess >= self.least
+            if odd < 0.6 * count and count >= SAMPLES_MIN:
+                break
+            if excess >= self.least:
+                onset_s = at_s
+        return onset_s
+
     def recent(self, now: float, window_s: float) -> float:
         """Return the median excess of the last `window_s`; 0 where nothing was seen."""
         recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)

@@ -242,7 +242,8 @@ class SlowWatch:
             if now - began_s >= (FUSED_S if sure else LINK_S):
                 place = self.links.place(now, links, "slow")
                 if place is not None:
-                    return self._blame_place(now, place, slow, began_s)
+                    onset_s = min(x.slow.onset_s() for x in links if x.slow is not None)
+                    return self._blame_place(now, place, slow, onset_s)
         if now - self.links.swept_s <= RECENT_S:
             # The links are asked first: a quiet sweep may be a second old.
             slow = [c for c in slow if c.slow is not None and now - c.slow.began_s >= LINK_S]
@@ -268,7 +269,7 @@ class SlowWatch:
             excess = worst.slow.recent(now, RECENT_S) if worst.slow else 0.0
             evidence["ratio"] = round(1.0 + excess, 2)
             reason += f"; {worst.name} takes {1.0 + excess:.1f} times as long as usual"
-            began_s = min([began_s, *(c.slow.began_s for c in slow if c.slow is not None)])
+            began_s = min(c.slow.onset_s() for c in slow if c.slow is not None)
         if place.probe:
             evidence["probe"] = list(place.probe)
         culprit = Culprit(link=place.link) if place.link else Culprit(node=place.node)
@@ -279,7 +280,7 @@ class SlowWatch:
     ) -> Verdict | None:
         """No link stands out (or none is seen): what the slow communicators have in common."""
         excess, worst = max(confirmed, key=lambda pair: (pair[0], pair[1].name))
-        began_s = min(c.slow.began_s for _, c in confirmed if c.slow is not None)
+        began_s = min(c.slow.onset_s() for _, c in confirmed if c.slow is not None)
         healthy = [
             c
             for c in self.collectives.comms()
@@ -371,7 +372,7 @@ class SlowWatch:
             f"{extra_s * 1e3:.0f} ms longer a step, and the others wait"
         )
         verdict = self._make(
-            now, "Straggler", culprit, confidence, reason, suspect.began_s, evidence
+            now, "Straggler", culprit, confidence, reason, suspect.onset_s(), evidence
         )
         return msgspec.structs.replace(verdict, step=watch.account.step, activity=watch.activity)
 
@@ -395,7 +396,7 @@ class SlowWatch:
         for rank, mine in sorted(self.collectives.lateness.items()):
             excess = mine.late.confirm(now) if mine.late is not None else 0.0
             if excess > 0.0 and rank in watches and mine.late is not None:
-                late.append((mine.waited, rank, excess, mine.late.began_s))
+                late.append((mine.waited, rank, excess, mine.late.onset_s()))
         if not late or 2 * len(late) > max(len(watches), 2):
             return None
         waited_s, rank, excess, began_s = min(late)
