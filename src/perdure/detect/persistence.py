@@ -76,15 +76,13 @@ class Persistence:
         """Return when the excess that lasts until now set in.
 
         A suspect is watched from its first odd sample on; this is where the samples turn odd for
-        good: the earliest one after which at least three in five are.
+        good: the start of the newest run in which odd ones outnumber the others the most.
         """
-        onset_s, odd = self.began_s, 0
-        for count, (at_s, excess) in enumerate(reversed(self._samples), 1):
-            odd += excess >= self.least
-            if odd < 0.6 * count and count >= SAMPLES_MIN:
-                break
-            if excess >= self.least:
-                onset_s = at_s
+        onset_s, score, best = self.began_s, 0, 0
+        for at_s, excess in reversed(self._samples):
+            score += 1 if excess >= self.least else -1
+            if score > best:
+                onset_s, best = at_s, score
         return onset_s
 
     def recent(self, now: float, window_s: float) -> float:
