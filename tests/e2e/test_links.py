@@ -60,7 +60,7 @@ def _sum(moved: dict[tuple[int, int, str], int], comm: str) -> int:
 
 
 async def _send(job: Job, order: NodeOrder) -> None:
-    endpoint = load_endpoint(paths_of(str(job.home / "state"), "links"))
+    endpoint = load_endpoint(paths_of(str(job.home / "state"), "links"), "controller")
     bus = await NatsBus.connect(endpoint, name="test", timeout_s=10.0)
     try:
         await bus.publish(subject_orders("links", "all"), encode(order))

@@ -5,6 +5,7 @@
     run         events, commands, the journal's end  answers to itself
     operator    commands, queries, notices, replay   answers to itself, snapshots, the journal
     agent       events, beats, probes                its own orders and probes
+    lighthouse  events, orders (fenced aborts)       its own orders, events, beats
     viewer      queries                              answers to itself, snapshots, the journal
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
@@ -33,12 +34,15 @@ from perdure.model.wire import (
     subject_snapshots,
 )
 
-Role = Literal["controller", "run", "operator", "agent", "viewer", "worker", "monitor"]
+Role = Literal[
+    "controller", "run", "operator", "agent", "lighthouse", "viewer", "worker", "monitor"
+]
 ROLES: tuple[Role, ...] = (
     "controller",
     "run",
     "operator",
     "agent",
+    "lighthouse",
     "viewer",
     "worker",
     "monitor",
@@ -83,17 +87,17 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
         case "controller":
             orders = (subject_orders(job, "*"), subject_snapshots(job), subject_journal(job))
             make = (f"{api}.STREAM.CREATE.{stream}",)
-            heard = (subject_events(job), subject_beats(job), subject_commands(job), ask)
+            told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
             return Access(
                 publish=(*orders, "_INBOX.>", *make, *last, *replay),
-                subscribe=(*heard, subject_notices(job), *inbox),
+                subscribe=(*told, subject_notices(job), *inbox),
             )
         case "run":
             said = (subject_events(job), subject_commands(job))
             return Access(publish=(*said, *last), subscribe=inbox)
         case "operator":
-            told = (subject_commands(job), ask, subject_notices(job))
-            return Access(publish=(*told, *last, *replay), subscribe=(*pictures, *inbox))
+            asked = (subject_commands(job), ask, subject_notices(job))
+            return Access(publish=(*asked, *last, *replay), subscribe=(*pictures, *inbox))
         case "agent":
             probes = f"perdure.{job.replace('.', '_')}.probe.*"
             me: int | str = "*" if node is None else node
@@ -103,6 +107,10 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 subscribe=(subject_orders(job, me), subject_orders(job, "all"), own, *inbox),
                 answers=True,
             )
+        case "lighthouse":
+            heard = (subject_orders(job, role), subject_events(job), subject_beats(job))
+            said = (subject_events(job), subject_orders(job, "*"))
+            return Access(publish=said, subscribe=(*heard, *inbox))
         case "viewer":
             return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*pictures, *inbox))
         case "worker":

@@ -335,11 +335,25 @@ FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | Kee
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """`endpoint.json`: how the parts of one job find each other. Readable by its owner only."""
+    """How one part of a job finds the bus, with what that part may do there.
+
+    `endpoint.json` is the operator's, `credentials/USER.json` that of the others; each is readable
+    by its owner only.
+    """
 
     url: str
     token: str
+    """Password of `user`; without one, a token."""
     clock_offset_s: float
     """Job time = CLOCK_MONOTONIC of this boot + this, for every part on this machine."""
     external: bool = False
     """The NATS server is the user's own (`--nats URL`)."""
+    user: str = ""
+    """Such as `operator` or `agent-0`."""
+    ca: str = ""
+    """PEM of the authority that has signed the server's certificate; empty: the system's."""
+    creds: str = ""
+    """Path of the user's own credentials (`--nats-creds`)."""
+    tls_cert: str = ""
+    """Path of the certificate that is shown to the user's own server; with `tls_key`."""
+    tls_key: str = ""

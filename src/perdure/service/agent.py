@@ -391,7 +391,7 @@ def main(job: str, node: int) -> int:
 async def _main(job: str, node: int) -> None:
     home = resolve_home()
     paths = paths_of(home, job)
-    spec, endpoint = load_spec(paths), load_endpoint(paths)
+    spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()

@@ -54,7 +54,7 @@ def main(job: str) -> int:
 
 async def _main(job: str) -> JobEnded:
     paths = paths_of(resolve_home(), job)
-    spec, endpoint = load_spec(paths), load_endpoint(paths)
+    spec, endpoint = load_spec(paths), load_endpoint(paths, "controller")
     parts = load_parts(paths)
     offset_s = endpoint.clock_offset_s
     incarnation = f"c{os.getpid()}-{token_hex(3)}"

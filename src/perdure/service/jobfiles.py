@@ -107,15 +107,16 @@ def load_spec(paths: JobPaths) -> JobSpec:
     return spec
 
 
-def load_endpoint(paths: JobPaths) -> Endpoint:
-    """Return where the job's NATS server is.
+def load_endpoint(paths: JobPaths, user: str = "operator") -> Endpoint:
+    """Return where the job's NATS server is, and what `user` shows it.
 
     Raises:
         ConfigError: the job was never started.
     """
-    endpoint = read_document(paths.endpoint, Endpoint)
+    path = paths.endpoint if user == "operator" else paths.credential(user)
+    endpoint = read_document(path, Endpoint)
     if endpoint is None:
-        raise ConfigError(f"no endpoint of the job: {paths.endpoint}", hint="is it running?")
+        raise ConfigError(f"no endpoint of the job: {path}", hint="is it running?")
     return endpoint
 
 

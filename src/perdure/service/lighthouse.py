@@ -378,7 +378,7 @@ def main(job: str) -> int:
 
 
 async def _main(spec: JobSpec, path: str) -> None:
-    endpoint = load_endpoint(paths_of(resolve_home(), spec.name))
+    endpoint = load_endpoint(paths_of(resolve_home(), spec.name), LIGHTHOUSE)
     offset_s = endpoint.clock_offset_s
 
     def clock() -> float:

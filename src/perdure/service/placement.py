@@ -3,8 +3,9 @@
 A placement gives each node an address and a command that carries its agent there, such as
 `ip netns exec lab-{node}`; keeper, store and ranks are the agent's descendants, so they are there
 as well. The fault laboratory uses it with network namespaces; other machines are the same thing
-with another command. What it opens is a NATS server with a token but without TLS, so an address
-that the internet could reach is refused.
+with another command. Its NATS server speaks TLS there (with a certificate made at its start,
+unless one is given), but collectives are not encrypted, so an address that the internet could
+reach is refused.
 """
 
 import ipaddress
@@ -75,7 +76,7 @@ def load_placement(path: str, nodes: int) -> Placement:
     for address in (placement.bind, *placement.addresses):
         if not _is_closed(address):
             raise ConfigError(
-                f"--placement {path}: {address} may be reached by strangers, and there is no TLS",
+                f"--placement {path}: strangers may reach {address}; collectives have no TLS",
                 hint=_CLOSED,
             )
     if placement.network_faults and not (placement.interface and placement.addresses):

@@ -15,19 +15,19 @@ import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
-from secrets import token_urlsafe
 from typing import Any
 
 import msgspec
 
-from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.adapters.nats import NatsBus
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.model.wire import Command, CommandReply, Endpoint, subject_commands, subject_events
+from perdure.model.wire import Command, CommandReply, subject_commands, subject_events
 from perdure.service.agent_outbox import Outbox
+from perdure.service.credentials import make_server, set_certificate, write_credentials
 from perdure.service.jobfiles import (
     JobLock,
     Parts,
@@ -134,10 +134,7 @@ class Supervisor:
         if time.monotonic() - began_s > 10.0:  # a process that did something else before
             began_s = time.monotonic()
         self._started_s = began_s + self._offset_s
-        token = "" if nats_url else token_urlsafe(24)
-        self._server = NatsServer(
-            folder=self._paths.nats, token=token, name=spec.name, host=placement.bind
-        )
+        self._server = make_server(spec, self._paths, placement.bind)
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._stopped = StopWatch(round(_STOPPED_S / _POLL_S))
@@ -202,14 +199,17 @@ class Supervisor:
     async def _start(self) -> None:
         if self._nats_url is None:
             self._start_part("nats-server")
+            set_certificate(self._server, self._spec.nats)
             await self._wait_server()
-            url, external = self._server.url, False
-        else:
-            url, external = self._nats_url, True
-        endpoint = Endpoint(url, self._server.token, self._offset_s, external)
-        write_document(self._paths.endpoint, endpoint, mode=0o600)
+        endpoint = write_credentials(
+            self._spec,
+            self._paths,
+            self._server if self._nats_url is None else None,
+            url=self._nats_url or self._server.url,
+            clock_offset_s=self._offset_s,
+        )
         self._write_parts()
-        if external:
+        if self._nats_url is not None:
             await clear_stream(endpoint, self._spec.name, ours=self._rerun)
         self._start_part("controller")
         for node in range(self._spec.num_nodes):

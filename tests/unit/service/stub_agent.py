@@ -61,7 +61,7 @@ async def wait_rank(
 
 async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
-    spec, endpoint = load_spec(paths), load_endpoint(paths)
+    spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     bus = await NatsBus.connect(endpoint)
     outbox = Outbox(bus, subject_events(job), node=node, source=f"a{os.getpid()}")
     sender = asyncio.create_task(outbox.run())

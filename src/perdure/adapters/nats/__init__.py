@@ -1,7 +1,20 @@
 """The one door to NATS: the server as a child process, the bus, and the journal's stream."""
 
 from perdure.adapters.nats.bus import NatsBus
-from perdure.adapters.nats.server import NatsServer, find_binary, server_config
+from perdure.adapters.nats.certificates import make_certificate, read_pem
+from perdure.adapters.nats.credentials import choose_file, read_credentials
+from perdure.adapters.nats.server import NatsServer, User, find_binary, server_config
 from perdure.adapters.nats.stream import NatsStream
 
-__all__ = ["NatsBus", "NatsServer", "NatsStream", "find_binary", "server_config"]
+__all__ = [
+    "NatsBus",
+    "NatsServer",
+    "NatsStream",
+    "User",
+    "choose_file",
+    "find_binary",
+    "make_certificate",
+    "read_credentials",
+    "read_pem",
+    "server_config",
+]

@@ -6,6 +6,9 @@ answer repeats the request.
 """
 
 import asyncio
+import logging
+import os
+import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,8 +17,12 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
+from perdure.adapters.nats.credentials import find_login
+from perdure.model.access import inbox_prefix
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.wire import Endpoint
+
+log = logging.getLogger("perdure.nats")
 
 T = TypeVar("T")
 _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
@@ -28,6 +35,8 @@ class NatsBus:
         """Make one that is not connected; `connect` is the way to get one that is."""
         self.client = Client()
         self._lost = asyncio.Event()
+        self._refusal = ""
+        """The newest permission or login that the server refused."""
 
     @classmethod
     async def connect(
@@ -35,14 +44,24 @@ class NatsBus:
     ) -> "NatsBus":
         """Return a connection, waiting for the server for ever, or for `timeout_s`.
 
+        A server that refuses the credentials is asked again like one that is not there: it may be
+        about to be given them.
+
         Raises:
-            PlatformError: not connected after `timeout_s`.
+            PlatformError: not connected after `timeout_s`; or the credentials cannot be read.
         """
         bus = cls()
         client = bus.client
+        login = find_login(endpoint)
+        if endpoint.user:
+            login["inbox_prefix"] = inbox_prefix(endpoint.user)
 
-        async def ignore(_: Exception) -> None:
-            """Errors show at the calls; nats-py would print them."""
+        async def note(error: Exception) -> None:
+            """Errors show at the calls, but for a refusal: nobody waits for that one."""
+            text = str(error)
+            if "violation" in text.lower() and text != bus._refusal:
+                bus._refusal = text
+                log.error("refused by the NATS server: %s", text)
 
         async def lose() -> None:
             bus._lost.set()
@@ -52,22 +71,24 @@ class NatsBus:
             async with asyncio.timeout(timeout_s):
                 await client.connect(
                     [endpoint.url],
-                    token=endpoint.token or None,
                     name=name or None,
+                    tls=_make_tls(endpoint),
                     allow_reconnect=True,
                     max_reconnect_attempts=-1,
                     reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, floats work
                     connect_timeout=2,
                     ping_interval=10,
                     max_outstanding_pings=2,
-                    error_cb=ignore,
+                    error_cb=note,
                     disconnected_cb=lose,
+                    **login,
                 )
         except _LOST as error:
             await client.close()
+            why = bus._refusal or error or type(error).__name__
             raise PlatformError(
-                f"no NATS server at {endpoint.url}: {error or type(error).__name__}",
-                hint="is the job running? With --nats: is the URL right?",
+                f"no NATS server at {endpoint.url}: {why}",
+                hint="is the job running? With --nats: are the URL and --nats-creds right?",
             ) from error
         return bus
 
@@ -157,6 +178,30 @@ class NatsBus:
     async def close(self) -> None:
         """Disconnect."""
         await self.client.close()
+
+
+def _make_tls(endpoint: Endpoint) -> ssl.SSLContext | None:
+    """Return how to check the server, and what to show it; None where it speaks no TLS.
+
+    Raises:
+        PlatformError: a certificate cannot be read.
+    """
+    if not (endpoint.url.startswith("tls:") or endpoint.ca or endpoint.tls_cert):
+        return None
+    # A connection that the server closes; asyncio warns of what nats-py's reader returns then.
+    logging.getLogger("asyncio").addFilter(_is_no_eof_warning)
+    try:
+        context = ssl.create_default_context(cadata=endpoint.ca or None)
+        if endpoint.tls_cert:
+            context.load_cert_chain(endpoint.tls_cert, endpoint.tls_key or None)
+    except (OSError, ValueError) as error:
+        name = os.path.basename(endpoint.tls_cert) or "the authority's"
+        raise PlatformError(f"cannot use the certificate {name}: {error}") from error
+    return context
+
+
+def _is_no_eof_warning(record: logging.LogRecord) -> bool:
+    return "eof_received" not in record.getMessage()
 
 
 def _take_note(task: "asyncio.Future[Any]") -> None:

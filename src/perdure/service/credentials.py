@@ -1,0 +1,132 @@
+"""Who of a job may say what on its bus: made at each start, kept in files of their owner alone.
+
+Each part reads one file, `credentials/USER.json` (`endpoint.json` for the operator), which is all
+that a machine that runs only this part needs. A secret is in no argument, environment or log, and
+dies with its server: the next run makes new ones. Parts that run as the same user on the same
+machine can read one another's files; there, roles guard against mistakes, not against malice.
+
+With a user's own server the same files say where it is and which of the user's own credentials to
+show; what each may do there is for its administrator to set (`docs/nats.md`).
+"""
+
+import ipaddress
+import os
+from secrets import token_urlsafe
+
+from perdure.adapters.nats import NatsServer, User, choose_file, make_certificate, read_pem
+from perdure.model.access import ROLES, Role, find_access, user_name
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec, NatsConfig
+from perdure.model.paths import JobPaths
+from perdure.model.wire import Endpoint
+from perdure.service.jobfiles import write_document
+
+
+def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
+    """Return everybody who may connect: each role once, agents one a node."""
+    users: list[tuple[Role, int | None]] = []
+    for role in ROLES:
+        if role == "agent":
+            users += [(role, node) for node in range(spec.num_nodes)]
+        else:
+            users.append((role, None))
+    return users
+
+
+def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
+    """Return the job's own server, not yet started, with fresh passwords."""
+    users = tuple(
+        User(user_name(role, node), token_urlsafe(24), find_access(role, spec.name, node))
+        for role, node in list_users(spec)
+    )
+    return NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
+
+
+def set_certificate(server: NatsServer, config: NatsConfig) -> None:
+    """Give `server` the user's certificate; else one made now, unless it is only on loopback.
+
+    Raises:
+        ConfigError: only one of certificate and key was given.
+        PlatformError: a file cannot be read, or no certificate can be made.
+    """
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("nats: tls_cert and tls_key belong together", hint="give both")
+    if config.tls_cert:
+        read_pem(config.tls_cert)
+        server.certificate = (config.tls_cert, config.tls_key)
+    elif not is_loopback(server.host):
+        server.certificate = make_certificate(server.folder, server.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether nobody outside this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def write_credentials(
+    spec: JobSpec, paths: JobPaths, server: NatsServer | None, *, url: str, clock_offset_s: float
+) -> Endpoint:
+    """Write a file for everybody who may connect; return that of `perdure run` itself.
+
+    Raises:
+        ConfigError: there are no credentials of the user's for a role.
+        PlatformError: a file cannot be read or written.
+    """
+    folder = os.path.dirname(paths.credential("run"))
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise PlatformError(f"cannot make {folder}: {error.strerror}") from error
+    config = spec.nats
+    authority = config.tls_ca or (server.certificate[0] if server and server.certificate else "")
+    ca = read_pem(authority) if authority else ""
+    passwords = {user.name: user.password for user in server.users} if server else {}
+    mine = None
+    for role, node in list_users(spec):
+        name = user_name(role, node)
+        endpoint = Endpoint(
+            url=url,
+            token=passwords.get(name, ""),
+            clock_offset_s=clock_offset_s,
+            external=server is None,
+            user=name if server else "",
+            ca=ca,
+            creds=choose_file(config.creds, role) if config.creds and not server else "",
+            tls_cert="" if server else config.tls_cert,
+            tls_key="" if server else config.tls_key,
+        )
+        path = paths.endpoint if role == "operator" else paths.credential(name)
+        write_document(path, endpoint, mode=0o600)
+        mine = endpoint if role == "run" else mine
+    assert mine is not None
+    return mine
+
+
+def make_token(path: str) -> str:
+    """Return the secret in the file at `path`, made now where there is none.
+
+    Raises:
+        PlatformError: it cannot be read or written.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read().strip()
+        if token:
+            return token
+        raise PlatformError(f"{path} is empty", hint="it shall hold a token")
+    except FileNotFoundError:
+        token = token_urlsafe(24)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlatformError(f"cannot read {path}: {error}") from error
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror}") from error
+    return token
