@@ -9,6 +9,7 @@ setup:
 
 demo: setup
 	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo_links.py
 
 check: setup
 	$(BIN)/ruff format --check src tests examples bench
@@ -27,4 +28,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .demo-links .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -27,6 +27,8 @@ FIRST_NOTE_S = 10.0
 NOTE_S = 60.0
 VERDICT_NOTE_S = 2.0
 """At the least between two notes that verdicts ask for."""
+VERDICT_WINDOW_S = 3.0
+"""What such a note looks back on: how it was before would hide what has just changed."""
 LINKS_MAX = 2000
 """In one note; the unusual and the slowest first."""
 LOOKS_KEPT = 16
@@ -167,11 +169,14 @@ class LinkFold:
         about = verdict.culprit.link is not None or verdict.kind in COMM_VERDICTS
         if not about or now - self._noted_s < VERDICT_NOTE_S:
             return []
-        return self._note(now)
+        return self._note(now, VERDICT_WINDOW_S)
 
-    def samples(self) -> tuple[LinkSample, ...]:
-        """Return the matrix as it is now: one sample a link, the unusual and the slowest first."""
-        made = _quieten([_make_sample(cell) for cell in self._cells.values()])
+    def samples(self, since_s: float = 0.0) -> tuple[LinkSample, ...]:
+        """Return the matrix as it is now: one sample a link, the unusual and the slowest first.
+
+        Looks before job time `since_s` are left out where there are newer ones.
+        """
+        made = _quieten([_make_sample(cell, since_s) for cell in self._cells.values()])
         return tuple(sorted(made, key=_rank_sample)[:LINKS_MAX])
 
     def _begin(self, generation: int) -> None:
@@ -203,11 +208,11 @@ class LinkFold:
             if not cell.looks:
                 del self._cells[key]
 
-    def _note(self, now: float) -> list[AnyEvent]:
+    def _note(self, now: float, within_s: float = NOTE_S) -> list[AnyEvent]:
         self._forget(now)
-        samples, why = self.samples(), self._explain()
+        samples, why = self.samples(now - within_s), self._explain()
         oldest_s = min((cell.looks[0].at_s for cell in self._cells.values()), default=now)
-        window_s = max(now - oldest_s, 0.0)
+        window_s = min(max(now - oldest_s, 0.0), within_s)
         self._noted_s, self._due_s = now, now + NOTE_S
         if not samples and why == self._said:
             return []
@@ -312,16 +317,18 @@ def _quieten(samples: list[LinkSample]) -> list[LinkSample]:
     ]
 
 
-def _make_sample(cell: _Cell) -> LinkSample:
-    newest, count = cell.newest, sum(look.bytes for look in cell.looks)
-    cells = [look.cell for look in cell.looks if look.cell]
-    rtts = [look.rtt_s for look in cell.looks if look.cell]
+def _make_sample(cell: _Cell, since_s: float) -> LinkSample:
+    newest = cell.newest
+    looks = [look for look in cell.looks if look.at_s >= since_s] or [cell.looks[-1]]
+    count = sum(look.bytes for look in looks)
+    cells = [look.cell for look in looks if look.cell]
+    rtts = [look.rtt_s for look in looks if look.cell]
     return msgspec.structs.replace(
         newest,
         bytes_acked=count,
         busy_s=median(cells) * count / 1e9 if cells else 0.0,
         rtt_s=median(rtts) if rtts else newest.rtt_s,
-        retrans=sum(look.retrans for look in cell.looks),
+        retrans=sum(look.retrans for look in looks),
     )
 
 
