@@ -17,7 +17,7 @@ from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import paths_of, read_document, write_atomic
-from perdure.service.lighthouse import LighthouseFile
+from perdure.service.lighthouse_part import LighthouseFile
 
 torchft = pytest.importorskip("torchft.coordination")
 pytestmark = [pytest.mark.torch]

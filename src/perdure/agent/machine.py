@@ -127,6 +127,8 @@ class Agent:
             requests += relay_fault(state, self.identity, self.spec, now, order.inject)
         if order.interrupt is not None:
             requests += relay_interrupt(state, order.interrupt)
+        if order.fence is not None and state.keeper is not None:
+            requests += [TellWorker(rank, order.fence) for rank in state.keeper.running]
         if order.stacks is not None:
             requests += self._take_stacks(order.stacks)
         return requests
@@ -187,7 +189,8 @@ class Agent:
         if keeper.store_asked >= generation:
             return []
         keeper.store_asked = generation
-        return [TellKeeper(KeeperStore(generation, self.spec.world_size, self.identity.host))]
+        size = self.spec.nproc if wanted.replica >= 0 else self.spec.world_size
+        return [TellKeeper(KeeperStore(generation, size, self.identity.host))]
 
     def _report_store(self, generation: int, port: int, *, agent_store: bool) -> list[Request]:
         if self.state.reported_store == (generation, port):

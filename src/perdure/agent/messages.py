@@ -6,7 +6,13 @@ network: what does is in `model.wire` and `model.events`.
 
 import msgspec
 
-from perdure.model.actions import Assignment, InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import (
+    Assignment,
+    FenceAbort,
+    InjectFault,
+    InterruptCollectives,
+    SendBoundary,
+)
 from perdure.model.events import AnyEvent, ExitRecord, TimerFired
 from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.wire import (
@@ -146,7 +152,7 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to a rank; dropped where it is not connected (it will say hello)."""
 
     rank: int
-    message: SendBoundary | InjectFault | InterruptCollectives | DumpTraces
+    message: SendBoundary | InjectFault | InterruptCollectives | FenceAbort | DumpTraces
 
 
 class CollectStacks(msgspec.Struct, frozen=True, tag=True):

@@ -64,7 +64,7 @@ def relay_fault(
     keeper = state.keeper
     if keeper is None or keeper.generation != order.generation or order.id in state.faults:
         return []
-    group = state.assignment.group_of(identity.node) if state.assignment else -1
+    group = state.assignment.slots_of(identity.node) if state.assignment else -1
     if order.rank not in spec.ranks_of(group):
         return []
     state.faults[order.id] = order

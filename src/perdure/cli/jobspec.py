@@ -3,6 +3,7 @@
 import os
 import tomllib
 from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 import msgspec
@@ -55,12 +56,31 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
+    spec = place_replicas(spec)
     cwd = os.path.abspath(spec.cwd)
     checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
     spec = msgspec.structs.replace(
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
     )
     return spec, "name" in document, _find_notes(options)
+
+
+def place_replicas(spec: JobSpec) -> JobSpec:
+    """Return a torchft job with a node for each replica group.
+
+    Raises:
+        ConfigError: it cannot be run so.
+    """
+    replicas = spec.torchft.replicas
+    if not replicas:
+        return spec
+    if spec.nodes not in (1, replicas):
+        raise ConfigError(f"--nodes {spec.nodes}: each of the {replicas} replica groups is a node")
+    if spec.no_python:
+        raise ConfigError("--torchft and --no-python exclude one another")
+    if spec.torchft.lighthouse == "perdure" and find_spec("grpc") is None:
+        raise ConfigError("--torchft needs grpcio", hint="pip install 'perdure[torchft]'")
+    return msgspec.structs.replace(spec, nodes=replicas)
 
 
 def _locate(path: str, cwd: str) -> str:
@@ -94,6 +114,9 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     given = {key: value for key, value in restart.items() if value is not None}
     if given:
         document["restart"] = {**document.get("restart", {}), **given}
+    if options.torchft or options.replicas:
+        wanted = options.replicas or document.get("torchft", {}).get("replicas") or 2
+        document["torchft"] = {**document.get("torchft", {}), "replicas": wanted}
     if options.env:
         pairs = [pair.partition("=") for pair in options.env]
         bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)

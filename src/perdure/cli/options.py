@@ -86,6 +86,12 @@ Name = Annotated[
 ]
 Nodes = Annotated[int | None, _option("--nodes", min=1, help="Emulated nodes on this machine.")]
 Spares = Annotated[int | None, _option("--spares", min=0, help="Slots paid for and kept idle.")]
+Torchft = Annotated[
+    bool, _option("--torchft", help="Replica groups of torchft; serves them a lighthouse.")
+]
+Replicas = Annotated[
+    int | None, _option("--replicas", min=1, help="Replica groups, each of -n ranks (default 2).")
+]
 Cold = Annotated[bool, _option("--cold", help="Start ranks by exec instead of from a warm image.")]
 Nats = Annotated[
     str | None, _option("--nats", metavar="URL", help="Your own NATS server with JetStream.")
@@ -132,6 +138,8 @@ class RunOptions:
     name: str | None = None
     nodes: int | None = None
     spares: int | None = None
+    torchft: bool = False
+    replicas: int | None = None
     cold: bool = False
     nats: str | None = None
     env: list[str] | None = None

@@ -33,6 +33,8 @@ def run(
     config: o.Config = None,
     nodes: o.Nodes = None,
     spares: o.Spares = None,
+    torchft: o.Torchft = False,
+    replicas: o.Replicas = None,
     env: o.Env = None,
     cold: o.Cold = False,
     nats: o.Nats = None,

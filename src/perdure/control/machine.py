@@ -53,6 +53,7 @@ from perdure.control.progress import (
     plan_checkpoint,
     reach,
 )
+from perdure.control.replicas import find_group_deadline, handle_replicas
 from perdure.control.response import (
     ACTED_UPON,
     STACKS_FOR,
@@ -119,6 +120,8 @@ class Controller:
     def next_deadline(self) -> float | None:
         """Return the job time at which `TimerFired` is wanted."""
         state = self.state
+        if state.groups:
+            return find_group_deadline(state)
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
@@ -130,6 +133,8 @@ class Controller:
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
         """Return what to do about `event`, which is in the journal already."""
+        if self.state.of_replicas:
+            return handle_replicas(self.state, now, event)
         match event:
             case JobSubmitted():
                 self.state.spec, self.state.submitted_s = event.spec, event.at_s

@@ -40,7 +40,7 @@ from perdure.model.events import (
     StacksTaken,
 )
 from perdure.model.job import JobSpec
-from perdure.model.wire import NodeOrder
+from perdure.model.wire import LIGHTHOUSE, NodeOrder
 
 Sending = tuple[int | str, NodeOrder]
 """To a node, or to `all`."""
@@ -77,7 +77,10 @@ class OrderBook:
         """Sign orders as `controller`."""
         self._spec, self._controller = spec, controller
         self._assignments: dict[int, Assignment] = {}
-        self._placement: tuple[int, ...] = tuple(range(spec.nodes))
+        nodes = spec.num_nodes if spec.torchft.replicas else spec.nodes
+        self._placement: tuple[int, ...] = tuple(range(nodes))
+        self._hold: NodeOrder | None = None
+        """To the lighthouse, which answers nothing: repeated for ever."""
         self._registered: set[int] = set()
         self._open: dict[str, _Open] = {}
         self._repeat_at_s: float | None = None
@@ -127,6 +130,14 @@ class OrderBook:
                     f"interrupt {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _INTERRUPT_SENT_MAX),
                 )
+            case HoldReplicas():
+                self._hold = NodeOrder(controller=self._controller, hold=action)
+                return [(LIGHTHOUSE, self._hold)]
+            case EvictReplica():
+                return [(LIGHTHOUSE, NodeOrder(controller=self._controller, evict=action))]
+            case FenceAbort():
+                order = NodeOrder(controller=self._controller, fence=action)
+                return [(group, order) for group in action.groups]
             case _:
                 return []
 
@@ -142,13 +153,16 @@ class OrderBook:
 
     def _assign(self, action: AssignNodes) -> list[Sending]:
         assignment = action.assignment
-        self._placement = assignment.placement or self._placement
+        if assignment.replica < 0:
+            self._placement = assignment.placement or self._placement
         for node in action.nodes:
             held = self._assignments.get(node)
             if held is None or held.number <= assignment.number:
                 self._assignments[node] = assignment
-        for key in [k for k, o in self._open.items() if o.generation < assignment.generation]:
-            del self._open[key]
+        for key, open_ in list(self._open.items()):
+            # A replica group's assignment says nothing of the other groups' generations.
+            if open_.generation < assignment.generation and assignment.replica < 0:
+                del self._open[key]
         return self._address(
             NodeOrder(controller=self._controller, assignment=assignment), set(action.nodes)
         )
@@ -196,6 +210,8 @@ class OrderBook:
         sendings: list[Sending] = []
         for node in range(self._spec.num_nodes):
             sendings += self._tell(node)
+        if self._hold is not None:
+            sendings.append((LIGHTHOUSE, self._hold))
         for key, open_ in list(self._open.items()):
             open_.sent += 1
             sendings += self._send(open_)

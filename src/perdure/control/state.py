@@ -10,6 +10,7 @@ States of a job:
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from perdure.control.groups import GroupState, QuorumState
 from perdure.model.actions import Assignment, SendBoundary
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec
@@ -174,6 +175,15 @@ class ControllerState:
     """Step of the newest checkpoint."""
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
+
+    groups: dict[int, GroupState] = field(default_factory=dict)
+    """Replica groups of a torchft job, by their number, which is that of their node."""
+    quorum: QuorumState = field(default_factory=QuorumState)
+
+    @property
+    def of_replicas(self) -> bool:
+        """Whether this is a torchft job: `replicas` handles it, and not one world's machine."""
+        return self.spec is not None and self.spec.torchft.replicas > 0
 
     def the_spec(self) -> JobSpec:
         """Return the job's specification, which is there from the first event on."""

@@ -10,7 +10,10 @@ from perdure.model.actions import Assignment
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 
-INTERNAL = ("PERDURE_RUN_PID", "SPT_NOENV")
+LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
+"""Where an agent finds the URL of the lighthouse (`service.lighthouse_part`)."""
+
+INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, "SPT_NOENV")
 """Variables of perdure's own parts that no rank inherits."""
 
 
@@ -26,6 +29,43 @@ def find_default_threads(spec: JobSpec, base: Mapping[str, str]) -> str:
         f"OMP_NUM_THREADS=1 for each of the {spec.nproc} ranks of a node, as torchrun does; "
         "set it yourself for more"
     )
+
+
+def _world_environment(rank: int, world_size: int, nproc: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % nproc),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "GROUP_RANK": str(rank // nproc),
+        "GROUP_WORLD_SIZE": str(world_size // nproc),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world_size),
+    }
+
+
+def _replica_environment(
+    spec: JobSpec, rank: int, assignment: Assignment, base: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what is different in a replica group: a world of its own, and torchft's variables.
+
+    torchft lets its variables win over what the script says. A quorum may take as long as it
+    takes: who is late or dead is the lighthouse's business, and it may itself be restarted.
+    """
+    env = _world_environment(rank - assignment.replica * spec.nproc, spec.nproc, spec.nproc)
+    env |= {
+        "REPLICA_GROUP_ID": str(assignment.replica),
+        "NUM_REPLICA_GROUPS": str(spec.groups),
+        "TORCHFT_LIGHTHOUSE": base.get(LIGHTHOUSE_URL, ""),
+    }
+    if spec.torchft.lighthouse == "perdure":
+        patience = {
+            "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",
+            "TORCHFT_QUORUM_RETRIES": "1000000",  # 0.1 s apart
+        }
+        env |= {k: v for k, v in patience.items() if k not in base and k not in spec.env}
+    return env
 
 
 def rank_environment(
@@ -45,7 +85,6 @@ def rank_environment(
     `nccl_plugin` is the path of perdure's profiler plugin, on a node with a GPU; the user's own
     NCCL_PROFILER_PLUGIN, `none` among them, goes before it.
     """
-    group = spec.node_of(rank)
     generation = assignment.generation
     env = {name: value for name, value in base.items() if name not in INTERNAL}
     env.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
@@ -55,16 +94,11 @@ def rank_environment(
     env |= spec.env
     if nccl_plugin:
         env.setdefault("NCCL_PROFILER_PLUGIN", nccl_plugin)
+    if assignment.replica >= 0:
+        env |= _replica_environment(spec, rank, assignment, base)
+    else:
+        env |= _world_environment(rank, spec.world_size, spec.nproc)
     env |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank - spec.ranks_of(group).start),
-        "WORLD_SIZE": str(spec.world_size),
-        "LOCAL_WORLD_SIZE": str(spec.nproc),
-        "GROUP_RANK": str(group),
-        "GROUP_WORLD_SIZE": str(spec.nodes),
-        "ROLE_NAME": "default",
-        "ROLE_RANK": str(rank),
-        "ROLE_WORLD_SIZE": str(spec.world_size),
         "MASTER_ADDR": assignment.master_addr,
         "MASTER_PORT": str(assignment.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(assignment.restart_count),

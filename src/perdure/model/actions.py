@@ -37,6 +37,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
     reason: str = ""
 
+    def slots_of(self, node: int) -> int:
+        """Return whose ranks `node` runs: a group rank, or its replica group; -1 for nobody's."""
+        return self.replica if self.replica >= 0 else self.group_of(node)
+
     def group_of(self, node: int) -> int:
         """Return the group rank of `node`; -1 where it runs nothing."""
         if not self.placement:

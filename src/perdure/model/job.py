@@ -287,6 +287,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """
         return rank // self.nproc
 
+    @property
+    def groups(self) -> int:
+        """Replica groups of a torchft job, spare ones among them."""
+        return self.num_nodes if self.torchft.replicas else 0
+
     def ranks_of(self, group: int) -> range:
         """Return the global ranks of the node with group rank `group`; none for -1."""
         return range(max(group, 0) * self.nproc, (group + 1) * self.nproc)

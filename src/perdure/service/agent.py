@@ -284,7 +284,7 @@ class AgentService:
     def _render_spawn(self, assignment: Assignment) -> KeeperSpawn:
         spec, paths, generation = self._spec, self._paths, assignment.generation
         launches = []
-        for rank in spec.ranks_of(assignment.group_of(self._node)):
+        for rank in spec.ranks_of(assignment.slots_of(self._node)):
             env = rank_environment(
                 spec,
                 rank,

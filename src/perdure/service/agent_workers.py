@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from perdure.agent.messages import WorkerSaid
-from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import FenceAbort, InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.wire import (
@@ -59,11 +59,15 @@ class WorkerServer:
         os.chmod(path, 0o600)
 
     def send(
-        self, rank: int, message: SendBoundary | InjectFault | InterruptCollectives | DumpTraces
+        self,
+        rank: int,
+        message: SendBoundary | InjectFault | InterruptCollectives | FenceAbort | DumpTraces,
     ) -> None:
         """Send `message` to `rank`, if it is connected and of that generation."""
         line = self._lines.get(rank)
-        if line is not None and line.hello.generation == message.generation:
+        if line is None:
+            return
+        if isinstance(message, FenceAbort) or line.hello.generation == message.generation:
             line.send(message)
 
     async def close(self) -> None:

@@ -24,6 +24,7 @@ from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
 from perdure.detect import Detector
+from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
@@ -116,7 +117,8 @@ class ControllerService:
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
         self._show = show
-        self._memory, self._detector = Memory(spec), Detector(spec)
+        self._memory = Memory(spec)
+        self._detector = Unwatched() if spec.torchft.replicas else Detector(spec)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None

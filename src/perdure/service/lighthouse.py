@@ -50,7 +50,7 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec
-from perdure.model.lighthouse import Member, encode_response, parse_heartbeat, parse_request
+from perdure.model.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.progress import NodeBeat
 from perdure.model.wire import (
     LIGHTHOUSE,
@@ -69,6 +69,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
+from perdure.service.lighthouse_part import LighthouseFile
 from perdure.service.ports import Bus
 
 log = logging.getLogger("perdure.lighthouse")
@@ -82,15 +83,6 @@ _LAG_S = 0.2
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
 _STOCK = "torchft_lighthouse"
-
-
-class LighthouseFile(msgspec.Struct, frozen=True):
-    """`lighthouse.json`: what the next lighthouse has to know."""
-
-    port: int
-    ids_until: int = 0
-    quorum_id: int = 0
-    members: tuple[Member, ...] = ()
 
 
 class LighthouseService:

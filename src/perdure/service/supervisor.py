@@ -39,6 +39,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.journal import clear_stream, find_end
+from perdure.service.lighthouse_part import LIGHTHOUSE_URL, needs_lighthouse, wait_lighthouse
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -151,7 +152,7 @@ class Supervisor:
         """Seen before there was an outbox."""
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
-        self._shown = -1
+        self._shown, self._lighthouse = -1, ""
         self._parts_written = True
 
     def _now(self) -> float:
@@ -198,8 +199,8 @@ class Supervisor:
 
     async def _start(self) -> None:
         if self._nats_url is None:
-            self._start_part("nats-server")
             set_certificate(self._server, self._spec.nats)
+            self._start_part("nats-server")
             await self._wait_server()
         endpoint = write_credentials(
             self._spec,
@@ -212,6 +213,9 @@ class Supervisor:
         if self._nats_url is not None:
             await clear_stream(endpoint, self._spec.name, ours=self._rerun)
         self._start_part("controller")
+        if needs_lighthouse(self._spec):
+            self._start_part("lighthouse")
+        self._lighthouse = await wait_lighthouse(self._spec, self._paths)
         for node in range(self._spec.num_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
@@ -236,8 +240,8 @@ class Supervisor:
         """Give agents and keepers the time to leave by themselves."""
         if self._ended is None:
             return
-        server = self._children.get("nats-server")
-        spare = {server.pid} if server else set()
+        last = (self._children.get(part) for part in ("nats-server", "lighthouse"))
+        spare = {child.pid for child in last if child is not None}
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and len(self._signals) < 3:
             reap_adopted({child.pid for child in self._children.values()})
@@ -283,7 +287,7 @@ class Supervisor:
         }
         if node:
             command = [*self._placement.prefix(int(node)), *command]
-            env |= self._placement.environment(int(node))
+            env |= self._placement.environment(int(node)) | {LIGHTHOUSE_URL: self._lighthouse}
         try:
             child = start_child(part, command, env, self._paths.log(part.replace(" ", "-")))
         except OSError as error:

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import FenceAbort, InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
@@ -57,6 +57,7 @@ class Control:
         self.on_fault: Callable[[InjectFault], None] | None = None
         self.on_traces: Callable[[DumpTraces], None] | None = None
         self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
+        self.on_fence: Callable[[FenceAbort], None] | None = None
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
 
@@ -190,6 +191,9 @@ class Control:
             case InterruptCollectives():
                 if self.on_interrupt is not None:
                     self.on_interrupt(message)
+            case FenceAbort():
+                if self.on_fence is not None:
+                    self.on_fence(message)
             case DumpTraces():
                 if self.on_traces is not None:
                     self.on_traces(message)

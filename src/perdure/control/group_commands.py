@@ -1,0 +1,61 @@
+"""Operators' commands to a torchft job."""
+
+from perdure.control.answers import answer
+from perdure.control.commands import receive_command
+from perdure.control.holds import hold_groups
+from perdure.control.state import ControllerState, OpenCommand
+from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
+from perdure.model.events import CommandReceived
+
+
+def receive_group_command(
+    state: ControllerState, now: float, event: CommandReceived
+) -> list[AnyAction]:
+    """Begin or refuse a command; a repeated one gets the answer it had."""
+    if event.id in state.answered:
+        ok, reason, result = state.answered[event.id]
+        return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
+    who = event.who or "an operator"
+    match event.kind:
+        case "kill" | "stop":
+            return receive_command(state, now, event)
+        case "pause":
+            return _pause(state, event, who)
+        case "resume":
+            return _pause(state, event, "")
+        case "inject":
+            return _inject(state, now, event)
+        case _:
+            why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
+            return answer(state, event.id, False, why, {})
+
+
+def _pause(state: ControllerState, event: CommandReceived, who: str) -> list[AnyAction]:
+    """Hold all groups at the lighthouse, which they come to before every step; or let them go."""
+    if state.phase != "running":
+        return answer(state, event.id, False, f"the job is {state.phase}", {})
+    state.quorum.paused = who
+    word = f"paused by {who}" if who else "resumed"
+    held = hold_groups(state, word)
+    return [held, *answer(state, event.id, True, word, {"step": state.step})]
+
+
+def _inject(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
+    rank = int(event.args.get("rank", -1))
+    group = state.groups.get(rank // state.the_spec().nproc)
+    if rank < 0 or group is None:
+        return answer(state, event.id, False, f"there is no rank {rank}", {})
+    known = ("rank", "kind", "at_step")
+    order = InjectFault(
+        id=event.id,
+        generation=group.generation,
+        rank=rank,
+        kind=str(event.args.get("kind", "crash")),
+        at_step=int(event.args.get("at_step", -1)),
+        args={key: value for key, value in event.args.items() if key not in known},
+        reason=f"asked for by {event.who or 'an operator'}",
+    )
+    if order.at_step >= 0:
+        return [order, *answer(state, event.id, True, "armed", dict(event.args))]
+    state.commands[event.id] = OpenCommand(event.id, "inject", event.args, event.who, now)
+    return [order]

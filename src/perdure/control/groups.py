@@ -1,0 +1,56 @@
+"""What the controller remembers of a torchft job's replica groups.
+
+pending --> forming --its older ranks gone, its store up--> starting --> running
+running --a rank failed, or its step does not come--> forming (a new generation)
+running --all its ranks ended with 0--> done;  any --gives up--> failed
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from perdure.model.actions import Assignment
+from perdure.model.events import ExitRecord, StoreReady
+from perdure.policy import Failure
+
+GroupPhase = Literal["pending", "forming", "starting", "running", "done", "failed"]
+
+
+@dataclass(slots=True)
+class GroupState:
+    """One replica group: a world of its own, on the node of its number."""
+
+    group: int
+    active: bool = True
+    """It trains, or shall; otherwise it is a spare, held at the lighthouse."""
+    phase: GroupPhase = "pending"
+    generation: int = -1
+    """Drawn from the job's one counter, so that no two groups share one."""
+    assignment: Assignment | None = None
+    store: StoreReady | None = None
+    exits: dict[int, ExitRecord] = field(default_factory=dict)
+    failures: list[Failure] = field(default_factory=list)
+    replica: str = ""
+    """Its replica id, once it has asked the lighthouse for a quorum."""
+    trained: bool = False
+    """It was in a quorum since it was started."""
+    absent: str = ""
+    """Why it was left out of the quorum, while it lives."""
+    deadline_s: float | None = None
+    """By when it shall have been formed, or have come back."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether it runs, or is about to."""
+        return self.phase in ("pending", "forming", "starting", "running")
+
+
+@dataclass(slots=True)
+class QuorumState:
+    """The newest quorum, as the lighthouse has told of it, and what it was ordered."""
+
+    quorum_id: int = -1
+    members: tuple[str, ...] = ()
+    holds: int = 0
+    """Numbers the orders to it."""
+    paused: str = ""
+    """Who has paused the job; empty while it runs."""

@@ -1,0 +1,24 @@
+"""What the lighthouse is told of the groups: a level, numbered and repeated."""
+
+from perdure.control.state import ControllerState
+from perdure.model.actions import HoldReplicas, ReplicaGroup
+
+
+def hold_groups(state: ControllerState, reason: str) -> HoldReplicas:
+    """Return the newest word: which store is whose, and who gets no quorum for now."""
+    state.quorum.holds += 1
+    groups = []
+    for number, group in sorted(state.groups.items()):
+        if group.store is None or group.phase in ("done", "failed"):
+            continue
+        held = not group.active or bool(state.quorum.paused)
+        store = f"{group.store.host}:{group.store.port}"
+        groups.append(ReplicaGroup(number, group.generation, store, held))
+    held_names = tuple(
+        g.replica
+        for _, g in sorted(state.groups.items())
+        if g.replica and (not g.active or state.quorum.paused)
+    )
+    return HoldReplicas(
+        replicas=held_names, number=state.quorum.holds, groups=tuple(groups), reason=reason
+    )

@@ -1,0 +1,87 @@
+"""torchft's public interface and nothing of perdure: a small model, a hash of it at some steps.
+
+usage: torchft_groups.py STEPS LOG_DIR [HANG_GROUP HANG_STEP]
+Each line of LOG_DIR/group-G.jsonl is a committed step: time, step, members, and at every tenth
+step the hash of parameters and moments, which has to be the same in all groups.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+STEPS, LOG_DIR = int(sys.argv[1]), Path(sys.argv[2])
+HANG = tuple(int(word) for word in sys.argv[3:5])
+GROUP = int(os.environ["REPLICA_GROUP_ID"])
+PAUSE_S = float(os.environ.get("STEP_PAUSE_S", "0.02"))
+WIDTH = int(os.environ.get("WIDTH", "64"))
+
+
+def find_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    digest = hashlib.sha256()
+    for parameter in model.parameters():
+        digest.update(parameter.detach().numpy().tobytes())
+        for name in ("exp_avg", "exp_avg_sq"):
+            digest.update(optimizer.state[parameter][name].numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(GROUP)  # Unlike parameters: the first quorum makes them alike.
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def load(state: dict) -> None:  # type: ignore[type-arg]
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optim"])
+
+    def save() -> dict:  # type: ignore[type-arg]
+        return {"model": model.state_dict(), "optim": inner.state_dict()}
+
+    timeout = timedelta(seconds=float(os.environ.get("PG_TIMEOUT_S", "60")))
+    manager = Manager(
+        pg=ProcessGroupGloo(timeout=timeout),
+        load_state_dict=load,
+        state_dict=save,
+        min_replica_size=1,
+        replica_id=f"train_{GROUP}",
+        timeout=timeout,
+        hostname="127.0.0.1",
+    )
+    ddp = DistributedDataParallel(manager, model)
+    optimizer = Optimizer(manager, inner)
+    log = open(LOG_DIR / f"group-{GROUP}.jsonl", "a", buffering=1)  # noqa: SIM115
+    data = torch.Generator().manual_seed(100 + GROUP)
+    while manager.current_step() < STEPS:
+        x = torch.randn(16, WIDTH, generator=data)
+        y = torch.randint(0, 10, (16,), generator=data)
+        optimizer.zero_grad()
+        time.sleep(PAUSE_S)
+        if (GROUP, manager.current_step()) == HANG and not (LOG_DIR / "hung").exists():
+            (LOG_DIR / "hung").touch()
+            time.sleep(3600)
+        nn.functional.cross_entropy(ddp(x), y).backward()
+        before = manager.current_step()
+        optimizer.step()
+        step = manager.current_step()
+        row = {"t": time.time(), "step": step, "n": manager.num_participants(), "pid": os.getpid()}
+        if step == before:
+            row["failed"] = str(manager.errored())[:200]
+        elif step % 10 == 0:
+            row["hash"] = find_hash(model, inner)
+        log.write(json.dumps(row) + "\n")
+    print(f"group {GROUP}: {manager.current_step()} steps", flush=True)
+    manager.shutdown(wait=False)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
