@@ -22,7 +22,7 @@ _TRIES_MAX = 12
 def open_boundary(
     state: ControllerState,
     now: float,
-    kind: Literal["checkpoint", "stop"],
+    kind: Literal["checkpoint", "stop", "drain"],
     *,
     reason: str,
     command: str = "",

@@ -3,8 +3,10 @@
 from perdure.control.answers import answer
 from perdure.control.boundary import open_boundary
 from perdure.control.formation import end_job
+from perdure.control.notices import receive_notice
 from perdure.control.probing import receive_probe
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.verbs import receive_verb
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
 
@@ -37,7 +39,19 @@ def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
 
 
 def receive_command(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
-    """Begin, queue or refuse a command; a repeated one gets the answer it had."""
+    """Begin, queue or refuse a command; a repeated one gets the answer it had.
+
+    Arguments come from outside and are of any type: one that cannot be read refuses the command,
+    in a replay as well, and is no end of the controller.
+    """
+    try:
+        return _receive(state, now, event)
+    except (TypeError, ValueError, KeyError) as error:
+        state.injects.pop(event.id, None)
+        return answer(state, event.id, False, f"malformed arguments: {error}", {})
+
+
+def _receive(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
         ok, reason, result = state.answered[event.id]
         return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
@@ -55,6 +69,10 @@ def receive_command(state: ControllerState, now: float, event: CommandReceived) 
             return _receive_inject(state, command)
         case "probe":
             return receive_probe(state, now, command)
+        case "drain" | "cordon" | "evict" | "restore":
+            return receive_verb(state, now, command)
+        case "notify":
+            return receive_notice(state, now, command)
         case "stop" | "checkpoint":
             state.commands[event.id] = command
             return start_waiting_command(state, now)

@@ -39,6 +39,7 @@ def form_world(
     state.exits.clear()
     state.joined.clear()
     state.stepping = False
+    state.resumed_step = -1
     state.boundary = None
     state.stacks = None
     state.checkpoint_due_s = None
@@ -85,6 +86,18 @@ def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:
     state.phase = "starting"
     state.phase_deadline_s = now + _FORM_TIMEOUT_S
     return [assign(state, "run", f"generation {state.generation}: all older ranks are gone")]
+
+
+def wait_for_nodes(state: ControllerState, now: float, missing: list[int]) -> list[AnyAction]:
+    """A world whose lost nodes no spare can replace waits for them, and in the end gives up."""
+    wait_s = state.the_spec().restart.node_wait_s
+    due_s = max(state.lost[node] for node in missing) + wait_s
+    if now < due_s:
+        state.phase_deadline_s = due_s
+        return []
+    names = ", ".join(f"node {node}" for node in missing)
+    why = f"{names} did not come back within {wait_s:g} s, and no spare node can stand in"
+    return end_job(state, now, "failed", 1, why)
 
 
 def end_job(

@@ -6,8 +6,6 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 
 from typing import assert_never
 
-from msgspec import structs
-
 from perdure.control.answers import answer, answer_open
 from perdure.control.boundary import (
     abort_boundary,
@@ -24,6 +22,7 @@ from perdure.control.commands import (
     start_waiting_command,
     stop_deadline,
 )
+from perdure.control.culprits import correct_culprit
 from perdure.control.evidence import (
     ask_stacks,
     ask_stacks_again,
@@ -38,7 +37,16 @@ from perdure.control.formation import (
     close_job,
     end_job,
     form_world,
+    wait_for_nodes,
 )
+from perdure.control.moves import (
+    advance_moves,
+    moves_again,
+    moves_deadline,
+    note_left,
+    note_preemption,
+)
+from perdure.control.notices import note_device
 from perdure.control.placement import cordon_again, note_cordon
 from perdure.control.probing import (
     probe_again,
@@ -61,7 +69,7 @@ from perdure.control.response import (
     blame_device,
     weigh_verdict,
 )
-from perdure.control.state import ControllerState, Ending, OpenCommand
+from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
     AnyEvent,
@@ -123,6 +131,7 @@ class Controller:
         if state.groups:
             return find_group_deadline(state)
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
+        times.append(moves_deadline(state))
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
         if state.stacks is not None and state.stacks.held is not None:
@@ -135,6 +144,10 @@ class Controller:
         """Return what to do about `event`, which is in the journal already."""
         if self.state.of_replicas:
             return handle_replicas(self.state, now, event)
+        actions = self._react(now, event)
+        return [*actions, *advance_moves(self.state, now)] if self.state.moves else actions
+
+    def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
         match event:
             case JobSubmitted():
                 self.state.spec, self.state.submitted_s = event.spec, event.at_s
@@ -188,7 +201,13 @@ class Controller:
                 self.state.phase, self.state.closed = "ended", True
                 self.state.phase_deadline_s = self.state.checkpoint_due_s = None
                 return []
-            case MetricsLogged() | CheckpointRestored() | ControllerLost() | PreemptionNoticed():
+            case CheckpointRestored():
+                if event.generation == self.state.generation:
+                    self.state.resumed_step = event.step
+                return []
+            case PreemptionNoticed():
+                return note_preemption(self.state, now, event)
+            case MetricsLogged() | ControllerLost():
                 return []
             case ProbeEnded():
                 return take_probe(self.state, now, event)
@@ -196,7 +215,9 @@ class Controller:
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []
-            case KeysDeclared() | DeviceReported() | NodeDraining():
+            case DeviceReported():
+                return note_device(self.state, now, event)
+            case KeysDeclared() | NodeDraining():
                 return []
             case NodeCordoned() | NodeRestored():
                 note_cordon(self.state, event)
@@ -242,8 +263,9 @@ class Controller:
 
     def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
         state, record = self.state, event.record
+        note_left(state, event)
         if state.phase in ("forming", "ending"):
-            self._correct_culprit(event)
+            correct_culprit(state, event)
         if record.generation != state.generation or record.rank in state.exits:
             return []
         if state.phase not in ("starting", "running"):
@@ -277,33 +299,6 @@ class Controller:
             who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
             return [*done, *end_job(state, now, "stopped", 0, who)]
         return end_job(state, now, "done", 0, "every rank ended with exit code 0")
-
-    def _correct_culprit(self, event: RankExited) -> None:
-        """Blame who died first, should that be heard of only now: news of others can be faster.
-
-        The decision stands; what changes is the history that later ones are made from, and how
-        the job is said to have ended.
-        """
-        state, record = self.state, event.record
-        known = state.failures[-1] if state.failures else None
-        if known is None or state.first_exit_s is None or known.generation != record.generation:
-            return
-        if not record.failed or record.asked or record.at_s >= state.first_exit_s:
-            return
-        state.first_exit_s = record.at_s
-        code = record.code or 128 + record.signal
-        state.failures[-1] = structs.replace(
-            known,
-            cause=record.cause,
-            culprit=f"rank {record.rank}",
-            error=record.error,
-            code=code,
-            signal=record.signal,
-        )
-        ending = state.ending
-        if ending is not None and ending.status == "failed":
-            first = f"rank {record.rank} had ended first: {record.cause}"
-            state.ending = Ending("failed", code, f"{ending.reason}; {first}")
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
         state = self.state
@@ -451,20 +446,8 @@ class Controller:
             return end_job(state, now, "failed", 1, why)
         missing = [node for node in state.placement if node in state.lost]
         if state.phase == "forming" and missing:
-            return self._wait_for_nodes(now, missing)
+            return wait_for_nodes(state, now, missing)
         return self._fail(now, "the job", f"{state.phase} the world took too long", code=1)
-
-    def _wait_for_nodes(self, now: float, missing: list[int]) -> list[AnyAction]:
-        """A world whose lost nodes no spare can replace waits for them, and in the end gives up."""
-        state = self.state
-        wait_s = state.the_spec().restart.node_wait_s
-        due_s = max(state.lost[node] for node in missing) + wait_s
-        if now < due_s:
-            state.phase_deadline_s = due_s
-            return []
-        names = ", ".join(f"node {node}" for node in missing)
-        why = f"{names} did not come back within {wait_s:g} s, and no spare node can stand in"
-        return end_job(state, now, "failed", 1, why)
 
     def _boundary_overdue(self, now: float) -> list[AnyAction]:
         state, boundary = self.state, self.state.boundary
@@ -489,6 +472,6 @@ class Controller:
         actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
         actions += send_boundary_again(state, reason)
         actions += ask_stacks_again(state, reason)
-        actions += cordon_again(state)
+        actions += [*cordon_again(state), *moves_again(state)]
         actions += probe_again(state)
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

@@ -22,6 +22,7 @@ from perdure.model.actions import (
     InterruptCollectives,
     NoteDraining,
     NoteFinding,
+    RecordEvent,
     RestoreNode,
     ResumeRanks,
     RunProbe,
@@ -276,6 +277,8 @@ def describe_action(action: AnyAction) -> str:
             return f"replica {action.replica}"
         case FenceAbort():
             return f"quorum {action.quorum_id}, groups {action.groups}"
+        case RecordEvent():
+            return type(action.event).__name__
         case EndJob():
             return f"{action.status}, exit code {action.exit_code}"
         case _:

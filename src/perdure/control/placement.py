@@ -5,7 +5,7 @@ every other node keeps its ranks, and what it has warm.
 """
 
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, CordonNode
+from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.verdicts import Verdict
 
@@ -13,21 +13,23 @@ from perdure.model.verdicts import Verdict
 def place_nodes(state: ControllerState, without: int | None = None) -> str:
     """Set the placement of the next world; return who stands in for whom, in words.
 
-    A node that is lost, cordoned or `without` is replaced where a spare one stands ready. Where
-    none does it stays, but for a lost one: a world that cannot be formed is no better than one
-    that may fail again, so a node that the policy cordoned stands in for it.
+    A node that is lost, cordoned, being left or `without` is replaced where a spare one stands
+    ready. Where none does it stays, but for a lost one: a world that cannot be formed is no
+    better than one that may fail again, so a node that the policy cordoned stands in for it.
     """
     if not state.placement:
         ready = [node for node in sorted(state.nodes) if node not in state.cordoned]
-        nodes = (ready + sorted(state.cordoned))[: state.the_spec().nodes]
+        last = sorted(set(state.cordoned), key=lambda node: (node in state.barred, node))
+        nodes = (ready + last)[: state.the_spec().nodes]
         state.placement = tuple(sorted(nodes))
         return ""
     placement, spares, words = list(state.placement), list(state.spares), []
+    out = {*state.lost, *state.cordoned, *state.leaving, without}
     last = [node for node in find_cordoned_ready(state) if node != without]
     order = sorted(range(len(placement)), key=lambda group: placement[group] not in state.lost)
     for group in order:
         node = placement[group]
-        if not (node in state.lost or node in state.cordoned or node == without):
+        if node not in out:
             continue
         if spares or (last and node in state.lost):
             placement[group] = spares.pop(0) if spares else last.pop(0)
@@ -54,6 +56,9 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
         return culprit.node
     if culprit.rank is not None:
         return state.placement[spec.node_of(culprit.rank)] if state.placement else None
+    if culprit.device is not None:
+        named = verdict.evidence.get("node")
+        return named if isinstance(named, int) else None
     if culprit.link is None:
         return None
     ends = [state.placement[spec.node_of(rank)] for rank in culprit.link]
@@ -66,21 +71,50 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     return ends[0] if blames[0] > blames[1] else ends[1]
 
 
+def find_shortage(state: ControllerState, leaving: set[int]) -> int:
+    """Return how many nodes a world would be short of, were nodes `leaving` left out as well."""
+    spares = [node for node in state.spares if node not in leaving]
+    if not state.placement:
+        return max(0, state.the_spec().nodes - len(spares))
+    out = {*leaving, *state.lost, *state.cordoned, *state.leaving}
+    return max(0, sum(node in out for node in state.placement) - len(spares))
+
+
 def cordon(state: ControllerState, node: int, reason: str) -> list[AnyAction]:
-    """Leave `node` out from now on."""
+    """Leave `node` out from now on, while another can stand in."""
     if node in state.cordoned:
         return []
     state.cordoned[node] = reason
     return [CordonNode(node=node, reason=reason)]
 
 
+def bar(state: ControllerState, node: int, who: str, reason: str) -> list[AnyAction]:
+    """Leave `node` out from now on, at an operator's word."""
+    if node in state.barred:
+        return []
+    state.cordoned[node] = reason
+    state.cordoned_by[node] = who
+    state.barred.add(node)
+    return [CordonNode(node=node, who=who, reason=reason)]
+
+
+def release(state: ControllerState, node: int, who: str, reason: str) -> list[AnyAction]:
+    """Let `node` run ranks again."""
+    _forget(state, node)
+    state.restoring[node] = who
+    return [RestoreNode(node=node, who=who, reason=reason)]
+
+
 def cordon_again(state: ControllerState) -> list[AnyAction]:
-    """Return the cordons whose record did not reach the journal."""
-    return [
-        CordonNode(node=node, reason=reason)
+    """Return the cordons and restorations whose record did not reach the journal."""
+    actions: list[AnyAction] = [
+        CordonNode(node=node, who=state.cordoned_by.get(node, ""), reason=reason)
         for node, reason in sorted(state.cordoned.items())
         if node not in state.cordons_noted
     ]
+    for node, who in sorted(state.restoring.items()):
+        actions.append(RestoreNode(node=node, who=who, reason=f"asked for by {who}"))
+    return actions
 
 
 def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> None:
@@ -90,8 +124,15 @@ def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> N
         state.cordons_noted.add(event.node)
         if event.who:
             state.barred.add(event.node)
+            state.cordoned_by.setdefault(event.node, event.who)
     else:
-        state.barred.discard(event.node)
-        state.cordons_noted.discard(event.node)
-        state.cordoned.pop(event.node, None)
-        state.blames.pop(event.node, None)
+        state.restoring.pop(event.node, None)
+        _forget(state, event.node)
+
+
+def _forget(state: ControllerState, node: int) -> None:
+    state.cordoned.pop(node, None)
+    state.cordoned_by.pop(node, None)
+    state.cordons_noted.discard(node)
+    state.barred.discard(node)
+    state.blames.pop(node, None)

@@ -3,6 +3,7 @@
 from perdure.control.answers import answer
 from perdure.control.boundary import reach_boundary
 from perdure.control.commands import inject_action, start_waiting_command
+from perdure.control.moves import note_held, note_saved
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
@@ -66,9 +67,9 @@ def note_checkpoint(
     """Take what became of a checkpoint, and answer who asked for it."""
     if isinstance(event, CheckpointSaved):
         state.stall_s, state.saved_s = event.stall_s, event.at_s
+    actions = note_saved(state, now, event)
     if event.generation == state.generation and state.checkpoint_due_s is not None:
         plan_checkpoint(state, now)
-    actions: list[AnyAction] = []
     for command in sorted(state.commands.values(), key=lambda c: c.id):
         if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
             if isinstance(event, CheckpointSaved):
@@ -82,8 +83,9 @@ def note_checkpoint(
 def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[AnyAction]:
     """All ranks carried the agreement out: remember its step for the command behind it."""
     done = reach_boundary(state, event)
-    if done is None:
-        return []
+    held = note_held(state, now, event, done)
+    if done is None or done.kind == "drain":
+        return held
     state.step = max(state.step, done.step)
     command = state.commands.get(done.command)
     if command is not None:

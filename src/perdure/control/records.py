@@ -1,6 +1,13 @@
 """What a decision of the controller's own adds to the journal: facts that only it can know."""
 
-from perdure.model.actions import AnyAction, CordonNode, NoteDraining, NoteFinding, RestoreNode
+from perdure.model.actions import (
+    AnyAction,
+    CordonNode,
+    NoteDraining,
+    NoteFinding,
+    RecordEvent,
+    RestoreNode,
+)
 from perdure.model.events import AnyEvent, NodeCordoned, NodeDraining, NodeRestored, ProbeJudged
 
 
@@ -17,5 +24,7 @@ def find_record(now: float, action: AnyAction) -> AnyEvent | None:
             return NodeDraining(
                 node=action.node, at_s=now, reason=action.reason, who=action.who, over=action.over
             )
+        case RecordEvent():
+            return action.event
         case _:
             return None

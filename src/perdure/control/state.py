@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perdure.control.groups import GroupState, QuorumState
-from perdure.model.actions import Assignment, SendBoundary
+from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Verdict
@@ -57,12 +57,18 @@ class OpenMove:
     """Of the operator's command, or of a preemption notice."""
     kind: Literal["drain", "evict"]
     nodes: list[int]
+    groups: dict[int, int]
+    """Those that run ranks -> their group rank."""
     who: str
     why: str
     at_s: float
     deadline_s: float
     force: bool = False
     """Evict where no agreement comes about, or not in time."""
+    wait: bool = False
+    """For a spare node, should none be ready."""
+    guarded: bool = False
+    """A checkpoint was agreed upon meanwhile."""
     stage: Literal["waiting", "agreeing", "held", "moved"] = "waiting"
     """For a spare node or a world that trains; for the ranks' agreement; for the checkpoint, which
     held ranks wait for; for the world without these nodes."""
@@ -171,6 +177,10 @@ class ControllerState:
     checkpoint_due_s: float | None = None
     stall_s: float | None = None
     """Measured cost of the newest checkpoint to training."""
+    resumed_step: int = -1
+    """Step that this generation resumed from."""
+    released: ResumeRanks | None = None
+    """The newest end of ranks' wait after an agreed checkpoint."""
     saved_step: int = -1
     """Step of the newest checkpoint."""
     saved_s: float | None = None
@@ -196,12 +206,17 @@ class ControllerState:
         return tuple(range(self.the_spec().world_size))
 
     @property
+    def leaving(self) -> set[int]:
+        """Return the nodes that shall run nothing in the next world."""
+        return {n for m in self.moves.values() if m.stage != "moved" for n in m.nodes}
+
+    @property
     def spares(self) -> tuple[int, ...]:
         """Return the nodes that stand ready, the least blamed first.
 
-        They are registered, idle, not lost and not cordoned.
+        They are registered, idle, not lost, not cordoned and not being left.
         """
-        out = {*self.placement, *self.lost, *self.cordoned}
+        out = {*self.placement, *self.lost, *self.cordoned, *self.leaving}
         ready = (node for node in self.nodes if node not in out)
         return tuple(sorted(ready, key=lambda node: (self.blames.get(node, 0), node)))
 

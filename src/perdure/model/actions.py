@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.events import DeviceReported, PreemptionNoticed, VerdictReached
 from perdure.model.links import ProbeFinding
 from perdure.model.settings import Change
 
@@ -214,6 +215,12 @@ class AnswerCommand(Action, frozen=True, kw_only=True):
     result: dict[str, Any] = {}
 
 
+class RecordEvent(Action, frozen=True, kw_only=True):
+    """Journal `event`: what a notice has said, or the verdict on it."""
+
+    event: DeviceReported | PreemptionNoticed | VerdictReached
+
+
 class EndJob(Action, frozen=True, kw_only=True):
     """Everything is down: journal `JobEnded` and leave."""
 
@@ -238,5 +245,6 @@ AnyAction = (
     | EvictReplica
     | FenceAbort
     | AnswerCommand
+    | RecordEvent
     | EndJob
 )

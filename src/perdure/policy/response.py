@@ -59,6 +59,8 @@ def react(verdict: Verdict, config: PolicyConfig, situation: Situation) -> React
         return Reaction("stop", f"{verdict.kind}: {verdict.reason}")
     if verdict.kind in _SLOW:
         return _weigh(verdict, config, situation)
+    if verdict.kind == "UnhealthyDevice" and wanted == "evict" and not situation.spares:
+        return Reaction("none", "no spare node: its ranks go on for as long as they can")
     return _restart(verdict, config, situation, leave_out=wanted == "evict")
 
 

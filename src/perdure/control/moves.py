@@ -1,0 +1,319 @@
+"""Moving ranks off nodes: from an accepted drain or evict to its one answer.
+
+    waiting --drain--> agreeing --all ranks hold at S--> held --checkpoint of S verified--> moved
+       └------evict, or a failure that ended the world anyhow-----------------------------> moved
+    moved --the new world trains--> answered          any --deadline, veto, restore--> taken back
+
+After an agreed drain no rank makes a step beyond S, so the checkpoint of S is all there is: the
+next world begins there, and no committed step is lost. Until that world is ordered nothing has
+been changed, so that a drain can be taken back: its ranks are released and go on at S.
+
+`advance_moves` is called after every event and looks at levels only; a replay leads to the same.
+"""
+
+from perdure.control.answers import answer_open
+from perdure.control.boundary import abort_boundary, open_boundary
+from perdure.control.formation import form_world
+from perdure.control.placement import bar, cordon, find_shortage
+from perdure.control.state import ControllerState, OpenBoundary, OpenMove
+from perdure.model.actions import AnyAction, NoteDraining, ResumeRanks
+from perdure.model.events import (
+    BoundaryReached,
+    CheckpointFailed,
+    CheckpointSaved,
+    PreemptionNoticed,
+    RankExited,
+)
+
+_ALIVE = ("forming", "starting", "running")
+_MARGIN = 0.1
+_MARGIN_S_MAX = 2.0
+"""A platform's grace is not used up to its end: the ranks have to be gone before the machine."""
+
+
+def moves_deadline(state: ControllerState) -> float | None:
+    """Return when the next move is overdue."""
+    if state.phase in ("ending", "ended"):
+        return None
+    return min((move.deadline_s for move in state.moves.values()), default=None)
+
+
+def advance_moves(state: ControllerState, now: float) -> list[AnyAction]:
+    """Do what has become possible for the nodes that are being left."""
+    if not state.moves:
+        return []
+    if state.phase in ("ending", "ended"):
+        state.moves.clear()  # Their commands are answered by the end.
+        return []
+    actions = _settle(state, now)
+    for id_ in [*state.moves, *state.moves]:  # What was left past its deadline is answered, too.
+        if id_ in state.moves:
+            actions += _advance(state, now, state.moves[id_])
+            actions += _settle(state, now)
+    return actions
+
+
+def note_preemption(
+    state: ControllerState, now: float, event: PreemptionNoticed
+) -> list[AnyAction]:
+    """Leave a node that the platform takes away, within its grace and at whatever cost."""
+    reason = f"{event.source}: node {event.node} goes away in {event.grace_s:g} s"
+    if state.phase in ("ending", "ended") or not 0 <= event.node < state.the_spec().num_nodes:
+        return []
+    margin_s = min(_MARGIN_S_MAX, _MARGIN * event.grace_s)
+    deadline_s = event.at_s + event.grace_s - margin_s
+    if event.node not in state.placement:
+        return cordon(state, event.node, reason)
+    for move in state.moves.values():
+        if event.node in move.nodes and move.stage != "moved":
+            move.deadline_s = min(move.deadline_s, deadline_s)
+            move.force = True
+            return []
+    id_ = f"preemption-{event.node}"
+    state.moves[id_] = OpenMove(
+        id=id_,
+        kind="drain",
+        nodes=[event.node],
+        groups={event.node: state.placement.index(event.node)},
+        who="",
+        why=reason,
+        at_s=event.at_s,
+        deadline_s=deadline_s,
+        force=True,
+        wait=True,
+    )
+    return [NoteDraining(node=event.node, reason=reason)]
+
+
+def note_held(
+    state: ControllerState, now: float, event: BoundaryReached, done: OpenBoundary | None
+) -> list[AnyAction]:
+    """Take one rank's report that it holds; `done` is the agreement once all of them do."""
+    for move in state.moves.values():
+        if move.stage != "agreeing" or event.id != move.boundary:
+            continue
+        if event.error:
+            return _take_back(state, now, move, f"rank {event.rank}: {event.error}")
+        if done is not None:
+            move.stage = "held"
+    return []
+
+
+def note_saved(
+    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
+) -> list[AnyAction]:
+    """Take what became of the checkpoint that the ranks hold for."""
+    if isinstance(event, CheckpointSaved):
+        state.saved_step = event.step
+    for move in state.moves.values():
+        mine = event.generation == state.generation == move.generation and event.step == move.step
+        if not mine or move.stage not in ("agreeing", "held"):
+            continue
+        if isinstance(event, CheckpointFailed):
+            return _take_back(state, now, move, f"the checkpoint failed: {event.error}")
+        move.saved = True
+    return []
+
+
+def note_left(state: ControllerState, event: RankExited) -> None:
+    """Learn from a rank that was ended how far it had come: reports of progress are older."""
+    for move in state.moves.values():
+        if move.stage == "moved" and event.record.generation == move.generation:
+            move.from_step = max(move.from_step, event.account.step)
+
+
+def restore_move(state: ControllerState, now: float, node: int, why: str) -> list[AnyAction]:
+    """Take back what is about to leave `node`, unless it was left already."""
+    for move in list(state.moves.values()):
+        if node in move.nodes and move.stage != "moved":
+            return _take_back(state, now, move, why)
+    return []
+
+
+def moves_again(state: ControllerState) -> list[AnyAction]:
+    """Return what may have been lost with the last controller; safe to repeat."""
+    actions: list[AnyAction] = [
+        NoteDraining(node=node, who=move.who, reason=move.why)
+        for move in state.moves.values()
+        if move.stage != "moved"
+        for node in move.nodes
+    ]
+    released = state.released
+    if released is not None and released.generation == state.generation:
+        actions.append(released)
+    return actions
+
+
+# --- one move -----------------------------------------------------------------------------------
+
+
+def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    if move.stage == "moved":
+        if state.phase == "running" and state.stepping:
+            return _finish(state, now, move, "")
+        if now >= move.deadline_s:
+            return _finish(state, now, move, f"the new world is {state.phase} and not training yet")
+        return []
+    if move.stage in ("agreeing", "held") and move.generation != state.generation:
+        move.stage, move.saved = "waiting", False  # That world has ended, by a failure.
+    if now >= move.deadline_s:
+        return _give_up(state, now, move, f"{_name_stage(move)} when its deadline passed")
+    match move.stage:
+        case "waiting":
+            return _begin(state, now, move)
+        case "agreeing":
+            boundary = state.boundary
+            if boundary is not None and boundary.command == move.id:
+                move.step, move.boundary = boundary.step, f"{boundary.id}.{boundary.tries}"
+                return []
+            return _give_up(state, now, move, "the ranks did not agree on a step")
+        case "held":
+            if not move.saved:
+                return []
+            if not find_shortage(state, set()):
+                return _leave(state, now, move)
+            if not move.wait:
+                return _take_back(state, now, move, "the spare node is gone")
+            move.stage, move.saved = "waiting", False
+            return _free(state, move, "the spare node is gone: training goes on")
+
+
+def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Begin what was accepted, once there is somewhere to go."""
+    if find_shortage(state, set()):
+        return _guard(state, now, move)
+    if move.kind == "evict":
+        return _leave(state, now, move) if state.phase in _ALIVE else []
+    if state.phase != "running" or not state.stepping:
+        return []
+    if not state.joined:
+        why = "the script does not call perdure.init(), so perdure cannot save its state"
+        return _give_up(state, now, move, why)
+    if not state.resumable or state.boundary is not None:
+        return []
+    move.stage, move.generation, move.saved = "agreeing", state.generation, False
+    actions = open_boundary(state, now, "drain", reason=move.why, command=move.id)
+    assert state.boundary is not None
+    move.step, move.boundary = state.boundary.step, f"{state.boundary.id}.{state.boundary.tries}"
+    return actions
+
+
+def _guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Nobody can stand in for a node that the platform takes away: save while there is time."""
+    wanted = not move.who and not move.guarded and state.boundary is None
+    if not (wanted and state.phase == "running" and state.stepping and state.resumable):
+        return []
+    move.guarded = True
+    reason = f"{move.why}, and no spare node is ready"
+    return open_boundary(state, now, "checkpoint", reason=reason)
+
+
+def _leave(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """End this world and form the next one without the move's nodes."""
+    actions: list[AnyAction] = []
+    if state.boundary is not None and state.boundary.move == "prepare":
+        actions.append(abort_boundary(state, move.why))
+    state.boundary = None
+    state.failed_s = now  # What it costs is what a restart costs.
+    where = f", from step {move.step}" if move.stage == "held" else ""
+    return [*actions, *form_world(state, now, f"{move.why}{where}")]
+
+
+def _settle(state: ControllerState, now: float) -> list[AnyAction]:
+    """Cordon the nodes that a new world was placed without, whoever has formed it."""
+    actions: list[AnyAction] = []
+    for move in state.moves.values():
+        if move.stage == "moved" or set(move.nodes) & set(state.placement):
+            continue
+        agreed = move.stage == "held" and move.saved
+        if move.kind == "drain" and not agreed and not move.instead:
+            move.instead = "the world was ended before its ranks agreed on a step"
+        move.stage, move.moved_s, move.from_step = "moved", now, state.step
+        move.generation = state.generation - 1
+        for node in move.nodes:
+            if move.who:
+                actions += bar(state, node, move.who, move.why)
+            else:
+                actions += cordon(state, node, move.why)
+    return actions
+
+
+def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
+    """Answer: the nodes were left."""
+    del state.moves[move.id]
+    spec, moves, words = state.the_spec(), [], []
+    for node, group in sorted(move.groups.items()):
+        to, ranks = state.placement[group], list(spec.ranks_of(group))
+        moves.append({"node": node, "to": to, "ranks": ranks})
+        names = ", ".join(map(str, ranks))
+        words.append(f"rank{'s' if len(ranks) > 1 else ''} {names} from node {node} to node {to}")
+    resumed = state.resumed_step if state.resumed_step >= 0 else state.step
+    lost = max(0, move.from_step - resumed) if state.joined and not but else None
+    took_s = round(now - move.at_s, 3)
+    result = {
+        "verb": move.kind,
+        "nodes": list(move.nodes),
+        "moves": moves,
+        "step": resumed if lost is not None else -1,
+        "steps_lost": lost,
+        "took_s": took_s,
+        "instead": move.instead,
+    }
+    parts = [f"{', '.join(words)} in {took_s:.2f} s"]
+    if lost is not None:
+        cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
+        parts[0] += f", at step {resumed}: {cost} made again"
+    parts += [part for part in (move.instead, but) if part]
+    return answer_open(state, move.id, True, "; ".join(parts), result)
+
+
+def _give_up(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+    """It cannot be done as asked: evict where that was allowed, else take it back."""
+    evictable = move.force and move.kind == "drain" and state.phase in _ALIVE
+    if not evictable or find_shortage(state, set()):
+        return _take_back(state, now, move, why)
+    move.instead = f"evicted instead: {why}"
+    return _free(state, move, why) + _leave(state, now, move)
+
+
+def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+    """Leave everything as it was, and say why."""
+    del state.moves[move.id]
+    actions = _free(state, move, why)
+    for node in move.nodes:
+        actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
+        if not move.who:
+            actions += cordon(state, node, move.why)  # It goes away all the same.
+    took_s = round(now - move.at_s, 3)
+    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s}
+    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+
+
+def _free(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
+    """End what the ranks have promised for `move`, or the wait that they are in."""
+    actions: list[AnyAction] = []
+    boundary = state.boundary
+    mine = boundary is not None and boundary.command == move.id
+    committed = move.generation == state.generation and move.stage == "held"
+    if boundary is not None and mine:
+        if boundary.move == "prepare":
+            actions.append(abort_boundary(state, why))
+        else:
+            committed = True
+        state.boundary = None
+    if committed:
+        state.released = ResumeRanks(
+            generation=state.generation, ranks=state.world, id=move.boundary, reason=why
+        )
+        actions.append(state.released)
+    return actions
+
+
+def _name_stage(move: OpenMove) -> str:
+    match move.stage:
+        case "waiting":
+            return "it still waited for a spare node or for a world that trains"
+        case "agreeing":
+            return f"the ranks had not all come to step {move.step}"
+        case _:
+            return f"the checkpoint of step {move.step} was not verified yet"

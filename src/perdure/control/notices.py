@@ -1,0 +1,102 @@
+"""What an outside monitor, or a device's own counters, say: notices to events, events to verdicts.
+
+A notice becomes an event only if it names something that is there. A device that has failed makes
+the verdict UnhealthyDevice, which the policy acts upon as on any other. Where no world runs that
+could be ended for it, its node is cordoned instead, so that the next world does without it.
+"""
+
+from typing import Any
+
+import msgspec
+
+from perdure.control.answers import answer
+from perdure.control.placement import cordon
+from perdure.control.response import weigh_verdict
+from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.events import DeviceReported, PreemptionNoticed, VerdictReached
+from perdure.model.verdicts import Culprit, Verdict
+from perdure.model.wire import Notice
+
+_GRACE_S_MAX = 7 * 86400.0
+
+
+def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Answer a `notify` command, and journal what it says if that can be."""
+    try:
+        notice = msgspec.convert(command.args, Notice)
+    except msgspec.ValidationError as error:
+        return answer(state, command.id, False, f"malformed notice: {error}", {})
+    try:
+        node = _find_node(state, notice)
+    except UnknownTargetError as error:
+        return answer(state, command.id, False, str(error), {})
+    source = notice.source or command.who or "notify"
+    result: dict[str, Any] = {"node": node, "kind": notice.kind}
+    if notice.kind == "preemption":
+        if not 0 <= notice.grace_s <= _GRACE_S_MAX:
+            return answer(state, command.id, False, f"grace_s of {notice.grace_s:g} s", {})
+        noticed = PreemptionNoticed(node=node, at_s=now, grace_s=notice.grace_s, source=source)
+        told = f"node {node} goes away in {notice.grace_s:g} s"
+        record = RecordEvent(event=noticed, reason=f"told by {source}")
+        return [record, *answer(state, command.id, True, told, result)]
+    device = notice.device or f"node {node}"
+    healthy = notice.kind == "device-ok"
+    reported = DeviceReported(
+        device=device,
+        node=node,
+        at_s=now,
+        healthy=healthy,
+        reason=notice.reason or ("healthy again" if healthy else "said to have failed"),
+        source=source,
+    )
+    told = f"{device} on node {node} is {'healthy' if healthy else 'unhealthy'}"
+    record = RecordEvent(event=reported, reason=f"told by {source}")
+    return [record, *answer(state, command.id, True, told, result | {"device": device})]
+
+
+def _find_node(state: ControllerState, notice: Notice) -> int:
+    """Return the node that a notice is about.
+
+    Raises:
+        UnknownTargetError: there is none.
+    """
+    if notice.device:
+        found = find_nodes(state, [notice.device])[0]
+        if notice.node not in (-1, found):
+            raise UnknownTargetError(f"{notice.device} is on node {found}, not {notice.node}")
+        return found
+    if notice.node < 0:
+        raise UnknownTargetError(f"{notice.kind} of what? a device or a node is missing")
+    return find_nodes(state, [str(notice.node)])[0]
+
+
+def note_device(state: ControllerState, now: float, event: DeviceReported) -> list[AnyAction]:
+    """Return the verdict on a device that has failed, and a cordon where nothing runs on it."""
+    if event.healthy or event.node in state.cordoned or event.node not in state.nodes:
+        return []
+    verdict = Verdict(
+        kind="UnhealthyDevice",
+        culprit=Culprit(device=event.device),
+        generation=state.generation,
+        first_seen_s=event.at_s,
+        confirmed_s=now,
+        confidence=0.9,
+        reason=f"{event.device} on node {event.node}: {event.reason} ({event.source})",
+        actionable=True,
+        activity="busy",
+        step=state.step,
+        evidence={"node": event.node, "source": event.source},
+    )
+    actions: list[AnyAction] = [
+        RecordEvent(event=VerdictReached(verdict=verdict), reason=verdict.reason)
+    ]
+    runs = state.phase == "running" and event.node in state.placement
+    wanted = state.the_spec().policy.unhealthy_device
+    if runs or state.phase in ("ending", "ended") or wanted not in ("evict", "restart"):
+        return actions  # `_judge` weighs it, or there is nothing to do.
+    reaction = weigh_verdict(state, verdict)
+    if event.node not in state.placement or reaction.leave_out:
+        actions += cordon(state, event.node, verdict.reason)
+    return actions

@@ -1,0 +1,75 @@
+"""What an operator points at: nodes, whichever way they are named.
+
+A node is what is drained, cordoned, evicted and restored, because it is what a rank can be moved
+off; a rank or a device stands for the node that it is on.
+"""
+
+from collections.abc import Sequence
+
+from perdure.control.state import ControllerState
+
+
+class UnknownTargetError(Exception):
+    """There is no such thing; the message says what there is."""
+
+
+def find_nodes(state: ControllerState, targets: Sequence[str]) -> tuple[int, ...]:
+    """Return the nodes that `targets` name, each once, in order.
+
+    `1` and `node:1` are nodes, `rank:3` is the node that runs rank 3 now; anything else is the id
+    of a device.
+
+    Raises:
+        UnknownTargetError: one of them names nothing.
+    """
+    if not targets:
+        raise UnknownTargetError("no target: a node, a rank or a device")
+    return tuple(sorted({_find_node(state, target) for target in targets}))
+
+
+def find_groups(state: ControllerState, targets: Sequence[str]) -> tuple[int, ...]:
+    """Return the replica groups that `targets` name (torchft): `replica:2`, or a node of one.
+
+    Raises:
+        UnknownTargetError: one of them names nothing.
+    """
+    replicas = state.the_spec().torchft.replicas
+    found: set[int] = set()
+    for target in targets:
+        kind, _, text = target.rpartition(":")
+        if kind != "replica":
+            found.add(_find_node(state, target))
+        elif text.isdigit() and int(text) < replicas:
+            found.add(int(text))
+        else:
+            raise UnknownTargetError(
+                f"there is no {target}: the replicas are 0 to {replicas - 1}"
+                if replicas
+                else f"there is no {target}: this is no torchft job"
+            )
+    return tuple(sorted(found))
+
+
+def _find_node(state: ControllerState, target: str) -> int:
+    spec = state.the_spec()
+    kind, _, text = target.rpartition(":")
+    if kind in ("", "node") and text.isdigit():
+        if int(text) >= spec.num_nodes:
+            raise UnknownTargetError(
+                f"there is no node {text}: the nodes are 0 to {spec.num_nodes - 1}"
+            )
+        return int(text)
+    if kind == "rank" and text.isdigit():
+        if int(text) >= spec.world_size:
+            raise UnknownTargetError(
+                f"there is no rank {text}: the ranks are 0 to {spec.world_size - 1}"
+            )
+        group = spec.node_of(int(text))
+        return state.placement[group] if state.placement else group
+    if kind == "replica":
+        raise UnknownTargetError(f"there is no {target}: this is no torchft job")
+    for node, registered in sorted(state.nodes.items()):
+        slots = [f"node{node}/slot{slot}" for slot in range(registered.slots)]
+        if target in registered.device_ids or target in slots:
+            return node
+    raise UnknownTargetError(f"there is no device `{target}`: `perdure map` lists them")

@@ -1,0 +1,288 @@
+"""Drain, cordon, evict, restore: what a verb would do, and its beginning.
+
+`plan_verb` looks at the controller's state and says what would happen, or why it must not; a dry
+run is its answer and nothing else. `receive_verb` begins exactly what the plan says. Each command
+is all or nothing: one node that cannot be left refuses it for the others, too.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.control.answers import answer
+from perdure.control.moves import restore_move
+from perdure.control.placement import bar, find_shortage, release
+from perdure.control.state import ControllerState, OpenCommand, OpenMove
+from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.model.actions import AnyAction, NoteDraining
+from perdure.policy import find_restart_cost_s
+
+Verb = Literal["drain", "cordon", "evict", "restore"]
+DEADLINE_S = 600.0
+"""Of a drain or an evict that names none."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verb would do."""
+
+    verb: str
+    way: Literal["drain", "cordon", "evict", "restore", "nothing"] = "nothing"
+    """As it would be carried out."""
+    nodes: tuple[int, ...] = ()
+    """On which something would be done."""
+    moves: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    """(node, the one that stands in or -1 where none is ready, ranks)."""
+    already: tuple[str, ...] = ()
+    """Where nothing is left to do, and why."""
+    steps_lost: int | None = 0
+    """None: unknown, because the script declares no steps."""
+    restart_s: float = 0.0
+    """About how long nothing is trained; 0 where training goes on."""
+    refusal: str = ""
+    words: str = ""
+
+
+def plan_verb(state: ControllerState, verb: Verb, args: dict[str, Any]) -> Plan:
+    """Return what `verb` would do as things stand. Changes nothing."""
+    try:
+        nodes = find_nodes(state, [str(target) for target in args.get("targets", ())])
+    except UnknownTargetError as error:
+        return Plan(verb=verb, refusal=str(error))
+    match verb:
+        case "restore":
+            return _plan_restore(state, nodes)
+        case "cordon":
+            return _plan_cordon(state, nodes)
+        case "drain" | "evict":
+            return _plan_leave(state, verb, nodes, args)
+
+
+def preview_verb(
+    state: ControllerState, kind: str, args: dict[str, Any]
+) -> tuple[bool, str, dict[str, Any]] | None:
+    """Return the answer to a dry run: (ok, reason, result); None where it is none."""
+    verbs: dict[str, Verb] = {v: v for v in ("drain", "cordon", "evict", "restore")}
+    if not args.get("dry_run") or kind not in verbs or state.spec is None:
+        return None
+    if state.phase in ("ending", "ended"):
+        return False, "the job is ending", {}
+    if state.spec.torchft.replicas:
+        return False, "a dry run is not known for replica groups", {}
+    plan = plan_verb(state, verbs[kind], args)
+    return not plan.refusal, plan.refusal or plan.words, {"dry_run": True, **render_plan(plan)}
+
+
+def render_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan as an answer carries it."""
+    return {
+        "verb": plan.verb,
+        "way": plan.way,
+        "nodes": list(plan.nodes),
+        "moves": [
+            {"node": node, "to": to if to >= 0 else None, "ranks": list(ranks)}
+            for node, to, ranks in plan.moves
+        ],
+        "already": list(plan.already),
+        "steps_lost": plan.steps_lost,
+        "restart_s": round(plan.restart_s, 3),
+    }
+
+
+def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Begin a verb, refuse it, or say that it is done already."""
+    verb: Verb = command.kind  # type: ignore[assignment]
+    if command.args.get("dry_run"):
+        ok, reason, result = preview_verb(state, verb, command.args) or (False, "", {})
+        return answer(state, command.id, ok, reason, result)
+    plan = plan_verb(state, verb, command.args)
+    if plan.refusal:
+        return answer(state, command.id, False, plan.refusal, render_plan(plan))
+    who = command.who or "an operator"
+    why = str(command.args.get("why", ""))
+    reason = f"{verb} asked for by {who}{f': {why}' if why else ''}"
+    if plan.way in ("drain", "evict"):
+        return _begin_move(state, command, plan, reason)
+    actions: list[AnyAction] = []
+    for node in plan.nodes:
+        if plan.way == "restore":
+            actions += restore_move(state, now, node, reason)
+            actions += release(state, node, who, reason) if node in state.cordoned else []
+        else:
+            actions += bar(state, node, who, reason)
+    result = render_plan(plan) | {"took_s": round(now - command.at_s, 3)}
+    return [*actions, *answer(state, command.id, True, plan.words, result)]
+
+
+def _begin_move(
+    state: ControllerState, command: OpenCommand, plan: Plan, reason: str
+) -> list[AnyAction]:
+    args = command.args
+    state.commands[command.id] = command
+    state.moves[command.id] = OpenMove(
+        id=command.id,
+        kind="drain" if plan.way == "drain" else "evict",
+        nodes=list(plan.nodes),
+        groups={node: state.placement.index(node) for node, _, _ in plan.moves},
+        who=command.who or "an operator",
+        why=reason,
+        at_s=command.at_s,
+        deadline_s=command.at_s + float(args.get("deadline_s") or DEADLINE_S),
+        force=bool(args.get("force")),
+        wait=bool(args.get("wait")),
+        instead=plan.words if plan.way != plan.verb else "",
+    )
+    return [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.nodes]
+
+
+def _plan_restore(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
+    held = {node for move in state.moves.values() for node in move.nodes}
+    todo = tuple(node for node in nodes if node in state.cordoned or node in held)
+    already = tuple(f"node {n} may run ranks already" for n in nodes if n not in todo)
+    if not todo:
+        return Plan(verb="restore", already=already, words="; ".join(already))
+    parts = []
+    for node in todo:
+        kept = node in state.placement
+        what = "keeps its ranks" if kept else "stands ready as a spare node"
+        parts.append(f"node {node} {what}")
+    return Plan(
+        verb="restore", way="restore", nodes=todo, already=already,
+        words="; ".join([*parts, *already]),
+    )  # fmt: skip
+
+
+def _plan_cordon(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
+    todo = tuple(node for node in nodes if node not in state.barred)
+    already = tuple(f"node {n} is cordoned already" for n in nodes if n not in todo)
+    if not todo:
+        return Plan(verb="cordon", already=already, words="; ".join(already))
+    refusal = _find_refusal(state, set(todo))
+    moves = _plan_moves(state, todo)
+    parts = []
+    for node in todo:
+        ranks = next((r for n, _, r in moves if n == node), ())
+        stay = f"; {_name_ranks(ranks)} stay until the next world" if ranks else ""
+        parts.append(f"node {node} takes no new ranks{stay}")
+    return Plan(
+        verb="cordon", way="cordon", nodes=todo, moves=moves, already=already, refusal=refusal,
+        words="; ".join([*parts, *already]),
+    )  # fmt: skip
+
+
+def _plan_leave(
+    state: ControllerState, verb: Literal["drain", "evict"], nodes: tuple[int, ...], args: Any
+) -> Plan:
+    already, todo = [], []
+    for node in nodes:
+        under_way = _find_move(state, verb, node)
+        if under_way is not None:
+            word = "drained" if under_way.kind == "drain" else "evicted"
+            already.append(f"node {node} is being {word} already ({under_way.why})")
+        elif node in state.barred and node not in state.placement:
+            already.append(f"node {node} is left and cordoned already")
+        else:
+            todo.append(node)
+    if not todo:
+        return Plan(verb=verb, already=tuple(already), words="; ".join(already))
+    moves = _plan_moves(state, tuple(todo))
+    if not moves:
+        refusal = _find_refusal(state, set(todo))
+        words = [f"nothing runs on node {n}; it takes no new ranks" for n in todo]
+        return Plan(
+            verb=verb, way="cordon", nodes=tuple(todo), already=tuple(already), refusal=refusal,
+            words="; ".join([*words, *already]),
+        )  # fmt: skip
+    supervised = state.stepping and not state.joined
+    way: Literal["drain", "evict"] = "evict" if supervised else verb
+    short = find_shortage(state, set(todo))
+    refusal = _describe_shortage(state, set(todo)) if short and not args.get("wait") else ""
+    if verb == "drain" and supervised and not args.get("force"):
+        refusal = (
+            "the script does not call perdure.init(), so perdure cannot save its state: what it "
+            "has not saved itself would be lost; --force does that, as evict"
+        )
+    return Plan(
+        verb=verb, way=way, nodes=tuple(todo), moves=moves, already=tuple(already),
+        steps_lost=_find_steps_lost(state, way),
+        restart_s=find_restart_cost_s(tuple(state.restarts_s)),
+        refusal=refusal, words=_describe_leave(state, way, verb, moves, already),
+    )  # fmt: skip
+
+
+def _describe_leave(
+    state: ControllerState,
+    way: str,
+    verb: str,
+    moves: tuple[tuple[int, int, tuple[int, ...]], ...],
+    already: list[str],
+) -> str:
+    parts = [
+        f"{_name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} from node {node} to "
+        + (f"node {to}" if to >= 0 else "the next spare node that is ready")
+        for node, to, ranks in moves
+    ]
+    begin = "after a checkpoint at a step that all ranks agree on"
+    if way == "evict":
+        begin = "the world is ended at once"
+    if way != verb:
+        begin += ", because the script does not call perdure.init()"
+    lost = _find_steps_lost(state, way)
+    cost = "no step is lost" if lost == 0 else f"about {lost} steps are made again"
+    if lost is None:
+        cost = "what the script has not saved itself is lost"
+    seen = len(state.restarts_s)
+    basis = f"median of {seen} so far" if seen else "none was measured yet"
+    restart_s = find_restart_cost_s(tuple(state.restarts_s))
+    text = f"{begin}, {', '.join(parts)}; {cost}; a restart takes about {restart_s:.1f} s ({basis})"
+    return "; ".join([text, *already])
+
+
+def _plan_moves(
+    state: ControllerState, nodes: tuple[int, ...]
+) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+    """Return who would stand in for whom: the rules are `place_nodes`'s."""
+    spares = [node for node in state.spares if node not in nodes]
+    moves = []
+    for group, node in enumerate(state.placement):
+        if node in nodes:
+            ranks = tuple(state.the_spec().ranks_of(group))
+            moves.append((node, spares.pop(0) if spares else -1, ranks))
+    return tuple(moves)
+
+
+def _find_move(state: ControllerState, verb: str, node: int) -> OpenMove | None:
+    """Return what already empties `node` no less urgently than `verb` would."""
+    for move in state.moves.values():
+        if node in move.nodes and (verb == "drain" or move.kind == "evict"):
+            return move
+    return None
+
+
+def _find_refusal(state: ControllerState, nodes: set[int]) -> str:
+    """Return why fewer than the nodes of a world would be left; empty where enough would be."""
+    worse = find_shortage(state, nodes) > find_shortage(state, set())
+    return _describe_shortage(state, nodes) if worse else ""
+
+
+def _describe_shortage(state: ControllerState, nodes: set[int]) -> str:
+    spec = state.the_spec()
+    short = find_shortage(state, nodes)
+    spares = [node for node in state.spares if node not in nodes]
+    have = f"node {', '.join(map(str, spares))} stands ready" if spares else "no spare node is"
+    have += "" if spares else " ready"
+    return (
+        f"the world needs {spec.nodes} node{'s' if spec.nodes > 1 else ''} and would be {short} "
+        f"short: {have}"
+    )
+
+
+def _find_steps_lost(state: ControllerState, way: str) -> int | None:
+    if way == "drain":
+        return 0
+    if not state.joined or state.step < 0:
+        return None
+    return max(0, state.step - max(state.saved_step, 0))
+
+
+def _name_ranks(ranks: tuple[int, ...]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
