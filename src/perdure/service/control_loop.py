@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -26,8 +25,7 @@ from perdure.control.records import find_record
 from perdure.detect import Detector
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ProtocolError
+from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -39,18 +37,15 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
 from perdure.model.report import Snapshot
 from perdure.model.wire import (
     Command,
     CommandReply,
     EventAck,
     EventMessage,
-    subject_beats,
-    subject_commands,
-    subject_events,
     subject_orders,
 )
+from perdure.service.inbox import Inbox
 from perdure.service.journal import Journal
 from perdure.service.ports import Bus, Reply
 from perdure.service.snapshots import EVERY, SnapshotFiles
@@ -66,20 +61,6 @@ _TIMER_PAUSE_S = 0.05
 """At the least between two `TimerFired`, should a machine leave its deadline in the past."""
 _WATCH_S = 4.0
 """How long a node under suspicion is looked at more often, before that is asked for again."""
-_BACKLOG_MAX = 4
-"""Heartbeats kept of one node; older ones are dropped when the loop falls behind."""
-
-
-@dataclass(slots=True)
-class _Inbox:
-    """What has arrived since the last turn."""
-
-    messages: list[tuple[EventMessage, Reply]] = field(default_factory=list)
-    commands: list[tuple[Command, Reply]] = field(default_factory=list)
-    beats: dict[int, deque[NodeBeat]] = field(default_factory=dict)
-
-    def __bool__(self) -> bool:
-        return bool(self.messages or self.commands or self.beats)
 
 
 @dataclass(slots=True)
@@ -125,7 +106,8 @@ class ControllerService:
         self._orders = OrderBook(spec, incarnation)
         self._links = LinkFold()
         self._waiting: dict[str, list[Reply]] = {}
-        self._inbox, self._wake = _Inbox(), asyncio.Event()
+        self._wake = asyncio.Event()
+        self.inbox = Inbox(spec, self._wake)
         self._ended: JobEnded | None = None
         self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
@@ -174,9 +156,7 @@ class ControllerService:
         log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
 
     async def _serve(self) -> None:
-        await self._bus.serve(subject_events(self._spec.name), self._take_message)
-        await self._bus.serve(subject_commands(self._spec.name), self._take_command)
-        await self._bus.subscribe(subject_beats(self._spec.name), self._take_beat)
+        await self.inbox.serve(self._bus)
 
     async def _begin(self, *, first: bool) -> None:
         turn = _Turn(self._clock())
@@ -193,7 +173,7 @@ class ControllerService:
         if detector_s is not None:
             due.append(max(detector_s, self._settled_at_s))
         wait_s = min(time_s for time_s in due if time_s is not None) - self._clock()
-        if not self._inbox and wait_s > 0:
+        if not self.inbox and wait_s > 0:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), wait_s)
         lag_s = -wait_s
@@ -208,44 +188,18 @@ class ControllerService:
 
     # --- what arrives -------------------------------------------------------------------------
 
-    def _take_message(self, data: bytes, reply: Reply) -> None:
-        try:
-            self._inbox.messages.append((decode(data, EventMessage), reply))
-        except ProtocolError as error:
-            log.error("event refused: %s", error)
-            return
-        self._wake.set()
-
-    def _take_command(self, data: bytes, reply: Reply) -> None:
-        try:
-            self._inbox.commands.append((decode(data, Command), reply))
-        except ProtocolError as error:
-            log.error("command refused: %s", error)
-            return
-        self._wake.set()
-
-    def _take_beat(self, data: bytes) -> None:
-        try:
-            beat: NodeBeat = decode(data, NodeBeat)
-        except ProtocolError as error:
-            log.error("heartbeat refused: %s", error)
-            return
-        self._inbox.beats.setdefault(beat.node, deque(maxlen=_BACKLOG_MAX)).append(beat)
-        self._wake.set()
-
     def command(self, command: Command) -> None:
         """Take a command of this process's own."""
 
         async def nobody(_: bytes) -> None:
             """Nobody waits for the answer."""
 
-        self._inbox.commands.append((command, nobody))
-        self._wake.set()
+        self.inbox.put(command, nobody)
 
     # --- one turn -----------------------------------------------------------------------------
 
     async def _turn(self) -> None:
-        inbox, self._inbox = self._inbox, _Inbox()
+        inbox = self.inbox.empty()
         turn = _Turn(self._clock())
         for message, reply in inbox.messages:
             self._take_events(turn, message)
