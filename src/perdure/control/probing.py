@@ -18,7 +18,7 @@ def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[
     wanted = verdict.evidence.get("probe")
     if not wanted or state.probe is not None or not state.the_spec().policy.probe:
         return []
-    nodes = [state.placement[group] for group in wanted if 0 <= group < len(state.placement)]
+    nodes = [node for node in wanted if node in state.nodes]
     links = []
     if verdict.culprit.link is not None:
         src, dst = (state.placement[state.the_spec().node_of(r)] for r in verdict.culprit.link)

@@ -45,9 +45,12 @@ class SlowWatch:
         """Begin a generation: every baseline is learned anew."""
         config = spec.detect
         self._spec, self._config, self._generation = spec, config, generation
+        self._homes: dict[int, int] = {}
+        """Rank -> the node that runs it, a spare one perhaps."""
+        self._housed: dict[int, list[int]] = {}
         self.stages = StageWatch(config)
         self.collectives = CollectiveWatch(config, spec.world_size)
-        self.links = LinkWatch(config, spec.node_of)
+        self.links = LinkWatch(config, self._node_of)
         self._cpu: dict[int, _Cpu] = {}
         self._open: dict[tuple[str, str], Verdict] = {}
         self._grown = -1
@@ -61,6 +64,9 @@ class SlowWatch:
         """Take what a heartbeat says of collectives, steps and links."""
         stages, collectives = self.stages, self.collectives
         for progress in beat.ranks:
+            if progress.rank not in self._homes:
+                self._homes[progress.rank] = beat.node
+                self._housed.setdefault(beat.node, []).append(progress.rank)
             if progress.spans:
                 collectives.take(now, progress)
                 self._spans_seen = True
@@ -70,6 +76,12 @@ class SlowWatch:
                 self._take_cpu(progress.rank, beat.sent_s, progress.proc.run_delay_s)
         if beat.sweep is not None:
             self.links.take(now, beat.sweep)
+
+    def _node_of(self, rank: int) -> int:
+        return self._homes.get(rank, self._spec.node_of(rank))
+
+    def _find_ranks(self, node: int) -> tuple[int, ...]:
+        return tuple(self._housed.get(node, ()))
 
     def _take_cpu(self, rank: int, sent_s: float, run_delay_s: float) -> None:
         cpu = self._cpu.get(rank)
@@ -145,7 +157,7 @@ class SlowWatch:
             node = verdict.culprit.node
             if verdict.kind == "Straggler" == old.kind and node is not None:
                 rank = old.culprit.rank
-                replaced = rank is not None and self._spec.node_of(rank) == node
+                replaced = rank is not None and self._node_of(rank) == node
             if verdict.kind == "CommSlow" and old.kind == "Straggler":
                 replaced = old.confidence < verdict.confidence
             if replaced and old.confidence > verdict.confidence:
@@ -179,7 +191,7 @@ class SlowWatch:
         culprit = verdict.culprit
         ranks: tuple[int, ...] = () if culprit.rank is None else (culprit.rank,)
         if culprit.node is not None:
-            ranks = tuple(self._spec.ranks_of(culprit.node))
+            ranks = self._find_ranks(culprit.node)
         late = self.collectives.lateness
         return any(
             on(self.stages.suspects.get(r)) or on(late[r].late if r in late else None)
@@ -289,7 +301,7 @@ class SlowWatch:
         watched = now - self.links.swept_s <= RECENT_S
         if watched and self._host_explains(now, worst):
             return None  # A host that computes slowly also communicates slowly.
-        node_of = self._spec.node_of
+        node_of = self._node_of
         nodes = set.intersection(*({node_of(r) for r in c.ranks} for c in slow)) if slow else set()
         clear = {n for c in healthy for n in {node_of(r) for r in c.ranks}}
         left = sorted(nodes - clear)
@@ -335,7 +347,7 @@ class SlowWatch:
         out: list[Verdict] = []
         done: set[int] = set()
         for rank, excess in sorted(confirmed.items(), key=lambda pair: (-pair[1], pair[0])):
-            node = self._spec.node_of(rank)
+            node = self._node_of(rank)
             if node in done or ("Straggler", f"node {node}") in self._open:
                 continue
             out.append(self._blame_rank(now, rank, excess, watches[rank]))
@@ -360,8 +372,8 @@ class SlowWatch:
         confidence = 0.9
         if self._is_neighbour(rank, excess):
             confidence = 0.6
-        node = self._spec.node_of(rank)
-        mates = [r for r in self._spec.ranks_of(node)]
+        node = self._node_of(rank)
+        mates = list(self._find_ranks(node))
         culprit, who = Culprit(rank=rank), f"rank {rank}"
         if self._spec.nodes > 1 and len(mates) > 1 and self._all_slow(now, mates, excess):
             culprit, who = Culprit(node=node), f"node {node}: each of its {len(mates)} ranks"
@@ -405,7 +417,7 @@ class SlowWatch:
             "ratio": round(1.0 + excess, 3),
             "waits_ms": round(waited_s * 1e3, 3),
             "late": [r for _, r, _, _ in late][:16],
-            "probe": [self._spec.node_of(rank)],
+            "probe": [self._node_of(rank)],
         }
         reason = (
             f"rank {rank} arrives late at its collectives by {excess:.0%} of a step and waits "
@@ -417,7 +429,7 @@ class SlowWatch:
     # --- suspicion ----------------------------------------------------------------------------
 
     def _find_suspects(self, now: float) -> frozenset[int]:
-        node_of = self._spec.node_of
+        node_of = self._node_of
         nodes: set[int] = set()
         for link in self.links.find_slow(now, fused=False):
             nodes |= {node_of(link.src), node_of(link.dst)}
