@@ -6,6 +6,7 @@ answer repeats the request.
 """
 
 import asyncio
+import contextlib
 import logging
 import os
 import ssl
@@ -25,6 +26,7 @@ from perdure.model.wire import Endpoint
 log = logging.getLogger("perdure.nats")
 
 T = TypeVar("T")
+_GOODBYE_S = 1.0
 _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
@@ -177,7 +179,12 @@ class NatsBus:
 
     async def close(self) -> None:
         """Disconnect."""
+        transport = self.client._transport
         await self.client.close()
+        if transport is not None:  # Of TLS the goodbye is still under way.
+            with contextlib.suppress(OSError, TimeoutError, ssl.SSLError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await transport.wait_closed()  # type: ignore[no-untyped-call]
 
 
 def _make_tls(endpoint: Endpoint) -> ssl.SSLContext | None:

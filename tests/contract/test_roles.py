@@ -1,0 +1,359 @@
+# ruff: noqa: ASYNC240
+"""What each role may do, on a real nats-server; and what a controller makes of bad messages."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PlatformError, RequestError
+from perdure.model.events import CommandReceived, JournalEntry, NodeRegistered
+from perdure.model.job import JobSpec, NatsConfig
+from perdure.model.paths import JobPaths
+from perdure.model.wire import (
+    CommandReply,
+    Endpoint,
+    EventMessage,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_journal,
+    subject_notices,
+    subject_orders,
+    subject_queries,
+    subject_snapshots,
+)
+from perdure.service.control_loop import ControllerService
+from perdure.service.credentials import make_server, set_certificate, write_credentials
+from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.service.journal import Journal
+
+JOB = "roles.job"
+SPEC = JobSpec(script="train.py", name=JOB, nodes=2, spares=0)
+
+
+class Site:
+    """A job's own server with everybody's credentials."""
+
+    def __init__(self, home: Path) -> None:
+        self.paths: JobPaths = paths_of(str(home), JOB)
+        self.server: NatsServer = make_server(SPEC, self.paths, "127.0.0.1")
+        self.log = home / "nats.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.buses: list[NatsBus] = []
+
+    def start(self) -> None:
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(self.server.command(), stdout=log, stderr=log)
+        self.server.wait_ready()
+        write_credentials(SPEC, self.paths, self.server, url=self.server.url, clock_offset_s=0)
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+    async def connect(self, user: str) -> NatsBus:
+        self.buses.append(await NatsBus.connect(load_endpoint(self.paths, user), timeout_s=10))
+        return self.buses[-1]
+
+    async def close(self) -> None:
+        for bus in self.buses:
+            await bus.close()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    site.kill()
+
+
+@pytest.fixture
+async def site(home: Site) -> AsyncIterator[Site]:
+    home.start()
+    yield home
+    await home.close()
+
+
+async def until(condition: object, what: str, timeout_s: float = 10.0) -> None:
+    assert callable(condition)
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, what
+        await asyncio.sleep(0.01)
+
+
+async def hear(bus: NatsBus, *subjects: str) -> list[str]:
+    heard: list[str] = []
+    for subject in subjects:
+        await bus.subscribe(subject, lambda data, s=subject: heard.append(s))  # type: ignore[misc]
+    return heard
+
+
+MAY = {
+    "run": {subject_events(JOB), subject_commands(JOB)},
+    "operator": {subject_commands(JOB), subject_queries(JOB), subject_notices(JOB)},
+    "agent-0": {subject_events(JOB), subject_beats(JOB)},
+    "viewer": {subject_queries(JOB)},
+    "worker": {subject_queries(JOB)},
+    "monitor": {subject_notices(JOB)},
+}
+SUBJECTS = (
+    subject_events(JOB),
+    subject_beats(JOB),
+    subject_commands(JOB),
+    subject_queries(JOB),
+    subject_notices(JOB),
+)
+
+
+async def test_each_role_is_heard_where_it_may_and_nowhere_else(site: Site) -> None:
+    controller, agent = await site.connect("controller"), await site.connect("agent-1")
+    stream = await NatsStream.open(controller, JOB)
+    heard = await hear(controller, *SUBJECTS)
+    ordered = await hear(agent, subject_orders(JOB, 1), subject_orders(JOB, "all"))
+    for user, allowed in MAY.items():
+        bus = await site.connect(user)
+        for subject in (*SUBJECTS, subject_orders(JOB, 1), subject_journal(JOB)):
+            await bus.publish(subject, b"{}")
+        await bus.client.flush()
+        await until(lambda a=allowed: set(heard) >= a, f"{user}: {heard}")
+        assert set(heard) == allowed, user
+        heard.clear()
+    assert ordered == []
+    assert await stream.read_last() is None
+    text = site.log.read_text()
+    assert 'user:worker" - Publish Violation - Subject "perdure.roles_job.commands"' in text
+    for name in ("operator", "viewer", "run"):
+        assert load_endpoint(site.paths, name).token not in text
+
+
+async def test_nobody_hears_what_is_not_for_him(site: Site) -> None:
+    controller, viewer = await site.connect("controller"), await site.connect("viewer")
+    others = [await site.connect(user) for user in ("agent-0", "worker", "monitor", "operator")]
+    private = (subject_orders(JOB, 1), subject_events(JOB), "_INBOX.agent-1.>", "perdure.>")
+    heard = [await hear(bus, *private) for bus in (viewer, *others)]
+    seen = await hear(viewer, subject_snapshots(JOB))
+    await controller.publish(subject_orders(JOB, 1), b"{}")
+    await controller.publish("_INBOX.agent-1.x", b"{}")
+    await controller.publish(subject_snapshots(JOB), b"{}")
+    await until(lambda: seen, "no snapshot")
+    assert heard == [[], [], [], [], []]
+
+
+async def test_a_viewer_reads_the_journal_and_can_do_nothing_to_it(site: Site) -> None:
+    stream = await NatsStream.open(await site.connect("controller"), JOB)
+    await stream.append(b"line\n", expected_last=0, message_id="a")
+    viewer = await site.connect("viewer")
+    js = viewer.client.jetstream(timeout=1)
+    name = "PERDURE_roles_job_JOURNAL"
+    assert (await js.get_msg(name, 1, direct=True)).data == b"line\n"
+    assert await NatsStream(await site.connect("operator"), JOB).read_all() == [b"line\n"]
+    with pytest.raises(Exception, match="timeout"):
+        await js.delete_stream(name)
+    with pytest.raises(Exception, match="timeout"):
+        await js.purge_stream(name)
+    assert await stream.read_all() == [b"line\n"]
+
+
+async def test_a_wrong_password_or_none_is_refused_and_said(site: Site) -> None:
+    good = load_endpoint(site.paths)
+    for bad in (
+        Endpoint(url=good.url, token="", clock_offset_s=0),
+        Endpoint(url=good.url, token="guess", clock_offset_s=0, user="operator"),
+        Endpoint(url=good.url, token=good.token, clock_offset_s=0, user="controller"),
+    ):
+        with pytest.raises(PlatformError, match="Authorization Violation"):
+            await NatsBus.connect(bad, timeout_s=0.5)
+    assert "authentication error" in site.log.read_text()
+
+
+def test_secrets_are_in_files_of_their_owner_only(home: Site) -> None:
+    home.start()
+    assert home.process is not None
+    command = Path(f"/proc/{home.process.pid}/cmdline").read_text()
+    environment = Path(f"/proc/{home.process.pid}/environ").read_text()
+    secrets = {user.password for user in home.server.users}
+    assert len(secrets) == len(home.server.users) == 9  # two agents
+    assert not any(secret in command + environment for secret in secrets)
+    holders = []
+    for path in Path(home.paths.root).rglob("*"):
+        if path.is_file() and any(secret in path.read_text("latin-1") for secret in secrets):
+            holders.append(path)
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+            found = {s for s in secrets if s in path.read_text("latin-1")}
+            assert len(found) == 1 or path.name == "nats-server.conf"
+    assert len(holders) == 10
+    assert stat.S_IMODE(os.stat(Path(home.paths.root) / "credentials").st_mode) == 0o700
+
+
+# --- the controller's door -----------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def controlling(site: Site) -> AsyncIterator[ControllerService]:
+    """A real controller of a job whose nodes are not there."""
+    bus = await site.connect("controller")
+    journal = Journal(await NatsStream.open(bus, JOB), writer="one")
+    service = ControllerService(
+        SPEC, bus, journal, clock=time.monotonic, incarnation="c", submitted_s=0.0,
+        show=lambda snapshot: None,
+    )  # fmt: skip
+    task = asyncio.create_task(service.run())
+    try:
+        await until(lambda: journal.last_seq >= 2, "no journal")
+        yield service
+        assert not task.done(), task
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def ask(bus: NatsBus, subject: str, data: bytes) -> CommandReply:
+    reply: CommandReply = decode(await bus.request(subject, data, timeout_s=5), CommandReply)
+    return reply
+
+
+def command(kind: str, **args: object) -> bytes:
+    return json.dumps({"id": f"x-{time.monotonic_ns()}", "kind": kind, "args": args}).encode()
+
+
+async def test_bad_messages_are_refused_and_nothing_is_lost(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with controlling(site) as service:
+        operator, agent = await site.connect("operator"), await site.connect("agent-0")
+        viewer = await site.connect("viewer")
+        for data, words in (
+            (b"not json", "malformed"),
+            (b"\xff\x00\x17" * 50, "malformed"),
+            (b"[" * 60_000, ""),
+            (b'{"id":"a","kind":"format disk"}', "kind"),
+            (b'{"id":7,"kind":"stop"}', "id"),
+            (command("stop", blob="x" * 70_000), "bytes are more than"),
+            (command("inject", rank="many"), "malformed arguments"),
+            (command("inject", rank=0, at_step=[1]), "malformed arguments"),
+        ):
+            answer = await ask(operator, subject_commands(JOB), data)
+            assert not answer.ok
+            assert words in answer.reason, answer
+        answer = await ask(viewer, subject_queries(JOB), command("stop"))
+        assert "may only look" in answer.reason
+        assert (await ask(viewer, subject_queries(JOB), command("ping"))).ok
+
+        strange = NodeRegistered(node=77, incarnation="a", host="h", boot_id="b", slots=1)
+        honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
+        subject = subject_events(JOB)
+        for data in (b"{}", b"garbage", encode(EventMessage("e", 77, 1, (strange,)))):
+            with pytest.raises(RequestError, match="no answer"):
+                await agent.request(subject, data, timeout_s=0.2)
+        await agent.publish(subject_beats(JOB), b'{"node":10000000}')
+        told = await agent.request(subject, encode(EventMessage("a", 0, 1, (honest,))), timeout_s=5)
+        assert told == b'{"seq":1}'
+        assert (await ask(operator, subject_commands(JOB), command("ping"))).ok
+        assert service.inbox.refused >= 10
+    assert "refused: " in caplog.text
+    entries = await read_all(site)
+    kinds = [e.body.args for e in entries if isinstance(e.body, CommandReceived)]
+    assert kinds == [{"rank": "many"}, {"rank": 0, "at_step": [1]}]
+    assert [e.body.node for e in entries if isinstance(e.body, NodeRegistered)] == [0]
+
+
+async def read_all(site: Site) -> list[JournalEntry]:
+    stream = NatsStream(await site.connect("operator"), JOB)
+    lines = b"".join(await stream.read_all()).splitlines()
+    return [decode(line, JournalEntry) for line in lines]
+
+
+async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) -> None:
+    async with controlling(site):
+        operator = load_endpoint(site.paths)
+        host, port = operator.url.removeprefix("nats://").split(":")
+        with socket.create_connection((host, int(port)), timeout=5) as raw:
+            login = json.dumps({"user": "operator", "pass": operator.token, "verbose": False})
+            raw.sendall(f"CONNECT {login}\r\n".encode())
+            raw.sendall(f"PUB {subject_commands(JOB)} 9000000\r\n".encode())
+            answer = b""
+            with contextlib.suppress(ConnectionError):
+                while chunk := raw.recv(65536):
+                    answer += chunk
+        assert b"Maximum Payload Violation" in answer
+        bus = await site.connect("operator")
+        assert (await ask(bus, subject_commands(JOB), command("ping"))).ok
+
+
+async def test_a_stuck_subscriber_is_cut_off_and_holds_up_nobody(site: Site) -> None:
+    viewer = load_endpoint(site.paths, "viewer")
+    host, port = viewer.url.removeprefix("nats://").split(":")
+    stream = await NatsStream.open(await site.connect("controller"), JOB)
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        login = json.dumps({"user": "viewer", "pass": viewer.token, "verbose": False})
+        raw.sendall(f"CONNECT {login}\r\nSUB {subject_journal(JOB)} 1\r\nPING\r\n".encode())
+        slowest_s = 0.0
+        for number in range(120):  # 60 MB, of which the subscriber reads nothing
+            began_s = time.monotonic()
+            await stream.append(b"x" * 500_000, expected_last=number, message_id=f"m{number}")
+            slowest_s = max(slowest_s, time.monotonic() - began_s)
+        await until(lambda: "Slow Consumer" in site.log.read_text(), "not cut off")
+    assert slowest_s < 1.5
+
+
+# --- TLS, and a server of one's own --------------------------------------------------------------
+
+
+async def test_tls_wherever_it_is_not_loopback(home: Site) -> None:
+    set_certificate(home.server, SPEC.nats)
+    assert home.server.certificate is None
+    home.server.host = "127.0.0.1"
+    certificate = make_tls(home)
+    home.start()
+    bus = await home.connect("operator")
+    assert bus.client.is_connected
+    endpoint = load_endpoint(home.paths)
+    assert endpoint.url.startswith("tls://")
+    assert endpoint.ca == Path(certificate).read_text()
+    plain = Endpoint(
+        url=endpoint.url.replace("tls:", "nats:"), token=endpoint.token, clock_offset_s=0,
+        user="operator",
+    )  # fmt: skip
+    with pytest.raises(PlatformError, match="no NATS server"):
+        await NatsBus.connect(plain, timeout_s=0.5)  # it knows no authority to trust
+    await home.close()
+
+
+def make_tls(home: Site) -> str:
+    """Have the server's own certificate made as for an address that is not loopback."""
+    home.server.host = "192.0.2.1"
+    set_certificate(home.server, SPEC.nats)
+    assert home.server.certificate is not None
+    cert, key = home.server.certificate
+    assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
+    text = subprocess.run(
+        ["openssl", "x509", "-in", cert, "-noout", "-ext", "subjectAltName"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert "192.0.2.1" in text
+    home.server.host, home.server.certificate = "127.0.0.1", None
+    from perdure.adapters.nats import make_certificate
+
+    home.server.certificate = make_certificate(home.server.folder, "127.0.0.1")
+    return home.server.certificate[0]
+
+
+def test_certificate_and_key_belong_together(home: Site) -> None:
+    with pytest.raises(ConfigError, match="belong together"):
+        set_certificate(home.server, NatsConfig(tls_cert="a.pem"))
+    with pytest.raises(PlatformError, match="holds no certificate"):
+        set_certificate(home.server, NatsConfig(tls_cert="/nowhere.pem", tls_key="/nowhere.key"))
