@@ -59,6 +59,14 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     spec = place_replicas(spec)
     cwd = os.path.abspath(spec.cwd)
     checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
+    nats, alerts, notify = spec.nats, spec.alerts, spec.notify
+    names = ("creds", "tls_cert", "tls_key", "tls_ca")
+    nats = msgspec.structs.replace(nats, **{n: _locate(getattr(nats, n), cwd) for n in names})
+    if alerts.webhook.startswith("@"):
+        alerts = msgspec.structs.replace(alerts, webhook="@" + _locate(alerts.webhook[1:], cwd))
+    token_file = _locate(notify.webhook_token_file, cwd)
+    notify = msgspec.structs.replace(notify, webhook_token_file=token_file)
+    spec = msgspec.structs.replace(spec, nats=nats, alerts=alerts, notify=notify)
     spec = msgspec.structs.replace(
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
     )
@@ -112,6 +120,16 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         document["args"] = list(options.args or ())
     restart = {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout}
     given = {key: value for key, value in restart.items() if value is not None}
+    nats = {
+        "url": options.nats,
+        "creds": options.nats_creds,
+        "tls_cert": options.nats_tls_cert,
+        "tls_key": options.nats_tls_key,
+        "tls_ca": options.nats_tls_ca,
+    }
+    if any(nats.values()):
+        chosen = {key: value for key, value in nats.items() if value is not None}
+        document["nats"] = {**document.get("nats", {}), **chosen}
     if given:
         document["restart"] = {**document.get("restart", {}), **given}
     if options.torchft or options.replicas:

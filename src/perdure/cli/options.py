@@ -96,6 +96,20 @@ Cold = Annotated[bool, _option("--cold", help="Start ranks by exec instead of fr
 Nats = Annotated[
     str | None, _option("--nats", metavar="URL", help="Your own NATS server with JetStream.")
 ]
+NatsCreds = Annotated[
+    str | None,
+    _option("--nats-creds", metavar="PATH", help="Its credentials: a file, or a folder by role."),
+]
+NatsTlsCert = Annotated[
+    str | None,
+    _option(
+        "--nats-tls-cert", metavar="FILE", help="Certificate of perdure's server, or for yours."
+    ),
+]
+NatsTlsKey = Annotated[str | None, _option("--nats-tls-key", metavar="FILE", help="Its key.")]
+NatsTlsCa = Annotated[
+    str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
+]
 Env = Annotated[
     list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
 ]
@@ -142,6 +156,10 @@ class RunOptions:
     replicas: int | None = None
     cold: bool = False
     nats: str | None = None
+    nats_creds: str | None = None
+    nats_tls_cert: str | None = None
+    nats_tls_key: str | None = None
+    nats_tls_ca: str | None = None
     env: list[str] | None = None
     placement: str | None = None
     detach: bool = False

@@ -15,6 +15,7 @@ from perdure.cli.say import note, print_json
 from perdure.cli.torchrun import parse_ranks, parse_streams
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
+from perdure.service.credentials import check_outside
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 
 CONTEXT: dict[str, Any] = {
@@ -38,6 +39,10 @@ def run(
     env: o.Env = None,
     cold: o.Cold = False,
     nats: o.Nats = None,
+    nats_creds: o.NatsCreds = None,
+    nats_tls_cert: o.NatsTlsCert = None,
+    nats_tls_key: o.NatsTlsKey = None,
+    nats_tls_ca: o.NatsTlsCa = None,
     placement: o.Placement = None,
     detach: o.Detach = False,
     json: o.Json = False,
@@ -80,6 +85,7 @@ def start(options: o.RunOptions) -> int:
     """
     home = resolve_home(options.environ)
     spec, named, notes = make_spec(options)
+    check_outside(spec)
     shown = find_shown(spec, options)
     if not named:
         spec = choose_name(spec, home)
@@ -118,7 +124,7 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     from perdure.launch.local import render, submit
 
     placement = os.path.abspath(options.placement) if options.placement else ""
-    plan = render(spec, home, nats_url=options.nats or "", placement=placement)
+    plan = render(spec, home, placement=placement)
     pid = submit(plan)
     if options.json:
         print_json({"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach})
@@ -145,7 +151,7 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
             code = supervisor.run(
                 spec,
                 home=home,
-                nats_url=options.nats,
+                nats_url=spec.nats.url or None,
                 placement=placement,
                 on_line=show,
                 on_snapshot=screen.show_snapshot,

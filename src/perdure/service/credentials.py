@@ -12,6 +12,7 @@ show; what each may do there is for its administrator to set (`docs/nats.md`).
 import ipaddress
 import os
 from secrets import token_urlsafe
+from urllib.parse import urlsplit
 
 from perdure.adapters.nats import NatsServer, User, choose_file, make_certificate, read_pem
 from perdure.model.access import ROLES, Role, find_access, user_name
@@ -56,6 +57,36 @@ def set_certificate(server: NatsServer, config: NatsConfig) -> None:
         server.certificate = (config.tls_cert, config.tls_key)
     elif not is_loopback(server.host):
         server.certificate = make_certificate(server.folder, server.host)
+
+
+def check_outside(spec: JobSpec) -> None:
+    """Refuse what would carry secrets in the open, or say them where they can be read.
+
+    Raises:
+        ConfigError: an address that others can reach without TLS, or a URL with a password in it.
+    """
+    nats, notify = spec.nats, spec.notify
+    if nats.url:
+        parts = urlsplit(nats.url)
+        if parts.scheme not in ("nats", "tls") or not parts.hostname:
+            raise ConfigError("nats: not a URL of a NATS server", hint="tls://HOST:4222")
+        if parts.username or parts.password:
+            raise ConfigError(
+                "nats: a URL with a password is seen in process lists and job files",
+                hint="--nats-creds FILE, such as JSON with user and password",
+            )
+        if parts.scheme == "nats" and not is_loopback(parts.hostname):
+            raise ConfigError(
+                f"nats: {parts.hostname} is not loopback, and nats:// is not encrypted",
+                hint=f"tls://{parts.netloc}, with --nats-tls-ca where its authority is your own",
+            )
+    elif nats.creds:
+        raise ConfigError("nats: credentials without a server", hint="--nats URL")
+    if notify.webhook_port and not (is_loopback(notify.webhook_host) or nats.tls_cert):
+        raise ConfigError(
+            f"notify: webhook_host {notify.webhook_host} is not loopback, and there is no TLS",
+            hint="--nats-tls-cert and --nats-tls-key, or webhook_host = 127.0.0.1",
+        )
 
 
 def is_loopback(host: str) -> bool:
