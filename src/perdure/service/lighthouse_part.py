@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Mapping
 
 import msgspec
 
@@ -30,14 +31,23 @@ def needs_lighthouse(spec: JobSpec) -> bool:
     return spec.torchft.replicas > 0 and spec.torchft.lighthouse in ("perdure", "stock")
 
 
-async def wait_lighthouse(spec: JobSpec, paths: JobPaths) -> str:
-    """Return the URL of the job's lighthouse, once it has one; empty where none is wanted.
+async def find_torchft(
+    spec: JobSpec, paths: JobPaths, environ: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what the agents of a torchft job find in their environment, once it is known.
+
+    torchft's manager logs several lines a step unless it is asked not to.
 
     Raises:
-        PlatformError: it is not there in time.
+        PlatformError: there is no lighthouse in time.
     """
     if not spec.torchft.replicas:
-        return ""
+        return {}
+    url = await _wait_url(spec, paths)
+    return {LIGHTHOUSE_URL: url, "RUST_LOG": environ.get("RUST_LOG", "warn")}
+
+
+async def _wait_url(spec: JobSpec, paths: JobPaths) -> str:
     if not needs_lighthouse(spec):
         return spec.torchft.lighthouse
     deadline_s = time.monotonic() + _READY_S

@@ -39,7 +39,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.journal import clear_stream, find_end
-from perdure.service.lighthouse_part import LIGHTHOUSE_URL, needs_lighthouse, wait_lighthouse
+from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -152,7 +152,7 @@ class Supervisor:
         """Seen before there was an outbox."""
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
-        self._shown, self._lighthouse = -1, ""
+        self._shown, self._torchft = -1, dict[str, str]()
         self._parts_written = True
 
     def _now(self) -> float:
@@ -215,7 +215,7 @@ class Supervisor:
         self._start_part("controller")
         if needs_lighthouse(self._spec):
             self._start_part("lighthouse")
-        self._lighthouse = await wait_lighthouse(self._spec, self._paths)
+        self._torchft = await find_torchft(self._spec, self._paths, os.environ)
         for node in range(self._spec.num_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
@@ -287,7 +287,7 @@ class Supervisor:
         }
         if node:
             command = [*self._placement.prefix(int(node)), *command]
-            env |= self._placement.environment(int(node)) | {LIGHTHOUSE_URL: self._lighthouse}
+            env |= self._placement.environment(int(node)) | self._torchft
         try:
             child = start_child(part, command, env, self._paths.log(part.replace(" ", "-")))
         except OSError as error:

@@ -118,6 +118,17 @@ class Attachment:
         _note_group(self)
         note_groups(os.environ["PERDURE_RING"])
 
+    def start_replica(self) -> None:
+        """Repair torchft as soon as the script has imported it (see `worker.replica`)."""
+        from perdure.worker.after_import import after_import
+        from perdure.worker.replica import find_hung_s, install, is_replica, replica
+
+        if is_replica() and self.control is not None:
+            hung_s = find_hung_s(os.environ.get("PERDURE_SPEC", ""))
+            replica.join(self.ring, self.emit, self.now, hung_s)
+            self.control.on_fence = replica.take_fence
+            after_import("torchft", install)
+
     def stop(self) -> None:
         """End the threads and hand over what is left; the ring stays."""
         if os.getpid() != self.pid:
@@ -189,6 +200,7 @@ def attach_rank() -> Attachment | None:
         if attachment is not None:
             attachment.start_control()
             attachment.start_recorder()
+            attachment.start_replica()
     except Exception as error:
         print(f"perdure: cannot watch this rank: {error!r}", file=sys.stderr)
         return _attachment

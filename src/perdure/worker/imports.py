@@ -19,7 +19,7 @@ DENIED = frozenset({
     "horovod", "jax", "jaxlib", "mlflow", "mpi4py", "neptune", "nvidia", "pyarrow", "pynvml",
     "ray", "tensorboard", "tensorboardX", "tensorflow", "transformer_engine", "vllm", "wandb",
     "xformers", "__main__", "__mp_main__", "sitecustomize", "usercustomize", "antigravity",
-    "this", "idlelib", "lib2to3", "pytest", "_pytest",
+    "torchft", "this", "idlelib", "lib2to3", "pytest", "_pytest",
 })  # fmt: skip
 """Top-level names that start threads, ask a device, or belong to one process only."""
 

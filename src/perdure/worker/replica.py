@@ -1,0 +1,289 @@
+"""Inside a rank of a torchft job: what its Manager does not do by itself.
+
+Installed after `import torchft`, by perdure in an unmodified script, or by `perdure.torchft`:
+
+- 0.2.0's DistributedDataParallel fails an assertion when an all-reduce was broken, which kills
+  the survivors of every death; the gradient is handed on instead, and the step not committed;
+- who meets an error breaks its own connections of that quorum, so that peers who wait on it get
+  one as well instead of waiting for the time-out: everyone who waits, waits in the end on the dead;
+- a fence from the lighthouse does the same where no connection breaks by itself (a stopped or a
+  hung peer);
+- a collective that takes far too long is reported, so that the lighthouse can tell who never came;
+- what the first optimizer step costs (it imports torch._dynamo) is paid before the first quorum,
+  and not while others wait; committed steps are shown in the ring.
+
+Versions are told apart by what they have, since nightly builds have no number of their own.
+"""
+
+import functools
+import os
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from perdure.model.actions import FenceAbort
+from perdure.model.events import AnyEvent, ReplicaWaiting
+from perdure.model.ring import PHASE_INDEX
+from perdure.worker.replica_fence import Fences
+from perdure.worker.ring import RingWriter
+
+_LOOK_S = 0.1
+_WAITS = 15
+_MARK = "_perdure_wrapped"
+
+
+class Replica:
+    """This process as a rank of a replica group; one for all its managers."""
+
+    def __init__(self) -> None:
+        """Know nothing of perdure yet: `join` brings ring and line."""
+        self.fences = Fences()
+        self._manager: Callable[[], Any] = lambda: None
+        self._emit: Callable[[AnyEvent], object] | None = None
+        self._now: Callable[[], float] = time.monotonic
+        self._ring: RingWriter | None = None
+        self._hung_s = 1.0
+        self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._since: dict[int, float] = {}
+        """Thread -> since when it waits in a collective."""
+        self._told: tuple[int, int] = (-1, -1)
+        self._step_ns = 0
+        self._watching = False
+
+    def join(
+        self,
+        ring: RingWriter,
+        emit: Callable[[AnyEvent], object],
+        now: Callable[[], float],
+        hung_s: float,
+    ) -> None:
+        """Report by `emit` in job time `now`, and show steps in `ring`."""
+        self._ring, self._emit, self._now, self._hung_s = ring, emit, now, hung_s
+
+    # --- what the manager does ----------------------------------------------------------------
+
+    def adopt(self, manager: Any) -> None:
+        """Take `manager` for the one in use, and pay for the first step now."""
+        self._manager = weakref.ref(manager)
+        warm_up()
+        if self._ring is not None:
+            self._ring.start_steps(manager.current_step())
+            self._step_ns = time.monotonic_ns()
+        if self._emit is not None and not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="perdure-replica", daemon=True).start()
+
+    def break_up(self, quorum_id: int) -> int:
+        """Break the process groups of a quorum."""
+        return self.fences.break_up(quorum_id)
+
+    def take_fence(self, order: FenceAbort) -> None:
+        """Do so by order. Called in the control thread."""
+        self.break_up(order.quorum_id)
+
+    def begin_wait(self) -> float:
+        """The calling thread is about to wait for a collective."""
+        now = self._now()
+        self._since[threading.get_ident()] = now
+        return now
+
+    def end_wait(self, since_s: float) -> None:
+        """It has ended."""
+        self._since.pop(threading.get_ident(), None)
+        self._waits.append(self._now() - since_s)
+
+    def commit(self, step: int) -> None:
+        """Show a committed step."""
+        if self._ring is not None:
+            begin, now = self._step_ns, time.monotonic_ns()
+            spent = (now - begin, 0, 0, 0)
+            self._ring.commit(step, begin, now, spent, phase=PHASE_INDEX["step"])
+            self._step_ns = now
+
+    # --- who does not come --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Tell of a wait that is far too long, once a step."""
+        since = min(list(self._since.values()), default=None)
+        manager = self._manager()
+        if since is None or manager is None or self._emit is None or self._ring is None:
+            return
+        usual = statistics.median(self._waits) if self._waits else 0.0
+        if self._now() - since < self._hung_s / 2 + 2 * usual:
+            return
+        quorum_id, step = int(manager._quorum_id), int(manager.current_step())
+        if (quorum_id, step) != self._told:
+            self._told = (quorum_id, step)
+            ring = self._ring
+            self._emit(
+                ReplicaWaiting(
+                    generation=ring.generation,
+                    rank=ring.rank,
+                    quorum_id=quorum_id,
+                    step=step,
+                    since_s=since,
+                )
+            )
+
+
+replica = Replica()
+"""The one of this process."""
+
+
+def install(torchft: ModuleType) -> None:
+    """Put the repairs into `torchft`, which has been imported. Harmless when repeated."""
+    manager, groups = sys.modules["torchft.manager"], sys.modules["torchft.process_group"]
+    _repair_hook(torchft.DistributedDataParallel, manager)
+    for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupXCCL"):
+        found = vars(groups).get(name)
+        if found is not None:
+            _wrap(found, "_create_pg", _noting_connections)
+    _wrap(manager.Manager, "__init__", _adopting)
+    _wrap(manager.Manager, "report_error", _spreading)
+    _wrap(manager.Manager, "should_commit", _showing)
+    if hasattr(manager, "_ManagedWork"):
+        _wrap(manager._ManagedWork, "wait", _timing)
+
+
+def warm_up() -> None:
+    """Do one optimizer step of nothing: the first one of a process imports torch._dynamo."""
+    import torch
+
+    if "torch._dynamo" in sys.modules:
+        return
+    nothing = torch.zeros(1, requires_grad=True)
+    nothing.grad = torch.zeros(1)
+    torch.optim.AdamW([nothing]).step()
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = vars(owner).get(name)
+    if original is None or hasattr(original, _MARK):
+        return
+    wrapped = functools.wraps(original)(make(original))
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+def _adopting(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        replica.adopt(self)
+
+    return __init__
+
+
+def _spreading(original: Callable[..., None]) -> Callable[..., None]:
+    def report_error(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        replica.break_up(int(getattr(self, "_quorum_id", -1)))
+
+    return report_error
+
+
+def _showing(original: Callable[..., bool]) -> Callable[..., bool]:
+    def should_commit(self: Any, *args: Any, **kwargs: Any) -> bool:
+        committed = original(self, *args, **kwargs)
+        if committed:
+            replica.commit(self.current_step())
+        return committed
+
+    return should_commit
+
+
+def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
+        since_s = replica.begin_wait()
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            replica.end_wait(since_s)
+
+    return wait
+
+
+def _noting_connections(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _create_pg(self: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        replica.fences.begin(self, _find_quorum(self), _find_store(store))
+        try:
+            return original(self, store, *args, **kwargs)
+        finally:
+            replica.fences.end(self)
+
+    return _create_pg
+
+
+def _find_quorum(group: Any) -> int:
+    """Return the quorum of a process group: nightly builds call it by another name."""
+    for name in ("_quorum_id", "_uuid"):
+        found = getattr(group, name, None)
+        if isinstance(found, int):
+            return found
+    return -1
+
+
+def _find_store(store: Any) -> str:
+    """Return `host:port` of a rendezvous store; empty where it has none."""
+    inner = getattr(store, "underlying_store", store)
+    try:
+        return f"{inner.host}:{inner.port}"
+    except (AttributeError, RuntimeError):
+        return ""
+
+
+def _repair_hook(wrapper: Any, manager: ModuleType) -> None:
+    """Replace the communication hook of 0.2.0, which takes it that every all-reduce succeeds."""
+    import torch
+
+    hook = vars(wrapper).get("_comm_hook")
+    if hook is None or hasattr(hook.__func__, _MARK) or not hasattr(manager, "_ManagedFuture"):
+        return
+    managed = manager._ManagedFuture
+
+    @functools.wraps(hook.__func__)  # Its annotations are checked.
+    def _comm_hook(state: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        work = state.allreduce(buffer)
+        ended = work.wait()
+        future = work.get_future()
+        inner = future._fut if isinstance(future, managed) else future
+        if ended is False or inner is None:
+            inner = torch.futures.Future()
+            inner.set_result(buffer)  # The error is with the manager: no commit.
+        return inner
+
+    setattr(_comm_hook, _MARK, True)
+    wrapper._comm_hook = staticmethod(_comm_hook)
+
+
+# --- perdure's own wiring -----------------------------------------------------------------------
+
+
+def find_hung_s(spec_path: str) -> float:
+    """Return the job's `torchft.hung_s`; its default where there is no job file."""
+    from perdure.model.codec import decode
+    from perdure.model.errors import ProtocolError
+    from perdure.model.job import JobSpec, TorchftConfig
+
+    try:
+        with open(spec_path, "rb") as file:
+            spec: JobSpec = decode(file.read(), JobSpec)
+    except (OSError, ProtocolError):
+        return TorchftConfig().hung_s
+    return spec.torchft.hung_s
+
+
+def is_replica(environ: Any = os.environ) -> bool:
+    """Whether this rank belongs to a replica group that perdure has started."""
+    return bool(environ.get("TORCHFT_LIGHTHOUSE") and environ.get("REPLICA_GROUP_ID"))

@@ -1,0 +1,145 @@
+"""A torchft process group's own connections: noted when it is formed, broken when it is void.
+
+gloo has no abort: what ends a pending collective at once is to shut its sockets down
+(`perdure.worker.interrupt`). A process has connections of other groups as well, its own replica
+group's among them, so those of each quorum are told apart by when they appeared. While a group is
+still being formed it hangs on its rendezvous store, whose connection is then broken as well.
+
+A break is fenced by the quorum's id: one meant for a group that is gone by now touches nothing.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from perdure.worker.interrupt import find_gloo_sockets
+
+_FD_DIR = "/proc/self/fd"
+
+
+@dataclass(slots=True)
+class Connections:
+    """What belongs to one process group of one quorum."""
+
+    quorum_id: int
+    before: dict[int, str]
+    """Sockets that were there before it: descriptor -> the kernel's name of it."""
+    store: str = ""
+    """`host:port` of its rendezvous, while it is being formed."""
+    sockets: dict[int, str] | None = None
+    """Its own, once it is formed."""
+    broken: bool = False
+
+
+@dataclass(slots=True)
+class Fences:
+    """Of all torchft process groups of this process."""
+
+    groups: "weakref.WeakKeyDictionary[Any, Connections]" = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def begin(self, group: Any, quorum_id: int, store: str) -> None:
+        """A group is about to be formed."""
+        with self.lock:
+            self.groups[group] = Connections(quorum_id, list_sockets(), store)
+
+    def end(self, group: Any) -> None:
+        """It is formed, or could not be."""
+        with self.lock:
+            held = self.groups.get(group)
+            if held is None:
+                return
+            links = list_sockets()
+            mine = (fd for fd in find_gloo_sockets() if links.get(fd) != held.before.get(fd))
+            held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, ""
+
+    def break_up(self, quorum_id: int) -> int:
+        """Break what belongs to this quorum and nothing else; return how many sockets there were.
+
+        A second call breaks only what has come since, as a group that is being formed may.
+        """
+        count = 0
+        with self.lock:
+            for group, held in list(self.groups.items()):
+                if held.quorum_id != quorum_id:
+                    continue
+                if held.sockets is None:
+                    count += _shut_forming(held)
+                elif not held.broken:
+                    held.broken = True
+                    links = list_sockets()
+                    same = [fd for fd, name in held.sockets.items() if links.get(fd) == name]
+                    count += sum(_shut(fd) for fd in same)
+                    count += _abort_device(group)
+        return count
+
+
+def _shut_forming(held: Connections) -> int:
+    links = list_sockets()
+    new = {fd for fd, name in links.items() if held.before.get(fd) != name}
+    pairs = new.intersection(find_gloo_sockets())
+    stores = {fd for fd in new - pairs if _peer_of(fd) == held.store}
+    return sum(_shut(fd) for fd in sorted(pairs | stores))
+
+
+def _abort_device(group: Any) -> int:
+    """Abort a group on devices by torchft's own means: NCCL has one. Never waits."""
+    if not type(group).__name__.startswith(("ProcessGroupNCCL", "ProcessGroupXCCL")):
+        return 0
+    threading.Thread(target=group.abort, name="perdure-abort", daemon=True).start()
+    return 1
+
+
+def list_sockets() -> dict[int, str]:
+    """Return this process's sockets: descriptor -> the kernel's name, which is never used twice."""
+    found = {}
+    for name in os.listdir(_FD_DIR):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"{_FD_DIR}/{name}")
+            if target.startswith("socket:"):
+                found[int(name)] = target
+    return found
+
+
+def _borrow(fd: int, use: Callable[[socket.socket], str]) -> str:
+    """Return what `use` finds of the socket behind `fd`; empty where it is gone or none.
+
+    The duplicate is made without Python's own defaults, which could switch a blocking socket.
+    """
+    try:
+        copy = os.dup(fd)
+    except OSError:
+        return ""
+    blocking = os.get_blocking(copy)
+    borrowed = socket.socket(fileno=copy)
+    try:
+        os.set_blocking(copy, blocking)
+        return use(borrowed)
+    except OSError:
+        return ""
+    finally:
+        borrowed.close()
+
+
+def _shut(fd: int) -> int:
+    def shut(found: socket.socket) -> str:
+        found.getpeername()
+        found.shutdown(socket.SHUT_RDWR)
+        return "done"
+
+    return int(bool(_borrow(fd, shut)))
+
+
+def _peer_of(fd: int) -> str:
+    def peer(found: socket.socket) -> str:
+        host, port = found.getpeername()[:2]
+        return f"{host.removeprefix('::ffff:')}:{port}"
+
+    return _borrow(fd, peer)
