@@ -11,6 +11,7 @@ from perdure.model.actions import (
     FenceAbort,
     InjectFault,
     InterruptCollectives,
+    ResumeRanks,
     SendBoundary,
 )
 from perdure.model.events import AnyEvent, ExitRecord, TimerFired
@@ -152,7 +153,9 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to a rank; dropped where it is not connected (it will say hello)."""
 
     rank: int
-    message: SendBoundary | InjectFault | InterruptCollectives | FenceAbort | DumpTraces
+    message: (
+        SendBoundary | ResumeRanks | InjectFault | InterruptCollectives | FenceAbort | DumpTraces
+    )
 
 
 class CollectStacks(msgspec.Struct, frozen=True, tag=True):

@@ -10,7 +10,12 @@ import msgspec
 
 from perdure.agent.messages import Report, Request, TellKeeper, TellWorker, WorkerSaid
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBoundary
-from perdure.model.actions import InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import (
+    InjectFault,
+    InterruptCollectives,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.model.events import CommandReceived, FaultInjected
 from perdure.model.job import JobSpec
 from perdure.model.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
@@ -91,6 +96,15 @@ def relay_interrupt(state: AgentState, order: InterruptCollectives) -> list[Requ
     return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
 
 
+def relay_resume(state: AgentState, order: ResumeRanks) -> list[Request]:
+    """Release the node's ranks from where they hold. A repeat is harmless."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation:
+        return []
+    state.resume = order
+    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
+
+
 def answer_worker(
     state: AgentState, identity: NodeIdentity, now: float, said: WorkerSaid
 ) -> list[Request]:
@@ -110,6 +124,8 @@ def answer_worker(
                 for order in state.faults.values()
                 if order.rank == said.rank and (order.at_step >= 0 or order.kind not in BY_SIGNAL)
             ]
+        case WorkerQuery(id=id_) if state.resume is not None and state.resume.id == id_:
+            return [TellWorker(said.rank, state.resume)]
         case WorkerQuery(id=id_):
             entry = state.boundaries.get(id_)
             if entry is None or entry.order.move == "prepare":

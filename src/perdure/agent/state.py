@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.actions import Assignment, InjectFault, SendBoundary
+from perdure.model.actions import Assignment, InjectFault, ResumeRanks, SendBoundary
 from perdure.model.verdicts import Verdict
 
 
@@ -82,6 +82,8 @@ class AgentState:
     reported_store: tuple[int, int] = (-1, 0)
     """(generation, port)"""
     boundaries: dict[str, OpenBoundary] = field(default_factory=dict)
+    resume: ResumeRanks | None = None
+    """The newest end of a wait, for ranks that ask."""
     faults: dict[str, InjectFault] = field(default_factory=dict)
     """Faults of this generation, by id, that were taken on."""
     checkpoint_asked_s: float = float("-inf")

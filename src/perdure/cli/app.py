@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli import act, doctor, look, output, run, verify
+from perdure.cli import act, doctor, look, output, run, verbs, verify
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -54,6 +54,10 @@ for command in (
     act.inject,
     act.checkpoint,
     act.stop,
+    verbs.drain,
+    verbs.cordon,
+    verbs.evict,
+    verbs.restore,
     verify.verify,
     doctor.doctor,
 ):

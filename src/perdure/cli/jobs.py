@@ -112,7 +112,18 @@ def find_jobs() -> list[Job]:
 
 def send_command(
     job: Job,
-    kind: Literal["checkpoint", "stop", "inject", "kill", "probe", "ping"],
+    kind: Literal[
+        "checkpoint",
+        "stop",
+        "inject",
+        "kill",
+        "probe",
+        "ping",
+        "drain",
+        "cordon",
+        "evict",
+        "restore",
+    ],
     args: dict[str, Any],
     *,
     timeout_s: float,

@@ -9,11 +9,19 @@ from typing import Literal
 from perdure.control.placement import place_nodes
 from perdure.control.state import ControllerState, Ending
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
+from perdure.model.events import JobSubmitted
 
 REGISTER_TIMEOUT_S = 180.0
 """From the job's first event until the last node's first hello, its keeper's start included."""
 _FORM_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 20.0
+
+
+def note_submission(state: ControllerState, now: float, event: JobSubmitted) -> list[AnyAction]:
+    """Learn what the job is; its nodes have to register in time."""
+    state.spec, state.submitted_s = event.spec, event.at_s
+    state.phase_deadline_s = now + REGISTER_TIMEOUT_S
+    return []
 
 
 def form_world(
@@ -155,3 +163,10 @@ def close_job(state: ControllerState) -> list[AnyAction]:
     if state.phase != "ended" or state.closed or ending is None:
         return []
     return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]
+
+
+def note_end(state: ControllerState) -> list[AnyAction]:
+    """Know that `JobEnded` is in the journal: nothing is due any more."""
+    state.phase, state.closed = "ended", True
+    state.phase_deadline_s = state.checkpoint_due_s = None
+    return []

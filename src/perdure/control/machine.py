@@ -37,6 +37,8 @@ from perdure.control.formation import (
     close_job,
     end_job,
     form_world,
+    note_end,
+    note_submission,
     wait_for_nodes,
 )
 from perdure.control.moves import (
@@ -150,9 +152,7 @@ class Controller:
     def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
         match event:
             case JobSubmitted():
-                self.state.spec, self.state.submitted_s = event.spec, event.at_s
-                self.state.phase_deadline_s = now + REGISTER_TIMEOUT_S
-                return []
+                return note_submission(self.state, now, event)
             case ControllerStarted():
                 return self._issue_again(f"controller {event.incarnation} took over")
             case NodeRegistered():
@@ -179,7 +179,7 @@ class Controller:
             case VerdictWithdrawn():
                 withdraw(self.state, event)
                 return []
-            case RankJoined() | ProgressNoted() | GenerationStepping():
+            case RankJoined() | CheckpointRestored() | ProgressNoted() | GenerationStepping():
                 return note_progress(self.state, now, event)
             case CheckpointSaved() | CheckpointFailed():
                 return note_checkpoint(self.state, now, event)
@@ -198,26 +198,18 @@ class Controller:
             case TimerFired():
                 return self._fire(now)
             case JobEnded():
-                self.state.phase, self.state.closed = "ended", True
-                self.state.phase_deadline_s = self.state.checkpoint_due_s = None
-                return []
-            case CheckpointRestored():
-                if event.generation == self.state.generation:
-                    self.state.resumed_step = event.step
-                return []
+                return note_end(self.state)
             case PreemptionNoticed():
                 return note_preemption(self.state, now, event)
-            case MetricsLogged() | ControllerLost():
-                return []
             case ProbeEnded():
                 return take_probe(self.state, now, event)
+            case DeviceReported():
+                return note_device(self.state, now, event)
+            case MetricsLogged() | ControllerLost() | KeysDeclared() | NodeDraining():
+                return []
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
-                return []
-            case DeviceReported():
-                return note_device(self.state, now, event)
-            case KeysDeclared() | NodeDraining():
                 return []
             case NodeCordoned() | NodeRestored():
                 note_cordon(self.state, event)

@@ -293,15 +293,13 @@ def _free(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
     """End what the ranks have promised for `move`, or the wait that they are in."""
     actions: list[AnyAction] = []
     boundary = state.boundary
-    mine = boundary is not None and boundary.command == move.id
-    committed = move.generation == state.generation and move.stage == "held"
-    if boundary is not None and mine:
+    held = move.generation == state.generation and move.stage in ("agreeing", "held")
+    if boundary is not None and boundary.command == move.id:
         if boundary.move == "prepare":
+            held = False
             actions.append(abort_boundary(state, why))
-        else:
-            committed = True
         state.boundary = None
-    if committed:
+    if held:
         state.released = ResumeRanks(
             generation=state.generation, ranks=state.world, id=move.boundary, reason=why
         )

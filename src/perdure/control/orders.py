@@ -50,6 +50,7 @@ REPEAT_S = 1.0
 _STACKS_SENT_MAX = 5
 _PROBE_SENT_MAX = 5
 _INTERRUPT_SENT_MAX = 3
+_RESUME_SENT_MAX = 30
 _ABORT_SENT_MAX = 30
 """A prepared rank waits for 30 s."""
 _COMMIT_SENT_MAX = 600
@@ -130,6 +131,12 @@ class OrderBook:
                 return self._keep(
                     f"interrupt {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _INTERRUPT_SENT_MAX),
+                )
+            case ResumeRanks():
+                order = NodeOrder(controller=self._controller, resume=action)
+                return self._keep(
+                    f"resume {action.generation}",
+                    _Open(order, action.generation, set(action.ranks), 1, _RESUME_SENT_MAX),
                 )
             case HoldReplicas():
                 self._hold = NodeOrder(controller=self._controller, hold=action)

@@ -9,6 +9,7 @@ from perdure.model.actions import AnyAction
 from perdure.model.events import (
     BoundaryReached,
     CheckpointFailed,
+    CheckpointRestored,
     CheckpointSaved,
     GenerationStepping,
     ProgressNoted,
@@ -19,7 +20,9 @@ from perdure.policy import decide_checkpoint_interval
 
 
 def note_progress(
-    state: ControllerState, now: float, event: RankJoined | ProgressNoted | GenerationStepping
+    state: ControllerState,
+    now: float,
+    event: RankJoined | CheckpointRestored | ProgressNoted | GenerationStepping,
 ) -> list[AnyAction]:
     """Take a sign of progress; begin what waited for the world to train."""
     if event.generation != state.generation:
@@ -27,6 +30,9 @@ def note_progress(
     match event:
         case RankJoined():
             state.joined.add(event.rank)
+            return []
+        case CheckpointRestored():
+            state.resumed_step = event.step
             return []
         case ProgressNoted():
             state.step = max(event.step, state.step if state.stepping else -1)

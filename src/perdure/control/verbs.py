@@ -68,7 +68,10 @@ def preview_verb(
         return False, "the job is ending", {}
     if state.spec.torchft.replicas:
         return False, "a dry run is not known for replica groups", {}
-    plan = plan_verb(state, verbs[kind], args)
+    try:
+        plan = plan_verb(state, verbs[kind], args)
+    except (TypeError, ValueError) as error:
+        return False, f"malformed arguments: {error}", {}
     return not plan.refusal, plan.refusal or plan.words, {"dry_run": True, **render_plan(plan)}
 
 

@@ -8,7 +8,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from perdure.agent.messages import WorkerSaid
-from perdure.model.actions import FenceAbort, InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import (
+    FenceAbort,
+    InjectFault,
+    InterruptCollectives,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.wire import (
@@ -61,7 +67,12 @@ class WorkerServer:
     def send(
         self,
         rank: int,
-        message: SendBoundary | InjectFault | InterruptCollectives | FenceAbort | DumpTraces,
+        message: SendBoundary
+        | ResumeRanks
+        | InjectFault
+        | InterruptCollectives
+        | FenceAbort
+        | DumpTraces,
     ) -> None:
         """Send `message` to `rank`, if it is connected and of that generation."""
         line = self._lines.get(rank)

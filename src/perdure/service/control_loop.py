@@ -22,6 +22,7 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
+from perdure.control.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
@@ -88,16 +89,17 @@ class ControllerService:
         incarnation: str,
         submitted_s: float,
         show: Callable[[Snapshot], None],
+        note: Callable[[list[JournalEntry]], None] = lambda entries: None,
         snapshots: SnapshotFiles | None = None,
         snapshot_every: int = EVERY,
     ) -> None:
-        """Wire the machines; `show` takes a picture twice a second.
+        """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
         With `snapshots`, what is known is written down every `snapshot_every` entries.
         """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
-        self._show = show
+        self._show, self._note = show, note
         self._memory = Memory(spec)
         self._detector = Unwatched() if spec.torchft.replicas else Detector(spec)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
@@ -250,8 +252,9 @@ class ControllerService:
                 turn.replies.append((reply, encode(answer)))
             case kind:
                 state = self._memory.machine.state
-                if command.id in state.answered:
-                    ok, reason, result = state.answered[command.id]
+                known = state.answered.get(command.id) or preview_verb(state, kind, command.args)
+                if known is not None:
+                    ok, reason, result = known
                     answer = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
                     turn.replies.append((reply, encode(answer)))
                     return
@@ -312,6 +315,7 @@ class ControllerService:
         """Wait until the turn is on disk; then send what it decided."""
         if turn.entries:
             await self._journal.append(turn.entries)
+            self._note(turn.entries)
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
         for reply, source in turn.acks:

@@ -18,6 +18,8 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     KeeperLost,
+    NodeCordoned,
+    NodeDraining,
     NodeLost,
     ProgressNoted,
     RankExited,
@@ -56,6 +58,8 @@ class Incident:
     detected_s: float
     reason: str
     decided_s: float | None = None
+    saved: bool = False
+    """Nobody failed: an operator's drain, up to which the ranks held for their checkpoint."""
 
 
 @dataclass(slots=True)
@@ -137,6 +141,8 @@ class History:
     checkpoints: list[CheckpointSaved] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     reason: str = ""
+    draining: dict[int, str] = field(default_factory=dict)
+    """Nodes that their ranks were to leave -> why."""
 
     @property
     def newest(self) -> Generation | None:
@@ -252,6 +258,12 @@ class History:
                 node = f"node {event.node}"
                 cause = Incident("NodeLost", node, step, seen_s, entry.at_s, event.reason)
                 self._blame(self.newest, cause)
+            case NodeDraining() as event:
+                self.draining.pop(event.node, None)
+                if not event.over:
+                    self.draining[event.node] = event.reason
+            case NodeCordoned() as event if event.node in self.draining:
+                self._leave(entry.at_s, event.node, self.draining.pop(event.node))
             case KeeperLost() as event if event.generation in self.generations:
                 generation = self.generations[event.generation]
                 node, reason = f"node {event.node}", "its keeper died, and its ranks with it"
@@ -262,6 +274,16 @@ class History:
                 self._blame(generation, cause)
             case _:
                 pass
+
+    def _leave(self, at_s: float, node: int, reason: str) -> None:
+        """A world that was ended so that its ranks leave a node, and for no failure."""
+        newest = self.newest
+        if newest is None or newest.incident is not None:
+            return
+        saved = bool(self.checkpoints) and self.checkpoints[-1].step >= newest.step >= 0
+        step = self.checkpoints[-1].step if saved else newest.step
+        newest.decided_s = at_s
+        newest.incident = Incident("moved", f"node {node}", step, at_s, at_s, reason, at_s, saved)
 
     def _blame(self, generation: Generation, cause: Incident) -> None:
         """The earliest failure is the cause; those that come after it are consequences."""

@@ -171,7 +171,8 @@ class _Timeline:
                 self._take(generation.number, "idle", ended_s, incident.failure_s)
             elif worked_s is not None:
                 self._take_unseen(generation, account)
-                self._take(generation.number, "lost_work", worked_s, incident.failure_s)
+                spent_on = "checkpoint" if incident.saved else "lost_work"
+                self._take(generation.number, spent_on, worked_s, incident.failure_s)
             self._recover(generation, incident, last)
         elif ended_s is not None:
             self._take(generation.number, "idle", ended_s, self.end_s if last else None)

@@ -16,7 +16,7 @@ import sys
 import time
 from typing import Any, Literal
 
-from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.actions import InjectFault, ResumeRanks, SendBoundary
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.paths import job_paths
@@ -155,7 +155,7 @@ class Attachment:
         if self._traces is not None:
             self._traces.handle(order)
 
-    def _on_boundary(self, order: SendBoundary) -> None:
+    def _on_boundary(self, order: SendBoundary | ResumeRanks) -> None:
         if self.on_boundary is not None:
             self.on_boundary(order)
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.actions import SendBoundary
+from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryAnswered
 
@@ -49,13 +49,19 @@ class BoundaryGate:
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
+        self._resumed: set[str] = set()
         self._committed = 0
         self._closed = ""
         self.next_step = NEVER
         """The earliest step at which the training thread has to call `arrive`."""
 
-    def handle(self, order: SendBoundary) -> None:
+    def handle(self, order: SendBoundary | ResumeRanks) -> None:
         """Take one move of the agreement. Called by the control thread; never waits."""
+        if isinstance(order, ResumeRanks):
+            with self._changed:
+                self._resumed.add(order.id)
+                self._changed.notify_all()
+            return
         with self._changed:
             if order.move == "prepare":
                 answer = self._prepare(order)
@@ -90,6 +96,17 @@ class BoundaryGate:
                 if entry.decision == "commit" and entry.agreed.step == committed:
                     due.append(entry.agreed)
         return due
+
+    def hold(self, boundary_id: str) -> None:
+        """Wait until the ranks are resumed from this agreement, for as long as that takes.
+
+        A resume may come before the rank does, and may get lost: so it is asked for.
+        """
+        ask_s = ASK_FIRST_S
+        with self._changed:
+            while not self._changed.wait_for(lambda: boundary_id in self._resumed, timeout=ask_s):
+                self._ask(boundary_id)
+                ask_s = ASK_EVERY_S
 
     def close(self, why: str) -> list[Agreed]:
         """Veto everything from now on; return what was promised and cannot be kept."""

@@ -15,7 +15,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 
-from perdure.model.actions import FenceAbort, InjectFault, InterruptCollectives, SendBoundary
+from perdure.model.actions import (
+    FenceAbort,
+    InjectFault,
+    InterruptCollectives,
+    ResumeRanks,
+    SendBoundary,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
@@ -53,7 +59,7 @@ class Control:
         self._socket: socket.socket | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.on_boundary: Callable[[SendBoundary], None] | None = None
+        self.on_boundary: Callable[[SendBoundary | ResumeRanks], None] | None = None
         self.on_fault: Callable[[InjectFault], None] | None = None
         self.on_traces: Callable[[DumpTraces], None] | None = None
         self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
@@ -182,7 +188,7 @@ class Control:
                     while self._unacked and self._unacked[0].seq <= seq:
                         self._unacked.popleft()
                     self._changed.notify_all()
-            case SendBoundary():
+            case SendBoundary() | ResumeRanks():
                 if self.on_boundary is not None:
                     self.on_boundary(message)
             case InjectFault():

@@ -174,6 +174,19 @@ class StepLoop:
         now = time.monotonic_ns()
         overhead_ns = began - self._accounted + now - saved
         spent = (0, saved - reached, reached - began, overhead_ns)
+        holds = [one for one in due if one.kind == "drain" and not error]
+        phase = PHASE_INDEX["checkpoint"] if holds else _STEP
+        self._ring.commit(self.committed, self._accounted, now, spent, phase=phase)
+        self._accounted = now
+        self._take_gate_ns()
+        for one in holds:
+            self._hold(one)
+
+    def _hold(self, agreed: Agreed) -> None:
+        """Make no step after this one's checkpoint: the world moves on from it, or resumes."""
+        self._gate.hold(agreed.id)
+        now = time.monotonic_ns()
+        spent = (0, now - self._accounted, 0, 0)
         self._ring.commit(self.committed, self._accounted, now, spent, phase=_STEP)
         self._accounted = now
         self._take_gate_ns()
