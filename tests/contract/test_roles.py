@@ -31,7 +31,6 @@ from perdure.model.wire import (
     subject_notices,
     subject_orders,
     subject_queries,
-    subject_snapshots,
 )
 from perdure.service.control_loop import ControllerService
 from perdure.service.credentials import make_server, set_certificate, write_credentials
@@ -144,11 +143,11 @@ async def test_nobody_hears_what_is_not_for_him(site: Site) -> None:
     others = [await site.connect(user) for user in ("agent-0", "worker", "monitor", "operator")]
     private = (subject_orders(JOB, 1), subject_events(JOB), "_INBOX.agent-1.>", "perdure.>")
     heard = [await hear(bus, *private) for bus in (viewer, *others)]
-    seen = await hear(viewer, subject_snapshots(JOB))
+    seen = await hear(viewer, subject_journal(JOB))
     await controller.publish(subject_orders(JOB, 1), b"{}")
     await controller.publish("_INBOX.agent-1.x", b"{}")
-    await controller.publish(subject_snapshots(JOB), b"{}")
-    await until(lambda: seen, "no snapshot")
+    await controller.publish(subject_journal(JOB), b"{}")
+    await until(lambda: seen, "nothing")
     assert heard == [[], [], [], [], []]
 
 

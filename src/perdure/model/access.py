@@ -3,10 +3,10 @@
     role        may publish                          may hear
     controller  orders, the journal, every answer    events, beats, commands, queries, notices
     run         events, commands, the journal's end  answers to itself
-    operator    commands, queries, notices, replay   answers to itself, snapshots, the journal
+    operator    commands, queries, notices, replay   answers to itself, the journal
     agent       events, beats, probes                its own orders and probes
     lighthouse  events, orders (fenced aborts)       its own orders, events, beats
-    viewer      queries                              answers to itself, snapshots, the journal
+    viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
 
@@ -31,7 +31,6 @@ from perdure.model.wire import (
     subject_notices,
     subject_orders,
     subject_queries,
-    subject_snapshots,
 )
 
 Role = Literal[
@@ -81,11 +80,11 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
         f"{api}.CONSUMER.INFO.{stream}.>",
         f"{api}.CONSUMER.MSG.NEXT.{stream}.>",
     )
-    pictures = (subject_snapshots(job), subject_journal(job))
+    live = (subject_journal(job),)
     ask = subject_queries(job)
     match role:
         case "controller":
-            orders = (subject_orders(job, "*"), subject_snapshots(job), subject_journal(job))
+            orders = (subject_orders(job, "*"), subject_journal(job))
             make = (f"{api}.STREAM.CREATE.{stream}",)
             told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
             return Access(
@@ -97,7 +96,7 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
             return Access(publish=(*said, *last), subscribe=inbox)
         case "operator":
             asked = (subject_commands(job), ask, subject_notices(job))
-            return Access(publish=(*asked, *last, *replay), subscribe=(*pictures, *inbox))
+            return Access(publish=(*asked, *last, *replay), subscribe=(*live, *inbox))
         case "agent":
             probes = f"perdure.{job.replace('.', '_')}.probe.*"
             me: int | str = "*" if node is None else node
@@ -112,7 +111,7 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
             said = (subject_events(job), subject_orders(job, "*"))
             return Access(publish=said, subscribe=(*heard, *inbox))
         case "viewer":
-            return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*pictures, *inbox))
+            return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*live, *inbox))
         case "worker":
             return Access(publish=(ask,), subscribe=inbox)
         case "monitor":

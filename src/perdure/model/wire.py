@@ -61,11 +61,6 @@ def subject_notices(job: str) -> str:
     return f"perdure.{job.replace('.', '_')}.notices"
 
 
-def subject_snapshots(job: str) -> str:
-    """The newest `Snapshot`, twice a second, for whoever watches."""
-    return f"perdure.{job.replace('.', '_')}.snapshots"
-
-
 def subject_journal(job: str) -> str:
     """The journal's subject inside its JetStream stream."""
     return f"perdure.{job.replace('.', '_')}.journal"

@@ -9,17 +9,21 @@ import contextlib
 import logging
 import os
 import signal
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from secrets import token_hex
 
 from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
+from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command
+from perdure.service.alerts import Alerter
 from perdure.service.control_loop import ControllerService
+from perdure.service.credentials import is_loopback, make_token
 from perdure.service.jobfiles import (
     load_endpoint,
     load_parts,
@@ -31,8 +35,12 @@ from perdure.service.jobfiles import (
 from perdure.service.journal import Journal, Mirror
 from perdure.service.processes import find_by_argument
 from perdure.service.snapshots import SnapshotFiles
+from perdure.service.webhook import Webhook
 
 log = logging.getLogger("perdure.controller")
+
+_FLUSH_S = 5.0
+"""Given to the last alerts, once the job has ended."""
 
 
 def main(job: str) -> int:
@@ -73,7 +81,7 @@ async def _main(job: str) -> JobEnded:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     bus = await NatsBus.connect(endpoint, name=f"perdure controller {job}")
     try:
-        stream = await _open_stream(bus, job)
+        stream, alerter = await _open_stream(bus, job), Alerter(job, spec.alerts)
         service = ControllerService(
             spec,
             bus,
@@ -87,14 +95,45 @@ async def _main(job: str) -> JobEnded:
             incarnation=incarnation,
             submitted_s=parts.started_s if parts else clock(),
             show=show,
+            note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
         )
-        with _watch_run(service):
-            ended = await service.run()
+        async with _reach_out(spec, paths, service, alerter):
+            with _watch_run(service):
+                ended = await service.run()
     finally:
         await bus.close()
     _end_orphaned_server(paths)
     return ended
+
+
+@contextlib.asynccontextmanager
+async def _reach_out(
+    spec: JobSpec, paths: JobPaths, service: ControllerService, alerter: Alerter
+) -> AsyncIterator[None]:
+    """Serve the webhook and send alerts meanwhile; neither can end the controller."""
+    tasks = [asyncio.create_task(alerter.run())] if alerter.wanted else []
+    config = spec.notify
+    if config.webhook_port:
+        try:
+            token = make_token(config.webhook_token_file or paths.webhook_token)
+            tls = None
+            if not is_loopback(config.webhook_host):
+                tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+                tls.load_cert_chain(spec.nats.tls_cert, spec.nats.tls_key)
+            host, port = config.webhook_host, config.webhook_port
+            webhook = Webhook(service.inbox, host, port, token, tls=tls)
+            tasks.append(asyncio.create_task(webhook.run()))
+        except (PlatformError, OSError) as error:
+            log.error("no webhook: %s", error)
+    try:
+        yield
+        if alerter.wanted:
+            await alerter.flush(_FLUSH_S)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _open_stream(bus: NatsBus, job: str) -> NatsStream:
