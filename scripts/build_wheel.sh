@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
-# A wheel that carries the compiled recorder for the torch of .venv (or of $PYTHON).
+# A wheel that carries what is compiled: the recorder for the torch of each Python named (default:
+# that of .venv), and the NCCL plugin. No compiler is needed where it is installed.
+#   scripts/build_wheel.sh [PYTHON ...]
 set -euo pipefail
 cd "$(dirname "$0")/.."
-python="${PYTHON:-.venv/bin/python}"
+[ $# -gt 0 ] || set -- .venv/bin/python
 prebuilt=src/perdure/worker/native/prebuilt
 rm -rf "$prebuilt"
 trap 'rm -rf "$prebuilt"' EXIT
-"$python" -c "from pathlib import Path; from perdure.worker.native.build import build; print(build(Path('$prebuilt')))"
-rm -f "$prebuilt/.lock"
-"$python" -m pip wheel --no-deps -w dist .
+for python in "$@"; do
+  PYTHONPATH=src "$python" -m perdure.worker.native --into "$prebuilt"
+done
+"$1" -m pip --disable-pip-version-check wheel -q --no-deps -w dist .

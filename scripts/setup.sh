@@ -23,11 +23,11 @@ fi
 
 stamp=.venv/.perdure-setup
 want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${THIRDPARTY:-1}"
-build_recorder() { # 10 s of one core, once for a torch and a source; without it, a fallback.
+build_native() { # 15 s of one core, once for a torch and a source; without it, a fallback.
   said="$(.venv/bin/python -m perdure.worker.native 2>&1)" || say "$said"
 }
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-  build_recorder
+  build_native
   exit 0
 fi
 [ -x .venv/bin/python ] || { say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
@@ -48,7 +48,7 @@ if [ "${THIRDPARTY:-1}" = 1 ]; then
     say "they cannot be had (see .venv/.perdure-thirdparty.log): tests/third_party will skip; \`rm $stamp\` tries again"
   fi
 fi
-say "building the recorder of collectives for this torch"
-build_recorder
+say "building the recorder of collectives for this torch, and the NCCL plugin"
+build_native
 .venv/bin/python -c 'import perdure, torch; print(f"setup: perdure {perdure.__version__}, torch {torch.__version__}")'
 printf '%s' "$want" >"$stamp"

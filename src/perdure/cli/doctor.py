@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from perdure.adapters.health import check_machine
+from perdure.adapters.host import list_gpus
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.options import Json
@@ -13,10 +14,17 @@ from perdure.cli.say import note, print_json, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.health import Check
 from perdure.service.jobfiles import load_endpoint, resolve_home
+from perdure.worker.native.nccl import find_nccl_plugin
+from perdure.worker.native.status import status as recorder_status
 
 _PING_S = 5.0
 _PROBE_S = 30.0
 _STALE_S = 5.0
+_LOST = {
+    "python": "no stages of a step, no end of send and receive",
+    "status": "no durations, stages or waits: no slow rank or link by its collectives",
+    "off": "hangs are told by steps alone",
+}
 _RECORDERS = {
     "compiled": "every collective, begin and end; about 2 µs each",
     "python": "every collective, begin and end; 30 to 65 µs each",
@@ -34,7 +42,10 @@ def doctor(
     """Check what perdure can see and do here; with JOB, what it sees of that job."""
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
-    checks = _check_job(find_job(job)) if job else check_machine(resolve_home())
+    if job:
+        checks = _check_job(find_job(job))
+    else:
+        checks = (*check_machine(resolve_home()), check_recorder(), check_nccl_plugin())
     if probe and job is not None:
         checks = (*checks, _probe(find_job(job)))
     if as_json:
@@ -43,6 +54,35 @@ def doctor(
         print(render_checks(checks))
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(PlatformError.exit_code)
+
+
+def check_recorder() -> Check:
+    """Return which recorder a rank would get here, and what it costs."""
+    found = recorder_status()
+    name, evidence = "recorder", f"{found.kind} ({found.reason}), {found.cost}"
+    if found.kind == "compiled":
+        return Check(name=name, state="ok", evidence=evidence)
+    lost = _LOST.get(found.kind, "")
+    mend = found.better
+    if found.reason.startswith("PERDURE_RECORDER="):
+        mend = "unset PERDURE_RECORDER"
+    elif found.broken:
+        mend = "report this; PERDURE_RECORDER=python sees every collective, slowly"
+    return Check(name=name, state="degraded", evidence=f"{evidence}: {lost}", mend=mend)
+
+
+def check_nccl_plugin() -> Check:
+    """Return whether NCCL could be given perdure's profiler plugin; only GPUs need it."""
+    path, gpus = find_nccl_plugin(), list_gpus()
+    if path:
+        idle = "" if gpus else "; used where there are GPUs"
+        return Check(name="NCCL plugin", state="ok", evidence=f"built: {path}{idle}")
+    return Check(
+        name="NCCL plugin",
+        state="degraded" if gpus else "note",
+        evidence="not built: of NCCL's transfers nothing is seen",
+        mend="install a C compiler; make setup builds it, or an agent that finds a GPU",
+    )
 
 
 def render_checks(checks: tuple[Check, ...]) -> str:

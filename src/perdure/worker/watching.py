@@ -51,8 +51,8 @@ def _make_compiled(ring: RingWriter, members: Members) -> Any:
 
 
 def _say_why_not() -> None:
-    from perdure.worker.native.build import explain_missing
+    from perdure.worker.native.build import build_command, explain_missing
     from perdure.worker.native.recorder import why_not_loaded
 
-    reason = why_not_loaded() or explain_missing()
+    reason = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"
     print(f"perdure: the compiled recorder is not used: {reason}", file=sys.stderr)

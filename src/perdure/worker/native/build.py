@@ -84,7 +84,7 @@ def explain_missing() -> str:
         return f"torch {torch.version} came without its C++ headers"
     if find_compiler() is None:
         return "it is not built and there is no C++ compiler (g++ or $CXX)"
-    return f"it is not built yet for torch {torch.version}: `{build_command()}`"
+    return f"it is not built yet for torch {torch.version}"
 
 
 def build_command() -> str:
@@ -135,37 +135,6 @@ def build(folder: Path | None = None) -> Path:
     except OSError as error:
         raise BuildError(f"{folder}: {error.strerror}") from error
     return target
-
-
-def start_build() -> bool:
-    """Begin to build in a process of its own, at the lowest priority; False where it is no use.
-
-    It outlives its parent, and one that is building already makes another one wait and leave.
-    """
-    if find_library() is not None or find_compiler() is None or find_torch() is None:
-        return False
-    program = (
-        "import os; os.nice(19); "
-        "from perdure.worker.native.build import main; raise SystemExit(main())"
-    )
-    subprocess.Popen(
-        [sys.executable, "-P", "-c", program],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    return True
-
-
-def main() -> int:
-    """Build, and say where it is or why it is not."""
-    try:
-        print(build())
-    except BuildError as error:
-        print(f"perdure: the compiled recorder cannot be built: {error}", file=sys.stderr)
-        return 1
-    return 0
 
 
 def _macros() -> list[str]:

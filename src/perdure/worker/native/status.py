@@ -4,14 +4,21 @@ import os
 
 import msgspec
 
-from perdure.worker.native.build import explain_missing, find_library
+from perdure.worker.native.build import (
+    build_command,
+    explain_missing,
+    find_compiler,
+    find_library,
+    find_torch,
+)
+from perdure.worker.native.measure import load_cost, measure_cost
 
 MODES = ("auto", "compiled", "python", "status", "off")
 
 COSTS = {
-    "compiled": "about 2 us a collective; begin, end, wait, bytes and peer of every one",
-    "python": "30 to 65 us a collective; begin, end and bytes, of send and receive no end",
-    "status": "nothing a collective, 3 us ten times a second; sequence numbers to 0.1 s",
+    "compiled": "about 2 µs a collective",
+    "python": "30 to 65 µs a collective",
+    "status": "nothing a collective, 3 µs ten times a second",
     "off": "nothing",
 }
 """Measured by `bench/bench_recorder.py`."""
@@ -28,6 +35,8 @@ class RecorderStatus(msgspec.Struct, frozen=True):
     """Path of the compiled recorder, where it is built."""
     better: str = ""
     """What would get a better one; empty where nothing would."""
+    broken: bool = False
+    """It is there and does not work."""
 
 
 def read_mode() -> tuple[str, str]:
@@ -39,14 +48,27 @@ def read_mode() -> tuple[str, str]:
 
 
 def status() -> RecorderStatus:
-    """Return which recorder a rank would get that was started in this environment."""
+    """Return which recorder a rank would get that was started in this environment.
+
+    Where the compiled one came without a figure of this machine (in a wheel), it is tried and
+    measured now: a few seconds.
+    """
     mode, wrong = read_mode()
     library = find_library()
     path = str(library) if library is not None else ""
     if mode in ("python", "status", "off"):
         return RecorderStatus(mode, f"PERDURE_RECORDER={mode}", COSTS[mode], path)
-    if library is not None:
-        reason = wrong or "built for the installed torch"
-        return RecorderStatus("compiled", reason, COSTS["compiled"], path)
-    reason = explain_missing()
-    return RecorderStatus("status", reason, COSTS["status"], better=reason.partition(": ")[2])
+    if library is None:
+        return RecorderStatus("status", explain_missing(), COSTS["status"], better=_find_better())
+    cost = load_cost(library) or measure_cost(library)
+    if isinstance(cost, str):
+        reason = f"the compiled one is built but does not work: {cost}"
+        return RecorderStatus("status", reason, COSTS["status"], path, broken=True)
+    return RecorderStatus("compiled", wrong or "built for the installed torch", str(cost), path)
+
+
+def _find_better() -> str:
+    """Return what would have the compiled recorder built here."""
+    if find_torch() is None:
+        return ""
+    return build_command() if find_compiler() else f"install g++, then: {build_command()}"

@@ -1,7 +1,7 @@
 """Building the plugin: one call of the C compiler, under a second, cached by its sources.
 
 It needs neither torch nor NCCL nor CUDA: the interface is a table of functions, and its layouts
-are written down in `abi.h`. A wheel may carry the library beside the sources, which then wins;
+are written down in `abi.h`. A wheel may carry the library, which then wins;
 otherwise it lies in the user's cache, named by what it was made of.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 
 from perdure.model.errors import PlatformError
 
+PLUGIN_NAME = "libnccl-profiler-perdure.so"
+"""In a wheel, where it lies in `prebuilt/` beside the recorder."""
 _HERE = Path(__file__).parent
 _SOURCES = ("plugin.c", "abi.h", "layout.h")
 _FLAGS = (
@@ -31,7 +33,7 @@ def find_nccl_plugin() -> str:
 
     The path is absolute: with a bare name NCCL would search the library path.
     """
-    for path in (_HERE / "libnccl-profiler-perdure.so", _cached()):
+    for path in (_HERE.parent / "prebuilt" / PLUGIN_NAME, _cached()):
         if path.is_file() and len(str(path)) <= PATH_MAX:
             return str(path)
     return ""
