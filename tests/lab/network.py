@@ -58,7 +58,8 @@ def why_not() -> str:
     name = f"{PREFIX}probe{os.getpid() % 10000}"
     try:
         sh("ip", "netns", "add", name)
-        sh("ip", "link", "add", "veth0", "netns", name, "type", "veth", "peer", "name", "veth1")
+        pair = ("veth0", "type", "veth", "peer", "name", "veth1")
+        sh("ip", "-n", name, "link", "add", *pair)
         sh("ip", "-n", name, "link", "add", "br0", "type", "bridge")
         sh("tc", "-n", name, "qdisc", "add", "dev", "veth0", "root", "handle", "1:", "htb")
     except (LabError, subprocess.SubprocessError) as error:

@@ -24,9 +24,9 @@ _GONE = ProcSample(state="X")
 
 
 class ProcStat:
-    """`/proc/PID/stat` and `/proc/PID/io` of one process, held open."""
+    """`/proc/PID/stat`, `io` and `schedstat` of one process, held open."""
 
-    __slots__ = ("_io", "_stat", "pid")
+    __slots__ = ("_delay", "_io", "_stat", "pid")
 
     def __init__(self, pid: int) -> None:
         """Open them.
@@ -36,10 +36,7 @@ class ProcStat:
         """
         self.pid = pid
         self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._io = os.open(f"/proc/{pid}/io", os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            self._io = -1  # Not permitted, or no such accounting in this kernel.
+        self._io, self._delay = _open(f"/proc/{pid}/io"), _open(f"/proc/{pid}/schedstat")
 
     def sample(self) -> ProcSample:
         """Return one look at it, without descendants; state X once it is gone."""
@@ -55,8 +52,13 @@ class ProcStat:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 lines = os.pread(self._io, 512, 0).split(b"\n", 2)
                 io_bytes = int(lines[0].split()[1]) + int(lines[1].split()[1])
+        run_delay_s = 0.0
+        if self._delay >= 0:
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                run_delay_s = int(os.pread(self._delay, 128, 0).split()[1]) / 1e9
         return ProcSample(
             state=words[0].decode(),
+            run_delay_s=run_delay_s,
             # Children that were waited for count with their parent, so the sum never falls.
             cpu_s=sum(int(word) for word in words[11:15]) * _TICK_S,
             io_bytes=io_bytes,
@@ -66,10 +68,18 @@ class ProcStat:
 
     def close(self) -> None:
         """Close them."""
-        for fd in (self._stat, self._io):
+        for fd in (self._stat, self._io, self._delay):
             if fd >= 0:
                 os.close(fd)
-        self._stat = self._io = -1
+        self._stat = self._io = self._delay = -1
+
+
+def _open(path: str) -> int:
+    """Return a descriptor; -1 where it is not permitted, or this kernel has no such accounting."""
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return -1
 
 
 @dataclass(slots=True)
@@ -126,6 +136,7 @@ class ProcSampler:
             io_bytes=max(io_bytes, watched.newest.io_bytes),
             rss_bytes=rss,
             num_threads=threads,
+            run_delay_s=own.run_delay_s,
         )
         return watched.newest
 

@@ -70,7 +70,9 @@ class Habits:
     """Long silences that ended by themselves: by phase, and by where in training they came.
 
     Evaluation every 500 steps is not known to be one, only as a silence at step 500. It is
-    allowed again where two silences (or one, and step 0) predict it: at 1000, then at 1500.
+    allowed again where two silences (or one, and step 0) predict it: at 1000, then at 1500; and
+    only while at least half of what they predicted so far has come true, for any two predict
+    something.
     """
 
     __slots__ = ("_gaps", "_phases")
@@ -111,6 +113,21 @@ class Habits:
                     continue
                 allowed = min(tolerance, period // 8)
                 offset = (position - at + allowed) % period
-                if offset <= 2 * allowed:
-                    best = max(best, duration_s, earlier_s)
+                longer = max(duration_s, earlier_s) > best
+                if offset <= 2 * allowed and longer:
+                    due = position - period + allowed - offset
+                    if self._came_true(due, period, at, earlier, allowed):
+                        best = max(duration_s, earlier_s)
         return best
+
+    def _came_true(self, last: int, period: int, at: int, earlier: int, allowed: int) -> bool:
+        """Return whether half of what `earlier` and `at` predict, up to `last`, were silences."""
+        oldest = min(self._gaps)
+        predicted = came = 0
+        for start, stop, pace in ((at + period, last + 1, period), (earlier - period, 0, -period)):
+            for point in range(start, stop, pace):
+                if predicted >= self.KEPT or point + allowed < oldest:
+                    break
+                predicted += 1
+                came += any(p in self._gaps for p in range(point - allowed, point + allowed + 1))
+        return 2 * came >= predicted

@@ -29,6 +29,8 @@ LINKS_A_S, LINKS_COMPARED = 20_000, 4096
 """What is usual is found so often, from so many links, that many cost no more."""
 CALM = 1.3
 """Below this multiple of itself a link needs no closer look."""
+ONE_WAY = 0.6
+"""An end that was heard of so much more recently than it hears is heard, and deaf."""
 LOSS_EXCESS = 2.0
 """What loss counts for, as an excess, at the threshold."""
 
@@ -96,6 +98,8 @@ class LinkWatch:
         """When a sweep came last; long ago where there are none."""
         self._usual: dict[bool, list[float]] = {}
         self._usual_s = -1e9
+        self._deaf: set[tuple[int, int]] = set()
+        """Links whose way back is the one that loses."""
 
     def take(self, now: float, sweep: LinkSweep) -> None:
         """Take a sweep of one node."""
@@ -217,7 +221,25 @@ class LinkWatch:
             and link.last_ack_s >= self._config.link_stuck_s
             and not self.is_unread(link)
         ]
-        return sorted(stuck, key=lambda x: (-(x.unsent > 0), -x.backoff, -x.unsent, x.src, x.dst))
+        self._deaf = {(x.src, x.dst) for x in stuck if self._is_deaf(now, x)}
+        turned = {(x.src, x.dst): self._turn(x) for x in stuck}
+        guilty = {(x.src, x.dst): x for x in turned.values()}.values()
+        return sorted(guilty, key=lambda x: (-(x.unsent > 0), -x.backoff, -x.unsent, x.src, x.dst))
+
+    def _is_deaf(self, now: float, link: Link) -> bool:
+        """Return whether `src` hears nothing from a `dst` that does hear `src`.
+
+        Then the way back is what loses, acknowledgements with the rest. A sample grows old with
+        the time since its sweep, so that one from before the trouble proves nothing.
+        """
+        back = self.links.get((link.dst, link.src))
+        if back is None:
+            return False
+        heard_s = back.last_ack_s + now - back.seen_s
+        return heard_s < ONE_WAY * (link.last_ack_s + now - link.seen_s)
+
+    def _turn(self, link: Link) -> Link:
+        return self.links[link.dst, link.src] if (link.src, link.dst) in self._deaf else link
 
     def place(self, now: float, guilty: list[Link], word: str) -> Place | None:
         """Return the link, or the node, that explains the `guilty` (the worst first)."""
@@ -259,7 +281,7 @@ class LinkWatch:
         """One pair of nodes, one direction: its link, unless it is all that either card does."""
         active = self._active_pairs(now)
         others = [p for p in active if p != pair and (p[0] == pair[0] or p[1] == pair[1])]
-        settled = bool(others)
+        settled = bool(others) or (worst.dst, worst.src) in self._deaf
         return self._pin(worst, word, 0.9 if settled else 0.8, evidence, () if settled else pair)
 
     def _both_ways(self, far: list[Link], word: str, evidence: dict[str, object]) -> Place:

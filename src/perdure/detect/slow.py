@@ -26,6 +26,8 @@ FUSED_S, LINK_S = 0.9, 2.2
 RECENT_S = 2.5
 NEIGHBOUR_S = 30.0
 """A rank whose neighbours take its CPU is a straggler only after this long."""
+STARVED = 0.05
+"""Share of the time without a CPU from which it may be felt elsewhere."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -89,6 +91,7 @@ class SlowWatch:
             self._cpu[rank] = _Cpu(sent_s, run_delay_s)
         elif sent_s - cpu.at_s >= 1.0:
             share = (run_delay_s - cpu.run_delay_s) / (sent_s - cpu.at_s)
+            share = max(share, 0.7 * cpu.share)  # Neighbours come and go.
             self._cpu[rank] = _Cpu(sent_s, run_delay_s, share)
 
     def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
@@ -247,6 +250,8 @@ class SlowWatch:
             and now - comm.slow.seen_s <= RECENT_S
             and comm.slow.recent(now, RECENT_S) > 0.0
         ]
+        if self._neighbours_explain(slow):
+            return None
         links = self.links.find_slow(now, fused=bool(slow))
         if links and self._matters(now, slow, {name for link in links for name in link.comms}):
             began_s = min(link.slow.began_s for link in links if link.slow is not None)
@@ -320,6 +325,17 @@ class SlowWatch:
         evidence = {**worst.worst, "ratio": round(1.0 + excess, 2), "probe": probe}
         evidence["slow_communicators"] = [c.name for c in slow][:16]
         return self._make(now, "CommSlow", culprit, confidence, reason, began_s, evidence)
+
+    def _neighbours_explain(self, slow: list[Comm]) -> bool:
+        """Return whether training lost no more than its neighbours took of the CPU.
+
+        Whoever waits for a CPU also answers the network late, and nothing is wrong with that.
+        """
+        ranks = {r for c in slow for r in c.ranks} or set(self._cpu)
+        taken = max((self._cpu[r].share for r in ranks if r in self._cpu), default=0.0)
+        pace = max([self.stages.pace, *(c.find_pace() for c in slow)])
+        lost = 1.0 - 1.0 / pace if pace > 1.0 else 0.0
+        return taken >= STARVED and taken >= 0.5 * lost
 
     def _host_explains(self, now: float, comm: Comm) -> bool:
         suspects = self.stages.suspects

@@ -447,12 +447,22 @@ class Training:
                 cell[1] += busy_s
                 cell[2] += lost
         samples = [
-            LinkSample(src, dst, name, int(size), busy_s, 2e-4, int(lost), 0, 0, 0.01)
+            LinkSample(
+                src, dst, name, int(size), busy_s, 2e-4, int(lost), 0, 0, self._heard_s(dst, src)
+            )
             for (src, dst, name), (size, busy_s, lost) in sums.items()
         ]
         if fault is not None and fault.kind in ("drop-link", "drop-nic"):
             samples += self._find_stuck(node)
         return LinkSweep(now, now - last_s, tuple(samples))
+
+    def _heard_s(self, src: int, dst: int) -> float:
+        """Return how long ago `dst` heard of `src`: not since the link between them was cut."""
+        fault = self.fault
+        if fault is None or fault.kind not in ("drop-link", "drop-nic"):
+            return 0.01
+        cut = self.now > fault.at_s and self._is_hit((src, dst))
+        return max(0.01, self.now - fault.at_s) if cut else 0.01
 
     def _find_stuck(self, node: int) -> list[LinkSample]:
         """Links with something to send that nobody answers."""

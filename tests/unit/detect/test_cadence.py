@@ -39,3 +39,18 @@ def test_positions_in_collectives_may_be_one_off():
     habits.end_gap(8001, 10.0)
     assert habits.expected_s(12001, tolerance=2) == 10.0
     assert habits.expected_s(12100, tolerance=2) == 0.0
+
+
+def test_what_predicted_silences_that_did_not_come_predicts_no_more():
+    habits = Habits()
+    for position in (100, 102, 733, 1900):  # Hangs at random places, seen by two ranks each.
+        habits.end_gap(position, 8.0)
+    assert habits.expected_s(2600, tolerance=2) == 0.0
+    assert habits.expected_s(2533, tolerance=2) == 0.0
+
+
+def test_a_habit_with_one_short_silence_left_out_is_still_one():
+    habits = Habits()
+    for position in (500, 1000, 2000, 2500):
+        habits.end_gap(position, 9.0)
+    assert habits.expected_s(3000) == 9.0

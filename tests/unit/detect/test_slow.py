@@ -1,4 +1,5 @@
 import pytest
+from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
@@ -129,6 +130,26 @@ def test_a_new_generation_learns_anew():
     run.training = Training(Layout(2), 5, begin_s=run.training.now + 1, generation=1)
     run.run(20)
     assert len(run.said) == said
+
+
+def starve(share):
+    """Return a change to heartbeats: every rank waits for a CPU for this share of the time."""
+
+    def change(beat):
+        ranks = tuple(
+            replace(r, proc=replace(r.proc, run_delay_s=share * (beat.sent_s - 900.0)))
+            for r in beat.ranks
+        )
+        return replace(beat, ranks=ranks)
+
+    return change
+
+
+@pytest.mark.parametrize(("share", "said"), [(0.0, True), (0.02, True), (0.5, False)])
+def test_slow_communication_of_ranks_without_a_cpu_is_their_neighbours(share, said):
+    fault = Fault("slow-link", FAULT_S, 0, 1, 4.0)
+    run = Run(Layout(2), fault).run(FAULT_S - BEGIN_S + 5, starve(share))
+    assert bool(run.verdicts) == said
 
 
 def judged(kind, **what):

@@ -1,0 +1,31 @@
+"""A link that loses one direction: the end that hears nothing is not the one that loses."""
+
+from perdure.detect.links import LinkWatch
+from perdure.model.job import DetectConfig
+from perdure.model.links import LinkSample, LinkSweep
+
+
+def look(now, *samples):
+    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    for src, dst, backoff, last_ack_s, ago_s in samples:
+        sample = LinkSample(src, dst, "0", 0, 1.0, 1e-3, 1, 1000, backoff, last_ack_s)
+        watch.take(now - ago_s, LinkSweep(now - ago_s, 0.2, (sample,)))
+    return watch, watch.find_stuck(now)
+
+
+def test_who_is_heard_but_hears_nothing_sends_well_and_its_peer_loses():
+    watch, stuck = look(10.0, (0, 1, 2, 0.7, 0.0), (1, 0, 2, 1.5, 0.0))
+    assert [(x.src, x.dst) for x in stuck] == [(0, 1)]
+    place = watch.place(10.0, stuck, "stuck")
+    assert (place.link, place.probe) == ((0, 1), ())
+
+
+def test_a_cable_is_both_ways_and_left_to_the_probe():
+    watch, stuck = look(10.0, (0, 1, 2, 1.4, 0.0), (1, 0, 2, 1.5, 0.0))
+    assert {(x.src, x.dst) for x in stuck} == {(0, 1), (1, 0)}
+    assert watch.place(10.0, stuck, "stuck").probe == (0, 1)
+
+
+def test_a_look_from_before_the_trouble_proves_nothing():
+    _, stuck = look(10.0, (1, 0, 0, 0.0, 1.6), (0, 1, 2, 1.5, 0.0))
+    assert [(x.src, x.dst) for x in stuck] == [(0, 1)]
