@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli import act, doctor, look, output, run, verbs, verify
+from perdure.cli import act, doctor, look, notify, output, run, schema, verbs, verify
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -58,6 +58,8 @@ for command in (
     verbs.cordon,
     verbs.evict,
     verbs.restore,
+    notify.notify,
+    schema.schema,
     verify.verify,
     doctor.doctor,
 ):

@@ -123,6 +123,7 @@ def send_command(
         "cordon",
         "evict",
         "restore",
+        "notify",
     ],
     args: dict[str, Any],
     *,

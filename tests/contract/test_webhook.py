@@ -1,0 +1,109 @@
+# ruff: noqa: ASYNC110
+"""`POST /notify`, by a real socket: who may, what is taken, and what is refused."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from perdure.model.codec import encode
+from perdure.model.job import JobSpec
+from perdure.model.wire import Command, CommandReply
+from perdure.service.inbox import Inbox
+from perdure.service.ports import Reply
+from perdure.service.webhook import BODY_BYTES_MAX, Webhook
+
+TOKEN = "t0ken-of-the-test"
+NOTICE = {"kind": "device-failed", "device": "GPU-1", "id": "42"}
+
+
+class Hook:
+    """A webhook whose controller refuses devices other than GPU-1."""
+
+    def __init__(self) -> None:
+        self.inbox = Inbox(JobSpec(script="x"), asyncio.Event())
+        self.webhook = Webhook(self.inbox, "127.0.0.1", 0, TOKEN)
+        self.taken: list[Command] = []
+
+    async def control(self) -> None:
+        while True:
+            for command, reply in self.inbox.empty().commands:
+                self.taken.append(command)
+                await self.answer(command, reply)
+            await asyncio.sleep(0.005)
+
+    async def answer(self, command: Command, reply: Reply) -> None:
+        ok = command.args.get("device") == "GPU-1"
+        reason = "" if ok else "there is no such device"
+        await reply(encode(CommandReply(id=command.id, ok=ok, reason=reason)))
+
+    async def post(self, body: bytes, head: str = "", token: str = TOKEN) -> tuple[int, Any]:
+        head = head or f"POST /notify HTTP/1.1\r\nContent-Length: {len(body)}"
+        lines = f"{head}\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
+        return await self.send(lines.encode() + body)
+
+    async def send(self, data: bytes) -> tuple[int, Any]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.webhook.port)
+        with contextlib.suppress(ConnectionError):
+            writer.write(data)
+            await writer.drain()
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        return int(head.split()[1]), json.loads(body or b"{}")
+
+
+@pytest.fixture
+async def hook() -> AsyncIterator[Hook]:
+    hook = Hook()
+    tasks = [asyncio.create_task(hook.webhook.run()), asyncio.create_task(hook.control())]
+    while not hook.webhook.port:
+        await asyncio.sleep(0.005)
+    yield hook
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_notice_is_taken_and_answered(hook: Hook) -> None:
+    status, answer = await hook.post(json.dumps(NOTICE).encode())
+    assert (status, answer["ok"], answer["id"]) == (200, True, "notice-42")
+    assert hook.taken[0].kind == "notify"
+    assert hook.taken[0].args == NOTICE
+    status, answer = await hook.post(b'{"kind":"device-failed","device":"GPU-7"}')
+    assert (status, answer["reason"]) == (409, "there is no such device")
+
+
+async def test_bad_requests_are_refused(hook: Hook) -> None:
+    body = json.dumps(NOTICE).encode()
+    length = f"Content-Length: {len(body)}"
+    assert (await hook.post(body, token="wrong"))[0] == 401
+    assert (await hook.send(f"POST /notify HTTP/1.1\r\n{length}\r\n\r\n".encode() + body))[0] == 401
+    assert (await hook.post(body, f"GET /notify HTTP/1.1\r\n{length}"))[0] == 405
+    assert (await hook.post(body, f"POST /status HTTP/1.1\r\n{length}"))[0] == 404
+    assert (await hook.post(body, "POST /notify HTTP/1.1"))[0] == 411
+    assert (await hook.post(body, "POST /notify HTTP/1.1\r\nContent-Length: -1"))[0] == 411
+    large = f"POST /notify HTTP/1.1\r\nContent-Length: {BODY_BYTES_MAX + 1}"
+    assert (await hook.post(b"", large))[0] == 413
+    assert (await hook.post(body, f"POST /notify HTTP/1.1\r\n{length}\r\nX: {'x' * 9000}"))[
+        0
+    ] == 431
+    assert (await hook.post(b"{}"))[0] == 400
+    assert (await hook.post(b'{"kind":"reboot"}'))[0] == 400
+    assert (await hook.post(b"\xff\xfe\x00"))[0] == 400
+    assert hook.taken == []
+    assert (await hook.post(body))[0] == 200
+
+
+async def test_a_caller_who_says_nothing_is_let_go(
+    hook: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("perdure.service.webhook.READ_S", 0.1)
+    assert (await hook.send(b"POST /notify HTTP/1.1\r\n"))[0] == 408
+    assert (await hook.post(json.dumps(NOTICE).encode()))[0] == 200
