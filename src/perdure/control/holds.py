@@ -13,7 +13,8 @@ def hold_groups(state: ControllerState, reason: str) -> HoldReplicas:
             continue
         held = not group.active or bool(state.quorum.paused)
         store = f"{group.store.host}:{group.store.port}"
-        groups.append(ReplicaGroup(number, group.generation, store, held))
+        spare = not group.active and not state.quorum.paused
+        groups.append(ReplicaGroup(number, group.generation, store, held, spare))
     held_names = tuple(
         g.replica
         for _, g in sorted(state.groups.items())

@@ -209,7 +209,7 @@ class Quorums:
             return []
         outputs: list[Output] = []
         if name in self.members and not replica.out:
-            outputs = self._leave_out(replica, reason)[: None if fence else 1]
+            outputs = self._leave_out(replica, reason, fence=fence)
         return outputs + self._advance(now)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
@@ -354,14 +354,27 @@ class Quorums:
         why = "a peer has given the collective up" if alone else "all wait for one another"
         return [Fenced(self.quorum_id, groups, why)]
 
-    def _leave_out(self, replica: Replica, reason: str) -> list[Output]:
+    def _leave_out(self, replica: Replica, reason: str, *, fence: bool = True) -> list[Output]:
         replica.out, replica.waiting_s = True, None
         group = self.group_of(replica)
         left = LeftOut(replica.name, group, reason, replica.stopped)
-        if replica.name not in self.members:
+        if replica.name not in self.members or not fence:
             return [left]
+        self._stand_in()
         others = tuple(sorted(self.group_of(r) for r in self._present()))
         return [left, Fenced(self.quorum_id, others, f"{replica.name}: {reason}")]
+
+    def _stand_in(self) -> None:
+        """Release the first spare that is ready, as the controller has said once and for all.
+
+        It will say so itself in a moment; but the next quorum is formed before that.
+        """
+        ready = {self.group_of(r) for r in self.replicas.values() if r.asked is not None}
+        spares = [g for g in self.groups.values() if g.spare and g.group in ready]
+        if spares:
+            chosen = min(spares, key=lambda group: group.group)
+            released = msgspec.structs.replace(chosen, held=False, spare=False)
+            self.groups[chosen.store] = released
 
     # --- who is who ---------------------------------------------------------------------------
 

@@ -110,6 +110,8 @@ class ReplicaGroup(msgspec.Struct, frozen=True):
     store: str
     """Address of its own store, which is how a request tells its group."""
     held: bool = False
+    spare: bool = False
+    """Held, but to stand in at once for a member that is lost."""
 
 
 class HoldReplicas(Action, frozen=True, kw_only=True):

@@ -139,6 +139,7 @@ class LighthouseService:
                 await asyncio.sleep(0.05)
         if known is not None:
             self.machine.restore(self._clock() + 1.0, known.quorum_id, known.members)
+            self.machine.regroup(self._clock(), known.groups)
             self.machine.next_id = known.ids_until
         until = self.machine.next_id + IDS
         self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
@@ -204,10 +205,10 @@ class LighthouseService:
         if order is None:
             return
         now = self._clock()
-        if order.hold is not None and order.hold.number >= self._hold_number:
-            if order.hold.number > self._hold_number:
-                log.info("hold #%d: %s", order.hold.number, order.hold.groups)
+        if order.hold is not None and order.hold.number > self._hold_number:
+            log.info("hold #%d: %s", order.hold.number, order.hold.groups)
             self._hold_number = order.hold.number
+            self._keep(msgspec.structs.replace(self._file, groups=order.hold.groups))
             self._do(self.machine.regroup(now, order.hold.groups))
         if order.evict is not None:
             evict = order.evict

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from perdure.model.actions import ReplicaGroup
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.lighthouse import Member
@@ -24,6 +25,8 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     ids_until: int = 0
     quorum_id: int = 0
     members: tuple[Member, ...] = ()
+    groups: tuple[ReplicaGroup, ...] = ()
+    """The controller's newest word on who is held, so that no spare slips in meanwhile."""
 
 
 def needs_lighthouse(spec: JobSpec) -> bool:

@@ -16,10 +16,10 @@ from collections.abc import Iterable
 
 DENIED = frozenset({
     "apex", "bitsandbytes", "comet_ml", "cupy", "cupy_backends", "deepspeed", "flash_attn", "grpc",
-    "horovod", "jax", "jaxlib", "mlflow", "mpi4py", "neptune", "nvidia", "pyarrow", "pynvml",
-    "ray", "tensorboard", "tensorboardX", "tensorflow", "transformer_engine", "vllm", "wandb",
-    "xformers", "__main__", "__mp_main__", "sitecustomize", "usercustomize", "antigravity",
-    "torchft", "this", "idlelib", "lib2to3", "pytest", "_pytest",
+    "horovod", "jax", "jaxlib", "mlflow", "mpi4py", "neptune", "nvidia", "opentelemetry",
+    "pyarrow", "pynvml", "ray", "tensorboard", "tensorboardX", "tensorflow", "transformer_engine",
+    "vllm", "wandb", "xformers", "__main__", "__mp_main__", "sitecustomize", "usercustomize",
+    "antigravity", "torchft", "this", "idlelib", "lib2to3", "pytest", "_pytest",
 })  # fmt: skip
 """Top-level names that start threads, ask a device, or belong to one process only."""
 

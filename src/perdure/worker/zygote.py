@@ -210,7 +210,7 @@ class Image:
                     continue
                 self._import(name)
                 before, unfit = unfit, find_unfit()
-                if unfit != before:
+                if unfit and unfit != before:
                     blamed[package] = f"{package} {unfit}"
                 elif reads and package != "torch":
                     blamed[package] = f"{package} reads {reads[0]} at import"

@@ -357,3 +357,30 @@ def test_a_newcomer_does_not_begin_without_members_that_are_all_busy() -> None:
     assert not any(isinstance(o, LeftOut) for o in lab.out)
     lab.wait(250.0)
     assert any(isinstance(o, LeftOut) for o in lab.out)
+
+
+def test_a_spare_stands_in_within_the_same_quorum() -> None:
+    lab = Lab(3)
+    groups = [ReplicaGroup(g, g, f"store:{g}") for g in range(3)]
+    lab.machine.regroup(lab.now, (*groups, ReplicaGroup(3, 3, "store:3", True, True)))
+    lab.alive.add("train_3")
+    lab.ask(3, 0)
+    lab.steps(3)
+    lab.take(lab.machine.end(lab.now, 2, "signal 9", fence=True))
+    lab.ask(0, 3, failures=1)
+    out = lab.ask(1, 3, failures=1)
+    assert isinstance(out[-1], Answered)
+    assert [m.replica for m in out[-1].members] == ["train_0", "train_1", "train_3"]
+    assert out[-1].quorum_id == 2
+
+
+def test_no_spare_stands_in_for_one_that_has_finished() -> None:
+    lab = Lab(2)
+    groups = [ReplicaGroup(g, g, f"store:{g}") for g in range(2)]
+    lab.machine.regroup(lab.now, (*groups, ReplicaGroup(2, 2, "store:2", True, True)))
+    lab.ask(2, 0)
+    lab.steps(3, (0, 1))
+    lab.take(lab.machine.end(lab.now, 1, "exit code 0", fence=False))
+    out = lab.ask(0, 3)
+    assert isinstance(out[-1], Answered)
+    assert [m.replica for m in out[-1].members] == ["train_0"]
