@@ -54,7 +54,7 @@ class Detector:
         """Begin before the first event of the journal."""
         self._spec = spec
         self._config = spec.detect
-        self._nodes = NodeWatch(spec.detect.node_lost_s)
+        self._nodes = NodeWatch(spec.detect.node_lost_s, spec.restart.node_wait_s)
         self._notes = ProgressNotes(spec)
         self._habits = Habits()
         self._cadences: dict[int, Cadence] = {}
@@ -129,7 +129,7 @@ class Detector:
 
         Everything else is said of a rank that is still heard of, so a heartbeat brings it.
         """
-        return [*self._nodes.find_lost(now)]
+        return [*self._nodes.find_lost(now, self._find_alive_s)]
 
     def next_deadline(self) -> float | None:
         """Return when to call `tick`."""
@@ -138,6 +138,21 @@ class Detector:
     def suspects(self) -> frozenset[int]:
         """Return the nodes that deserve a closer look (`WatchClosely`), verdict or not."""
         return self._early | self._slow.suspects
+
+    def _find_alive_s(self, node: int) -> float:
+        """Return when peers of `node`'s ranks last began a collective of a group they share.
+
+        Nobody gets as far without them: what a peer began, its group had finished the one before.
+        """
+        silent = [w for w in self._watches.values() if w.node == node and not w.gone]
+        shared = {comm.name: watch.rank for watch in silent for comm in watch.comms}
+        since_s = 0.0
+        for watch in self._watches.values():
+            for comm in watch.comms if watch.node != node else ():
+                with_it = not comm.ranks or shared.get(comm.name) in comm.ranks
+                if comm.name in shared and with_it and comm.started_seq > 1:
+                    since_s = max(since_s, comm.since_s)
+        return since_s
 
     # --- bookkeeping --------------------------------------------------------------------------
 

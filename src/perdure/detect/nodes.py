@@ -2,9 +2,13 @@
 
 A node is lost only after seconds without a heartbeat: its agent may be restarting while its
 ranks train on. After a controller's own restart every node gets that time again, because the
-silence was the controller's.
+silence was the controller's. A node cut off from the controller alone is not lost either: its
+ranks' peers still finish collectives with them. And where every node is silent, it is the
+controller that is cut off; it could reach nobody with a decision, so it makes none for
+`all_lost_s`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from perdure.detect.clocks import TRUSTED_S
@@ -22,14 +26,16 @@ class _Node:
 class NodeWatch:
     """Receives every heartbeat and says when a node fell silent."""
 
-    def __init__(self, node_lost_s: float) -> None:
+    def __init__(self, node_lost_s: float, all_lost_s: float = 0.0) -> None:
         """Begin with no nodes; those that never came are not lost."""
-        self._node_lost_s = node_lost_s
+        self._node_lost_s, self._all_lost_s = node_lost_s, all_lost_s
+        self._heard_s: float | None = None
         self._nodes: dict[int, _Node] = {}
         self._due_s: float | None = None
 
     def take_beat(self, now: float, beat: NodeBeat) -> bool:
         """Return whether the heartbeat is news: not a duplicate, not overtaken by another."""
+        self._hear(now)
         node = self._nodes.get(beat.node)
         if node is None:
             self._nodes[beat.node] = _Node(now, beat.sent_s)
@@ -43,14 +49,22 @@ class NodeWatch:
 
     def register(self, now: float, node: int) -> None:
         """An agent said hello."""
+        self._hear(now)
         known = self._nodes.setdefault(node, _Node(now))
         known.received_s, known.lost = now, False
         self._due_s = self._due_s or now + self._node_lost_s
 
     def restart(self, now: float) -> None:
         """A controller has just started: no silence before now counts."""
+        self._heard_s = now
         for node in self._nodes.values():
             node.received_s = max(node.received_s, now)
+
+    def _hear(self, now: float) -> None:
+        """Somebody is heard: after a silence of all, the others get time to be heard as well."""
+        if self._heard_s is not None and now - self._heard_s >= self._node_lost_s:
+            self.restart(now)
+        self._heard_s = now
 
     def mark_lost(self, node: int) -> None:
         """It is in the journal that this node was lost."""
@@ -62,19 +76,35 @@ class NodeWatch:
         """Return when to look next; heartbeats since then only make it later."""
         return self._due_s
 
-    def find_lost(self, now: float) -> list[NodeLost]:
-        """Return the nodes that have just fallen silent for too long."""
+    def find_lost(
+        self, now: float, find_alive_s: Callable[[int], float] = lambda node: 0.0
+    ) -> list[NodeLost]:
+        """Return the nodes that have just fallen silent for too long.
+
+        `find_alive_s` says until when the ranks of a node have taken part in collectives, as
+        seen by their peers on other nodes.
+        """
         if self._due_s is None or now < self._due_s:
             return []
-        lost = []
+        lost: list[NodeLost] = []
+        all_silent_s = now - self._heard_s if self._heard_s is not None else 0.0
+        if self._node_lost_s <= all_silent_s < self._all_lost_s:
+            self._due_s = now + self._node_lost_s
+            return lost
+        later = []
         for number, node in sorted(self._nodes.items()):
             silence_s = now - node.received_s
             if not node.lost and silence_s >= self._node_lost_s:
+                alive_s = find_alive_s(number)
+                if now - alive_s < self._node_lost_s:
+                    later.append(alive_s)
+                    continue
                 node.lost = True
                 reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
                 agree = 0.0 <= node.received_s - node.sent_s <= TRUSTED_S
                 last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
         waiting = [n.received_s for n in self._nodes.values() if not n.lost]
-        self._due_s = min(waiting) + self._node_lost_s if waiting else None
+        known = [at_s for at_s in waiting if now - at_s < self._node_lost_s] + later
+        self._due_s = min(known) + self._node_lost_s if known else None
         return lost

@@ -231,15 +231,59 @@ def test_a_missing_rank_of_a_silent_node_is_left_to_the_node(make_world):
 
 def test_a_new_controller_gives_nodes_their_time_again():
     detector = Detector(JobSpec(script="x.py"))
-    hello = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
-    detector.note(0.0, hello)
+    for node in (0, 1):
+        detector.note(0.0, hello(node))
     detector.note(100.0, ControllerStarted(incarnation="b"))
+    detector.note(110.0, hello(1))
     assert detector.tick(114.0) == []
     assert detector.next_deadline() == 115.0
     (lost,) = detector.tick(115.0)
     assert lost.node == 0
-    assert detector.tick(200.0) == []
-    assert detector.next_deadline() is None
+    assert detector.next_deadline() == 125.0
+
+
+def hello(node):
+    return NodeRegistered(node=node, incarnation="a", host="h", boot_id="b", slots=1)
+
+
+def test_where_all_nodes_are_silent_the_controller_is_cut_off_and_decides_nothing():
+    detector = Detector(JobSpec(script="x.py"))
+    for node in (0, 1):
+        detector.note(0.0, hello(node))
+    for now in range(1, 600):
+        assert detector.tick(float(now)) == []
+    detector.note(600.0, hello(1))
+    detector.note(612.0, hello(1))
+    assert detector.tick(614.0) == []
+    (lost,) = detector.tick(615.0)
+    assert lost.node == 0
+
+    for node in (0, 1):
+        detector.note(616.0, hello(node))
+    lost = [event for now in range(617, 1600) for event in detector.tick(float(now))]
+    assert [event.node for event in lost] == [0, 1]
+    assert lost[0].at_s - 616.0 >= JobSpec(script="x.py").restart.node_wait_s
+
+
+def test_a_node_cut_off_from_the_controller_alone_is_not_lost_while_its_ranks_take_part(make_world):
+    world = make_world(size=2, nodes=2)
+    world.run(20)
+    for number in range(200):
+        world.now += 0.2
+        here = world.ranks[0]
+        if number < 100:  # Then node 1 is really gone: rank 0 gets no further.
+            here.ended = here.started
+            here.started += 1
+            here.since_s = world.now
+        progress = world.progress(here)
+        world.seq += 1
+        beat = NodeBeat(0, "a", world.seq, world.now, 0, (progress,))
+        for event in [*world.detector.observe(world.now, beat), *world.detector.tick(world.now)]:
+            world.take(event)
+        if number == 100:
+            assert world.of(NodeLost) == []
+    (lost,) = world.of(NodeLost)
+    assert lost.node == 1
 
 
 def test_a_script_without_collectives_is_stepping_once_it_lived_a_second(make_world):
