@@ -24,9 +24,9 @@ _GONE = ProcSample(state="X")
 
 
 class ProcStat:
-    """`/proc/PID/stat`, `io` and `schedstat` of one process, held open."""
+    """`/proc/PID/stat` and `io` of one process, held open, and `schedstat` of its threads."""
 
-    __slots__ = ("_delay", "_io", "_stat", "pid")
+    __slots__ = ("_ended_s", "_io", "_stat", "_threads", "pid")
 
     def __init__(self, pid: int) -> None:
         """Open them.
@@ -36,7 +36,10 @@ class ProcStat:
         """
         self.pid = pid
         self._stat = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
-        self._io, self._delay = _open(f"/proc/{pid}/io"), _open(f"/proc/{pid}/schedstat")
+        self._io = _open(f"/proc/{pid}/io")
+        self._threads: dict[int, tuple[int, float]] = {}
+        """Descriptor and last value, in seconds."""
+        self._ended_s = 0.0
 
     def sample(self) -> ProcSample:
         """Return one look at it, without descendants; state X once it is gone."""
@@ -52,13 +55,8 @@ class ProcStat:
             with contextlib.suppress(OSError, ValueError, IndexError):
                 lines = os.pread(self._io, 512, 0).split(b"\n", 2)
                 io_bytes = int(lines[0].split()[1]) + int(lines[1].split()[1])
-        run_delay_s = 0.0
-        if self._delay >= 0:
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                run_delay_s = int(os.pread(self._delay, 128, 0).split()[1]) / 1e9
         return ProcSample(
             state=words[0].decode(),
-            run_delay_s=run_delay_s,
             # Children that were waited for count with their parent, so the sum never falls.
             cpu_s=sum(int(word) for word in words[11:15]) * _TICK_S,
             io_bytes=io_bytes,
@@ -68,10 +66,34 @@ class ProcStat:
 
     def close(self) -> None:
         """Close them."""
-        for fd in (self._stat, self._io, self._delay):
+        for fd in (self._stat, self._io, *(fd for fd, _ in self._threads.values())):
             if fd >= 0:
                 os.close(fd)
-        self._stat = self._io = self._delay = -1
+        self._stat = self._io = -1
+        self._threads.clear()
+
+    def find_threads(self) -> None:
+        """Follow the threads that there are now."""
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{self.pid}/task"):
+                tid = int(name)
+                if tid not in self._threads:
+                    self._threads[tid] = (_open(f"/proc/{self.pid}/task/{tid}/schedstat"), 0.0)
+
+    def measure_delay(self) -> float:
+        """Return how long its threads were ready and had no CPU, in sum; it never falls."""
+        total_s = 0.0
+        for tid, (fd, last_s) in list(self._threads.items()):
+            try:
+                last_s = int(os.pread(fd, 128, 0).split()[1]) / 1e9
+                self._threads[tid] = (fd, last_s)
+                total_s += last_s
+            except (OSError, ValueError, IndexError):
+                self._ended_s += last_s
+                del self._threads[tid]
+                if fd >= 0:
+                    os.close(fd)
+        return total_s + self._ended_s
 
 
 def _open(path: str) -> int:
@@ -120,6 +142,8 @@ class ProcSampler:
         if now - self._tree_s >= TREE_S:
             self._tree_s = now
             self._find_descendants()
+            for other in self._watched.values():
+                other.root.find_threads()
         own = watched.root.sample()
         cpu_s, io_bytes, rss, threads = own.cpu_s, own.io_bytes, own.rss_bytes, own.num_threads
         for child, stat in list(watched.below.items()):
@@ -136,7 +160,7 @@ class ProcSampler:
             io_bytes=max(io_bytes, watched.newest.io_bytes),
             rss_bytes=rss,
             num_threads=threads,
-            run_delay_s=own.run_delay_s,
+            run_delay_s=watched.root.measure_delay(),
         )
         return watched.newest
 

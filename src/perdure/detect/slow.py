@@ -13,7 +13,7 @@ import msgspec
 
 from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
 from perdure.detect.links import LinkWatch, Place
-from perdure.detect.persistence import Persistence
+from perdure.detect.persistence import Baseline, Persistence
 from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
@@ -36,8 +36,9 @@ PROBED_MAX = 8
 class _Cpu:
     at_s: float
     run_delay_s: float
+    usual: Baseline
     share: float = 0.0
-    """Of the time, ready to run and without a CPU."""
+    """Of the time, ready to run and without a CPU, beyond what is usual; all threads together."""
 
 
 class SlowWatch:
@@ -74,7 +75,7 @@ class SlowWatch:
                 self._spans_seen = True
             if progress.stages:
                 stages.take(now, progress.rank, progress.stages)
-            if progress.proc.run_delay_s > 0.0:
+            if progress.proc.run_delay_s > 0.0 and (self._spans_seen or stages.seen):
                 self._take_cpu(progress.rank, beat.sent_s, progress.proc.run_delay_s)
         if beat.sweep is not None:
             self.links.take(now, beat.sweep)
@@ -88,11 +89,13 @@ class SlowWatch:
     def _take_cpu(self, rank: int, sent_s: float, run_delay_s: float) -> None:
         cpu = self._cpu.get(rank)
         if cpu is None:
-            self._cpu[rank] = _Cpu(sent_s, run_delay_s)
+            self._cpu[rank] = _Cpu(sent_s, run_delay_s, Baseline())
         elif sent_s - cpu.at_s >= 1.0:
             share = (run_delay_s - cpu.run_delay_s) / (sent_s - cpu.at_s)
+            cpu.usual.add(sent_s, max(share, STARVED), 1.5)
+            share = max(share - cpu.usual.value, 0.0) if cpu.usual.known else 0.0
             share = max(share, 0.7 * cpu.share)  # Neighbours come and go.
-            self._cpu[rank] = _Cpu(sent_s, run_delay_s, share)
+            self._cpu[rank] = _Cpu(sent_s, run_delay_s, cpu.usual, share)
 
     def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
         """A verdict about slowness is in the journal (perhaps an earlier controller's)."""
@@ -189,8 +192,10 @@ class SlowWatch:
             return watch is not None and not watch.is_over(now, clear_s)
 
         if verdict.kind == "CommSlow":
-            slow = any(on(comm.slow) for comm in self.collectives.comms())
-            return slow or any(on(link.slow) for link in self.links.links.values())
+            comms = [comm for comm in self.collectives.comms() if on(comm.slow)]
+            if self._neighbours_explain(comms):
+                return False
+            return bool(comms) or any(on(link.slow) for link in self.links.links.values())
         culprit = verdict.culprit
         ranks: tuple[int, ...] = () if culprit.rank is None else (culprit.rank,)
         if culprit.node is not None:

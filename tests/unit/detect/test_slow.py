@@ -133,13 +133,11 @@ def test_a_new_generation_learns_anew():
 
 
 def starve(share):
-    """Return a change to heartbeats: every rank waits for a CPU for this share of the time."""
+    """Return a change to heartbeats: from the fault on, all wait for a CPU for so much longer."""
 
     def change(beat):
-        ranks = tuple(
-            replace(r, proc=replace(r.proc, run_delay_s=share * (beat.sent_s - 900.0)))
-            for r in beat.ranks
-        )
+        delay_s = 0.1 * (beat.sent_s - 900.0) + share * max(0.0, beat.sent_s - FAULT_S)
+        ranks = tuple(replace(r, proc=replace(r.proc, run_delay_s=delay_s)) for r in beat.ranks)
         return replace(beat, ranks=ranks)
 
     return change
