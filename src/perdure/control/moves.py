@@ -174,8 +174,9 @@ def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyActi
                 return _leave(state, now, move)
             if not move.wait:
                 return _take_back(state, now, move, "the spare node is gone")
+            freed = _free(state, move, "the spare node is gone: training goes on")
             move.stage, move.saved = "waiting", False
-            return _free(state, move, "the spare node is gone: training goes on")
+            return freed
 
 
 def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
@@ -229,6 +230,7 @@ def _settle(state: ControllerState, now: float) -> list[AnyAction]:
         if move.kind == "drain" and not agreed and not move.instead:
             move.instead = "the world was ended before its ranks agreed on a step"
         move.stage, move.moved_s, move.from_step = "moved", now, state.step
+        move.to = {node: state.placement[group] for node, group in move.groups.items()}
         move.generation = state.generation - 1
         for node in move.nodes:
             if move.who:
@@ -243,7 +245,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
     del state.moves[move.id]
     spec, moves, words = state.the_spec(), [], []
     for node, group in sorted(move.groups.items()):
-        to, ranks = state.placement[group], list(spec.ranks_of(group))
+        to, ranks = move.to[node], list(spec.ranks_of(group))
         moves.append({"node": node, "to": to, "ranks": ranks})
         names = ", ".join(map(str, ranks))
         words.append(f"rank{'s' if len(ranks) > 1 else ''} {names} from node {node} to node {to}")
@@ -263,7 +265,10 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
     if lost is not None:
         cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
         parts[0] += f", at step {resumed}: {cost} made again"
-    parts += [part for part in (move.instead, but) if part]
+    back = [
+        f"node {node} was restored meanwhile" for node in move.nodes if node not in state.cordoned
+    ]
+    parts += [part for part in (move.instead, *back, but) if part]
     return answer_open(state, move.id, True, "; ".join(parts), result)
 
 

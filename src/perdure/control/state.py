@@ -81,6 +81,8 @@ class OpenMove:
     saved: bool = False
     from_step: int = -1
     """Committed when the ranks were ended."""
+    to: dict[int, int] = field(default_factory=dict)
+    """Node -> the one that stands in, once it was left."""
     moved_s: float = 0.0
     instead: str = ""
     """What was done in place of what was asked for."""
