@@ -10,9 +10,15 @@ grows with every try, for jobs whose steps are shorter than a message's way.
 
 from typing import Literal
 
+from msgspec import structs
+
+from perdure.control.answers import answer_open
+from perdure.control.changes import commit_open, plan_change, refuse_change
+from perdure.control.pauses import commit_pause
 from perdure.control.state import ControllerState, OpenBoundary
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import BoundaryAnswered, BoundaryReached
+from perdure.model.settings import Change
 
 _ANSWER_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 600.0
@@ -22,26 +28,46 @@ _TRIES_MAX = 12
 def open_boundary(
     state: ControllerState,
     now: float,
-    kind: Literal["checkpoint", "stop", "drain"],
+    kind: Literal["checkpoint", "stop", "drain", "set", "pause"],
     *,
     reason: str,
     command: str = "",
+    change: Change | None = None,
+    not_before: int = 0,
+    at_step: int | None = None,
 ) -> list[AnyAction]:
     """Begin an agreement; the caller has checked that none is open."""
     assert state.boundary is None
     state.boundaries += 1
-    step = max(state.step, 0) + 2
     state.boundary = OpenBoundary(
         id=f"b{state.boundaries}",
         kind=kind,
-        step=step,
+        step=0,
         move="prepare",
         tries=1,
         deadline_s=now + _ANSWER_TIMEOUT_S,
         reason=reason,
         command=command,
+        change=change,
+        not_before=not_before,
+        at_step=at_step,
     )
+    _choose_step(state, state.boundary)
     return [send_boundary(state, reason)]
+
+
+def _choose_step(state: ControllerState, boundary: OpenBoundary) -> None:
+    """Set the step of a try: the one asked for, that of a pause, or a look-ahead that grows."""
+    pause = state.steering.pause
+    if boundary.at_step is not None:
+        boundary.step = boundary.at_step
+    elif pause is not None:
+        boundary.step = pause.step
+    else:
+        ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
+        boundary.step = max(ahead, boundary.not_before)
+    if boundary.change is not None:
+        boundary.change = structs.replace(boundary.change, step=boundary.step)
 
 
 def send_boundary(
@@ -58,6 +84,7 @@ def send_boundary(
         ranks=state.world,
         generation=state.generation,
         number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
+        change=boundary.change,
         reason=reason,
     )
 
@@ -68,8 +95,14 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     if boundary is None or event.id != f"{boundary.id}.{boundary.tries}":
         return []
     if boundary.move == "commit":
-        return []
+        if event.planned:
+            boundary.planned.add(event.rank)
+        return _release(state, boundary)
     state.step = max(state.step, event.step)
+    if event.refused:
+        actions: list[AnyAction] = [abort_boundary(state, f"rank {event.rank}: {event.reason}")]
+        state.boundary = None
+        return actions + refuse_change(state, boundary.command, event.rank, event.reason)
     if not event.ok:
         return retry_boundary(state, now, event.reason or f"rank {event.rank} had passed the step")
     boundary.yes.add(event.rank)
@@ -77,7 +110,23 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
         return []
     boundary.move = "commit"
     boundary.deadline_s = now + _REACH_TIMEOUT_S
-    return [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
+    actions = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
+    command = state.commands.get(boundary.command)
+    if command is not None and boundary.kind in ("set", "pause"):
+        command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
+    if boundary.kind == "set":
+        actions += commit_open(state, boundary)
+    elif boundary.kind == "pause":
+        actions += commit_pause(state, now, boundary)
+    return actions
+
+
+def _release(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
+    """Make room for the next agreement once every rank will act by itself."""
+    if len(boundary.planned | boundary.reached) < len(state.world):
+        return []
+    state.boundary = None
+    return plan_change(state, f"{boundary.id}.{boundary.tries}")
 
 
 def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
@@ -85,12 +134,18 @@ def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyA
     boundary = state.boundary
     assert boundary is not None
     actions: list[AnyAction] = [abort_boundary(state, reason)]
-    if boundary.tries >= _TRIES_MAX:
+    if boundary.tries >= _TRIES_MAX or boundary.at_step is not None:
         state.boundary = None
+        if boundary.kind in ("set", "pause"):
+            why = f"the ranks could not agree on a step: {reason}"
+            actions += answer_open(state, boundary.command, False, why, {})
         return actions
     boundary.tries += 1
     boundary.yes.clear()
-    boundary.step = max(state.step, 0) + 2 ** min(boundary.tries, 10)
+    if boundary.change is not None:  # An epoch that was sent once is never used again.
+        state.steering.epoch += 1
+        boundary.change = structs.replace(boundary.change, epoch=state.steering.epoch)
+    _choose_step(state, boundary)
     boundary.deadline_s = now + _ANSWER_TIMEOUT_S
     return [*actions, send_boundary(state, f"again at a later step: {reason}")]
 
@@ -119,7 +174,7 @@ def reach_boundary(state: ControllerState, event: BoundaryReached) -> OpenBounda
     if boundary is None or event.id != f"{boundary.id}.{boundary.tries}":
         return None
     boundary.reached.add(event.rank)
-    if len(boundary.reached) < len(state.world):
+    if len(boundary.reached | boundary.planned) < len(state.world):
         return None
     state.boundary = None
     return boundary

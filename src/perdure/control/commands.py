@@ -6,6 +6,7 @@ from perdure.control.formation import end_job
 from perdure.control.notices import receive_notice
 from perdure.control.probing import receive_probe
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.steer import receive_resume, start_pause, start_set
 from perdure.control.verbs import receive_verb
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
@@ -73,7 +74,9 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return receive_verb(state, now, command)
         case "notify":
             return receive_notice(state, now, command)
-        case "stop" | "checkpoint":
+        case "resume":
+            return receive_resume(state, now, command)
+        case "stop" | "checkpoint" | "set" | "pause":
             state.commands[event.id] = command
             return start_waiting_command(state, now)
         case _:
@@ -107,29 +110,43 @@ def inject_action(state: ControllerState, command: OpenCommand, reason: str) -> 
 
 
 def start_waiting_command(state: ControllerState, now: float) -> list[AnyAction]:
-    """Begin the oldest stop or checkpoint that waits, if it can begin now.
-
-    A stop that no agreement can carry (the script does not take part, or no step was made yet)
-    ends the ranks with SIGTERM and the configured grace.
-    """
+    """Begin the oldest command that waits for an agreement, if it can begin now; a stop first."""
     waiting = [
         command
         for command in state.commands.values()
-        if command.kind in ("stop", "checkpoint") and "at_step" not in command.args
+        if command.kind in ("stop", "checkpoint", "set", "pause") and "at_step" not in command.args
     ]
-    if state.boundary is not None or not waiting or state.phase in ("ending", "ended"):
-        return []
-    command = min(waiting, key=lambda c: (c.kind != "stop", c.at_s, c.id))
-    agreed = state.phase == "running" and state.stepping and state.resumable
-    if command.kind == "checkpoint":
-        if agreed:
-            reason = f"asked for by {command.who or 'an operator'}"
-            return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
-        if state.stepping and not state.joined:
-            why = "the script does not call perdure.init(), so perdure cannot save its state"
-            return answer(state, command.id, False, why, {})
-        return []
-    if agreed:
+    actions: list[AnyAction] = []
+    for command in sorted(waiting, key=lambda c: (c.kind != "stop", c.at_s, c.id)):
+        if state.boundary is not None or state.phase in ("ending", "ended"):
+            break
+        match command.kind:
+            case "stop":
+                actions += _start_stop(state, now, command)
+            case "checkpoint":
+                actions += _start_checkpoint(state, now, command)
+            case "set":
+                actions += start_set(state, now, command)
+            case _:
+                actions += start_pause(state, now, command)
+    return actions
+
+
+def _start_checkpoint(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    if state.phase == "running" and state.stepping and state.resumable:
+        reason = f"asked for by {command.who or 'an operator'}"
+        return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
+    if state.stepping and not state.joined:
+        why = "the script does not call perdure.init(), so perdure cannot save its state"
+        return answer(state, command.id, False, why, {})
+    return []
+
+
+def _start_stop(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Begin a stop. One that no agreement can carry (the script does not take part, or no step
+    was made yet) ends the ranks with SIGTERM and the configured grace.
+    """  # noqa: D205
+    if state.phase == "running" and state.stepping and state.resumable:
         state.checkpoint_due_s = None
         reason = f"stop asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "stop", reason=reason, command=command.id)

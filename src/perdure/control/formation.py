@@ -6,10 +6,13 @@ node that registers late gets the newest.
 
 from typing import Literal
 
+from perdure.control.changes import restart_changes
+from perdure.control.pauses import find_steering, restart_pause
 from perdure.control.placement import place_nodes
 from perdure.control.state import ControllerState, Ending
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
 from perdure.model.events import JobSubmitted
+from perdure.model.settings import Steering
 
 REGISTER_TIMEOUT_S = 180.0
 """From the job's first event until the last node's first hello, its keeper's start included."""
@@ -51,6 +54,8 @@ def form_world(
     state.boundary = None
     state.stacks = None
     state.checkpoint_due_s = None
+    restart_changes(state)
+    restart_pause(state)
     for command in state.commands.values():
         if command.kind == "checkpoint":
             command.args.pop("at_step", None)  # What it agreed on died with the older world.
@@ -77,6 +82,7 @@ def assign(
         agent_store=store.agent_store if store else False,
         restart_count=max(0, state.generation),
         placement=state.placement,
+        steering=find_steering(state) if phase == "run" else Steering(),
         reason=reason,
     )
     return AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=reason)

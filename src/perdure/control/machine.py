@@ -15,6 +15,7 @@ from perdure.control.boundary import (
     send_boundary,
     send_boundary_again,
 )
+from perdure.control.changes import changes_again
 from perdure.control.commands import (
     give_up_stop,
     inject_action,
@@ -49,6 +50,7 @@ from perdure.control.moves import (
     note_preemption,
 )
 from perdure.control.notices import note_device
+from perdure.control.pauses import pauses_again
 from perdure.control.placement import cordon_again, note_cordon
 from perdure.control.probing import (
     probe_again,
@@ -60,6 +62,7 @@ from perdure.control.progress import (
     after_boundary,
     note_checkpoint,
     note_progress,
+    note_steering,
     plan_checkpoint,
     reach,
 )
@@ -89,6 +92,8 @@ from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
     JobEnded,
+    JobPaused,
+    JobResumed,
     JobSubmitted,
     KeeperLost,
     KeysDeclared,
@@ -110,6 +115,7 @@ from perdure.model.events import (
     RanksStarted,
     ReplicaSeen,
     ReplicaWaiting,
+    SettingsChanged,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -154,7 +160,7 @@ class Controller:
             case JobSubmitted():
                 return note_submission(self.state, now, event)
             case ControllerStarted():
-                return self._issue_again(f"controller {event.incarnation} took over")
+                return self._issue_again(now, f"controller {event.incarnation} took over")
             case NodeRegistered():
                 return self._register(now, event)
             case StoreReady():
@@ -205,7 +211,9 @@ class Controller:
                 return take_probe(self.state, now, event)
             case DeviceReported():
                 return note_device(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | KeysDeclared() | NodeDraining():
+            case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
+                return note_steering(self.state, now, event)
+            case MetricsLogged() | ControllerLost() | NodeDraining():
                 return []
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
@@ -452,7 +460,7 @@ class Controller:
         plan_checkpoint(self.state, now)
         return start_waiting_command(state, now)
 
-    def _issue_again(self, reason: str) -> list[AnyAction]:
+    def _issue_again(self, now: float, reason: str) -> list[AnyAction]:
         """Return everything that is outstanding, once more."""
         state = self.state
         actions: list[AnyAction] = []
@@ -465,5 +473,6 @@ class Controller:
         actions += send_boundary_again(state, reason)
         actions += ask_stacks_again(state, reason)
         actions += [*cordon_again(state), *moves_again(state)]
+        actions += [*changes_again(state), *pauses_again(state, now)]
         actions += probe_again(state)
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

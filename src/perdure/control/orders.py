@@ -32,6 +32,7 @@ from perdure.model.actions import (
 )
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
     BoundaryReached,
     CollectivesInterrupted,
     FaultInjected,
@@ -41,6 +42,7 @@ from perdure.model.events import (
     StacksTaken,
 )
 from perdure.model.job import JobSpec
+from perdure.model.steering import RESUMED
 from perdure.model.wire import LIGHTHOUSE, NodeOrder
 
 Sending = tuple[int | str, NodeOrder]
@@ -50,7 +52,6 @@ REPEAT_S = 1.0
 _STACKS_SENT_MAX = 5
 _PROBE_SENT_MAX = 5
 _INTERRUPT_SENT_MAX = 3
-_RESUME_SENT_MAX = 30
 _ABORT_SENT_MAX = 30
 """A prepared rank waits for 30 s."""
 _COMMIT_SENT_MAX = 600
@@ -135,8 +136,8 @@ class OrderBook:
             case ResumeRanks():
                 order = NodeOrder(controller=self._controller, resume=action)
                 return self._keep(
-                    f"resume {action.generation}",
-                    _Open(order, action.generation, set(action.ranks), 1, _RESUME_SENT_MAX),
+                    f"boundary {action.id}{RESUMED}",
+                    _Open(order, action.generation, set(action.ranks), 1, _COMMIT_SENT_MAX),
                 )
             case HoldReplicas():
                 self._hold = NodeOrder(controller=self._controller, hold=action)
@@ -186,6 +187,8 @@ class OrderBook:
                 self._registered.add(event.node)
                 return self._tell(event.node)
             case BoundaryReached():
+                self._settle(f"boundary {event.id}", event.rank)
+            case BoundaryAnswered() if event.planned:
                 self._settle(f"boundary {event.id}", event.rank)
             case FaultInjected():
                 self._settle(f"inject {event.id}", event.rank)
@@ -254,7 +257,11 @@ def describe_action(action: AnyAction) -> str:
             where = f", store {a.master_addr}:{a.master_port}" if a.phase == "run" else ""
             return f"#{a.number} {a.phase} generation {a.generation}{where}, nodes {action.nodes}"
         case SendBoundary():
-            return f"{action.move} {action.kind} {action.id} at step {action.step}"
+            what = f"{action.kind} {action.id}"
+            if action.change is not None:
+                values = " ".join(f"{name}={value}" for name, value in action.change.values.items())
+                what = f"{what} (epoch {action.change.epoch}: {values})"
+            return f"{action.move} {what} at step {action.step}"
         case TakeStacks():
             return f"stacks of ranks {action.ranks}"
         case WatchClosely():

@@ -2,18 +2,24 @@
 
 from perdure.control.answers import answer
 from perdure.control.boundary import reach_boundary
+from perdure.control.changes import declare_keys, note_change, reach_change, settle_changes
 from perdure.control.commands import inject_action, start_waiting_command
 from perdure.control.moves import note_held, note_saved
+from perdure.control.pauses import note_pause, reach_pause, reach_resume, settle_resume
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction
+from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import (
     BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     GenerationStepping,
+    JobPaused,
+    JobResumed,
+    KeysDeclared,
     ProgressNoted,
     RankJoined,
+    SettingsChanged,
 )
 from perdure.plan.interval import daly
 from perdure.policy import decide_checkpoint_interval
@@ -45,7 +51,7 @@ def note_progress(
                 state.restarts_s.append(max(0.0, event.at_s - state.failed_s))
                 state.failed_s = None
             plan_checkpoint(state, now)
-            actions = start_waiting_command(state, now)
+            actions = settle_resume(state) + start_waiting_command(state, now)
             reason = f"generation {state.generation} is stepping"
             return actions + [
                 inject_action(state, command, reason) for command in state.injects.values()
@@ -57,6 +63,8 @@ def plan_checkpoint(state: ControllerState, now: float) -> None:
     state.checkpoint_due_s = None
     if not (state.stepping and state.resumable and state.phase == "running"):
         return
+    if state.steering.pause is not None:
+        return  # Nothing new comes about while all stand still.
     interval_s = decide_checkpoint_interval(
         state.the_spec().checkpoint,
         stall_s=state.stall_s,
@@ -90,8 +98,15 @@ def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[An
     """All ranks carried the agreement out: remember its step for the command behind it."""
     done = reach_boundary(state, event)
     held = note_held(state, now, event, done)
+    held += [*reach_change(state, event), *reach_pause(state, event)]
+    resumed = reach_resume(state, event)
+    if resumed:
+        plan_checkpoint(state, now)
     if done is None or done.kind == "drain":
-        return held
+        return held + resumed
+    if done.kind in ("set", "pause"):
+        state.step = max(state.step, min(done.step, event.step))
+        return held + start_waiting_command(state, now)
     state.step = max(state.step, done.step)
     command = state.commands.get(done.command)
     if command is not None:
@@ -102,11 +117,35 @@ def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[An
 
 
 def after_boundary(state: ControllerState, now: float, actions: list[AnyAction]) -> list[AnyAction]:
-    """Tell the operator when an agreement was given up."""
-    if actions and state.boundary is None:
+    """Go on once there is room for another agreement; tell who asked for one that was given up."""
+    if state.boundary is not None:
+        return actions
+    aborts = [a for a in actions if isinstance(a, SendBoundary) and a.move == "abort"]
+    if aborts:
         plan_checkpoint(state, now)
+    if any(abort.kind in ("checkpoint", "stop") for abort in aborts):
         for command in sorted(state.commands.values(), key=lambda c: c.id):
             if command.kind == "checkpoint" and "at_step" not in command.args:
                 why = "the ranks could not agree on a step"
                 actions += answer(state, command.id, False, why, {})
-    return actions
+        return actions
+    return actions + start_waiting_command(state, now)
+
+
+def note_steering(
+    state: ControllerState,
+    now: float,
+    event: KeysDeclared | SettingsChanged | JobPaused | JobResumed,
+) -> list[AnyAction]:
+    """Take the keys of a generation's script, or a record of the controller's own."""
+    match event:
+        case KeysDeclared() if event.generation == state.generation:
+            declare_keys(state, event)
+            return [*settle_changes(state, event), *start_waiting_command(state, now)]
+        case SettingsChanged():
+            note_change(state, event)
+        case JobPaused() | JobResumed():
+            note_pause(state, event)
+        case _:
+            pass  # Of a world that is gone.
+    return []

@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from perdure.control.groups import GroupState, QuorumState
+from perdure.control.steering_state import SteeringState
 from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec
+from perdure.model.settings import Change
 from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession
 from perdure.policy import Failure
@@ -34,7 +36,15 @@ class OpenBoundary:
     reason: str
     command: str = ""
     """Id of the operator's command behind it; empty for the controller's own."""
+    change: Change | None = None
+    """Of `set`."""
+    not_before: int = 0
+    """The earliest step that it may be about."""
+    at_step: int | None = None
+    """The only step that it may be about."""
     yes: set[int] = field(default_factory=set)
+    planned: set[int] = field(default_factory=set)
+    """Ranks that have heard the decision."""
     reached: set[int] = field(default_factory=set)
 
 
@@ -188,6 +198,7 @@ class ControllerState:
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
 
+    steering: SteeringState = field(default_factory=SteeringState)
     groups: dict[int, GroupState] = field(default_factory=dict)
     """Replica groups of a torchft job, by their number, which is that of their node."""
     quorum: QuorumState = field(default_factory=QuorumState)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from perdure.model.actions import Assignment
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.model.settings import Steering
 
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 """Where an agent finds the URL of the lighthouse (`service.lighthouse_part`)."""
@@ -116,4 +117,6 @@ def rank_environment(
         "PERDURE_CHECKPOINT_URL": spec.checkpoint.url or paths.checkpoints,
         "PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s),
     }
+    if assignment.steering != Steering():
+        env["PERDURE_STEERING"] = paths.steering(generation, node)
     return env

@@ -8,9 +8,16 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.model.events import DeviceReported, PreemptionNoticed, VerdictReached
+from perdure.model.events import (
+    DeviceReported,
+    JobPaused,
+    JobResumed,
+    PreemptionNoticed,
+    SettingsChanged,
+    VerdictReached,
+)
 from perdure.model.links import ProbeFinding
-from perdure.model.settings import Change
+from perdure.model.settings import Change, Steering
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,6 +43,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: int = -1
     """With torchft: the replica group that the node runs, a world of its own with its own
     `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
+    steering: Steering = Steering()
+    """Changes and a pause that the ranks have to know of before their first step."""
     reason: str = ""
 
     def slots_of(self, node: int) -> int:
@@ -218,9 +227,16 @@ class AnswerCommand(Action, frozen=True, kw_only=True):
 
 
 class RecordEvent(Action, frozen=True, kw_only=True):
-    """Journal `event`: what a notice has said, or the verdict on it."""
+    """Journal `event`: what a notice has said, or the verdict on it; what was agreed upon."""
 
-    event: DeviceReported | PreemptionNoticed | VerdictReached
+    event: (
+        DeviceReported
+        | PreemptionNoticed
+        | VerdictReached
+        | SettingsChanged
+        | JobPaused
+        | JobResumed
+    )
 
 
 class EndJob(Action, frozen=True, kw_only=True):

@@ -7,16 +7,30 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.progress import CommProgress, RankAccount
-from perdure.model.settings import KeySpec
+from perdure.model.steering import (
+    BoundaryAnswered as BoundaryAnswered,
+)
+from perdure.model.steering import (
+    BoundaryReached as BoundaryReached,
+)
+from perdure.model.steering import (
+    JobPaused as JobPaused,
+)
+from perdure.model.steering import (
+    JobResumed as JobResumed,
+)
+from perdure.model.steering import (
+    KeysDeclared as KeysDeclared,
+)
+from perdure.model.steering import (
+    SettingsChanged as SettingsChanged,
+)
 from perdure.model.verdicts import Verdict
-
-
-class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
-    """Base of all events."""
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):
@@ -140,7 +154,7 @@ class GenerationStepping(Event, frozen=True, kw_only=True):
     at_s: float
     """When the last rank began its first step (or ended its first collective)."""
     step: int = -1
-    stamps: dict[str, float] = {}
+    stamps: dict[str, float] = msgspec.field(default_factory=dict)
     """Latest over the ranks: spawned, script, init, group, restored, first_step."""
 
 
@@ -303,38 +317,9 @@ class CommandReceived(Event, frozen=True, kw_only=True):
         "restore",
         "notify",
     ]
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = msgspec.field(default_factory=dict)
     who: str = ""
     at_s: float = 0.0
-
-
-class BoundaryAnswered(Event, frozen=True, kw_only=True):
-    """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
-
-    id: str
-    rank: int
-    ok: bool
-    step: int
-    reason: str = ""
-
-
-class BoundaryReached(Event, frozen=True, kw_only=True):
-    """A rank has carried out the agreed action at the agreed step."""
-
-    id: str
-    rank: int
-    step: int
-    at_s: float
-    error: str = ""
-
-
-class KeysDeclared(Event, frozen=True, kw_only=True):
-    """Rank 0's script has declared its keys; those of the newest generation count."""
-
-    generation: int
-    keys: tuple[KeySpec, ...]
-    epoch: int = 0
-    """The change in force when the generation began, from its checkpoint."""
 
 
 class QuorumFormed(Event, frozen=True, kw_only=True):
@@ -477,6 +462,9 @@ AnyEvent = (
     | BoundaryReached
     | FaultInjected
     | KeysDeclared
+    | SettingsChanged
+    | JobPaused
+    | JobResumed
     | QuorumFormed
     | QuorumIdsReserved
     | ReplicaSeen

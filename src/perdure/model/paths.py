@@ -115,6 +115,10 @@ class JobPaths(msgspec.Struct, frozen=True):
         """The rank's `ExitRecord`."""
         return self._at("exits", f"g{generation}-r{rank}.json")
 
+    def steering(self, generation: int, node: int) -> str:
+        """What the ranks of a generation have to know of older changes, and of a pause."""
+        return self._at("steering", f"g{generation}-n{node}.json")
+
     def error_file(self, generation: int, rank: int) -> str:
         """TORCHELASTIC_ERROR_FILE of the rank."""
         return self._at("errors", f"g{generation}-r{rank}.json")

@@ -21,9 +21,11 @@ Phase = Literal[
     "checkpoint",
     "boundary",
     "finished",
+    "paused",
 ]
 """Where a rank is: process up; script's first line; `perdure.init` called; process group formed;
-state being restored; in a step; stalled by a checkpoint; waiting at a boundary; loop done."""
+state being restored; in a step; stalled by a checkpoint; waiting at a boundary; loop done; standing
+still before a step because an operator wants it so."""
 
 
 class CommProgress(msgspec.Struct, frozen=True):
@@ -68,8 +70,8 @@ class ProcSample(msgspec.Struct, frozen=True):
 class RankAccount(msgspec.Struct, frozen=True):
     """Seconds that a rank has stamped since its generation began; each only grows.
 
-    `first_step_s` .. `last_step_s` is covered by the sum of step, checkpoint, boundary and
-    overhead, which is what lets the ledger check itself.
+    `first_step_s` .. `last_step_s` is covered by the sum of step, checkpoint, boundary,
+    overhead and paused, which is what lets the ledger check itself.
     """
 
     start_step: int = 0
@@ -85,6 +87,8 @@ class RankAccount(msgspec.Struct, frozen=True):
     """Waiting for a boundary agreement."""
     overhead_s: float = 0.0
     """In perdure's own code at step boundaries."""
+    paused_s: float = 0.0
+    """Standing still because an operator wants it so."""
     spawned_s: float = 0.0
     """Job time stamps of the start-up phases; 0 where not reached."""
     script_s: float = 0.0

@@ -65,6 +65,7 @@ W_COMM_SEQ = 28
 W_NUM_COMMS = 29
 W_NUM_STAGES = 30
 """Step stages ever recorded; the last `STAGES_MAX` are kept."""
+W_PAUSED_NS = 31
 W_MARKS = 32
 MARKS_MAX = 16
 
@@ -329,6 +330,7 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
         checkpoint_s=words[W_CHECKPOINT_NS] / 1e9,
         boundary_s=words[W_BOUNDARY_NS] / 1e9,
         overhead_s=words[W_OVERHEAD_NS] / 1e9,
+        paused_s=words[W_PAUSED_NS] / 1e9,
         spawned_s=_stamp(words[W_SPAWNED], offset),
         script_s=_stamp(words[W_SCRIPT], offset),
         init_s=_stamp(words[W_INIT], offset),

@@ -68,7 +68,13 @@ from perdure.service.agent_links import LinkTelemetry, Ranks
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
-from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
+from perdure.service.jobfiles import (
+    load_endpoint,
+    load_spec,
+    paths_of,
+    resolve_home,
+    write_steering,
+)
 from perdure.service.placement import find_address
 from perdure.service.ports import Bus
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
@@ -283,6 +289,7 @@ class AgentService:
 
     def _render_spawn(self, assignment: Assignment) -> KeeperSpawn:
         spec, paths, generation = self._spec, self._paths, assignment.generation
+        write_steering(paths, self._node, assignment)
         launches = []
         for rank in spec.ranks_of(assignment.slots_of(self._node)):
             env = rank_environment(

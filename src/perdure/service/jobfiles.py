@@ -15,12 +15,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from perdure.model.actions import Assignment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.report import Snapshot
+from perdure.model.settings import Steering
 from perdure.model.wire import Endpoint
 
 T = TypeVar("T")
@@ -133,6 +135,14 @@ def load_snapshot(paths: JobPaths) -> Snapshot | None:
 def write_document(path: str, value: Any, *, mode: int = 0o644) -> None:
     """Replace the document at `path`."""
     write_atomic(path, encode(value) + b"\n", mode=mode)
+
+
+def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:
+    """Write down what the ranks of a generation have to know before their first step."""
+    if assignment.steering != Steering():
+        path = paths.steering(assignment.generation, node)
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        write_document(path, assignment.steering)
 
 
 def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:

@@ -15,12 +15,18 @@ import msgspec
 
 from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.errors import ProtocolError
-from perdure.model.events import AnyEvent, BoundaryAnswered
+from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.settings import Change
+from perdure.model.steering import RESUMED
 
 NEVER = 1 << 62
 WAIT_S_MAX = 30.0
 ASK_FIRST_S = 0.25
 ASK_EVERY_S = 1.0
+_HOLDS = ("pause", "drain")
+"""After these a rank makes no step until it is resumed."""
+_PLANS = ("set", "pause")
+"""A rank says that it has heard the decision, so that others may be agreed on meanwhile."""
 
 
 class Agreed(msgspec.Struct, frozen=True):
@@ -29,6 +35,7 @@ class Agreed(msgspec.Struct, frozen=True):
     id: str
     kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
     step: int
+    change: Change | None = None
 
 
 class _Open(msgspec.Struct):
@@ -40,16 +47,29 @@ class BoundaryGate:
     """The open agreements of one rank."""
 
     def __init__(
-        self, *, rank: int, emit: Callable[[AnyEvent], object], ask: Callable[[str], object]
+        self,
+        *,
+        rank: int,
+        emit: Callable[[AnyEvent], object],
+        ask: Callable[[str], object],
+        check: Callable[[Change], str] = lambda change: "",
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Answer through `emit`; ask about a missing decision through `ask`."""
+        """Answer through `emit`; ask about a missing decision through `ask`.
+
+        `check` returns why a change cannot be made here; `now` is job time.
+        """
         self._rank = rank
         self._emit = emit
         self._ask = ask
+        self._check = check
+        self._now = now
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
         self._resumed: set[str] = set()
+        self.holds: dict[str, str] = {}
+        """Agreements in which the training thread stands still: id -> kind."""
         self._committed = 0
         self._closed = ""
         self.next_step = NEVER
@@ -58,23 +78,46 @@ class BoundaryGate:
     def handle(self, order: SendBoundary | ResumeRanks) -> None:
         """Take one move of the agreement. Called by the control thread; never waits."""
         if isinstance(order, ResumeRanks):
-            with self._changed:
-                self._resumed.add(order.id)
-                self._changed.notify_all()
+            self._resume(order.id)
             return
+        answer: BoundaryAnswered | None = None
         with self._changed:
             if order.move == "prepare":
                 answer = self._prepare(order)
             else:
-                answer = None
                 entry = self._open.get(order.id)
                 if entry is not None and not entry.decision:
                     entry.decision = order.move
-                    if order.move == "abort":
+                    if order.move == "abort" or order.id in self._resumed:
                         self._remove(order.id)
+                    elif order.kind in _PLANS:
+                        answer = BoundaryAnswered(
+                            id=order.id, rank=self._rank, ok=True, step=self._committed,
+                            planned=True,
+                        )  # fmt: skip
                 self._changed.notify_all()
         if answer is not None:
             self._emit(answer)
+
+    def _resume(self, id_: str) -> None:
+        """End a wait, or one that is yet to come, and say so once."""
+        with self._changed:
+            if id_ in self._resumed:
+                return
+            self._resumed.add(id_)
+            self.holds.pop(id_, None)
+            entry = self._open.get(id_)
+            if entry is not None and entry.decision:
+                self._remove(id_)
+            step = self._committed
+            self._changed.notify_all()
+        self._emit(BoundaryReached(id=id_ + RESUMED, rank=self._rank, step=step, at_s=self._now()))
+
+    def plan(self, agreed: Agreed) -> None:
+        """Take what was agreed by an older generation, and committed."""
+        with self._changed:
+            self._open[agreed.id] = _Open(agreed, "commit")
+            self._set_next()
 
     def advance(self, committed: int) -> bool:
         """Note that `committed` steps are; True where something is agreed for this step."""
@@ -95,18 +138,24 @@ class BoundaryGate:
                 self._remove(entry.agreed.id)
                 if entry.decision == "commit" and entry.agreed.step == committed:
                     due.append(entry.agreed)
+                    if entry.agreed.kind in _HOLDS and entry.agreed.id not in self._resumed:
+                        self.holds[entry.agreed.id] = entry.agreed.kind
         return due
 
-    def hold(self, boundary_id: str) -> None:
-        """Wait until the ranks are resumed from this agreement, for as long as that takes.
+    def hold(self, committed: int) -> list[Agreed]:
+        """Wait until all holds are over (then nothing is returned), or something is agreed here.
 
         A resume may come before the rank does, and may get lost: so it is asked for.
         """
         ask_s = ASK_FIRST_S
         with self._changed:
-            while not self._changed.wait_for(lambda: boundary_id in self._resumed, timeout=ask_s):
-                self._ask(boundary_id)
+            while not self._changed.wait_for(
+                lambda: not self.holds or committed >= self.next_step, timeout=ask_s
+            ):
+                for id_ in list(self.holds):
+                    self._ask(id_)
                 ask_s = ASK_EVERY_S
+        return self.arrive(committed) if committed >= self.next_step else []
 
     def close(self, why: str) -> list[Agreed]:
         """Veto everything from now on; return what was promised and cannot be kept."""
@@ -130,17 +179,29 @@ class BoundaryGate:
         if not reason:
             # The gate is set before the step is read: whoever passed it is seen here.
             self.next_step = min(self.next_step, order.step)
-            if self._committed >= order.step:
+            past = self._committed >= order.step
+            if past and not (self._committed == order.step and self._stands()):
                 reason = f"already at step {self._committed}"
+        refused = ""
+        if not reason and order.change is not None:
+            reason = refused = self._check(order.change)
         if reason:
             self._set_next()
         else:
-            agreed = Agreed(order.id, order.kind, order.step)
-            self._open[order.id] = _Open(agreed)
+            self._open[order.id] = _Open(Agreed(order.id, order.kind, order.step, order.change))
+            self._changed.notify_all()
         answer = self._answers[order.id] = BoundaryAnswered(
-            id=order.id, rank=self._rank, ok=not reason, step=self._committed, reason=reason
-        )
+            id=order.id, rank=self._rank, ok=not reason, step=self._committed, reason=reason,
+            refused=bool(refused),
+        )  # fmt: skip
         return answer
+
+    def _stands(self) -> bool:
+        """Whether no step begins before a resume: now, or because of what lies right ahead."""
+        return bool(self.holds) or any(
+            e.agreed.kind in _HOLDS and e.agreed.step == self._committed and e.decision == "commit"
+            for e in self._open.values()
+        )
 
     def _wait(self, entry: _Open) -> None:
         began = time.monotonic()

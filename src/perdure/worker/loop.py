@@ -10,15 +10,17 @@ import time
 from typing import Any, Protocol
 
 from perdure.model.errors import PerdureError
-from perdure.model.events import BoundaryReached
+from perdure.model.events import BoundaryReached, KeysDeclared
 from perdure.model.ring import PHASE_INDEX
 from perdure.worker.attach import Attachment
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.metrics import MetricsBuffer
+from perdure.worker.settings import plan_steering
 from perdure.worker.signals import SignalForwarding
 
 _STEP = PHASE_INDEX["step"]
+_SAVES = ("checkpoint", "stop", "drain")
 
 
 class Saver(Protocol):
@@ -56,6 +58,8 @@ class StepLoop:
             rank=self._ring.rank,
             emit=attachment.emit,
             ask=control.query if control is not None else lambda boundary_id: None,
+            check=config.find_veto,
+            now=attachment.now,
         )
         self._signals = SignalForwarding(control.signal if control is not None else lambda n: None)
         attachment.on_boundary = self._gate.handle
@@ -88,20 +92,39 @@ class StepLoop:
             self._saved_step = self.committed
             self._ring.start_steps(self.committed)
             self._ring.stamp("restored")
+            plan_steering(self._gate, self._config, self.committed)
+            self._declare_keys()
+            self._config.when_declared(self._declare_keys)
         self._gate.reopen()
-        self._gate.advance(self.committed)
         self._faults.step = self.committed
         self.install_signals()
         self._signals.active = True
+        if self._gate.advance(self.committed):
+            self._start_accounts(time.monotonic_ns())
+            self._stop_at_boundary(True, False)
+
+    def _declare_keys(self) -> None:
+        """Tell which keys there are; rank 0 speaks for all, and any rank may veto."""
+        if self._ring.rank == 0:
+            event = KeysDeclared(
+                generation=self._ring.generation,
+                keys=self._config.specs(),
+                epoch=self._config.epoch,
+                values=dict(self._config),
+            )
+            self._attachment.emit(event)
+
+    def _start_accounts(self, now: int) -> None:
+        self._ring.stamp("first_step", now)
+        self._accounted = now
+        self._gate_s = self._saver.gate_s
+        self._ring.set_phase("step", now)
 
     def enter_step(self) -> None:
         """Begin a step: nothing between here and `commit_step` is perdure's."""
         now = time.monotonic_ns()
         if not self._accounted:
-            self._ring.stamp("first_step", now)
-            self._accounted = now
-            self._gate_s = self._saver.gate_s
-            self._ring.set_phase("step", now)
+            self._start_accounts(now)
         self._step_begin = now
         if self._stages is not None:
             self._stages.begin_declared(now)
@@ -154,42 +177,61 @@ class StepLoop:
         self._metrics.flush()
 
     def _stop_at_boundary(self, agreed: bool, every: bool) -> None:
-        """Wait for agreements and save: everything here stalls training and is accounted so."""
+        """Wait for agreements and carry them out: all of it stalls training, and is accounted so.
+
+        In a pause more may be agreed for this very step.
+        """
+        began = time.monotonic_ns()
         due: list[Agreed] = []
-        began = reached = time.monotonic_ns()
         if agreed:
             self._ring.set_phase("boundary", began)
             due = self._gate.arrive(self.committed)
-            reached = time.monotonic_ns()
-        self.stopping = self.stopping or any(one.kind == "stop" for one in due)
+        self._carry_out(due, every, began)
+        while self._gate.holds and not self.stopping:
+            due = self._hold()
+            if due:
+                self._carry_out(due, False, self._accounted)
+
+    def _carry_out(self, due: list[Agreed], every: bool, began: int) -> None:
+        """Change, save, stop. A checkpoint of this step holds the values of this step."""
+        reached = time.monotonic_ns()
+        for one in due:
+            if one.change is not None:
+                self._config.apply(one.change)
+        saves = [one.kind for one in due if one.kind in _SAVES]
+        self.stopping = self.stopping or "stop" in saves
         saved, error = reached, ""
-        if due or every or self.save_requested:
+        if saves or every or self.save_requested:
             self._ring.set_phase("checkpoint", reached)
-            reason = due[0].kind if due else "interval" if every else "asked"
-            error = self._save(reason)
+            error = self._save(saves[0] if saves else "interval" if every else "asked")
             self.save_requested = False
             saved = time.monotonic_ns()
         for one in due:
-            self._reached(one, error=error)
+            if error and one.kind == "drain":
+                self._gate.holds.pop(one.id, None)
+            self._reached(one, error=error if one.kind in _SAVES else "")
         now = time.monotonic_ns()
         overhead_ns = began - self._accounted + now - saved
         spent = (0, saved - reached, reached - began, overhead_ns)
-        holds = [one for one in due if one.kind == "drain" and not error]
-        phase = PHASE_INDEX["checkpoint"] if holds else _STEP
-        self._ring.commit(self.committed, self._accounted, now, spent, phase=phase)
-        self._accounted = now
-        self._take_gate_ns()
-        for one in holds:
-            self._hold(one)
-
-    def _hold(self, agreed: Agreed) -> None:
-        """Make no step after this one's checkpoint: the world moves on from it, or resumes."""
-        self._gate.hold(agreed.id)
-        now = time.monotonic_ns()
-        spent = (0, now - self._accounted, 0, 0)
         self._ring.commit(self.committed, self._accounted, now, spent, phase=_STEP)
         self._accounted = now
         self._take_gate_ns()
+
+    def _hold(self) -> list[Agreed]:
+        """Make no step until resumed; return what is agreed meanwhile."""
+        paused = "pause" in self._gate.holds.values()
+        self._ring.set_phase("paused" if paused else "checkpoint")
+        due = self._gate.hold(self.committed)
+        now = time.monotonic_ns()
+        held_ns = now - self._accounted
+        spent = (0, 0 if paused else held_ns, 0, 0)
+        paused_ns = held_ns if paused else 0
+        self._ring.commit(
+            self.committed, self._accounted, now, spent, phase=_STEP, paused=paused_ns
+        )
+        self._accounted = now
+        self._take_gate_ns()
+        return due
 
     def _save(self, reason: str) -> str:
         """Begin a checkpoint; return what went wrong, because training goes on without it."""

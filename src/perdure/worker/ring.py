@@ -146,12 +146,20 @@ class RingWriter:
         words[layout.W_PROGRESS_SEQ] += 1
 
     def commit(
-        self, step: int, begin: int, end: int, spent: tuple[int, int, int, int], *, phase: int
+        self,
+        step: int,
+        begin: int,
+        end: int,
+        spent: tuple[int, int, int, int],
+        *,
+        phase: int,
+        paused: int = 0,
     ) -> None:
         """Account up to `end`, at which `step` steps are committed.
 
         `spent` is what this record adds to step, checkpoint, boundary and overhead: their sum
-        is the time since the previous record, which is what lets the ledger check itself.
+        and `paused` are the time since the previous record, which is what lets the ledger check
+        itself.
         """
         words = self._words
         seq = words[layout.W_PROGRESS_SEQ] + 1
@@ -161,6 +169,7 @@ class RingWriter:
         words[layout.W_CHECKPOINT_NS] += spent[1]
         words[layout.W_BOUNDARY_NS] += spent[2]
         words[layout.W_OVERHEAD_NS] += spent[3]
+        words[layout.W_PAUSED_NS] += paused
         words[layout.W_LAST_STEP] = words[layout.W_BEAT] = words[layout.W_PHASE_SINCE] = end
         words[layout.W_PHASE] = phase
         number = words[layout.W_NUM_RECORDS]

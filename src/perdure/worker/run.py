@@ -10,7 +10,6 @@ Under `perdure run` this joins the job. Alone, or under torchrun, every call is 
 keeps the same script running: `steps` counts, `batches` yields the same data in the same order.
 """
 
-import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -24,6 +23,7 @@ from perdure.worker.attach import Attachment, attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
+from perdure.worker.settings import declare_own_keys
 
 
 class Run:
@@ -101,7 +101,7 @@ class Run:
         self,
         dataset: Any,
         *,
-        batch_size: int,
+        batch_size: int | None = None,
         steps: int,
         shuffle: bool = True,
         seed: int = 0,
@@ -113,7 +113,8 @@ class Run:
         """Yield (step, batch) up to `steps`: this rank's share of each step's samples.
 
         Which samples a step uses is a function of (`seed`, step) alone. `batch_size` is per rank
-        and micro-batch; with `accumulate` above 1, `batch` is a list of that many. Further
+        and micro-batch; with `accumulate` above 1, `batch` is a list of that many. Without
+        `batch_size` both follow `run.config.declare_batch`, and `batch` is always a list. Further
         arguments go to the DataLoader. Loading counts as part of the step.
 
         Raises:
@@ -123,23 +124,41 @@ class Run:
 
         if self._loop is not None:
             self._loop.begin()
-        stream = open_batches(
-            dataset,
-            batch_size=batch_size,
-            start=self.step,
-            stop=steps,
-            rank=self.rank,
-            world_size=self.world_size,
-            shuffle=shuffle,
-            seed=seed,
-            accumulate=accumulate,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            **loader,
-        )
-        with contextlib.closing(stream):
+
+        def find_sizes() -> tuple[int, int]:
+            if batch_size is not None:
+                return batch_size, accumulate
+            return self.config.micro_batch, self.config.accumulate
+
+        def open_stream(sizes: tuple[int, int]) -> Any:
+            return open_batches(
+                dataset,
+                batch_size=sizes[0],
+                start=self.step,
+                stop=steps,
+                rank=self.rank,
+                world_size=self.world_size,
+                shuffle=shuffle,
+                seed=seed,
+                accumulate=sizes[1],
+                num_workers=num_workers,
+                collate_fn=collate_fn,
+                **loader,
+            )
+
+        sizes = find_sizes()
+        stream = open_stream(sizes)
+        try:
             for step in self.steps(steps):
-                yield step, next(stream)
+                if find_sizes() != sizes:
+                    sizes = find_sizes()
+                    stream.close()
+                    stream = open_stream(sizes)
+                batch = next(stream)
+                single = batch_size is None and sizes[1] == 1
+                yield step, [batch] if single else batch
+        finally:
+            stream.close()
 
     def log(self, **metrics: SupportsFloat) -> None:
         """Note values of the step under way. Rank 0's are shown; the others' are ignored."""
@@ -169,6 +188,7 @@ class Run:
         )
         self._loop = StepLoop(attachment, self._saver, self._metrics, self.config)
         self._loop.every_steps = checkpoint.every_steps
+        declare_own_keys(self.config, checkpoint, self._loop)
         self._loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
         self._loop.install_signals()
         attachment.emit(RankJoined(generation=ring.generation, rank=self.rank))
@@ -187,7 +207,7 @@ def init(config: Mapping[str, Value] | None = None) -> Run:
     if _run is None or _run[0] != os.getpid():
         _run = (os.getpid(), Run(Config(), attach_rank()))
     run = _run[1]
-    run.config.declare(**(config or {}))
+    run.config.declare_all(config or {})
     return run
 
 

@@ -1,0 +1,190 @@
+"""`perdure set`: one change, the same on every rank from one step on, or none at all.
+
+    set -> validate -> prepare(S, values) --a rank cannot--> refused for all, its epoch burned
+                            |--already past S--> again, later, under a new epoch
+                            +--all promised--> committed: from here on it will be, whoever dies
+
+A committed change belongs to the job and not to a generation: the next world is told of it before
+its first step (`Steering`), and a rank applies at its very step what its checkpoint has not seen.
+So a step that is made again is made with the values of the first time. For the same reason a
+later change never gets an earlier step: epochs come into force in order.
+
+What concerns controller and detector (`detect.*`, `policy.*`, `checkpoint.every_s`) is agreed in
+the same way, and taken over once all ranks have come to the step; a script that takes no part in
+agreements can be given only those, at once.
+"""
+
+import msgspec
+
+from perdure.control.answers import answer_open
+from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.steering_state import OpenChange
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.errors import ConfigError
+from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
+from perdure.model.settings import Change, KeySpec, Value
+from perdure.plan.settings import apply_spec, find_own_keys
+
+CHANGES_MAX = 100
+"""Kept one by one; a generation that resumes before the oldest of them runs with all of those."""
+FAR_STEPS = 1000
+"""An operator does not wait for a step that is further away."""
+
+
+def declare_keys(state: ControllerState, event: KeysDeclared) -> None:
+    """Take over the keys of the newest generation's script, and what it resumed with."""
+    steering = state.steering
+    if event.generation < steering.generation:
+        return
+    steering.generation = event.generation
+    steering.keys = {spec.name: spec for spec in event.keys} | own_keys(state)
+    steering.epoch = max(steering.epoch, event.epoch)
+    values = {spec.name: spec.default for spec in event.keys} | event.values
+    for change in steering.changes:
+        if change.epoch > event.epoch:
+            values |= change.values
+    known = {name: value for name, value in values.items() if name in steering.keys}
+    steering.values = steering.values | known
+
+
+def find_value(state: ControllerState, name: str) -> Value:
+    """Return what was last agreed upon for a key."""
+    steering = state.steering
+    if name in steering.values:
+        return steering.values[name]
+    return find_key(state, name).default
+
+
+def own_keys(state: ControllerState) -> dict[str, KeySpec]:
+    """Return perdure's own keys, which need no declaration."""
+    return {spec.name: spec for spec in find_own_keys(state.the_spec())}
+
+
+def find_key(state: ControllerState, name: str) -> KeySpec:
+    """Return a key.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    keys = state.steering.keys or own_keys(state)
+    if name not in keys:
+        known = ", ".join(n for n, spec in sorted(keys.items()) if spec.owner == "script")
+        raise ConfigError(f"unknown key {name} (the script has declared: {known or 'none'})")
+    return keys[name]
+
+
+# --- the agreement ------------------------------------------------------------------------------
+
+
+def commit_change(state: ControllerState, change: Change) -> list[AnyAction]:
+    """Make `change` a part of the job."""
+    steering = state.steering
+    steering.changes.append(change)
+    steering.values |= change.values
+    if len(steering.changes) > CHANGES_MAX:
+        first, second = steering.changes[:2]
+        values = {**first.values, **second.values}
+        steering.changes[:2] = [
+            msgspec.structs.replace(second, values=values, before={}, undoes=0, why="")
+        ]
+    return [_note(change)]
+
+
+def _note(change: Change) -> RecordEvent:
+    values = ", ".join(f"{name}={value}" for name, value in change.values.items())
+    reason = f"all ranks have promised {values} from step {change.step} on"
+    return RecordEvent(event=SettingsChanged(change=change), reason=reason)
+
+
+def commit_open(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
+    """All ranks have promised: from now on nothing takes the change back."""
+    change = boundary.change
+    assert change is not None
+    id_ = f"{boundary.id}.{boundary.tries}"
+    state.steering.open.append(OpenChange(change, boundary.command, id_))
+    return commit_change(state, change)
+
+
+def refuse_change(state: ControllerState, command: str, rank: int, why: str) -> list[AnyAction]:
+    """One rank cannot do it, so none does."""
+    result = {"rank": rank}
+    return answer_open(state, command, False, f"rank {rank}: {why}", result)
+
+
+def plan_change(state: ControllerState, id_: str) -> list[AnyAction]:
+    """All ranks know the decision; answer who should not wait for a step that is far away."""
+    actions: list[AnyAction] = []
+    for open_ in state.steering.open:
+        if open_.boundary != id_ or open_.answered:
+            continue
+        if open_.change.step - state.step > FAR_STEPS:
+            open_.answered = True
+            actions += _answer(state, open_, "all ranks have promised it; the step is yet to come")
+    return actions
+
+
+def reach_change(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+    """Take one rank's report that a change is in force there."""
+    for open_ in list(state.steering.open):
+        if event.id not in (open_.boundary, f"e{open_.change.epoch}"):
+            continue
+        if event.error:
+            state.steering.open.remove(open_)
+            why = f"rank {event.rank}: {event.error}"
+            return answer_open(state, open_.command, False, why, {"rank": event.rank})
+        open_.reached.add(event.rank)
+        if len(open_.reached) == len(state.world):
+            return _close(state, open_)
+    return []
+
+
+def settle_changes(state: ControllerState, event: KeysDeclared) -> list[AnyAction]:
+    """Close what a generation's checkpoint has brought with it."""
+    actions: list[AnyAction] = []
+    for open_ in [o for o in state.steering.open if o.change.epoch <= event.epoch]:
+        actions += _close(state, open_)
+    return actions
+
+
+def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
+    state.steering.open.remove(open_)
+    keep_change(state, open_.change)
+    return [] if open_.answered else _answer(state, open_, "")
+
+
+def _answer(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyAction]:
+    change = open_.change
+    result = {
+        "changes": change.values,
+        "applied_at_step": change.step,
+        "ranks": list(state.world),
+        "epoch": change.epoch,
+        "before": change.before,
+    }
+    return answer_open(state, open_.command, True, reason, result)
+
+
+def keep_change(state: ControllerState, change: Change) -> None:
+    """Put the controller's and the detector's share of `change` in force."""
+    if change.epoch > state.steering.kept:
+        state.steering.kept = change.epoch
+        state.spec = apply_spec(state.the_spec(), change.values)
+
+
+# --- generations and controllers ----------------------------------------------------------------
+
+
+def restart_changes(state: ControllerState) -> None:
+    """Another generation begins: what its ranks have carried out is to be seen anew."""
+    for open_ in state.steering.open:
+        open_.reached.clear()
+
+
+def note_change(state: ControllerState, event: SettingsChanged) -> None:
+    """`event` is in the journal."""
+    state.steering.noted = max(state.steering.noted, event.change.epoch)
+
+
+def changes_again(state: ControllerState) -> list[AnyAction]:
+    """Return the records that did not reach the journal."""
+    return [_note(c) for c in state.steering.changes if c.epoch > state.steering.noted]

@@ -1,0 +1,157 @@
+"""`perdure pause` and `perdure resume`: all ranks stand before one step, for as long as wanted.
+
+A pause is agreed upon like everything else and then belongs to the job: a world that begins
+meanwhile is told of it (`Steering`), makes again what was lost, and stands at the same step. Other
+agreements go on in a pause, at its step: the ranks that stand there carry them out.
+"""
+
+from perdure.control.answers import answer_open
+from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.steering_state import Pause, Resume
+from perdure.model.actions import AnyAction, RecordEvent, ResumeRanks
+from perdure.model.events import BoundaryReached, JobPaused, JobResumed
+from perdure.model.settings import Steering, is_kept_elsewhere
+from perdure.model.steering import RESUMED
+
+
+def commit_pause(state: ControllerState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
+    """All ranks have promised: from now on every world stands at this step."""
+    command = state.commands.get(boundary.command)
+    pause = Pause(
+        id=f"{boundary.id}.{boundary.tries}",
+        step=boundary.step,
+        who=command.who if command else "",
+        why=str(command.args.get("why", "")) if command else "",
+    )
+    state.steering.pause = pause
+    state.checkpoint_due_s = None
+    return [_note_pause(pause, now)]
+
+
+def reach_pause(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+    """Take one rank's report that it stands; answer once all do."""
+    pause = state.steering.pause
+    if pause is None or event.id != pause.id:
+        return []
+    if event.error:
+        state.steering.pause = None
+        return _answer_all(state, "pause", False, f"rank {event.rank}: {event.error}", {})
+    pause.reached.add(event.rank)
+    if not stands(state):
+        return []
+    result = {"step": pause.step, "ranks": list(state.world), "paused": True}
+    return _answer_all(state, "pause", True, "", result)
+
+
+def stands(state: ControllerState) -> bool:
+    """Whether all ranks of this generation stand still."""
+    pause = state.steering.pause
+    return pause is not None and len(pause.reached) == len(state.world)
+
+
+def begin_resume(state: ControllerState, now: float, command: str, who: str) -> list[AnyAction]:
+    """End the pause that is in force."""
+    pause = state.steering.pause
+    assert pause is not None
+    state.steering.pause = None
+    boundary = state.boundary
+    if boundary is not None and boundary.kind == "pause":
+        state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
+    resume = Resume(pause.id, pause.step, state.generation, who, "", command)
+    state.steering.resume = resume
+    early = _answer_all(state, "pause", False, f"resumed by {who or 'an operator'}", {})
+    return [*early, _note_resume(resume, now), *send_resume(state)]
+
+
+def send_resume(state: ControllerState) -> list[AnyAction]:
+    """Return the order behind the newest resume; safe to repeat."""
+    resume = state.steering.resume
+    if resume is None or resume.generation != state.generation:
+        return []
+    reason = f"resumed by {resume.who or 'an operator'}"
+    return [
+        ResumeRanks(generation=state.generation, ranks=state.world, id=resume.id, reason=reason)
+    ]
+
+
+def reach_resume(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+    """Take one rank's word that it goes on; answer once all do."""
+    resume = state.steering.resume
+    if resume is None or event.id != resume.id + RESUMED:
+        return []
+    resume.reached.add(event.rank)
+    return finish_resume(state, "") if len(resume.reached) == len(state.world) else []
+
+
+def finish_resume(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Every rank trains, or will: answer who asked for it."""
+    resume = state.steering.resume
+    assert resume is not None
+    state.steering.resume = None
+    result = {"step": resume.step, "ranks": list(state.world), "paused": False}
+    return _answer_all(state, "resume", True, reason, result)
+
+
+def restart_pause(state: ControllerState) -> None:
+    """Another generation begins: whether its ranks stand is to be seen anew."""
+    if state.steering.pause is not None:
+        state.steering.pause.reached.clear()
+
+
+def settle_resume(state: ControllerState) -> list[AnyAction]:
+    """A newer world trains, and has never heard of the pause."""
+    resume = state.steering.resume
+    if resume is None or resume.generation == state.generation:
+        return []
+    return finish_resume(state, "by the world that began meanwhile")
+
+
+def find_steering(state: ControllerState) -> Steering:
+    """Return what the ranks of the next generation have to know before their first step."""
+    steering = state.steering
+    pause = steering.pause
+    ranks = tuple(c for c in steering.changes if not all(map(is_kept_elsewhere, c.values)))
+    if pause is None:
+        return Steering(changes=ranks)
+    return Steering(changes=ranks, pause=pause.id, pause_step=pause.step)
+
+
+def note_pause(state: ControllerState, event: JobPaused | JobResumed) -> None:
+    """`event` is in the journal."""
+    pause, resume = state.steering.pause, state.steering.resume
+    if isinstance(event, JobPaused):
+        if pause is not None and pause.id == event.id:
+            pause.noted = True
+    elif resume is not None and resume.id == event.id:
+        resume.noted = True
+
+
+def pauses_again(state: ControllerState, now: float) -> list[AnyAction]:
+    """Return what may have been lost with the last controller."""
+    pause, resume = state.steering.pause, state.steering.resume
+    actions: list[AnyAction] = []
+    if pause is not None and not pause.noted:
+        actions.append(_note_pause(pause, now))
+    if resume is not None and not resume.noted:
+        actions.append(_note_resume(resume, now))
+    return actions + send_resume(state)
+
+
+def _note_pause(pause: Pause, now: float) -> RecordEvent:
+    why = f": {pause.why}" if pause.why else ""
+    event = JobPaused(id=pause.id, step=pause.step, at_s=now, who=pause.who, reason=pause.why)
+    return RecordEvent(event=event, reason=f"paused by {pause.who or 'an operator'}{why}")
+
+
+def _note_resume(resume: Resume, now: float) -> RecordEvent:
+    event = JobResumed(id=resume.id, step=resume.step, at_s=now, who=resume.who)
+    return RecordEvent(event=event, reason=f"resumed by {resume.who or 'an operator'}")
+
+
+def _answer_all(
+    state: ControllerState, kind: str, ok: bool, reason: str, result: dict[str, object]
+) -> list[AnyAction]:
+    actions: list[AnyAction] = []
+    for id_ in sorted(c.id for c in state.commands.values() if c.kind == kind):
+        actions += answer_open(state, id_, ok, reason, dict(result))
+    return actions

@@ -1,0 +1,73 @@
+"""What the controller remembers of live configuration and of a pause."""
+
+from dataclasses import dataclass, field
+
+from perdure.model.settings import Change, KeySpec, Value
+
+
+@dataclass(slots=True)
+class OpenChange:
+    """A change that all ranks have promised, and not all of them have carried out."""
+
+    change: Change
+    command: str
+    """Id of the operator's command behind it."""
+    boundary: str
+    """Id of the agreement, its try included."""
+    answered: bool = False
+    """The operator has his answer: the step is far away."""
+    reached: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Pause:
+    """A pause that all ranks have promised."""
+
+    id: str
+    """Of the agreement, its try included."""
+    step: int
+    """No rank begins it."""
+    who: str
+    why: str
+    noted: bool = False
+    """`JobPaused` is in the journal."""
+    reached: set[int] = field(default_factory=set)
+    """Ranks of this generation that stand still."""
+
+
+@dataclass(slots=True)
+class Resume:
+    """A pause that is over, and not every rank has said so."""
+
+    id: str
+    """Of the pause."""
+    step: int
+    generation: int
+    who: str
+    why: str
+    command: str
+    noted: bool = False
+    reached: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class SteeringState:
+    """All of it."""
+
+    keys: dict[str, KeySpec] = field(default_factory=dict)
+    """Of the script and of perdure, by name; those of ranks once they have declared them."""
+    values: dict[str, Value] = field(default_factory=dict)
+    """What was agreed upon last, whether its step has come or not."""
+    generation: int = -1
+    """The newest whose keys are known."""
+    epoch: int = 0
+    """The newest that was ever given out; one that failed is not used again."""
+    changes: list[Change] = field(default_factory=list)
+    """Promised by all ranks, by epoch; the oldest are folded into one."""
+    noted: int = 0
+    """Newest epoch whose `SettingsChanged` is in the journal."""
+    kept: int = 0
+    """Newest epoch whose share for controller and detector is in force."""
+    open: list[OpenChange] = field(default_factory=list)
+    pause: Pause | None = None
+    resume: Resume | None = None

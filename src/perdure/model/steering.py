@@ -1,0 +1,72 @@
+"""Events of agreements on a step, of live configuration and of pauses."""
+
+from typing import Any
+
+import msgspec
+
+from perdure.model.event import Event
+from perdure.model.settings import Change, KeySpec
+
+RESUMED = ".resumed"
+"""Added to the id of a pause or drain in `BoundaryReached`: the rank goes on."""
+
+
+class BoundaryAnswered(Event, frozen=True, kw_only=True):
+    """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
+
+    id: str
+    rank: int
+    ok: bool
+    step: int
+    reason: str = ""
+    refused: bool = False
+    """It cannot be done at any step, so that a later one is not tried."""
+    planned: bool = False
+    """The decision to do it has arrived: this rank will, with or without its controller."""
+
+
+class BoundaryReached(Event, frozen=True, kw_only=True):
+    """A rank has carried out the agreed action at the agreed step."""
+
+    id: str
+    rank: int
+    step: int
+    at_s: float
+    error: str = ""
+
+
+class KeysDeclared(Event, frozen=True, kw_only=True):
+    """Rank 0's script has declared its keys; those of the newest generation count."""
+
+    generation: int
+    keys: tuple[KeySpec, ...]
+    epoch: int = 0
+    """The change in force when the generation began, from its checkpoint."""
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The values in force then."""
+
+
+class SettingsChanged(Event, frozen=True, kw_only=True):
+    """All ranks have promised `change`: it will be, whoever dies meanwhile."""
+
+    change: Change
+
+
+class JobPaused(Event, frozen=True, kw_only=True):
+    """All ranks have promised to stand still before `step`."""
+
+    id: str
+    step: int
+    at_s: float
+    who: str = ""
+    reason: str = ""
+
+
+class JobResumed(Event, frozen=True, kw_only=True):
+    """The pause `id` is over."""
+
+    id: str
+    step: int
+    at_s: float
+    who: str = ""
+    reason: str = ""

@@ -1,0 +1,60 @@
+"""What a rank takes over: changes agreed by older generations, and perdure's own keys."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+from perdure.model.codec import decode
+from perdure.model.job import CheckpointConfig
+from perdure.model.settings import KeySpec, Steering
+from perdure.plan.settings import LOG_LEVELS
+from perdure.worker.boundary import Agreed, BoundaryGate
+from perdure.worker.config import Config
+
+
+def read_steering() -> Steering:
+    """Return what the agent has written down for this generation."""
+    path = os.environ.get("PERDURE_STEERING", "")
+    if not path:
+        return Steering()
+    steering: Steering = decode(Path(path).read_bytes(), Steering)
+    return steering
+
+
+def plan_steering(gate: BoundaryGate, config: Config, committed: int) -> None:
+    """Plan what was agreed before this generation and its checkpoint has not seen.
+
+    A change whose step is past is in force at once; others come at their very step, so that a
+    step that is made again is made with the values of the first time.
+    """
+    steering = read_steering()
+    seen = config.epoch
+    for change in steering.changes:
+        if change.epoch <= seen:
+            continue
+        if change.step <= committed:
+            config.apply(change)
+        else:
+            gate.plan(Agreed(f"e{change.epoch}", "set", change.step, change))
+    if steering.pause:
+        step = max(steering.pause_step, committed)
+        gate.plan(Agreed(steering.pause, "pause", step))
+
+
+def declare_own_keys(config: Config, checkpoint: CheckpointConfig, loop: Any) -> None:
+    """Declare perdure's own keys that ranks apply: how often to save, and the log level."""
+
+    def set_every_steps(value: int) -> None:
+        loop.every_steps = value
+
+    def set_log_level(value: str) -> None:
+        if value:
+            logging.getLogger().setLevel(value.upper())
+
+    every = KeySpec(
+        name="checkpoint.every_steps", type="int", default=checkpoint.every_steps, min=0
+    )
+    level = KeySpec(name="log_level", type="str", default="", choices=LOG_LEVELS)
+    config.declare_own(every, set_every_steps)
+    config.declare_own(level, set_log_level)
