@@ -31,7 +31,9 @@ class Lighthouse:
         self.home, self.paths = home, paths_of(str(home), "lit")
         spec = JobSpec(name="lit", script="x.py", torchft=TorchftConfig(replicas=2))
         write_atomic(self.paths.spec, encode(spec))
-        write_atomic(self.paths.endpoint, encode(Endpoint("nats://127.0.0.1:1", "", 0.0)))
+        write_atomic(
+            self.paths.credential("lighthouse"), encode(Endpoint("nats://127.0.0.1:1", "", 0.0))
+        )
         self.start()
 
     def start(self) -> None:

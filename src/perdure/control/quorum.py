@@ -73,6 +73,8 @@ class Seen(msgspec.Struct, frozen=True):
 
     replica: str
     group: int
+    generation: int = -1
+    """Of its processes; -1 where its store is not one of ours."""
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -149,7 +151,9 @@ class Quorums:
         replica.store = member.store
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
-            outputs.append(Seen(member.replica, self.group_of(replica)))
+            known = self.groups.get(member.store)
+            generation = known.generation if known is not None else -1
+            outputs.append(Seen(member.replica, self.group_of(replica), generation))
         replica.heard_s = max(replica.heard_s, now)
         replica.asked, replica.asked_s, replica.token = member, now, token
         replica.waiting_s, replica.stopped = None, False

@@ -12,6 +12,7 @@ reserved bound are never used again.
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import shutil
@@ -26,7 +27,6 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.lighthouse import LighthouseServer
-from perdure.adapters.nats import NatsBus
 from perdure.control.quorum import (
     Answered,
     Fenced,
@@ -262,8 +262,8 @@ class LighthouseService:
                             future.set_result(answer)
                 case Fenced():
                     self._fence(output)
-                case Seen(replica=replica, group=group):
-                    log.info("%s of group %d asks", replica, group)
+                case Seen(replica=replica, group=group, generation=generation):
+                    log.info("%s of group %d, generation %d asks", replica, group, generation)
                     self._emit(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
                 case LeftOut():
                     self._tell_left_out(output)
@@ -391,7 +391,10 @@ async def _main(spec: JobSpec, path: str) -> None:
     log.info("listening on port %d", port)
 
     async def connect() -> None:
-        await service.join(await NatsBus.connect(endpoint, name=f"perdure lighthouse {spec.name}"))
+        # Its import takes longer than all the rest: replicas are served meanwhile.
+        nats = await asyncio.to_thread(importlib.import_module, "perdure.adapters.nats")
+        name = f"perdure lighthouse {spec.name}"
+        await service.join(await nats.NatsBus.connect(endpoint, name=name))
 
     connecting = asyncio.create_task(connect())
     try:

@@ -144,7 +144,7 @@ replica = Replica()
 def install(torchft: ModuleType) -> None:
     """Put the repairs into `torchft`, which has been imported. Harmless when repeated."""
     manager, groups = sys.modules["torchft.manager"], sys.modules["torchft.process_group"]
-    _repair_hook(torchft.DistributedDataParallel, manager)
+    mend_hook(torchft)
     for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupXCCL"):
         found = vars(groups).get(name)
         if found is not None:
@@ -242,10 +242,11 @@ def _find_store(store: Any) -> str:
         return ""
 
 
-def _repair_hook(wrapper: Any, manager: ModuleType) -> None:
+def mend_hook(torchft: ModuleType) -> None:
     """Replace the communication hook of 0.2.0, which takes it that every all-reduce succeeds."""
     import torch
 
+    wrapper, manager = torchft.DistributedDataParallel, sys.modules["torchft.manager"]
     hook = vars(wrapper).get("_comm_hook")
     if hook is None or hasattr(hook.__func__, _MARK) or not hasattr(manager, "_ManagedFuture"):
         return

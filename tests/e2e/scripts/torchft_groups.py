@@ -1,8 +1,10 @@
 """torchft's public interface and nothing of perdure: a small model, a hash of it at some steps.
 
-usage: torchft_groups.py STEPS LOG_DIR [HANG_GROUP HANG_STEP]
-Each line of LOG_DIR/group-G.jsonl is a committed step: time, step, members, and at every tenth
-step the hash of parameters and moments, which has to be the same in all groups.
+usage: torchft_groups.py STEPS LOG_DIR
+Each line of LOG_DIR/group-G.jsonl is a step: time, step, quorum, members, and at every tenth step
+the hash of parameters and moments, which has to be the same in all groups. A file LOG_DIR/hang-G
+makes the training thread of group G hang, once, in the middle of a step. MEND_HOOK mends the
+fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself.
 """
 
 import hashlib
@@ -18,7 +20,6 @@ from torch import nn
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 STEPS, LOG_DIR = int(sys.argv[1]), Path(sys.argv[2])
-HANG = tuple(int(word) for word in sys.argv[3:5])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
 PAUSE_S = float(os.environ.get("STEP_PAUSE_S", "0.02"))
 WIDTH = int(os.environ.get("WIDTH", "64"))
@@ -35,6 +36,12 @@ def find_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    if os.environ.get("MEND_HOOK"):
+        import torchft
+
+        from perdure.worker.replica import mend_hook
+
+        mend_hook(torchft)
     torch.manual_seed(GROUP)  # Unlike parameters: the first quorum makes them alike.
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 10))
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -65,14 +72,15 @@ def main() -> None:
         y = torch.randint(0, 10, (16,), generator=data)
         optimizer.zero_grad()
         time.sleep(PAUSE_S)
-        if (GROUP, manager.current_step()) == HANG and not (LOG_DIR / "hung").exists():
-            (LOG_DIR / "hung").touch()
+        if (hang := LOG_DIR / f"hang-{GROUP}").exists():
+            hang.rename(LOG_DIR / f"hung-{GROUP}")
             time.sleep(3600)
         nn.functional.cross_entropy(ddp(x), y).backward()
         before = manager.current_step()
         optimizer.step()
         step = manager.current_step()
         row = {"t": time.time(), "step": step, "n": manager.num_participants(), "pid": os.getpid()}
+        row["q"] = manager._quorum_id
         if step == before:
             row["failed"] = str(manager.errored())[:200]
         elif step % 10 == 0:
