@@ -80,11 +80,12 @@ def run(peer: str, fault: str, python: str, seconds: float) -> dict[str, object]
             begun = wait_for(mark, 90.0)
             while time.monotonic() < begun + seconds and process.poll() is None:
                 time.sleep(0.1)
+            heard = len(lines)  # What comes later tells of our ending it.
             verdicts = ask_perdure(env) if peer == "perdure" else []
         finally:
             end(process, folder)
         reader.join(5)
-        after = [(at - begun, line) for at, line in lines if at >= begun]
+        after = [(at - begun, line) for at, line in lines[:heard] if at >= begun]
         first = next(((at, x) for at, x in after if TROUBLE[peer].search(x)), None)
         return {
             "peer": peer,

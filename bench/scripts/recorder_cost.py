@@ -3,7 +3,7 @@
 A recorder is a kernel on dispatch key `BackendSelect`; leaving that key out in this thread is as
 if it were not registered. A step needs that key for other things, so there the compiled recorder
 lets go of its ring instead (its kernel then only passes on). A wrapped process group is compared
-with the one it wraps, or with one made without. Rank 0 prints the seconds of every block as JSON.
+with the one it wraps. Rank 0 prints the seconds of every block as JSON.
 """
 
 import contextlib
@@ -34,11 +34,6 @@ def make_group() -> tuple[object, object]:
     """Return a group of all ranks as it is, and the one that is watched."""
     whole = dist.group.WORLD
     assert whole is not None
-    if MODE == "detail":
-        dist.set_debug_level(dist.DebugLevel.DETAIL)
-        wrapped = dist.new_group(list(range(WORLD)))
-        dist.set_debug_level(dist.DebugLevel.OFF)
-        return dist.new_group(list(range(WORLD))), wrapped
     if MODE == "torchft":
         from torchft.process_group import ProcessGroupGloo
 
@@ -140,7 +135,7 @@ def count_spans() -> int:
 
 
 def main() -> None:
-    """Measure calls, and steps where DDP takes such a group (mixed, DETAIL ends in SIGSEGV)."""
+    """Measure calls, and steps where DDP takes such a group."""
     if MODE in ("compiled", "python"):
         from perdure.worker.attach import attach_rank
 
