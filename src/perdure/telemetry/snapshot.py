@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from perdure.model.events import (
     CheckpointSaved,
     CommandReceived,
+    Decision,
     JournalEntry,
     MetricsLogged,
     NodeCordoned,
@@ -24,6 +25,7 @@ from perdure.model.report import DeviceRow, RankRow, Snapshot
 from perdure.telemetry.history import Generation, History
 from perdure.telemetry.incidents import find_state
 from perdure.telemetry.ledger import find_committed
+from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
 SPEED_WINDOW_S = 10.0
@@ -51,6 +53,7 @@ class Certain:
     lost: set[int] = field(default_factory=set)
     metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
+    replicas: ReplicaFold = field(default_factory=ReplicaFold)
     entries: int = 0
 
 
@@ -77,6 +80,8 @@ class SnapshotFold:
         certain.entries += 1
         certain.history.add(entry)
         certain.verdicts.add(entry)
+        if not isinstance(entry.body, Decision):
+            certain.replicas.add(entry.body)
         match entry.body:
             case RanksStarted() as event:
                 certain.pids |= event.pids
@@ -118,7 +123,8 @@ class SnapshotFold:
 
     def observe(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
-        if beat.generation < self._beat_generation or not beat.ranks:
+        apart = self._spec.torchft.replicas > 0  # Each group has a generation of its own.
+        if not beat.ranks or (beat.generation < self._beat_generation and not apart):
             return
         self._beats += 1
         self._begin(beat.generation)
@@ -132,7 +138,7 @@ class SnapshotFold:
                 points.popleft()
 
     def _begin(self, generation: int) -> None:
-        if generation > self._beat_generation:
+        if generation > self._beat_generation and not self._spec.torchft.replicas:
             self._beat_generation = generation
             self._ranks, self._points = {}, {}
 
@@ -148,7 +154,7 @@ class SnapshotFold:
         state = find_state(history)
         if self.certain.stopping and history.ended is None:
             state = "stopping"
-        rows = tuple(self._make_row(r, newest, open_ranks) for r in range(self._spec.world_size))
+        rows = tuple(self._make_row(r, newest, open_ranks) for r in range(self._num_ranks))
         steps = [row.step for row in rows if row.step >= 0]
         step = min(steps) if steps and len(steps) == len(rows) else -1
         committed = find_committed(history)
@@ -157,7 +163,7 @@ class SnapshotFold:
         resumable = any(g.resumable for g in history.generations.values())
         joined = any(p.account.init_s > 0 for _, p in self._ranks.values())
         running = state in ("running", "stopping")
-        return Snapshot(
+        picture = Snapshot(
             version=self.certain.entries + self._beats,
             job=self._spec.name,
             state=state,
@@ -178,6 +184,12 @@ class SnapshotFold:
             incidents=sum(g.incident is not None for g in history.generations.values())
             + len(history.lost_parts),
         )
+        return self.certain.replicas.complete(self._spec, picture)
+
+    @property
+    def _num_ranks(self) -> int:
+        """Ranks shown: with replica groups, those of spare ones as well."""
+        return self._spec.groups * self._spec.nproc or self._spec.world_size
 
     def _find_checkpoints(self) -> list[CheckpointSaved]:
         return self._history.checkpoints[-CHECKPOINTS_SHOWN:]

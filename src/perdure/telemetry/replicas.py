@@ -1,0 +1,156 @@
+"""Replica groups of a torchft job in the live picture: who trains, heals, stands by, is away.
+
+The journal tells of quorums, of replicas that come and go, and of ranks that start and end; the
+steps between come with heartbeats, from each rank's ring.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.model.events import (
+    AnyEvent,
+    JobEnded,
+    KeeperLost,
+    QuorumFormed,
+    RankExited,
+    RanksStarted,
+    ReplicaSeen,
+)
+from perdure.model.job import JobSpec
+from perdure.model.report import RankRow, ReplicaRow, Snapshot
+
+_RANK_STATES = {
+    "training": "running",
+    "healing": "running",
+    "spare": "waiting",
+    "evicted": "suspected",
+    "failed": "failed",
+    "finished": "exited",
+}
+_OVER = ("done", "failed", "stopped", "stopping", "paused")
+
+
+@dataclass(slots=True)
+class GroupView:
+    """One group, as far as the journal tells."""
+
+    generation: int
+    replica: str = ""
+    away: str = ""
+    """Why it is not waited for: `evicted`, `failed`, `finished`."""
+    exits: int = 0
+
+
+@dataclass(slots=True)
+class ReplicaFold:
+    """What the journal says of all groups."""
+
+    groups: dict[int, GroupView] = field(default_factory=dict)
+    quorum_id: int = -1
+    members: tuple[str, ...] = ()
+    recovering: tuple[str, ...] = ()
+    step: int = -1
+    losses: int = 0
+    """Groups lost so far; each time one counts."""
+    last_loss: str = ""
+    over: bool = False
+
+    def add(self, event: AnyEvent) -> None:
+        """Take the next event."""
+        match event:
+            case RanksStarted(node=node, generation=generation):
+                self.groups[node] = GroupView(generation)
+            case ReplicaSeen():
+                self._note_replica(event)
+            case QuorumFormed():
+                self.quorum_id, self.members = event.quorum_id, event.members
+                self.recovering, self.step = event.recovering, max(self.step, event.step)
+                for view in self.groups.values():
+                    if view.replica in event.members:
+                        view.away = ""
+            case RankExited(node=node, record=record):
+                view = self.groups.get(node)
+                if view is not None and record.generation == view.generation and not self.over:
+                    view.exits += 1
+                    if record.failed:
+                        self._lose(view, "failed", f"group {node}: {record.cause}")
+                    elif not view.away:
+                        view.away = "finished"
+            case KeeperLost(node=node, generation=generation):
+                view = self.groups.get(node)
+                if view is not None and generation == view.generation:
+                    self._lose(view, "failed", f"group {node}: its keeper died")
+            case JobEnded():
+                self.over = True
+            case _:
+                pass
+
+    def _note_replica(self, event: ReplicaSeen) -> None:
+        view = self.groups.get(event.group)
+        if view is None:
+            return
+        if not event.gone:
+            view.replica, view.away = event.replica, ""
+        elif event.replica == view.replica and not view.exits:
+            self._lose(view, "evicted", f"group {event.group}: {event.reason}")
+
+    def _lose(self, view: GroupView, away: str, why: str) -> None:
+        if not view.away:
+            self.losses += 1
+        view.away, self.last_loss = away, why
+
+    def complete(self, spec: JobSpec, picture: Snapshot) -> Snapshot:
+        """Return `picture` with the replica groups in it; unchanged where there are none."""
+        if not spec.torchft.replicas:
+            return picture
+        steps: dict[int, int] = {}
+        for row in picture.ranks:
+            steps[row.rank // spec.nproc] = row.step
+        rows = tuple(self._make_row(group, steps.get(group, -1)) for group in range(spec.groups))
+        states = {row.group: row.state for row in rows}
+        training = sum(row.state in ("training", "healing") for row in rows)
+        state = picture.state
+        if state not in _OVER:
+            full = training >= spec.torchft.replicas
+            state = "running" if full else "recovering" if self.members else "forming"
+        step = max([self.step, *(row.step for row in rows if row.state == "training")])
+        speeds = [
+            r.steps_per_s for r in picture.ranks if states[r.rank // spec.nproc] == "training"
+        ]
+        return msgspec.structs.replace(
+            picture,
+            state=state,
+            step=step,
+            steps_per_s=max(speeds, default=0.0) if state in ("running", "recovering") else 0.0,
+            restarts=self.losses,
+            incidents=self.losses,
+            depth="torchft",
+            ranks=tuple(_set_state(row, states[row.rank // spec.nproc]) for row in picture.ranks),
+            replicas=rows,
+        )
+
+    def _make_row(self, group: int, step: int) -> ReplicaRow:
+        view = self.groups.get(group)
+        if view is None or not view.replica:
+            state = view.away if view is not None and view.away else "starting"
+        elif view.away:
+            state = view.away
+        elif view.replica not in self.members:
+            state = "spare"
+        else:
+            behind = view.replica in self.recovering and step < self.step
+            state = "healing" if behind else "training"
+        inside = state in ("training", "healing")
+        return ReplicaRow(
+            group=group,
+            replica=view.replica if view is not None else "",
+            node=group,
+            state=state,
+            step=step,
+            quorum_id=self.quorum_id if inside else -1,
+        )
+
+
+def _set_state(row: RankRow, group_state: str) -> RankRow:
+    return msgspec.structs.replace(row, state=_RANK_STATES.get(group_state, "starting"))

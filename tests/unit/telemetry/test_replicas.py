@@ -1,0 +1,104 @@
+"""The picture of a torchft job: states of its groups, from the journal."""
+
+from typing import Any
+
+from perdure.model.events import (
+    AnyEvent,
+    ExitRecord,
+    JournalEntry,
+    QuorumFormed,
+    RankExited,
+    RanksStarted,
+    ReplicaSeen,
+)
+from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+from perdure.model.report import Snapshot
+from perdure.telemetry.snapshot import SnapshotFold
+
+SPEC = JobSpec(script="x.py", nodes=3, spares=1, torchft=TorchftConfig(replicas=3))
+
+
+class Lab:
+    def __init__(self) -> None:
+        self.fold, self.seq = SnapshotFold(SPEC), 0
+        for group in range(4):
+            self.start(group, group)
+
+    def add(self, event: AnyEvent) -> None:
+        self.seq += 1
+        self.fold.add(JournalEntry(seq=self.seq, at_s=100.0 + self.seq, body=event))
+
+    def start(self, group: int, generation: int) -> None:
+        self.add(
+            RanksStarted(node=group, generation=generation, pids={group: 10}, at_s=1.0, warm=True)
+        )
+
+    def see(self, group: int, life: str = "a", **more: Any) -> None:
+        self.add(ReplicaSeen(replica=f"t_{group}:{life}", group=group, at_s=1.0, **more))
+
+    def form(self, *names: str, step: int = 5, recovering: tuple[str, ...] = ()) -> None:
+        self.add(QuorumFormed(quorum_id=7, step=step, members=names, recovering=recovering))
+
+    def picture(self) -> Snapshot:
+        return self.fold.snapshot(200.0)
+
+    def states(self) -> list[str]:
+        return [row.state for row in self.picture().replicas]
+
+
+def running() -> Lab:
+    lab = Lab()
+    for group in range(4):
+        lab.see(group)
+    lab.form("t_0:a", "t_1:a", "t_2:a")
+    return lab
+
+
+def test_groups_start_train_and_stand_by() -> None:
+    lab = Lab()
+    assert lab.states() == ["starting"] * 4
+    assert lab.picture().state == "forming"
+    lab = running()
+    assert lab.states() == ["training", "training", "training", "spare"]
+    picture = lab.picture()
+    assert (picture.state, picture.step, picture.depth) == ("running", 5, "torchft")
+    assert [row.quorum_id for row in picture.replicas] == [7, 7, 7, -1]
+    assert len(picture.ranks) == 4
+
+
+def test_a_death_and_the_spare_in_its_place() -> None:
+    lab = running()
+    record = ExitRecord(rank=1, generation=1, pid=10, at_s=2.0, signal=9)
+    lab.add(RankExited(node=1, record=record, account=RankAccount(), detected_s=2.0))
+    assert lab.states()[1] == "failed"
+    lab.form("t_0:a", "t_2:a", "t_3:a", step=9, recovering=("t_3:a",))
+    assert lab.states() == ["training", "failed", "training", "healing"]
+    assert lab.picture().state == "running"
+    lab.start(1, 4)
+    assert lab.states()[1] == "starting"
+    lab.see(1, "b")
+    assert lab.states()[1] == "spare"
+    assert lab.picture().incidents == 1
+
+
+def test_one_left_out_that_comes_back() -> None:
+    lab = running()
+    lab.see(2, gone=True, reason="no heartbeat")
+    assert lab.states()[2] == "evicted"
+    lab.form("t_0:a", "t_1:a")
+    assert lab.picture().state == "recovering"
+    lab.form("t_0:a", "t_1:a", "t_2:a", step=8)
+    assert lab.states()[2] == "training"
+
+
+def test_steps_of_all_groups_come_with_heartbeats_of_their_own_generations() -> None:
+    lab = running()
+    for group in range(3):
+        account = RankAccount(step=20 + group, first_step_s=1.0)
+        progress = RankProgress(
+            rank=group, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=1.0, account=account
+        )
+        beat = NodeBeat(group, "a", 1, 150.0, generation=2 - group, ranks=(progress,))
+        lab.fold.observe(150.0, beat)
+    assert [row.step for row in lab.picture().replicas][:3] == [20, 21, 22]
