@@ -15,7 +15,9 @@ import json
 import os
 import random
 import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -127,11 +129,14 @@ class Bench:
             script = ["--step-s", str(STEP_S), *self.args.script]
             name = f"m{self.started}"
             self.job = LabJob(self.lab, self.home, name, *script, nproc=self.nproc)
+            self.job.wait(lambda: self.job and self.job.journal.find("RanksStarted"), 60.0)
+            self.job.take_precedence()
             self.job.wait_training()
         stepping = self.job.journal.find("GenerationStepping")
         generation = max(b["generation"] for b in stepping)
         if generation != self.generation:
             self.generation = generation
+            self.job.take_precedence()
             self.job.wait(lambda: False, LEARN_S)
         return self.job
 
@@ -166,12 +171,12 @@ def run_matrix(args: argparse.Namespace) -> None:
                 if fault is None:
                     continue
                 row |= {"idle": say(job, before), "rank": fault.rank, "link": fault.link}
-                row["load"] = round(os.getloadavg()[0], 1)
+                row |= {"load": round(os.getloadavg()[0], 1)}
                 row |= run_episode(job, fault).as_row()
                 bench.episodes += 1
                 if job.journal.open:
                     bench.end()
-            except (AssertionError, OSError) as error:
+            except (AssertionError, OSError, subprocess.SubprocessError) as error:
                 row["error"] = str(error)[:400]
                 bench.end()
             with open(out, "a") as file:
@@ -192,8 +197,6 @@ def say(job: LabJob, since: int) -> list[str]:
 
 def run_healthy(args: argparse.Namespace) -> None:
     """Train with noise beside and inside, harm nothing, and count verdicts."""
-    import subprocess
-
     home = Path(tempfile.mkdtemp(prefix="perdure-healthy-"))
     args.script = [*args.script, "--noise"]
     bench = Bench(args, home)
@@ -317,6 +320,7 @@ def main() -> None:
         return
     if why := network.why_not():
         sys.exit(f"no laboratory here: {why}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # So that the lab is removed.
     run_healthy(args) if args.healthy else run_matrix(args)
 
 

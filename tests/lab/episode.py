@@ -55,6 +55,10 @@ class Outcome:
     """Step time over the usual one, as the verdict says."""
     quiet_s: float = 0.0
     """From the fault's end until nothing was blamed any more."""
+    lingers: list[str] = field(default_factory=list)
+    """Verdicts that were not withdrawn within `QUIET_S_MAX`."""
+    last: list[str] = field(default_factory=list)
+    """What the journal says of that time."""
     allowed: str = ""
     evidence: Row = field(default_factory=dict)
     """Of a verdict that was wrong."""
@@ -115,7 +119,9 @@ def run_episode(job: LabJob, fault: Fault) -> Outcome:
         job.wait(lambda: False, max(0.0, left_s))
     elif fault.kind != "memory" or job.journal.open:
         job.inject("heal", fault.rank)
-    wait_quiet(job)
+    if not wait_quiet(job):
+        outcome.lingers = [f"{v['kind']}: {v['reason']}" for v in job.journal.open.values()]
+        outcome.last = [e["body"]["type"] for e in job.journal.entries[end:]][-30:]
     outcome.quiet_s = round(time.monotonic() - ended, 2)
     for body in job.journal.find("VerdictReached", end):
         v = body["verdict"]

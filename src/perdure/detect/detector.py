@@ -63,7 +63,7 @@ class Detector:
         self._exited: dict[int, tuple[CommProgress, ...]] = {}
         self._exit_s: dict[int, float] = {}
         self._open: Verdict | None = None
-        self._closed = False
+        self._closed = self._failed = False
         self._looked_s = self._weighed_s = 0.0
         self._look_every_s = max(0.05, spec.world_size / 10_000)
         self._weigh_every_s = max(0.19, spec.world_size / 10_000)
@@ -159,7 +159,7 @@ class Detector:
     def _begin(self, generation: int, now: float) -> None:
         self._generation = generation
         self._watches, self._exited, self._exit_s = {}, {}, {}
-        self._open, self._closed = None, False
+        self._open, self._closed, self._failed = None, False, False
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
         self._waiting, self._early = (), frozenset()
         self._notes.begin(generation, now)
@@ -196,7 +196,7 @@ class Detector:
             if event.account.last_step_s >= watch.account.last_step_s:
                 watch.account = event.account
         if record.failed:
-            self._closed = True
+            self._failed = self._closed = True
         elif not record.asked:
             self._exited[record.rank] = event.comms or (watch.comms if watch else ())
             self._notes.mark_ended(record.rank, record.at_s)
@@ -219,7 +219,12 @@ class Detector:
             self._open = verdict
             self._closed |= verdict.actionable
         else:
-            self._open = None
+            self._reopen()
+
+    def _reopen(self) -> None:
+        """What was blamed goes on, and nobody has ended it: the next fault is looked for."""
+        self._open = None
+        self._closed = self._failed
 
     # --- verdicts -----------------------------------------------------------------------------
 
@@ -229,7 +234,7 @@ class Detector:
         out: list[AnyEvent] = []
         if self._open is not None and (withdrawn := self._withdraw(now, self._open)):
             out.append(withdrawn)
-            self._open = None
+            self._reopen()
         if self._closed:
             return out
         live = {r: w for r, w in sorted(self._watches.items()) if not w.gone}
@@ -361,7 +366,7 @@ class Detector:
             return None  # Going on does not mend it.
         if rank is not None and verdict.kind != "EarlyExit":
             watch = self._watches.get(rank)
-            if watch is None or watch.progress_s <= verdict.first_seen_s + 1e-6:
+            if watch is None or watch.stopped or watch.progress_s <= verdict.first_seen_s + 1e-6:
                 return None
             who, at_s = f"rank {rank}", watch.progress_s
         else:

@@ -16,6 +16,8 @@ SAMPLES_MIN = 4
 FEW = {2: 2.0, 3: 0.8}
 """Unless each of so many is this large: what is very slow shows few samples."""
 OVER_S = 2.0
+ODD = 4
+"""One sample in so many is odd where nothing lasts."""
 GAP_S, GAP_RATIO = 1.5, 5.0
 """A silence this long, and so many times the usual, is an event of its own: an evaluation."""
 _KEPT_S = 30.0
@@ -91,8 +93,11 @@ class Persistence:
         return recent[len(recent) // 2] if recent else 0.0
 
     def is_over(self, now: float, clear_s: float) -> bool:
-        """Return whether nothing unusual was seen for `clear_s`."""
-        return now - self.seen_s >= clear_s
+        """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
+        if now - self.seen_s >= clear_s:
+            return True
+        recent = [excess >= self.least for at_s, excess in self._samples if at_s > now - clear_s]
+        return now - self.began_s >= clear_s and len(recent) > ODD * sum(recent)
 
 
 def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bool:

@@ -252,14 +252,14 @@ def test_where_all_nodes_are_silent_the_controller_is_cut_off_and_decides_nothin
         detector.note(0.0, hello(node))
     for now in range(1, 600):
         assert detector.tick(float(now)) == []
-    detector.note(600.0, hello(1))
-    detector.note(612.0, hello(1))
+    for now in (600.0, 606.0, 612.0):
+        detector.note(now, hello(1))
     assert detector.tick(614.0) == []
     (lost,) = detector.tick(615.0)
     assert lost.node == 0
 
-    for node in (0, 1):
-        detector.note(616.0, hello(node))
+    detector.note(615.8, hello(1))
+    detector.note(616.0, hello(0))
     lost = [event for now in range(617, 1600) for event in detector.tick(float(now))]
     assert [event.node for event in lost] == [0, 1]
     assert lost[0].at_s - 616.0 >= JobSpec(script="x.py").restart.node_wait_s
@@ -342,3 +342,15 @@ def test_a_script_without_steps_is_watched_by_its_collectives(make_world):
     (verdict,) = world.verdicts
     assert (verdict.kind, verdict.culprit.rank) == ("ComputeHang", 1)
     assert verdict.confirmed_s - at_s <= 1.0 + 2 * 0.32 + 0.2
+
+
+def test_a_hang_that_was_acted_upon_by_nobody_and_ended_is_not_the_last_one_seen(make_world):
+    world = make_world()
+    world.run(20)
+    world.ranks[1].state = "T"
+    world.run(3)
+    world.ranks[1].state = "S"
+    world.run(20)
+    world.ranks[0].state = "T"
+    world.run(3)
+    assert [v.culprit.rank for v in world.actionable] == [1, 0]

@@ -11,3 +11,11 @@ def test_onset_is_where_the_samples_turn_odd_for_good() -> None:
     for tick in range(41, 71):
         suspect.add(tick * 0.1, 0.5 if tick % 7 else 0.0)
     assert 4.0 <= suspect.onset_s() <= 4.3
+
+
+def test_an_odd_sample_now_and_then_does_not_keep_it_open():
+    watch = Persistence(0.0, 0.4, 0.15)
+    for i in range(100):
+        watch.add(i / 10, 0.5 if i < 40 or i % 8 == 0 else 0.0)
+    assert not watch.is_over(5.0, 5.0)
+    assert watch.is_over(9.9, 5.0)

@@ -1,0 +1,107 @@
+"""Every class of fault, made by `perdure inject` in a job across namespaces, is named rightly."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.lab import network
+from tests.lab.episode import Fault, Outcome, run_episode, wait_quiet
+from tests.lab.job import LabJob
+
+pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.slow, pytest.mark.timeout(120)]
+
+WHY_NOT = network.why_not()
+HANG_S, SLOW_S = 4.0, 20.0
+"""Far above what is measured on an idle machine (bench/RESULTS.md): others may use it too."""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabJob]:
+    if WHY_NOT:
+        pytest.skip(WHY_NOT)
+    home = tmp_path_factory.mktemp("lab")
+    with network.Lab(3) as lab:
+        job = LabJob(lab, home, "lab")
+        try:
+            job.take_precedence()
+            job.wait_training()
+            job.take_precedence()
+            job.wait(lambda: len(job.find_busy_links()) >= 3, 20.0)
+            yield job
+        finally:
+            job.end()
+
+
+def harm(
+    job: LabJob, kind: str, rank: int, *, patience_s: float = HANG_S, **args: float
+) -> Outcome:
+    """Wait for quiet, harm a rank, and return what the journal says once it is healed."""
+    wait_quiet(job)
+    return run_episode(job, Fault(kind, rank, args, patience_s=patience_s))
+
+
+@pytest.mark.parametrize("kind", ["stop", "gil", "spin", "sleep"])
+def test_a_rank_that_hangs_is_named(job: LabJob, kind: str) -> None:
+    outcome = harm(job, kind, 1, for_s=HANG_S)
+    assert (outcome.kind, outcome.culprit) == ("ComputeHang", "rank 1"), outcome
+    assert 0.9 <= outcome.confirm_s <= HANG_S
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward", "data"])
+def test_a_slow_rank_is_named_with_its_stage(job: LabJob, stage: str) -> None:
+    outcome = harm(job, f"slow-{stage}", 2, patience_s=SLOW_S, ms=60.0, for_s=SLOW_S)
+    assert (outcome.kind, outcome.culprit) == ("Straggler", "rank 2"), outcome
+    assert outcome.stage == stage
+    assert outcome.confirm_s <= SLOW_S
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"), [("slow-link", "CommSlow"), ("drop-link", "CommHang")]
+)
+def test_a_link_is_named_with_its_direction(job: LabJob, kind: str, verdict: str) -> None:
+    wait_quiet(job)
+    src, dst = job.find_busy_links()[0]
+    args = {"to": float(dst), "mbit": 20.0, "for_s": SLOW_S}
+    fault = Fault(kind, src, args, (src, dst), patience_s=SLOW_S)
+    outcome = run_episode(job, fault)
+    assert (outcome.kind, outcome.culprit) == (verdict, f"link {src}->{dst}"), outcome
+
+
+def test_a_node_without_its_network_is_named(job: LabJob) -> None:
+    outcome = harm(job, "link-down", 2, patience_s=8.0, for_s=8.0)
+    assert outcome.kind_right, outcome
+    assert outcome.culprit_right, outcome
+
+
+def test_taking_memory_accuses_nobody_else(job: LabJob) -> None:
+    outcome = harm(job, "memory", 0, patience_s=3.0, mb=64.0, for_s=3.0)
+    assert outcome.kind in ("none", "Straggler"), outcome
+    assert outcome.culprit in ("none", "rank 0"), outcome
+
+
+@pytest.mark.parametrize("kind", ["wrong-size", "wrong-op"])
+def test_a_rank_that_calls_something_else_is_named(job: LabJob, kind: str) -> None:
+    outcome = harm(job, kind, 1, patience_s=SLOW_S)
+    assert (outcome.kind, outcome.culprit) == ("Desync", "rank 1"), outcome
+
+
+def test_a_rank_that_dies_is_named_and_the_world_comes_back(job: LabJob) -> None:
+    outcome = harm(job, "crash", 0, patience_s=SLOW_S)
+    assert (outcome.kind, outcome.culprit) == ("Crash", "rank 0"), outcome
+
+
+def test_diagnose_says_what_the_journal_says(job: LabJob) -> None:
+    said = json.loads(job.cli("diagnose", job.name, "--json"))["verdicts"]
+    kinds = {v["kind"] for v in said}
+    assert {"ComputeHang", "Straggler", "CommSlow", "CommHang", "Desync", "Crash"} <= kinds
+    hang = next(v for v in said if v["kind"] == "ComputeHang")
+    assert hang["culprit"] == {"rank": 1}
+    assert hang["confirmed_s"] > hang["first_seen_s"]
+
+
+def test_network_faults_are_refused_where_the_network_is_the_machines_own(tmp_path: Path) -> None:
+    from perdure.worker.netfaults import NetworkFaults
+
+    assert "docs/lab.md" in NetworkFaults({}).find_objection({"to": 0})
