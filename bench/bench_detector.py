@@ -164,10 +164,12 @@ def measure_faults(num: int, seed: int) -> dict[str, object]:
         watched.run(18.0 if kind == "node" else 5.0)
         total[kind] += 1
         if kind == "node":
-            found = watched.lost == [(watched.lost[0][0], lay.node_of(fault.rank))]
+            found = [node for _, node in watched.lost] == [lay.node_of(fault.rank)]
             confusion[kind]["NodeLost" if found else "none"] += 1
             right[kind] += found
-            delays[kind] += [watched.lost[0][0] - at_s]
+            delays[kind] += [now - at_s for now, _ in watched.lost[:1]]
+            if not found:
+                wrong.append(f"{lay} {fault}: lost {watched.lost}")
             continue
         after = [(now, v) for now, v in watched.reached if now > at_s]
         last = max(watched.open.values(), key=lambda v: v.confidence, default=None)
