@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from perdure.detect.clocks import TRUSTED_S
 from perdure.model.events import NodeLost
+from perdure.model.job import DetectConfig
 from perdure.model.progress import NodeBeat
 
 
@@ -30,6 +31,8 @@ class NodeWatch:
         """Begin with no nodes; those that never came are not lost."""
         self._node_lost_s, self._all_lost_s = node_lost_s, all_lost_s
         self._heard_s: float | None = None
+        # The last heartbeats of nodes that fall silent together are not of one moment.
+        self._quiet_s = node_lost_s / 2
         self._nodes: dict[int, _Node] = {}
         self._due_s: float | None = None
 
@@ -47,6 +50,10 @@ class NodeWatch:
         self._due_s = self._due_s or now + self._node_lost_s
         return True
 
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from the next look on."""
+        self._node_lost_s = config.node_lost_s
+
     def register(self, now: float, node: int) -> None:
         """An agent said hello."""
         self._hear(now)
@@ -62,7 +69,7 @@ class NodeWatch:
 
     def _hear(self, now: float) -> None:
         """Somebody is heard: after a silence of all, the others get time to be heard as well."""
-        if self._heard_s is not None and now - self._heard_s >= self._node_lost_s:
+        if self._heard_s is not None and now - self._heard_s >= self._quiet_s:
             self.restart(now)
         self._heard_s = now
 
@@ -88,8 +95,8 @@ class NodeWatch:
             return []
         lost: list[NodeLost] = []
         all_silent_s = now - self._heard_s if self._heard_s is not None else 0.0
-        if self._node_lost_s <= all_silent_s < self._all_lost_s:
-            self._due_s = now + self._node_lost_s
+        if self._quiet_s <= all_silent_s < self._all_lost_s:
+            self._due_s = now + self._quiet_s
             return lost
         later = []
         for number, node in sorted(self._nodes.items()):

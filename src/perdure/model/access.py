@@ -85,7 +85,7 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
     match role:
         case "controller":
             orders = (subject_orders(job, "*"), subject_journal(job))
-            make = (f"{api}.STREAM.CREATE.{stream}",)
+            make = (f"{api}.STREAM.CREATE.{stream}", f"{api}.STREAM.DELETE.{stream}")
             told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
             return Access(
                 publish=(*orders, "_INBOX.>", *make, *last, *replay),

@@ -178,7 +178,7 @@ def _restart_server(paths: JobPaths) -> None:
 
     Nothing is lost: what it has acknowledged is on disk, and all clients reconnect.
     """
-    log.error("the journal cannot be written: restarting nats-server (is its disk full?)")
+    log.error("the journal cannot be written: nats-server is started anew if it is perdure's own")
     _end_server(paths)
 
 

@@ -116,6 +116,7 @@ def write_credentials(
     authority = config.tls_ca or (server.certificate[0] if server and server.certificate else "")
     ca = read_pem(authority) if authority else ""
     passwords = {user.name: user.password for user in server.users} if server else {}
+    by_role = server is None and os.path.isdir(config.creds)
     mine = None
     for role, node in list_users(spec):
         name = user_name(role, node)
@@ -124,7 +125,7 @@ def write_credentials(
             token=passwords.get(name, ""),
             clock_offset_s=clock_offset_s,
             external=server is None,
-            user=name if server else "",
+            user=name if server else role if by_role else "",
             ca=ca,
             creds=choose_file(config.creds, role) if config.creds and not server else "",
             tls_cert="" if server else config.tls_cert,

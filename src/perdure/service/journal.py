@@ -359,13 +359,14 @@ async def find_end(paths: JobPaths, bus: NatsBus | None, job: str) -> JobEnded |
     return None
 
 
-async def clear_stream(endpoint: Endpoint, job: str, *, ours: bool) -> None:
+async def clear_stream(paths: JobPaths, job: str, *, ours: bool) -> None:
     """Remove an earlier run's journal from a user's own server; `ours`: it was this machine's.
 
     Raises:
         ConfigError: it is another machine's, of a job that has not ended.
         PlatformError: the server cannot be reached.
     """
+    endpoint = load_endpoint(paths, "controller")
     bus = await NatsBus.connect(endpoint, name="perdure run", timeout_s=10)
     try:
         stream = await NatsStream.open(bus, job)

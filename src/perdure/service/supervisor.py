@@ -211,7 +211,7 @@ class Supervisor:
         )
         self._write_parts()
         if self._nats_url is not None:
-            await clear_stream(endpoint, self._spec.name, ours=self._rerun)
+            await clear_stream(self._paths, self._spec.name, ours=self._rerun)
         self._start_part("controller")
         if needs_lighthouse(self._spec):
             self._start_part("lighthouse")

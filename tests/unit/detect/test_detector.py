@@ -234,7 +234,8 @@ def test_a_new_controller_gives_nodes_their_time_again():
     for node in (0, 1):
         detector.note(0.0, hello(node))
     detector.note(100.0, ControllerStarted(incarnation="b"))
-    detector.note(110.0, hello(1))
+    for now in (105.0, 110.0):
+        detector.note(now, hello(1))
     assert detector.tick(114.0) == []
     assert detector.next_deadline() == 115.0
     (lost,) = detector.tick(115.0)
