@@ -22,6 +22,7 @@ ROW_COST, COST_A_LOOK = 16, 12_000
 """What a row costs beside its spans, and what a look may cost; above it, rows are thinned."""
 PACE_ROWS = 9
 """Rows over which the time a collective is taken: several collectives make a step."""
+ACCOUNTED = 0.5
 PACE_RATIO = 1.02
 """Slow communication that makes nothing slower is hidden behind work, and nobody's concern."""
 
@@ -180,10 +181,13 @@ class CollectiveWatch:
         if base.known:
             excess = least_s / base.value - 1.0
             extra_s = least_s - base.value
-            heavy = extra_s >= self._config.comm_slow_floor_s and (
-                not each_s or extra_s >= self._config.slow_impact * each_s
-            )
             paces = [p for p in (comm.find_pace(), pace) if p]
+            lost = 1.0 - 1.0 / max(paces) if paces and max(paces) > 1.0 else 0.0
+            # What a collective takes longer must account for what training loses.
+            share = max(self._config.slow_impact, ACCOUNTED * lost)
+            heavy = extra_s >= self._config.comm_slow_floor_s and (
+                not each_s or extra_s >= share * each_s
+            )
             slower = not paces or max(paces) >= PACE_RATIO
             slow = excess >= tolerance - 1.0 and heavy and slower
             if slow and comm.slow is None:

@@ -23,6 +23,7 @@ SEGMENT = 1448
 LOST_MIN = 20
 """Segments sent again in a window; fewer are everyday."""
 UNREAD_MIN = 65_536
+UNREAD_S = 1.2
 MINOR = 0.3
 """A suspect this much less than the worst is slow because of it."""
 LINKS_A_S, LINKS_COMPARED = 20_000, 4096
@@ -47,6 +48,8 @@ class Link:
     seen_s: float = 0.0
     cell: float = 0.0
     """Busy ms per 10^6 bytes in the last sweep that moved enough; 0 before."""
+    cost: float = 0.0
+    """Share of the time for which it was busier than usual."""
     moved_s: float = 0.0
     base: Baseline = field(default_factory=Baseline)
     lost: float = 0.0
@@ -98,12 +101,14 @@ class LinkWatch:
         """When a sweep came last; long ago where there are none."""
         self._usual: dict[bool, list[float]] = {}
         self._usual_s = -1e9
+        self._window_s = 0.0
         self._deaf: set[tuple[int, int]] = set()
         """Links whose way back is the one that loses."""
 
     def take(self, now: float, sweep: LinkSweep) -> None:
         """Take a sweep of one node."""
         self.swept_s = now
+        self._window_s = sweep.window_s
         merged: dict[tuple[int, int], LinkSample | list[LinkSample]] = {}
         for sample in sweep.links:
             key = (sample.src, sample.dst)
@@ -156,6 +161,9 @@ class LinkWatch:
             link.slow = Persistence(now, config.slow_confirm_s, 0.1)
         if link.slow is not None:
             link.slow.add(now, excess)
+            extra_s = busy_s - link.base.value * acked / 1e9
+            cost = max(extra_s, 0.0) / self._window_s if self._window_s > 0.0 else 0.0
+            link.cost = max(cost, 0.5 * link.cost)
             if link.slow.is_over(now, 30.0):
                 link.slow = None
         if now - link.learned_s >= 0.9 or not link.base.known:
@@ -190,7 +198,9 @@ class LinkWatch:
     def is_unread(self, link: Link) -> bool:
         """Return whether the far end has received more than it has read: its host is behind."""
         back = self.links.get((link.dst, link.src))
-        return back is not None and back.unread >= UNREAD_MIN
+        if back is None or link.seen_s - back.seen_s > UNREAD_S:
+            return False  # A look long ago: what is still unread is told of in every sweep.
+        return back.unread >= UNREAD_MIN
 
     def find_slow(self, now: float, *, fused: bool) -> list[Link]:
         """Return links under suspicion now, the worst first.

@@ -28,6 +28,8 @@ NEIGHBOUR_S = 30.0
 """A rank whose neighbours take its CPU is a straggler only after this long."""
 STARVED = 0.05
 """Share of the time without a CPU from which it may be felt elsewhere."""
+ACCOUNTED = 0.5
+"""What is blamed must account for so much of the time that is lost."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -258,6 +260,8 @@ class SlowWatch:
         if self._neighbours_explain(slow):
             return None
         links = self.links.find_slow(now, fused=bool(slow))
+        least = ACCOUNTED * self._find_loss(slow)
+        links = [link for link in links if not link.cost or link.cost >= least]
         if links and self._matters(now, slow, {name for link in links for name in link.comms}):
             began_s = min(link.slow.began_s for link in links if link.slow is not None)
             sure = any(c.slow.confirm(now, hurry=0.5) > 0 for c in slow if c.slow is not None)
@@ -338,9 +342,12 @@ class SlowWatch:
         """
         ranks = {r for c in slow for r in c.ranks} or set(self._cpu)
         taken = max((self._cpu[r].share for r in ranks if r in self._cpu), default=0.0)
+        return taken >= STARVED and taken >= ACCOUNTED * self._find_loss(slow)
+
+    def _find_loss(self, slow: list[Comm]) -> float:
+        """Return the share of the time that training loses against its usual pace."""
         pace = max([self.stages.pace, *(c.find_pace() for c in slow)])
-        lost = 1.0 - 1.0 / pace if pace > 1.0 else 0.0
-        return taken >= STARVED and taken >= 0.5 * lost
+        return 1.0 - 1.0 / pace if pace > 1.0 else 0.0
 
     def _host_explains(self, now: float, comm: Comm) -> bool:
         suspects = self.stages.suspects
