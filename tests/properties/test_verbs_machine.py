@@ -135,13 +135,13 @@ class VerbsMachine(RuleBasedStateMachine):
         if not said.ok or kind == "restore" or said.result.get("already"):
             return
         for node in said.result.get("nodes", ()):
-            assert node in self.state.cordoned or "restored meanwhile" in said.reason, said
+            assert node in self.state.cordoned or "is free again" in said.reason, said
             if kind in ("drain", "evict"):
                 left = node not in self.state.placement
-                assert left or "restored meanwhile" in said.reason, said
+                assert left or "is free again" in said.reason, said
         if kind == "drain" and said.result.get("instead") == "":
             lost = said.result["steps_lost"]
-            assert lost == 0 or (lost is None and "not training yet" in said.reason), said
+            assert lost == 0 or (lost is None and _early(said)), said
 
     # --- the operator ------------------------------------------------------------------------
 
@@ -270,8 +270,8 @@ class VerbsMachine(RuleBasedStateMachine):
         if sent.generation != self.state.generation or self.state.phase != "running":
             return
         for rank in range(SPEC.world_size):
-            no = veto and rank == 1
-            step = sent.step + 1 if no else self.step
+            no = (veto and rank == 1) or self.step >= sent.step
+            step = max(self.step, sent.step + 1) if no else self.step
             answer = BoundaryAnswered(id=sent.id, rank=rank, ok=not no, step=step)
             self.do(answer)
         if self.committed is None or self.committed.id != sent.id:
@@ -367,6 +367,11 @@ class VerbsMachine(RuleBasedStateMachine):
             )
         assert set(self.asked) <= set(self.answers), set(self.asked) - set(self.answers)
         assert not self.state.moves or self.state.phase in ("ending", "ended")
+
+
+def _early(said: AnswerCommand) -> bool:
+    """Whether it was answered before the new world trained."""
+    return "not training yet" in said.reason or "is free again" in said.reason
 
 
 def _gist(state: ControllerState) -> str:

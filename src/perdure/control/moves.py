@@ -14,6 +14,7 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 from perdure.control.answers import answer_open
 from perdure.control.boundary import abort_boundary, open_boundary
 from perdure.control.formation import form_world
+from perdure.control.pauses import stands
 from perdure.control.placement import bar, cordon, find_shortage
 from perdure.control.state import ControllerState, OpenBoundary, OpenMove
 from perdure.model.actions import AnyAction, NoteDraining, ResumeRanks
@@ -92,6 +93,7 @@ def note_held(
     for move in state.moves.values():
         if move.stage != "agreeing" or event.id != move.boundary:
             continue
+        state.step = max(state.step, event.step)
         if event.error:
             return _take_back(state, now, move, f"rank {event.rank}: {event.error}")
         if done is not None:
@@ -123,11 +125,16 @@ def note_left(state: ControllerState, event: RankExited) -> None:
 
 
 def restore_move(state: ControllerState, now: float, node: int, why: str) -> list[AnyAction]:
-    """Take back what is about to leave `node`, unless it was left already."""
+    """Take back what is about to leave `node`; where it was left already, say so now."""
+    actions: list[AnyAction] = []
     for move in list(state.moves.values()):
-        if node in move.nodes and move.stage != "moved":
-            return _take_back(state, now, move, why)
-    return []
+        if node not in move.nodes:
+            continue
+        if move.stage == "moved":
+            actions += _finish(state, now, move, f"node {node} is free again: {why}")
+        else:
+            actions += _take_back(state, now, move, why)
+    return actions
 
 
 def moves_again(state: ControllerState) -> list[AnyAction]:
@@ -149,7 +156,7 @@ def moves_again(state: ControllerState) -> list[AnyAction]:
 
 def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
     if move.stage == "moved":
-        if state.phase == "running" and state.stepping:
+        if state.phase == "running" and (state.stepping or stands(state)):
             return _finish(state, now, move, "")
         if now >= move.deadline_s:
             return _finish(state, now, move, f"the new world is {state.phase} and not training yet")
@@ -185,7 +192,7 @@ def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction
         return _guard(state, now, move)
     if move.kind == "evict":
         return _leave(state, now, move) if state.phase in _ALIVE else []
-    if state.phase != "running" or not state.stepping:
+    if state.phase != "running" or not (state.stepping or stands(state)):
         return []
     if not state.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
@@ -265,10 +272,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
     if lost is not None:
         cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
         parts[0] += f", at step {resumed}: {cost} made again"
-    back = [
-        f"node {node} was restored meanwhile" for node in move.nodes if node not in state.cordoned
-    ]
-    parts += [part for part in (move.instead, *back, but) if part]
+    parts += [part for part in (move.instead, but) if part]
     return answer_open(state, move.id, True, "; ".join(parts), result)
 
 

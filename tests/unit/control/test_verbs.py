@@ -383,3 +383,29 @@ def test_restoration_that_did_not_reach_the_journal_is_said_again() -> None:
     driver.do(NodeRestored(node=2, at_s=driver.now, reason="r", who="ada"))
     again = driver.do(ControllerStarted(incarnation="c3"))
     assert not any(isinstance(a, RestoreNode | CordonNode) for a in again)
+
+
+def test_a_paused_job_is_drained_at_the_step_where_it_stands() -> None:
+    driver = start()
+    sent = one(ask(driver, "pause"), SendBoundary)
+    agree(driver, sent)
+    hold(driver, sent)
+    again = one(ask(driver, "drain", "1"), SendBoundary)
+    assert (again.kind, again.step) == ("drain", sent.step)
+    agree(driver, again)
+    hold(driver, again)
+    assert one(save(driver, again.step), AssignNodes).assignment.placement == (0, 2)
+    state = driver.controller.state
+    generation = state.generation
+    for node in range(driver.spec.num_nodes):
+        driver.do(GenerationStopped(node=node, generation=generation - 1, at_s=driver.now))
+    driver.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
+    for node in state.placement:
+        pids = {0: 1}
+        driver.do(RanksStarted(node=node, generation=generation, pids=pids, at_s=1.0, warm=True))
+    for rank in state.world:
+        driver.do(RankJoined(generation=generation, rank=rank))
+        driver.do(CheckpointRestored(generation=generation, rank=rank, step=sent.step, path="p"))
+    answer = one(hold(driver, sent), AnswerCommand)
+    assert answer.ok
+    assert answer.result["steps_lost"] == 0

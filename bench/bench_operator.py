@@ -1,0 +1,273 @@
+"""100 operator actions at random while ranks, agents and the controller are killed.
+
+A job of two nodes and two spare ones trains; drain, evict, cordon, restore and checkpoint are sent
+to it through the real command line, with random targets and options, and meanwhile parts of the
+job get SIGKILL at random. Each action must be acknowledged, or refused with a reason; what was
+acknowledged must be true of the living processes at that moment, and what was refused must have
+changed nothing in the journal.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPT = ROOT / "tests" / "e2e" / "scripts" / "train_paced.py"
+NODES, SPARES = 2, 2
+PARTS = ("rank", "rank", "rank", "controller", "controller", "agent")
+VERBS = ("drain", "drain", "evict", "cordon", "restore", "restore", "restore", "checkpoint")
+
+
+@dataclass
+class Bench:
+    """One job, its operator, and who kills its parts."""
+
+    home: Path
+    chance: random.Random
+    gap_s: float
+    process: subprocess.Popen[bytes] | None = None
+    kills: Counter[str] = field(default_factory=Counter)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    took_s: dict[str, list[float]] = field(default_factory=dict)
+    wrong: list[str] = field(default_factory=list)
+    ids: list[str] = field(default_factory=list)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def env(self) -> dict[str, str]:
+        """Return the environment of every command."""
+        return dict(os.environ, PERDURE_HOME=str(self.home / "state"))
+
+    def start(self) -> None:
+        """Start the job and wait for its first steps."""
+        (self.home / "trail").mkdir()
+        args = ["--trail", str(self.home / "trail"), "--steps", "1000000", "--step-s", "0.05"]
+        spec = self.home / "job.toml"
+        spec.write_text(
+            f'script = "{SCRIPT}"\nargs = {json.dumps(args)}\n[checkpoint]\nevery_steps = 40\n'
+            "[restart]\nmax_restarts = 100\nsame_fault_max = 100\nwindow_max = 10000\n"
+        )
+        words = ["run", "--name", "steered", "-n", "1", "--nodes", str(NODES)]
+        words += ["--spares", str(SPARES), "-c", str(spec)]
+        with open(self.home / "run.out", "wb") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "perdure", *words],
+                stdout=out, stderr=out, env=self.env, cwd=self.home,
+            )  # fmt: skip
+        deadline = time.monotonic() + 120
+        while self.state().get("step", -1) < 5:
+            assert time.monotonic() < deadline, (self.home / "run.out").read_text()[-3000:]
+            time.sleep(0.2)
+
+    def state(self) -> dict[str, Any]:
+        """Return the newest snapshot; empty where there is none."""
+        path = self.home / "state" / "jobs" / "steered" / "state.json"
+        try:
+            document: dict[str, Any] = json.loads(path.read_text())
+        except (OSError, ValueError):
+            return {}
+        return document
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Return the bodies of the journal's entries."""
+        path = self.home / "state" / "jobs" / "steered" / "journal.jsonl"
+        lines = path.read_text().splitlines()
+        return [json.loads(line)["body"] for line in lines if line.endswith("}")]
+
+    def find_homes(self) -> dict[int, set[int]]:
+        """Return node -> pids of the ranks that live there, from the processes themselves."""
+        assert self.process is not None
+        homes: dict[int, set[int]] = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                mine = "perdure rank " in " ".join(child.cmdline())
+                if mine and child.status() != psutil.STATUS_ZOMBIE:
+                    homes.setdefault(int(child.environ()["PERDURE_NODE"]), set()).add(child.pid)
+            except (psutil.Error, KeyError):
+                continue
+        return homes
+
+    def kill_at_random(self, chance: random.Random) -> None:
+        """Send SIGKILL to a random part again and again."""
+        assert self.process is not None
+        while not self.over.wait(chance.expovariate(1 / self.gap_s)):
+            part = chance.choice(PARTS)
+            found = []
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                try:
+                    if f"perdure {part} " in " ".join(child.cmdline()):
+                        found.append(child)
+                except psutil.Error:
+                    continue
+            if found:
+                try:
+                    chance.choice(found).send_signal(signal.SIGKILL)
+                    self.kills[part] += 1
+                except psutil.Error:
+                    continue
+
+    def act(self) -> None:
+        """Send one command, and check what became of it."""
+        verb = self.chance.choice(VERBS)
+        words = [verb, "steered"]
+        if verb != "checkpoint":
+            node = self.chance.randrange(NODES + SPARES)
+            words.append(self.chance.choice([f"node:{node}", f"rank:{node % NODES}", str(node)]))
+        for option, share in (("--force", 0.3), ("--wait", 0.2), ("--dry-run", 0.1)):
+            known = {"--force": ("drain",), "--wait": ("drain", "evict")}
+            allowed = known.get(option, ("drain", "evict", "cordon", "restore"))
+            if verb in allowed and self.chance.random() < share:
+                words.append(option)
+        if verb in ("drain", "evict"):
+            words += ["--deadline", str(self.chance.choice([1, 10, 20]))]
+        before = find_cordoned(self.journal())
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure", *words, "--json"],
+            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        homes = self.find_homes()
+        took_s = time.monotonic() - began
+        self.judge(words, done, before, homes, took_s)
+
+    def judge(
+        self,
+        words: list[str],
+        done: subprocess.CompletedProcess[str],
+        before: dict[int, str],
+        homes: dict[int, set[int]],
+        took_s: float,
+    ) -> None:
+        """Compare an answer with the journal and with the ranks that live."""
+        verb, what = words[0], " ".join(words)
+        try:
+            told = json.loads(done.stdout)
+        except ValueError:
+            self.wrong.append(f"{what}: no answer: {done.stdout}{done.stderr}")
+            return
+        after = find_cordoned(self.journal())
+        print(f"{what}: {told.get('reason') or told}", file=sys.stderr, flush=True)
+        if done.returncode == 4 and "refused: " in told.get("error", ""):
+            self.outcomes[f"{verb} refused"] += 1
+            if after != before:
+                self.wrong.append(f"{what}: refused, but cordons were {before}, are {after}")
+            return
+        if done.returncode != 0 or not told.get("ok"):
+            self.wrong.append(f"{what}: exit code {done.returncode}: {told}")
+            return
+        if "--dry-run" in words:
+            self.outcomes["dry runs"] += 1
+            if after != before:
+                self.wrong.append(f"{what}: a dry run changed {before} to {after}")
+            return
+        self.outcomes[f"{verb} done"] += 1
+        self.took_s.setdefault(verb, []).append(took_s)
+        for node in told.get("nodes", ()):
+            if (verb == "restore") == (node in after):
+                self.wrong.append(f"{what}: {told}, but cordons are {after}")
+            if verb in ("drain", "evict") and homes.get(node):
+                self.wrong.append(f"{what}: {told}, but ranks live there: {homes}")
+        lost = told.get("steps_lost")
+        if verb == "drain" and told.get("way") is None and not told.get("instead") and lost:
+            self.wrong.append(f"{what}: {told}: steps were lost")
+
+    def check_journal(self) -> None:
+        """Check that every command was taken once and answered once, and never two ways."""
+        answers: dict[str, set[str]] = {}
+        taken: Counter[str] = Counter()
+        for body in self.journal():
+            if body["type"] == "CommandReceived":
+                taken[body["id"]] += 1
+            if body["type"] == "Decision" and body["action"] == "AnswerCommand":
+                id_, _, word = body["summary"].rpartition(": ")
+                answers.setdefault(id_, set()).add(word)
+                if not body["reason"]:
+                    self.wrong.append(f"{id_} was answered without a reason")
+        self.wrong += [f"{id_} was taken {n} times" for id_, n in taken.items() if n > 1]
+        self.wrong += [f"{id_} was never answered" for id_ in taken if id_ not in answers]
+        self.wrong += [f"{id_}: {w}" for id_, w in answers.items() if len(w) > 1]
+
+    def stop(self) -> None:
+        """End the job."""
+        assert self.process is not None
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.wrong.append("the job did not end")
+            self.process.kill()
+            self.process.wait()
+
+
+def find_cordoned(journal: list[dict[str, Any]]) -> dict[int, str]:
+    """Return the cordoned nodes and by whom, as the journal has it."""
+    cordoned: dict[int, str] = {}
+    for body in journal:
+        if body["type"] == "NodeCordoned":
+            cordoned[body["node"]] = body.get("who", "")
+        elif body["type"] == "NodeRestored":
+            cordoned.pop(body["node"], None)
+    return cordoned
+
+
+def main() -> int:
+    """Run the bench; exit code 1 where anything is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--actions", type=int, default=100)
+    parser.add_argument("--gap-s", type=float, default=6.0, help="mean time between kills")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    home = Path(tempfile.mkdtemp(prefix="perdure-operator-"))
+    bench = Bench(home, random.Random(args.seed), args.gap_s)
+    killer = threading.Thread(
+        target=bench.kill_at_random, args=[random.Random(args.seed + 1)], daemon=True
+    )
+    try:
+        bench.start()
+        killer.start()
+        for _ in range(args.actions):
+            bench.act()
+        bench.over.set()
+        killer.join(30)
+        bench.check_journal()
+    finally:
+        bench.over.set()
+        if bench.process is not None:
+            bench.stop()
+    for line in bench.wrong:
+        print("wrong: " + line, file=sys.stderr)
+    medians = {verb: sorted(s)[len(s) // 2] for verb, s in sorted(bench.took_s.items())}
+    print(
+        json.dumps(
+            {
+                "actions": args.actions,
+                "outcomes": dict(sorted(bench.outcomes.items())),
+                "median_s": {verb: round(s, 2) for verb, s in medians.items()},
+                "kills": dict(sorted(bench.kills.items())),
+                "wrong": len(bench.wrong),
+            }
+        )
+    )
+    if bench.wrong:
+        print(f"state kept in {home}", file=sys.stderr)
+        return 1
+    shutil.rmtree(home, ignore_errors=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
