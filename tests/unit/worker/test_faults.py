@@ -1,7 +1,17 @@
+import threading
+import time
+
 import pytest
 
 from perdure.model.actions import InjectFault
-from perdure.worker.faults import NEVER, Faults, exhaust_memory
+from perdure.worker.faults import (
+    NEVER,
+    Faults,
+    exhaust_memory,
+    hold_interpreter,
+    press_memory,
+    spin,
+)
 
 
 @pytest.fixture
@@ -88,3 +98,38 @@ def test_memory_runs_out_by_an_error_and_the_limit_is_lifted():
     with pytest.raises(MemoryError, match="injected by perdure: "):
         exhaust_memory(64)
     assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+def test_without_a_recorder_that_calls_the_next_forward_pass_is_the_place(faults):
+    armed = []
+    faults.arm_forward = lambda before: armed.append(before) or True
+    faults.handle(order("slow", s=0.0, steps=1))
+    armed[0]()
+    assert faults.told[0].kind == "slow"
+
+
+def test_network_faults_are_refused_outside_a_laboratory(faults):
+    faults.handle(order("link-down"))
+    assert "docs/lab.md" in faults.told[0].error
+
+
+def test_healing_ends_what_spins_and_what_is_slow(faults):
+    over = threading.Event()
+    faults._healed = over
+    faults.step = 0
+    faults.handle(order("slow", s=0.0, steps=9))
+    faults.act(0)
+    faults.heal()
+    assert over.is_set()
+    began_s = time.monotonic()
+    spin(60.0, over)
+    press_memory(1, 60.0, over)
+    assert time.monotonic() - began_s < 30.0
+    faults.act(1)
+    assert faults.next_step == NEVER
+
+
+def test_native_code_holds_the_interpreter_for_so_long():
+    began_s = time.monotonic()
+    hold_interpreter(0.02)
+    assert time.monotonic() - began_s >= 0.02
