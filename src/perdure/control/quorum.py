@@ -10,8 +10,9 @@ the last one, unless they are dead, silent, or late:
   waited for `hung_s` beyond the usual time between quorums.
 
 Who is left out while it lives may come back. It may have committed a step that nobody else has,
-so it is made to heal from a peer, whatever step it names: two replicas at one step with unlike
-parameters would never be noticed.
+and the others may have redone that step without it: two replicas at one step with unlike
+parameters would never be noticed. Only members of the newest quorum are therefore believed; who
+was not in it is made to heal from one that was, whatever step it names.
 
 Leaving a member out also releases those who hang on it in a collective: `Fenced` carries the id
 of the quorum, so that a process group formed since is left alone. Newcomers join at the next
@@ -32,6 +33,9 @@ from perdure.model.lighthouse import Member, set_step
 
 _KEPT_EVICTED = 1000
 _INTERVALS = 15
+_GAP_KEPT = 0.95
+_GAPS = 3.0
+"""A member is silent after so many times the longest gap between its heartbeats of late."""
 _TRUSTED_AFTER = 2
 """Quorums after which a member's steps are no longer its first, which take longer."""
 _DEADLOCK = 5.0
@@ -115,6 +119,8 @@ class Replica:
     """Since when it waits in a collective of the quorum in force, where it said so."""
     stopped: bool = False
     """Its process is in state T."""
+    gap_s: float = 0.0
+    """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
     took: tuple[int, int] = (-1, 0)
     """Step and commit failures of its request that the last quorum answered."""
 
@@ -168,7 +174,9 @@ class Quorums:
         if name in self._evicted:
             return []
         replica = self._meet(now, name)
-        back = now - replica.heard_s > self.config.silent_s
+        gap_s = now - replica.heard_s
+        back = gap_s > self._silent_s(replica)
+        replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
         replica.heard_s = max(replica.heard_s, now)
         return self._advance(now) if back and replica.asked is not None else []
 
@@ -243,14 +251,14 @@ class Quorums:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` is wanted."""
-        times = [r.heard_s + self.config.silent_s for r in self._awaited()]
+        times = [r.heard_s + self._silent_s(r) for r in self._awaited()]
         asking = [r.asked_s for r in self.replicas.values() if r.asked is not None]
         impatient_s = self._impatient_since()
         waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
         if impatient_s is not None:
             times += [impatient_s + self._patience(r) for r in self._awaited() if r.asked is None]
         if asking:
-            times += [min(asking) + self.config.startup_s]
+            times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
         if waiting:
             first = min(waiting)
             times += [first + self._patience(r) for r in self._present()]
@@ -263,7 +271,7 @@ class Quorums:
         outputs: list[Output] = []
         for replica in self._awaited():
             silent_s = now - replica.heard_s
-            if silent_s > self.config.silent_s:
+            if silent_s > self._silent_s(replica):
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
                 outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
@@ -272,7 +280,7 @@ class Quorums:
 
     def _form(self, now: float) -> list[Output]:
         ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]
-        ready = [r for r in ready if now - r.heard_s <= self.config.silent_s]
+        ready = [r for r in ready if now - r.heard_s <= self._silent_s(r)]
         present = {r.name for r in self._present()}
         if any(r.asked.shrink_only for r in ready if r.asked is not None):
             ready = [r for r in ready if r.name in present]
@@ -293,7 +301,7 @@ class Quorums:
                 names = ", ".join(r.name for r in missing if not r.out)
                 self.reason = f"waiting for {names}"
                 return outputs
-        elif len(ready) < self._expected() and now - first < self.config.startup_s:
+        elif not self._may_begin(ready, now - first):
             self.reason = f"{len(ready)} of {self._expected()} groups are there"
             return []
         if len(ready) < self.config.min_replicas:
@@ -301,14 +309,26 @@ class Quorums:
             return outputs
         return outputs + self._answer(now, sorted(ready, key=lambda r: r.name))
 
+    def _may_begin(self, ready: list[Replica], waited_s: float) -> bool:
+        """Whether a quorum may be formed though no member of the last one is present.
+
+        Members that were left out, but are not known to be dead, have all the steps made so far:
+        newcomers wait for one of them to come back before they begin from nothing.
+        """
+        if any(r.name in self.members for r in ready):
+            return True
+        lost = any(name in self.replicas for name in self.members)
+        if lost:
+            return waited_s >= self.config.alone_s
+        return len(ready) >= self._expected() or waited_s >= self.config.startup_s
+
     def _answer(self, now: float, ready: list[Replica]) -> list[Output]:
         asked = {r.name: r.asked for r in ready if r.asked is not None}
-        steady = [m.step for r in ready if not r.out and (m := asked[r.name])]
-        top = max(steady or [member.step for member in asked.values()])
+        believed = [asked[name].step for name in self.members if name in asked]
+        top = max(believed or [member.step for member in asked.values()])
         members = tuple(
-            set_step(m, top - 1) if steady and r.out and m.step >= top else m
-            for r in ready
-            if (m := asked[r.name])
+            set_step(m, top - 1) if believed and name not in self.members and m.step >= top else m
+            for name, m in asked.items()
         )
         names = tuple(member.replica for member in members)
         failed = any(member.commit_failures > 0 for member in members)
@@ -431,6 +451,11 @@ class Quorums:
     def _awaited(self) -> list[Replica]:
         """Return those of them that the next quorum waits for."""
         return [replica for replica in self._present() if self._may_join(replica)]
+
+    def _silent_s(self, replica: Replica) -> float:
+        if replica.stopped:
+            return self.config.silent_s
+        return max(self.config.silent_s, _GAPS * replica.gap_s)
 
     def _impatient_since(self) -> float | None:
         """Return since when somebody waits whose waiting counts: a member, or else a newcomer.
