@@ -41,7 +41,7 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
         told = f"node {node} goes away in {notice.grace_s:g} s"
         record = RecordEvent(event=noticed, reason=f"told by {source}")
         return [record, *answer(state, command.id, True, told, result)]
-    device = notice.device or f"node {node}"
+    device = notice.device or f"node {node}"  # All of it: its id is not known.
     healthy = notice.kind == "device-ok"
     reported = DeviceReported(
         device=device,
@@ -51,7 +51,7 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
         reason=notice.reason or ("healthy again" if healthy else "said to have failed"),
         source=source,
     )
-    told = f"{device} on node {node} is {'healthy' if healthy else 'unhealthy'}"
+    told = f"{name_device(reported)} is {'healthy' if healthy else 'unhealthy'}"
     record = RecordEvent(event=reported, reason=f"told by {source}")
     return [record, *answer(state, command.id, True, told, result | {"device": device})]
 
@@ -72,18 +72,25 @@ def _find_node(state: ControllerState, notice: Notice) -> int:
     return find_nodes(state, [str(notice.node)])[0]
 
 
+def name_device(event: DeviceReported) -> str:
+    """Return the device and its node in words."""
+    node = f"node {event.node}"
+    return node if event.device == node else f"{event.device} on {node}"
+
+
 def note_device(state: ControllerState, now: float, event: DeviceReported) -> list[AnyAction]:
     """Return the verdict on a device that has failed, and a cordon where nothing runs on it."""
     if event.healthy or event.node in state.cordoned or event.node not in state.nodes:
         return []
+    whole = event.device == f"node {event.node}"
     verdict = Verdict(
         kind="UnhealthyDevice",
-        culprit=Culprit(device=event.device),
+        culprit=Culprit(node=event.node) if whole else Culprit(device=event.device),
         generation=state.generation,
         first_seen_s=event.at_s,
         confirmed_s=now,
         confidence=0.9,
-        reason=f"{event.device} on node {event.node}: {event.reason} ({event.source})",
+        reason=f"{name_device(event)}: {event.reason} ({event.source})",
         actionable=True,
         activity="busy",
         step=state.step,

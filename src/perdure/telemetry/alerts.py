@@ -84,7 +84,9 @@ def _describe(event: AnyEvent) -> _Found | None:
             return "cordon", f"node {event.node} runs nothing any more: {event.reason}", ()
         case DeviceReported():
             state = "is healthy" if event.healthy else "has failed"
-            text = f"{event.device} on node {event.node} {state}: {event.reason}"
+            node = f"node {event.node}"
+            what = node if event.device == node else f"{event.device} on {node}"
+            text = f"{what} {state}: {event.reason}"
             return "device", text, ()
         case PreemptionNoticed():
             text = f"node {event.node} goes away in {event.grace_s:g} s, says {event.source}"

@@ -31,6 +31,9 @@ from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
 
+_WEIGHED = frozenset({"CommSlow", "Straggler", "UnhealthyDevice"})
+"""Training goes on in spite of them, unless the policy decides otherwise."""
+
 
 @dataclass(slots=True)
 class RankHistory:
@@ -143,6 +146,8 @@ class History:
     reason: str = ""
     draining: dict[int, str] = field(default_factory=dict)
     """Nodes that their ranks were to leave -> why."""
+    weighed: tuple[float, Verdict] | None = None
+    """A verdict that ends nothing by itself, and when: it is an incident if the policy acts."""
 
     @property
     def newest(self) -> Generation | None:
@@ -206,10 +211,14 @@ class History:
 
     def _decide(self, at_s: float, decision: Decision) -> None:
         self.reason = decision.reason or decision.summary
+        acts = decision.action.startswith("AssignNode")
+        if acts and self.weighed is not None and self.weighed[0] == at_s:
+            verdict = self.weighed[1]
+            self._blame(self._of(verdict.generation), _hang(verdict))
         newest = self.newest
         if newest is None or newest.incident is None or newest.decided_s is not None:
             return
-        if decision.action.startswith("AssignNode"):
+        if acts:
             newest.decided_s = newest.incident.decided_s = at_s
 
     def _stop(self, event: GenerationStopped) -> None:
@@ -250,6 +259,8 @@ class History:
                         early = generation.find_early(record) if record.lost_peer else None
                         cause = _crash(event, history.account.step, early)
                         self._blame(generation, cause)
+            case VerdictReached() as event if event.verdict.kind in _WEIGHED:
+                self.weighed = (entry.at_s, event.verdict)
             case VerdictReached() as event if event.verdict.actionable:
                 self._blame(self._of(event.verdict.generation), _hang(event.verdict))
             case NodeLost() as event if self.newest is not None:
