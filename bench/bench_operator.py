@@ -44,7 +44,7 @@ class Bench:
     outcomes: Counter[str] = field(default_factory=Counter)
     took_s: dict[str, list[float]] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
-    ids: list[str] = field(default_factory=list)
+    actions: int = 0
     over: threading.Event = field(default_factory=threading.Event)
 
     @property
@@ -68,7 +68,7 @@ class Bench:
                 [sys.executable, "-m", "perdure", *words],
                 stdout=out, stderr=out, env=self.env, cwd=self.home,
             )  # fmt: skip
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while self.state().get("step", -1) < 5:
             assert time.monotonic() < deadline, (self.home / "run.out").read_text()[-3000:]
             time.sleep(0.2)
@@ -229,6 +229,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--actions", type=int, default=100)
     parser.add_argument("--gap-s", type=float, default=6.0, help="mean time between kills")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="fewer actions, if need be")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="perdure-operator-"))
@@ -239,8 +240,10 @@ def main() -> int:
     try:
         bench.start()
         killer.start()
-        for _ in range(args.actions):
+        deadline = time.monotonic() + args.seconds
+        while bench.actions < args.actions and time.monotonic() < deadline:
             bench.act()
+            bench.actions += 1
         bench.over.set()
         killer.join(30)
         bench.check_journal()
@@ -254,7 +257,7 @@ def main() -> int:
     print(
         json.dumps(
             {
-                "actions": args.actions,
+                "actions": bench.actions,
                 "outcomes": dict(sorted(bench.outcomes.items())),
                 "median_s": {verb: round(s, 2) for verb, s in medians.items()},
                 "kills": dict(sorted(bench.kills.items())),

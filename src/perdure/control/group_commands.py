@@ -3,6 +3,7 @@
 from perdure.control.answers import answer
 from perdure.control.commands import receive_command
 from perdure.control.holds import hold_groups
+from perdure.control.replica_verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
@@ -25,6 +26,10 @@ def receive_group_command(
             return _pause(state, event, "")
         case "inject":
             return _inject(state, now, event)
+        case "drain" | "cordon" | "evict" | "restore":
+            args = dict(event.args)
+            command = OpenCommand(event.id, event.kind, args, event.who, now)
+            return order_replicas(state, now, command)
         case _:
             why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
             return answer(state, event.id, False, why, {})
