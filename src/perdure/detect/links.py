@@ -213,7 +213,7 @@ class LinkWatch:
             for link in self.links.values()
             if link.slow is not None
             and now - link.slow.seen_s <= FRESH_S
-            and link.slow.recent(now, FRESH_S) >= 0.9 * (least - 1.0)
+            and link.slow.lasting(now, FRESH_S) >= 0.9 * (least - 1.0)
             and not self.is_unread(link)
         ]
         excess = {(x.src, x.dst): x.slow.recent(now, FRESH_S) for x in slow if x.slow is not None}
@@ -329,6 +329,10 @@ class LinkWatch:
             for x in self.links.values()
             if now - max(x.moved_s, x.seen_s) <= FRESH_S and node_of(x.src) != node_of(x.dst)
         }
+
+    def have_choice(self, now: float) -> bool:
+        """Return whether a link between nodes has others to be compared with."""
+        return len(self._active_pairs(now)) > 2
 
     def _is_most(self, now: float, node: int, pairs: list[tuple[int, int]]) -> bool:
         active = {p for p in self._active_pairs(now) if node in p}

@@ -92,6 +92,16 @@ class Persistence:
         recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
         return recent[len(recent) // 2] if recent else 0.0
 
+    def lasting(self, now: float, window_s: float) -> float:
+        """Return what three in four of the last `window_s` exceed; 0 where the newest is usual.
+
+        A burst comes and goes, and a link that is slow is slow each time.
+        """
+        recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
+        if not recent or self._samples[-1][1] < self.least:
+            return 0.0
+        return recent[len(recent) // 4]
+
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
         if now - self.seen_s >= clear_s:

@@ -30,6 +30,8 @@ STARVED = 0.05
 """Share of the time without a CPU from which it may be felt elsewhere."""
 ACCOUNTED = 0.5
 """What is blamed must account for so much of the time that is lost."""
+UNPLACED_S = 12.0
+"""A communicator of whose links none stands out, though they are watched, is slow after this."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -272,7 +274,8 @@ class SlowWatch:
                     return self._blame_place(now, place, slow, onset_s)
         if now - self.links.swept_s <= RECENT_S:
             # The links are asked first: a quiet sweep may be a second old.
-            slow = [c for c in slow if c.slow is not None and now - c.slow.began_s >= LINK_S]
+            wait_s = UNPLACED_S if self.links.have_choice(now) else UNPLACED_S / 3
+            slow = [c for c in slow if c.slow is not None and now - c.slow.onset_s() >= wait_s]
         confirmed = [(c.slow.confirm(now), c) for c in slow if c.slow is not None]
         confirmed = [(e, c) for e, c in confirmed if e > 0.0]
         return self._blame_comms(now, confirmed, slow) if confirmed else None

@@ -9,6 +9,7 @@ That a fault is about to happen is told, and the agent's receipt awaited, before
 """
 
 import ctypes
+import mmap
 import os
 import resource
 import signal
@@ -278,9 +279,11 @@ def hold_interpreter(duration_s: float) -> None:
 def press_memory(size_mb: int, duration_s: float, over: threading.Event) -> None:
     """Take `size_mb` and write to all of it again and again, without the interpreter's lock."""
     end = time.monotonic() + duration_s
-    block = ctypes.create_string_buffer(size_mb * _MIB)
-    while time.monotonic() < end and not over.is_set():
-        ctypes.memset(block, 1, len(block))
+    with mmap.mmap(-1, size_mb * _MIB) as block:
+        first = ctypes.c_char.from_buffer(block)
+        while time.monotonic() < end and not over.is_set():
+            ctypes.memset(ctypes.addressof(first), 1, len(block))
+        del first  # A map that is still pointed into cannot be closed.
 
 
 def touch_memory(size_mb: int) -> None:
