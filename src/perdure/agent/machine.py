@@ -35,6 +35,7 @@ from perdure.agent.relay import (
     relay_boundary,
     relay_fault,
     relay_interrupt,
+    relay_reform,
     relay_resume,
 )
 from perdure.agent.silence import note_silence, note_voice
@@ -128,6 +129,8 @@ class Agent:
             requests += relay_fault(state, self.identity, self.spec, now, order.inject)
         if order.interrupt is not None:
             requests += relay_interrupt(state, order.interrupt)
+        if order.reform is not None:
+            requests += relay_reform(state, order.reform)
         if order.resume is not None:
             requests += relay_resume(state, order.resume)
         if order.fence is not None and state.keeper is not None:
@@ -223,7 +226,7 @@ class Agent:
         keeper.spawn_asked = state.newest_spawned = generation
         state.spawned_by = keeper.pid
         state.boundaries.clear()
-        state.resume = None
+        state.resume = state.reform = None
         state.faults.clear()
         return [SpawnRanks(wanted)]
 

@@ -11,6 +11,7 @@ from perdure.model.actions import (
     FenceAbort,
     InjectFault,
     InterruptCollectives,
+    ReformWorld,
     ResumeRanks,
     SendBoundary,
 )
@@ -154,7 +155,13 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
 
     rank: int
     message: (
-        SendBoundary | ResumeRanks | InjectFault | InterruptCollectives | FenceAbort | DumpTraces
+        SendBoundary
+        | ResumeRanks
+        | InjectFault
+        | InterruptCollectives
+        | ReformWorld
+        | FenceAbort
+        | DumpTraces
     )
 
 

@@ -13,6 +13,7 @@ from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBounda
 from perdure.model.actions import (
     InjectFault,
     InterruptCollectives,
+    ReformWorld,
     ResumeRanks,
     SendBoundary,
 )
@@ -96,6 +97,18 @@ def relay_interrupt(state: AgentState, order: InterruptCollectives) -> list[Requ
     return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
 
 
+def relay_reform(state: AgentState, order: ReformWorld) -> list[Request]:
+    """Have the node's ranks form the next world. They take each epoch once."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation:
+        return []
+    held = state.reform
+    if held is not None and (held.generation, held.epoch) > (order.generation, order.epoch):
+        return []
+    state.reform = order
+    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
+
+
 def relay_resume(state: AgentState, order: ResumeRanks) -> list[Request]:
     """Release the node's ranks from where they hold. A repeat is harmless."""
     keeper = state.keeper
@@ -119,6 +132,9 @@ def answer_worker(
                 for entry in state.boundaries.values()
                 if said.rank in entry.order.ranks
             ]
+            reform = state.reform
+            if reform is not None and said.rank in reform.ranks:
+                words.append(TellWorker(said.rank, reform))
             return words + [
                 TellWorker(said.rank, order)
                 for order in state.faults.values()

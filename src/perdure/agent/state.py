@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.actions import Assignment, InjectFault, ResumeRanks, SendBoundary
+from perdure.model.actions import Assignment, InjectFault, ReformWorld, ResumeRanks, SendBoundary
 from perdure.model.verdicts import Verdict
 
 
@@ -84,6 +84,8 @@ class AgentState:
     boundaries: dict[str, OpenBoundary] = field(default_factory=dict)
     resume: ResumeRanks | None = None
     """The newest end of a wait, for ranks that ask."""
+    reform: ReformWorld | None = None
+    """The newest world within the generation, for ranks that say hello again."""
     faults: dict[str, InjectFault] = field(default_factory=dict)
     """Faults of this generation, by id, that were taken on."""
     checkpoint_asked_s: float = float("-inf")

@@ -6,7 +6,8 @@ node that registers late gets the newest.
 
 from typing import Literal
 
-from perdure.control.changes import restart_changes
+from perdure.control.changes import note_high, restart_changes
+from perdure.control.elastic_state import ElasticState
 from perdure.control.pauses import find_steering, restart_pause
 from perdure.control.placement import place_nodes
 from perdure.control.state import ControllerState, Ending
@@ -48,12 +49,14 @@ def form_world(
     state.store = None
     state.started.clear()
     state.exits.clear()
+    state.elastic = ElasticState()
     state.joined.clear()
     state.stepping = False
     state.resumed_step = -1
     state.boundary = None
     state.stacks = None
     state.checkpoint_due_s = None
+    note_high(state, state.step)
     restart_changes(state)
     restart_pause(state)
     for command in state.commands.values():

@@ -6,6 +6,7 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 
 from typing import assert_never
 
+from perdure.control import elastic
 from perdure.control.answers import answer, answer_open
 from perdure.control.boundary import (
     abort_boundary,
@@ -15,7 +16,7 @@ from perdure.control.boundary import (
     send_boundary,
     send_boundary_again,
 )
-from perdure.control.changes import changes_again
+from perdure.control.changes import changes_again, note_high
 from perdure.control.commands import (
     give_up_stop,
     inject_action,
@@ -121,6 +122,8 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
     VerdictWithdrawn,
+    WorldBroken,
+    WorldReformed,
 )
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
@@ -139,7 +142,7 @@ class Controller:
         if state.groups:
             return find_group_deadline(state)
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
-        times.append(moves_deadline(state))
+        times += [moves_deadline(state), elastic.elastic_deadline(state)]
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
         if state.stacks is not None and state.stacks.held is not None:
@@ -215,6 +218,8 @@ class Controller:
                 return note_steering(self.state, now, event)
             case MetricsLogged() | ControllerLost() | NodeDraining():
                 return []
+            case WorldBroken() | WorldReformed():
+                return elastic.note_world(self.state, now, event)
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
@@ -263,6 +268,7 @@ class Controller:
 
     def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
         state, record = self.state, event.record
+        note_high(state, event.account.step)
         note_left(state, event)
         if state.phase in ("forming", "ending"):
             correct_culprit(state, event)
@@ -273,6 +279,8 @@ class Controller:
         state.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
+        if elastic.is_outside(state, record.rank):
+            return []
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
             left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
@@ -291,8 +299,9 @@ class Controller:
                 without=without,
                 why=why,
             )
-        if len(state.exits) < len(state.world) or any(e.failed for e in state.exits.values()):
-            return []
+        others = elastic.leave_world(state, now, event)
+        if not elastic.has_ended(state):
+            return others
         stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
         if stop is not None:
             done = answer(state, stop.id, True, "stopped", {"step": state.step})
@@ -306,6 +315,7 @@ class Controller:
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
             why = f": it {event.cause}" if event.cause else ""
+            elastic.lose_node(state, event.node)
             return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1)
         state.lost.setdefault(event.node, event.at_s)
         if event.node not in state.placement:
@@ -315,6 +325,7 @@ class Controller:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
+        elastic.lose_node(state, event.node)
         return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
@@ -341,6 +352,9 @@ class Controller:
             return end_job(state, now, "failed", 1, reaction.reason)
         actions, node = blame(state, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
+        ended = elastic.end_hung_rank(state, verdict)
+        if ended is not None:
+            return [*actions, *ended]
         interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
         if interrupt_s:
             waiting = tuple(r for r in state.world if r not in state.exits)
@@ -402,6 +416,9 @@ class Controller:
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         state.failed_s = now
         reason = f"{decision.reason}; {why}" if why else decision.reason
+        in_place = elastic.reform_world(state, now, reason)
+        if in_place is not None:
+            return [*actions, *in_place]
         return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
 
     def _reached_stop(self) -> OpenCommand | None:
@@ -418,6 +435,11 @@ class Controller:
             return advance_end(state, now)
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
             return self._phase_overdue(now)
+        due_elastic = elastic.fire_elastic(state, now)
+        if isinstance(due_elastic, str):
+            return self._fail(now, "the job", due_elastic, code=1)
+        if due_elastic:
+            return due_elastic
         stacks = state.stacks
         if stacks is not None and stacks.held is not None and now >= stacks.due_s:
             return self._act_upon(now, stacks.held)
@@ -474,5 +496,5 @@ class Controller:
         actions += ask_stacks_again(state, reason)
         actions += [*cordon_again(state), *moves_again(state)]
         actions += [*changes_again(state), *pauses_again(state, now)]
-        actions += probe_again(state)
+        actions += [*probe_again(state), *elastic.reissue(state, reason)]
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

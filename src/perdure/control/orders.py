@@ -23,6 +23,7 @@ from perdure.model.actions import (
     NoteDraining,
     NoteFinding,
     RecordEvent,
+    ReformWorld,
     RestoreNode,
     ResumeRanks,
     RunProbe,
@@ -40,6 +41,7 @@ from perdure.model.events import (
     ProbeEnded,
     RankExited,
     StacksTaken,
+    WorldReformed,
 )
 from perdure.model.job import JobSpec
 from perdure.model.steering import RESUMED
@@ -133,6 +135,12 @@ class OrderBook:
                     f"interrupt {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _INTERRUPT_SENT_MAX),
                 )
+            case ReformWorld():
+                order = NodeOrder(controller=self._controller, reform=action)
+                return self._keep(
+                    f"reform {action.generation}",
+                    _Open(order, action.generation, set(action.ranks), 1),
+                )
             case ResumeRanks():
                 order = NodeOrder(controller=self._controller, resume=action)
                 return self._keep(
@@ -199,6 +207,11 @@ class OrderBook:
                 self._open.pop(f"probe {event.id} {event.round} {event.node}", None)
             case CollectivesInterrupted():
                 self._settle(f"interrupt {event.generation}", event.rank)
+            case WorldReformed():
+                open_ = self._open.get(f"reform {event.generation}")
+                sent = open_.order.reform if open_ is not None else None
+                if sent is not None and sent.epoch == event.epoch:
+                    self._settle(f"reform {event.generation}", event.rank)
             case RankExited():
                 for key in [k for k, o in self._open.items() if event.record.rank in o.ranks]:
                     if self._open[key].generation == event.record.generation:
@@ -241,7 +254,8 @@ class OrderBook:
     def _send(self, open_: _Open) -> list[Sending]:
         if open_.node is not None:
             return [(open_.node, open_.order)]
-        groups = {self._spec.node_of(rank) for rank in open_.ranks}
+        spec = self._spec  # A member that came later has its predecessor's place.
+        groups = {spec.node_of(rank % spec.world_size) for rank in open_.ranks}
         return self._address(open_.order, {self._placement[group] for group in groups})
 
     def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:
@@ -274,6 +288,8 @@ def describe_action(action: AnyAction) -> str:
             return f"{action.id} round {action.round}: pairs {action.pairs}, hosts {action.hosts}"
         case InterruptCollectives():
             return f"generation {action.generation}, ranks {action.ranks}"
+        case ReformWorld():
+            return f"epoch {action.epoch} of generation {action.generation}, ranks {action.ranks}"
         case InjectFault():
             when = f"at step {action.at_step}" if action.at_step >= 0 else "now"
             return f"{action.kind} on rank {action.rank} {when}"

@@ -2,8 +2,15 @@
 
 from perdure.control.answers import answer
 from perdure.control.boundary import reach_boundary
-from perdure.control.changes import declare_keys, note_change, reach_change, settle_changes
+from perdure.control.changes import (
+    declare_keys,
+    note_change,
+    note_high,
+    reach_change,
+    settle_changes,
+)
 from perdure.control.commands import inject_action, start_waiting_command
+from perdure.control.elastic import note_ready
 from perdure.control.moves import note_held, note_saved
 from perdure.control.pauses import note_pause, reach_pause, reach_resume, settle_resume
 from perdure.control.state import ControllerState
@@ -34,6 +41,8 @@ def note_progress(
     if event.generation != state.generation:
         return []
     match event:
+        case RankJoined(depth="elastic"):
+            return note_ready(state, now, event)
         case RankJoined():
             state.joined.add(event.rank)
             return []
@@ -43,6 +52,7 @@ def note_progress(
         case ProgressNoted():
             state.step = max(event.step, state.step if state.stepping else -1)
             state.mark = max(state.mark, event.step, event.collectives)
+            note_high(state, max((a.step for a in event.accounts.values()), default=event.step))
             return []
         case GenerationStepping():
             state.stepping = True

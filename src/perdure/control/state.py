@@ -10,6 +10,7 @@ States of a job:
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from perdure.control.elastic_state import ElasticState
 from perdure.control.groups import GroupState, QuorumState
 from perdure.control.steering_state import SteeringState
 from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
@@ -199,6 +200,7 @@ class ControllerState:
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
 
     steering: SteeringState = field(default_factory=SteeringState)
+    elastic: ElasticState = field(default_factory=ElasticState)
     groups: dict[int, GroupState] = field(default_factory=dict)
     """Replica groups of a torchft job, by their number, which is that of their node."""
     quorum: QuorumState = field(default_factory=QuorumState)

@@ -207,6 +207,19 @@ class InterruptCollectives(Action, frozen=True, kw_only=True):
     """A rank carries out each id once a generation, however often it is repeated."""
 
 
+class ReformWorld(Action, frozen=True, kw_only=True):
+    """Have `ranks` leave the world that they are in and form the next one, in place.
+
+    A level: a newer epoch replaces an older one. Answered by `WorldReformed` of each rank.
+    """
+
+    generation: int
+    epoch: int
+    ranks: tuple[int, ...]
+    urgent: bool = True
+    """Break the collective in flight; else each leaves when it is between two micro-batches."""
+
+
 class InjectFault(Action, frozen=True, kw_only=True):
     """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
 
@@ -255,6 +268,7 @@ AnyAction = (
     | NoteFinding
     | CordonNode
     | InterruptCollectives
+    | ReformWorld
     | InjectFault
     | ResumeRanks
     | RestoreNode

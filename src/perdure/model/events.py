@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.elastic import WorldBroken as WorldBroken
+from perdure.model.elastic import WorldReformed as WorldReformed
 from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
 from perdure.model.job import JobSpec
@@ -132,6 +134,8 @@ class RankJoined(Event, frozen=True, kw_only=True):
     generation: int
     rank: int
     start_step: int = 0
+    depth: str = "resumable"
+    """Or `elastic`: it can be a member of a world that is formed again in place."""
 
 
 class ProgressNoted(Event, frozen=True, kw_only=True):
@@ -454,6 +458,8 @@ AnyEvent = (
     | ProbeEnded
     | ProbeJudged
     | CollectivesInterrupted
+    | WorldBroken
+    | WorldReformed
     | NodeCordoned
     | NodeRestored
     | NodeDraining

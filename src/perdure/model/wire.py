@@ -18,6 +18,7 @@ from perdure.model.actions import (
     HoldReplicas,
     InjectFault,
     InterruptCollectives,
+    ReformWorld,
     ResumeRanks,
     RunProbe,
     SendBoundary,
@@ -99,6 +100,7 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     watch: WatchClosely | None = None
     probe: RunProbe | None = None
     interrupt: InterruptCollectives | None = None
+    reform: ReformWorld | None = None
     resume: ResumeRanks | None = None
     fence: FenceAbort | None = None
     hold: HoldReplicas | None = None
@@ -210,6 +212,7 @@ ToWorker = (
     | ResumeRanks
     | InjectFault
     | InterruptCollectives
+    | ReformWorld
     | FenceAbort
     | DumpTraces
 )

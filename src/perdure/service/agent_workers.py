@@ -12,6 +12,7 @@ from perdure.model.actions import (
     FenceAbort,
     InjectFault,
     InterruptCollectives,
+    ReformWorld,
     ResumeRanks,
     SendBoundary,
 )
@@ -71,6 +72,7 @@ class WorkerServer:
         | ResumeRanks
         | InjectFault
         | InterruptCollectives
+        | ReformWorld
         | FenceAbort
         | DumpTraces,
     ) -> None:

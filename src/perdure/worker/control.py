@@ -19,6 +19,7 @@ from perdure.model.actions import (
     FenceAbort,
     InjectFault,
     InterruptCollectives,
+    ReformWorld,
     ResumeRanks,
     SendBoundary,
 )
@@ -63,6 +64,7 @@ class Control:
         self.on_fault: Callable[[InjectFault], None] | None = None
         self.on_traces: Callable[[DumpTraces], None] | None = None
         self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
+        self.on_reform: Callable[[ReformWorld], None] | None = None
         self.on_fence: Callable[[FenceAbort], None] | None = None
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
@@ -197,6 +199,9 @@ class Control:
             case InterruptCollectives():
                 if self.on_interrupt is not None:
                     self.on_interrupt(message)
+            case ReformWorld():
+                if self.on_reform is not None:
+                    self.on_reform(message)
             case FenceAbort():
                 if self.on_fence is not None:
                     self.on_fence(message)

@@ -169,6 +169,18 @@ class _Seeded(Dataset[Any]):
             _restore(kept)
 
 
+def seed_samples(dataset: Any, seed: int) -> Dataset[Any]:
+    """Return `dataset` by (position, index), its randomness a function of (`seed`, position)."""
+    return _Seeded(dataset, seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators, those of the current devices too."""
+    _seed_all(seed)
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed(seed)
+
+
 def _seed_all(seed: int) -> None:
     random.seed(seed)
     torch.default_generator.manual_seed(seed)

@@ -1,0 +1,39 @@
+"""What the controller knows of a world that can be formed again in place."""
+
+from dataclasses import dataclass, field
+
+from perdure.model.actions import ReformWorld
+
+
+@dataclass(slots=True)
+class ElasticState:
+    """Of one generation; the next one begins with a new one."""
+
+    ready: set[int] = field(default_factory=set)
+    """Members that have said that they can be: of the first world, and those that came later."""
+    lost: set[int] = field(default_factory=set)
+    """Members that are gone with their node or keeper."""
+    finished: set[int] = field(default_factory=set)
+    """Members that have applied the last step and need no world any more."""
+    members: tuple[int, ...] = ()
+    """Of the newest epoch; empty before all ranks of the first one are ready."""
+    epoch: int = 0
+    order: ReformWorld | None = None
+    """The newest; open until all its ranks have answered."""
+    answered: set[int] = field(default_factory=set)
+    deadline_s: float | None = None
+    """A re-formation that has not ended by then is given up for a restart."""
+    retry_s: float | None = None
+    """A world that broke although nobody is known to be lost is formed again then."""
+    retries: int = 0
+    """So often in a row at `step`."""
+    step: int = -1
+    """Steps applied when the newest epoch was formed."""
+    reforms: int = 0
+    """Worlds formed in place so far."""
+    given_up: str = ""
+    """Why this generation is not formed again in place any more."""
+    extra: list[int] = field(default_factory=list)
+    """Members that nodes were asked to start in place of lost ones, ever."""
+    coming: set[int] = field(default_factory=set)
+    """Those of them that are neither ready nor lost."""

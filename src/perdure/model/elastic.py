@@ -1,0 +1,36 @@
+"""Events of the elastic depth: a world that is formed again without ending its processes.
+
+An *epoch* is one membership within a generation: processes stay, the process group does not.
+"""
+
+from perdure.model.event import Event
+
+
+class WorldBroken(Event, frozen=True, kw_only=True):
+    """A rank has left its epoch because a collective failed, and waits for the next one."""
+
+    generation: int
+    epoch: int
+    rank: int
+    at_s: float
+    error: str
+
+
+class WorldReformed(Event, frozen=True, kw_only=True):
+    """A rank is a member of an epoch: connected, at the same step as all, with their state."""
+
+    generation: int
+    epoch: int
+    rank: int
+    step: int
+    """Steps applied: the one under way."""
+    began_s: float
+    """When it had left the older epoch."""
+    ordered_s: float
+    """When it had the order."""
+    formed_s: float
+    redo: int = 0
+    """Micro-batches of a lost rank that it does instead."""
+    reason: str = ""
+    finished: bool = False
+    """It has applied the last step, as everyone has, and needs no world any more."""
