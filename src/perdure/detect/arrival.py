@@ -18,6 +18,8 @@ from perdure.detect.watch import RankWatch
 from perdure.model.progress import CommProgress
 from perdure.model.verdicts import VerdictKind
 
+UNHEARD_S = 1.0
+"""Without a heartbeat for so long, five of them."""
 SHOWN = 16
 """Ranks listed in evidence."""
 
@@ -100,6 +102,9 @@ def find_culprit(
         culprit = min(stopped, key=lambda w: (w.progress_s, w.rank))
         reason = f"rank {culprit.rank} is stopped (state T){_describe(stuck, culprit.rank)}"
         return _blame("ComputeHang", culprit.rank, 0.98, reason, stuck)
+    unheard = _blame_unheard(now, watches, silent, links)
+    if unheard is not None:
+        return unheard
     for s in stuck:
         left = [r for r in s.missing if r in exited]
         if left and any(r in silent for r in s.arrived):
@@ -112,6 +117,34 @@ def find_culprit(
     if graph.edges or len(inside) == len(watches) or graph.in_flight:
         return _blame_communication(now, graph, watches, silent, links)
     return _blame_without_arrival(now, watches, silent, links)
+
+
+def _blame_unheard(
+    now: float,
+    watches: Mapping[int, RankWatch],
+    silent: Mapping[int, RankWatch],
+    links: LinkWatch,
+) -> Finding | None:
+    """A node that sends no heartbeat, and whose kernel answers nobody: its network, or all of it.
+
+    What its ranks do is unknown, so arrival says nothing; that others get no answer is enough.
+    """
+    missed = {w.node for w in watches.values() if now - w.received_s > UNHEARD_S}
+    if not missed or len(missed) == len({w.node for w in watches.values()}):
+        return None
+    for link in links.find_stuck(now):
+        there = watches.get(link.dst)
+        here = watches.get(link.src)
+        if there is None or here is None or there.node not in missed or here.node in missed:
+            continue
+        reason = (
+            f"node {there.node} is not heard of for {now - there.received_s:.1f} s, and link "
+            f"{link.src}->{link.dst} gets no answer for {link.last_ack_s:.1f} s"
+        )
+        evidence: dict[str, object] = {"links": [link.show()], "unheard": sorted(missed)}
+        waiting = tuple(sorted(silent))
+        return Finding("CommHang", None, 0.85, reason, evidence, node=there.node, waiting=waiting)
+    return None
 
 
 def _blame_absent(

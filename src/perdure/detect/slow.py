@@ -32,6 +32,7 @@ ACCOUNTED = 0.5
 """What is blamed must account for so much of the time that is lost."""
 UNPLACED_S = 12.0
 """A communicator of whose links none stands out, though they are watched, is slow after this."""
+CHAIN = 4
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -291,6 +292,7 @@ class SlowWatch:
 
     def _blame_place(self, now: float, place: Place, slow: list[Comm], began_s: float) -> Verdict:
         evidence = dict(place.evidence)
+        evidence["run_delay_share"] = round(self._find_taken(slow)[0], 3)
         reason = place.reason
         if slow:
             worst = max(slow, key=lambda c: c.slow.recent(now, RECENT_S) if c.slow else 0.0)
@@ -343,9 +345,17 @@ class SlowWatch:
 
         Whoever waits for a CPU also answers the network late, and nothing is wrong with that.
         """
+        taken, most = self._find_taken(slow)
+        return most >= STARVED and taken >= ACCOUNTED * self._find_loss(slow)
+
+    def _find_taken(self, slow: list[Comm]) -> tuple[float, float]:
+        """Return the share of time that neighbours take from a few ranks in a row, and from one.
+
+        In a ring the next one waits for each of them.
+        """
         ranks = {r for c in slow for r in c.ranks} or set(self._cpu)
-        taken = max((self._cpu[r].share for r in ranks if r in self._cpu), default=0.0)
-        return taken >= STARVED and taken >= ACCOUNTED * self._find_loss(slow)
+        shares = sorted((self._cpu[r].share for r in ranks if r in self._cpu), reverse=True)
+        return sum(shares[:CHAIN]), max(shares, default=0.0)
 
     def _find_loss(self, slow: list[Comm]) -> float:
         """Return the share of the time that training loses against its usual pace."""

@@ -1,7 +1,7 @@
 """Hangs in several communicators at once: the root is named, never those that wait behind it."""
 
 import pytest
-from tests.unit.detect.drive import FAULT_S, inject
+from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.sim.collectives import Layout
 
@@ -67,3 +67,21 @@ def test_a_communication_hang_with_a_known_link_is_acted_upon():
     acted = [v for v in run.verdicts if v.actionable]
     assert [str(v.culprit) for v in acted] == ["link 0->1"]
     assert 10 <= acted[0].evidence["acted_after_s"] <= 10.5
+
+
+def test_a_node_that_is_cut_off_is_named_long_before_it_is_lost():
+    """Neither its heartbeats nor its acknowledgements come any more."""
+    lay = Layout(4)
+    run = Run(lay, Fault("drop-nic", FAULT_S, 2))
+    last_s = 0.0
+    for now, beat in run.training.run(FAULT_S - BEGIN_S + 4):
+        if now > FAULT_S and beat.node == 2:
+            continue
+        for event in [
+            *run.detector.observe(now, beat),
+            *(run.detector.tick(now) if now > last_s else []),
+        ]:
+            run.take(now, event)
+        last_s = now
+    assert (run.standing.kind, run.standing.culprit.node) == ("CommHang", 2)
+    assert run.standing.confirmed_s - FAULT_S < 2.5
