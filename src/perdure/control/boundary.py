@@ -13,7 +13,7 @@ from typing import Literal
 from msgspec import structs
 
 from perdure.control.answers import answer_open
-from perdure.control.changes import commit_open, plan_change, refuse_change
+from perdure.control.changes import commit_open, note_high, plan_change, refuse_change
 from perdure.control.pauses import commit_pause
 from perdure.control.state import ControllerState, OpenBoundary
 from perdure.model.actions import AnyAction, SendBoundary
@@ -61,7 +61,7 @@ def _choose_step(state: ControllerState, boundary: OpenBoundary) -> None:
     pause = state.steering.pause
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
-    elif pause is not None:
+    elif pause is not None and pause.step >= boundary.not_before:
         boundary.step = pause.step
     else:
         ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
@@ -99,6 +99,7 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
             boundary.planned.add(event.rank)
         return _release(state, boundary)
     state.step = max(state.step, event.step)
+    note_high(state, event.step)
     if event.refused:
         actions: list[AnyAction] = [abort_boundary(state, f"rank {event.rank}: {event.reason}")]
         state.boundary = None

@@ -6,8 +6,8 @@
 
 A committed change belongs to the job and not to a generation: the next world is told of it before
 its first step (`Steering`), and a rank applies at its very step what its checkpoint has not seen.
-So a step that is made again is made with the values of the first time. For the same reason a
-later change never gets an earlier step: epochs come into force in order.
+So a step that is made again is made with the values of the first time. For the same reason no
+change is agreed for a step that was ever committed, even if a crash has taken it back.
 
 What concerns controller and detector (`detect.*`, `policy.*`, `checkpoint.every_s`) is agreed in
 the same way, and taken over once all ranks have come to the step; a script that takes no part in
@@ -22,7 +22,7 @@ from perdure.control.steering_state import OpenChange
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
-from perdure.model.settings import Change, KeySpec, Value
+from perdure.model.settings import Change, KeySpec, Value, is_kept_elsewhere
 from perdure.plan.settings import apply_spec, find_own_keys
 
 CHANGES_MAX = 100
@@ -39,25 +39,34 @@ def declare_keys(state: ControllerState, event: KeysDeclared) -> None:
     steering.generation = event.generation
     steering.keys = {spec.name: spec for spec in event.keys} | own_keys(state)
     steering.epoch = max(steering.epoch, event.epoch)
-    values = {spec.name: spec.default for spec in event.keys} | event.values
+    steering.values = {spec.name: spec.default for spec in event.keys} | event.values
+    steering.since = event.step
+
+
+def find_value(state: ControllerState, name: str, step: int) -> Value:
+    """Return what a key has at `step`, as far as it was agreed by now.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    steering, spec = state.steering, find_key(state, name)
+    if is_kept_elsewhere(name):
+        return spec.default  # Of the configuration in force.
+    value = steering.values.get(name, spec.default)
     for change in steering.changes:
-        if change.epoch > event.epoch:
-            values |= change.values
-    known = {name: value for name, value in values.items() if name in steering.keys}
-    steering.values = steering.values | known
-
-
-def find_value(state: ControllerState, name: str) -> Value:
-    """Return what was last agreed upon for a key."""
-    steering = state.steering
-    if name in steering.values:
-        return steering.values[name]
-    return find_key(state, name).default
+        if steering.since < change.step <= step and name in change.values:
+            value = change.values[name]
+    return value
 
 
 def own_keys(state: ControllerState) -> dict[str, KeySpec]:
     """Return perdure's own keys, which need no declaration."""
     return {spec.name: spec for spec in find_own_keys(state.the_spec())}
+
+
+def note_high(state: ControllerState, step: int) -> None:
+    """Some rank has committed `step` steps."""
+    state.steering.high = max(state.steering.high, step)
 
 
 def find_key(state: ControllerState, name: str) -> KeySpec:
@@ -66,7 +75,7 @@ def find_key(state: ControllerState, name: str) -> KeySpec:
     Raises:
         ConfigError: there is none of that name.
     """
-    keys = state.steering.keys or own_keys(state)
+    keys = state.steering.keys | own_keys(state)
     if name not in keys:
         known = ", ".join(n for n, spec in sorted(keys.items()) if spec.owner == "script")
         raise ConfigError(f"unknown key {name} (the script has declared: {known or 'none'})")
@@ -80,12 +89,12 @@ def commit_change(state: ControllerState, change: Change) -> list[AnyAction]:
     """Make `change` a part of the job."""
     steering = state.steering
     steering.changes.append(change)
-    steering.values |= change.values
-    if len(steering.changes) > CHANGES_MAX:
+    steering.changes.sort(key=lambda c: (c.step, c.epoch))
+    if len(steering.changes) > CHANGES_MAX and steering.changes[1].step <= steering.high:
         first, second = steering.changes[:2]
         values = {**first.values, **second.values}
         steering.changes[:2] = [
-            msgspec.structs.replace(second, values=values, before={}, undoes=0, why="")
+            msgspec.structs.replace(second, values=values, before={}, undoes=0, why="folded")
         ]
     return [_note(change)]
 
@@ -98,10 +107,11 @@ def _note(change: Change) -> RecordEvent:
 
 def commit_open(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
     """All ranks have promised: from now on nothing takes the change back."""
-    change = boundary.change
-    assert change is not None
+    assert boundary.change is not None
+    before = {n: find_value(state, n, boundary.step) for n in boundary.change.values}
+    change = msgspec.structs.replace(boundary.change, before=before)
     id_ = f"{boundary.id}.{boundary.tries}"
-    state.steering.open.append(OpenChange(change, boundary.command, id_))
+    state.steering.open.append(OpenChange(change, boundary.command, id_, state.generation))
     return commit_change(state, change)
 
 
@@ -141,8 +151,9 @@ def reach_change(state: ControllerState, event: BoundaryReached) -> list[AnyActi
 def settle_changes(state: ControllerState, event: KeysDeclared) -> list[AnyAction]:
     """Close what a generation's checkpoint has brought with it."""
     actions: list[AnyAction] = []
-    for open_ in [o for o in state.steering.open if o.change.epoch <= event.epoch]:
-        actions += _close(state, open_)
+    for open_ in list(state.steering.open):
+        if open_.generation < event.generation and open_.change.step <= event.step:
+            actions += _close(state, open_)
     return actions
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from perdure.control.answers import answer
 from perdure.control.boundary import abort_boundary, open_boundary
-from perdure.control.changes import commit_change, find_key, find_value, keep_change
+from perdure.control.changes import commit_change, find_key, find_value, keep_change, note_high
 from perdure.control.pauses import begin_resume, stands
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction
@@ -38,21 +38,17 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
         return _set_alone(state, now, command, undoes, values)
     if state.phase != "running" or not (state.stepping and state.resumable):
         return []
-    before = {name: find_value(state, name) for name in values}
-    steering.epoch += 1
-    args, last = command.args, steering.changes[-1].step if steering.changes else 0
-    wanted = int(args.get("at_step", -1) if "at" not in args else args["at"])
-    if wanted >= 0 and wanted < max(last, state.step + 1):
-        steering.epoch -= 1
-        why = f"step {wanted} is over: the job is at step {state.step}"
-        if wanted > state.step:
-            why = f"an older change is agreed for step {last}, and changes come in order"
+    note_high(state, state.step)
+    args, first = command.args, max(steering.high, int(command.args.get("not_before", 0)))
+    wanted = int(args.get("at", -1))
+    if 0 <= wanted < first:
+        why = f"step {wanted} is over: {first} were made"
         return answer(state, command.id, False, why, {})
+    steering.epoch += 1
     change = Change(
         epoch=steering.epoch,
         step=0,
         values=values,
-        before=before,
         undoes=undoes,
         who=command.who,
         why=str(args.get("why", "")),
@@ -67,7 +63,7 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
         reason=reason,
         command=command.id,
         change=change,
-        not_before=last,
+        not_before=first,
         at_step=wanted if wanted >= 0 else None,
     )
 
@@ -86,10 +82,12 @@ def _find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dic
     steering = state.steering
     if command.args.get("undo"):
         undone = {change.undoes for change in steering.changes}
-        for change in reversed(steering.changes):
-            if not change.undoes and change.epoch not in undone and change.before:
-                return change.epoch, dict(change.before)
-        raise ConfigError("there is no change to take back")
+        left = [c for c in steering.changes if not c.undoes and c.epoch not in undone and c.before]
+        if not left:
+            raise ConfigError("there is no change to take back")
+        newest = max(left, key=lambda change: change.epoch)
+        command.args["not_before"] = newest.step  # It may be yet to come.
+        return newest.epoch, dict(newest.before)
     asked = command.args.get("changes")
     if not isinstance(asked, dict) or not asked:
         raise ConfigError("nothing to set")
@@ -100,7 +98,7 @@ def _find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dic
         if fault:
             raise ConfigError(fault)
         values[spec.name] = float(value) if spec.type == "float" else value
-    now = {**{spec.name: spec.default for spec in steering.keys.values()}, **steering.values}
+    now = {name: find_value(state, name, steering.high) for name in steering.keys}
     fault = find_product_fault(steering.keys, now, values)
     if fault:
         raise ConfigError(fault)
@@ -118,7 +116,7 @@ def _set_alone(
         epoch=steering.epoch,
         step=max(state.step, 0),
         values=values,
-        before={name: find_value(state, name) for name in values},
+        before={name: find_value(state, name, state.step) for name in values},
         undoes=undoes,
         who=command.who,
         why=str(command.args.get("why", "")),

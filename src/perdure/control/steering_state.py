@@ -14,6 +14,8 @@ class OpenChange:
     """Id of the operator's command behind it."""
     boundary: str
     """Id of the agreement, its try included."""
+    generation: int
+    """In which it was promised."""
     answered: bool = False
     """The operator has his answer: the step is far away."""
     reached: set[int] = field(default_factory=set)
@@ -57,13 +59,16 @@ class SteeringState:
     keys: dict[str, KeySpec] = field(default_factory=dict)
     """Of the script and of perdure, by name; those of ranks once they have declared them."""
     values: dict[str, Value] = field(default_factory=dict)
-    """What was agreed upon last, whether its step has come or not."""
+    """In force when the newest generation had `since` steps; `changes` lead on from there."""
+    since: int = -1
+    high: int = 0
+    """Steps that any generation has committed: what they ran with is never changed any more."""
     generation: int = -1
     """The newest whose keys are known."""
     epoch: int = 0
     """The newest that was ever given out; one that failed is not used again."""
     changes: list[Change] = field(default_factory=list)
-    """Promised by all ranks, by epoch; the oldest are folded into one."""
+    """Promised by all ranks, by step and epoch; the oldest are folded into one."""
     noted: int = 0
     """Newest epoch whose `SettingsChanged` is in the journal."""
     kept: int = 0

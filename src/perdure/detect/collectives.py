@@ -97,6 +97,10 @@ class CollectiveWatch:
         self.grown = 0
         """Counts new communicators, so that what is derived from them can be renewed."""
 
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on."""
+        self._config = config
+
     def comms(self) -> list[Comm]:
         """Return the communicators by name."""
         if len(self._sorted) != len(self._comms):

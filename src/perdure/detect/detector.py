@@ -32,7 +32,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, RankProgress
 from perdure.model.verdicts import Activity, Culprit, Verdict
 
@@ -73,6 +73,15 @@ class Detector:
         self._waiting: tuple[int, ...] = ()
         """Ranks whose progress ends the open verdict, where it names none."""
         self._early: frozenset[int] = frozenset()
+
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on; what is open by now stays open."""
+        self._spec = msgspec.structs.replace(self._spec, detect=config)
+        self._config = config
+        self._nodes.reconfigure(config)
+        for watch in self._watches.values():
+            watch.config = config
+        self._slow.reconfigure(config)
 
     # --- what comes in ------------------------------------------------------------------------
 

@@ -105,6 +105,10 @@ class LinkWatch:
         self._deaf: set[tuple[int, int]] = set()
         """Links whose way back is the one that loses."""
 
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on."""
+        self._config = config
+
     def take(self, now: float, sweep: LinkSweep) -> None:
         """Take a sweep of one node."""
         self.swept_s = now

@@ -17,7 +17,7 @@ from perdure.detect.persistence import Baseline, Persistence
 from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import NodeBeat
 from perdure.model.verdicts import Culprit, Verdict, VerdictKind
 
@@ -67,6 +67,13 @@ class SlowWatch:
         """Nodes that deserve a closer look."""
 
     # --- what comes in ------------------------------------------------------------------------
+
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on."""
+        self._config = config
+        self._spec = msgspec.structs.replace(self._spec, detect=config)
+        for part in (self.stages, self.collectives, self.links):
+            part.reconfigure(config)
 
     def take(self, now: float, beat: NodeBeat) -> None:
         """Take what a heartbeat says of collectives, steps and links."""

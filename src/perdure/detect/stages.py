@@ -80,6 +80,10 @@ class StageWatch:
         self._step_now: deque[float] = deque(maxlen=3)
         self.suspects: dict[int, Persistence] = {}
 
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on."""
+        self._config = config
+
     @property
     def seen(self) -> bool:
         """Whether any rank shows stages."""

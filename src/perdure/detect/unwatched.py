@@ -5,11 +5,15 @@ silent or late there, the lighthouse finds (`perdure.control.quorum`).
 """
 
 from perdure.model.events import AnyEvent
+from perdure.model.job import DetectConfig
 from perdure.model.progress import NodeBeat
 
 
 class Unwatched:
     """A detector that finds nothing."""
+
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Take other thresholds."""
 
     def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat."""

@@ -7,6 +7,7 @@ that has shown no step and no collective yet: its CPU and I/O are all there is t
 minutes of preprocessing before the first collective are common.
 """
 
+import math
 from dataclasses import dataclass, field
 
 from perdure.detect.cadence import Cadence, Habits
@@ -127,7 +128,7 @@ class RankWatch:
         elif not self.instrumented and self.busy_s == sent_s:
             self.progress_s = sent_s
         self._store(progress)
-        self.stopped_in_gap |= self.stopped
+        self.stopped_in_gap |= self.stopped or self.phase == "paused"
         return moved
 
     def _move(
@@ -189,6 +190,8 @@ class RankWatch:
         A stopped process gets no allowance for a phase: no evaluation is ever in state T.
         """
         config = self.config
+        if self.phase == "paused" and not self.stopped:
+            return math.inf, "a pause"
         factor, floor_s = config.hang_step_factor, config.hang_floor_s
         if self.stopped:
             return floor_s + factor * self.cadence.typical_s, "a stopped process"

@@ -77,7 +77,7 @@ def render_value(value: Value) -> str:
     """Return `value` as a person types it."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else str(value) or '""'
 
 
 def find_fault(spec: KeySpec, value: Any) -> str:

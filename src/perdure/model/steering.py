@@ -44,6 +44,8 @@ class KeysDeclared(Event, frozen=True, kw_only=True):
     """The change in force when the generation began, from its checkpoint."""
     values: dict[str, Any] = msgspec.field(default_factory=dict)
     """The values in force then."""
+    step: int = 0
+    """Committed steps then."""
 
 
 class SettingsChanged(Event, frozen=True, kw_only=True):

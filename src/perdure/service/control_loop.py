@@ -113,6 +113,8 @@ class ControllerService:
         self._ended: JobEnded | None = None
         self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
+        self._judged: JobSpec | None = None
+        """What the detector judges by."""
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -151,11 +153,19 @@ class ControllerService:
             self._memory.replay(entry)
             if isinstance(entry.body, JobEnded):
                 self._ended = entry.body
+        self._reconfigure()
         for at_s, event in self._memory.recent():
             self._detector.note(at_s, event)
         replayed_s = self._clock() - started_s
         source = f"after the snapshot at entry {since}" if since else "from the first on"
         log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
+
+    def _reconfigure(self) -> None:
+        """Have the detector judge as the job is configured now."""
+        spec = self._memory.machine.state.spec
+        if spec is not None and spec is not self._judged:
+            self._judged = spec
+            self._detector.reconfigure(spec.detect)
 
     async def _serve(self) -> None:
         await self.inbox.serve(self._bus)
@@ -295,6 +305,7 @@ class ControllerService:
                     at_s=turn.now,
                 )
                 self._add(turn, self._ended)
+        self._reconfigure()
         self._derive(turn, self._detector.note(turn.now, event))
         self._derive(turn, self._links.note(turn.now, event))
 

@@ -245,6 +245,7 @@ class _Timeline:
             "lost_work": lost_s,
             "checkpoint": account.checkpoint_s,
             "steady_overhead": account.boundary_s + account.overhead_s,
+            "idle": account.paused_s,
         }
         room_s, total_s = last_s - begin_s, sum(pieces.values())
         if total_s > room_s:

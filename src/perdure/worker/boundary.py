@@ -142,10 +142,11 @@ class BoundaryGate:
                         self.holds[entry.agreed.id] = entry.agreed.kind
         return due
 
-    def hold(self, committed: int) -> list[Agreed]:
+    def hold(self, committed: int, account: Callable[[], object] = lambda: None) -> list[Agreed]:
         """Wait until all holds are over (then nothing is returned), or something is agreed here.
 
-        A resume may come before the rank does, and may get lost: so it is asked for.
+        A resume may come before the rank does, and may get lost: so it is asked for. `account` is
+        called meanwhile, every second, so that the time is not lost with a rank that is killed.
         """
         ask_s = ASK_FIRST_S
         with self._changed:
@@ -154,6 +155,7 @@ class BoundaryGate:
             ):
                 for id_ in list(self.holds):
                     self._ask(id_)
+                account()
                 ask_s = ASK_EVERY_S
         return self.arrive(committed) if committed >= self.next_step else []
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from perdure.model.errors import PerdureError
 from perdure.model.events import BoundaryReached, KeysDeclared
+from perdure.model.progress import Phase
 from perdure.model.ring import PHASE_INDEX
 from perdure.worker.attach import Attachment
 from perdure.worker.boundary import Agreed, BoundaryGate
@@ -111,6 +112,7 @@ class StepLoop:
                 keys=self._config.specs(),
                 epoch=self._config.epoch,
                 values=dict(self._config),
+                step=self.committed,
             )
             self._attachment.emit(event)
 
@@ -220,16 +222,21 @@ class StepLoop:
     def _hold(self) -> list[Agreed]:
         """Make no step until resumed; return what is agreed meanwhile."""
         paused = "pause" in self._gate.holds.values()
-        self._ring.set_phase("paused" if paused else "checkpoint")
-        due = self._gate.hold(self.committed)
-        now = time.monotonic_ns()
-        held_ns = now - self._accounted
-        spent = (0, 0 if paused else held_ns, 0, 0)
-        paused_ns = held_ns if paused else 0
-        self._ring.commit(
-            self.committed, self._accounted, now, spent, phase=_STEP, paused=paused_ns
-        )
-        self._accounted = now
+        phase: Phase = "paused" if paused else "checkpoint"
+
+        def account(index: int = PHASE_INDEX[phase]) -> None:
+            now = time.monotonic_ns()
+            held_ns = now - self._accounted
+            spent = (0, 0 if paused else held_ns, 0, 0)
+            paused_ns = held_ns if paused else 0
+            self._ring.commit(
+                self.committed, self._accounted, now, spent, phase=index, paused=paused_ns
+            )
+            self._accounted = now
+
+        self._ring.set_phase(phase)
+        due = self._gate.hold(self.committed, account)
+        account(_STEP)
         self._take_gate_ns()
         return due
 

@@ -31,12 +31,10 @@ def plan_steering(gate: BoundaryGate, config: Config, committed: int) -> None:
     steering = read_steering()
     seen = config.epoch
     for change in steering.changes:
-        if change.epoch <= seen:
-            continue
-        if change.step <= committed:
-            config.apply(change)
-        else:
+        if change.step > committed:
             gate.plan(Agreed(f"e{change.epoch}", "set", change.step, change))
+        elif change.epoch > seen:
+            config.apply(change)
     if steering.pause:
         step = max(steering.pause_step, committed)
         gate.plan(Agreed(steering.pause, "pause", step))
