@@ -5,6 +5,7 @@ from typing import Any
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
+from perdure.control.state import ControllerState
 from perdure.control.verbs import preview_verb
 from perdure.model.actions import (
     AnswerCommand,
@@ -16,6 +17,7 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
+from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -421,3 +423,17 @@ def test_replica_groups_are_refused_with_a_reason_whichever_way_they_are_named()
         assert answer.result == {"replicas": replicas}
     unknown = one(ask(driver, "drain", "replica:7"), AnswerCommand)
     assert "the replicas are 0 to 1" in unknown.reason
+
+
+def test_moves_survive_being_written_down() -> None:
+    driver = start()
+    sent = one(ask(driver, "drain", "1"), SendBoundary)
+    for moment in range(3):
+        state = driver.controller.state
+        known = decode(encode(state), ControllerState)
+        assert repr(known) == repr(state)
+        if moment == 0:
+            agree(driver, sent)
+            hold(driver, sent)
+        else:
+            save(driver, sent.step)
