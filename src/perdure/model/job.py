@@ -62,6 +62,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A link is suspected from this share of segments sent again."""
     link_stuck_s: Seconds = 0.5
     """A link with data to send is stuck after this long without an acknowledgement."""
+    device_slow_s: Seconds = 30.0
+    """A GPU whose clock is held down by heat or lack of power for this long is unhealthy."""
 
 
 class CheckpointConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

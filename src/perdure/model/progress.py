@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from perdure.model.collectives import CollectiveSpan, StepStages
+from perdure.model.devices import DeviceSample
 from perdure.model.links import LinkSweep, NicSample
 
 Phase = Literal[
@@ -138,3 +139,5 @@ class NodeBeat(msgspec.Struct, frozen=True):
     sweep: LinkSweep | None = None
     """A look at the ranks' sockets, where one was taken since the last heartbeat."""
     nics: tuple[NicSample, ...] = ()
+    devices: tuple[DeviceSample, ...] = ()
+    """A look at the node's GPUs, where one was taken since the last heartbeat."""

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from perdure.model.devices import DeviceSample
+from perdure.model.settings import KeySpec
 from perdure.model.verdicts import Verdict
 
 ACCOUNTS = (
@@ -92,10 +94,24 @@ class DeviceRow(msgspec.Struct, frozen=True):
     """One device in `perdure map`."""
 
     device: str
+    """UUID of a GPU or MIG instance; of a CPU slot, an id that outlives restarts."""
     node: int
     ranks: tuple[int, ...]
+    """That use it now."""
     replicas: tuple[int, ...]
     state: str
+    """in use, idle, spare, draining, cordoned, lost."""
+    slots: tuple[str, ...] = ()
+    """Such as `node0/slot1`."""
+    kind: str = ""
+    """gpu, mig or cpu."""
+    name: str = ""
+    host: str = ""
+    health: str = ""
+    """ok, warn or failed; empty where it has no counters."""
+    why: str = ""
+    sample: DeviceSample | None = None
+    """Its counters, at the newest look."""
 
 
 class ReplicaRow(msgspec.Struct, frozen=True):
@@ -128,7 +144,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     version: int
     job: str
     state: str
-    """pending, forming, running, recovering, stopping, done, failed, stopped."""
+    """pending, forming, running, paused, recovering, stopping, done, failed, stopped."""
     at_s: float
     started_s: float
     generation: int
@@ -153,6 +169,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     replicas: tuple[ReplicaRow, ...] = ()
     settings: dict[str, object] = {}
     """Live configuration in force: key -> value."""
+    keys: tuple[KeySpec, ...] = ()
+    """What the script has declared, and perdure's own keys that ranks apply."""
     epoch: int = 0
     """The change of configuration in force."""
     paused: bool = False

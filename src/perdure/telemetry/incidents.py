@@ -37,6 +37,16 @@ def find_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     return tuple(sorted(found, key=lambda r: (r.at_s, r.culprit)))
 
 
+def find_recovery(history: History, number: int, end_s: float) -> Recovery | None:
+    """Return the incident of generation `number`; None where nothing ended it."""
+    generation = history.generations.get(number)
+    if generation is None or generation.incident is None:
+        return None
+    later = [history.generations[n] for n in sorted(history.generations) if n > number]
+    after = later[0] if later else None
+    return _find_one(history, generation, generation.incident, after, later, end_s)
+
+
 def _find_part(lost: ControllerLost) -> Recovery:
     """A part of perdure died: nothing stopped, so every phase is zero."""
     down_s = lost.restarted_s - lost.at_s

@@ -21,11 +21,14 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, RankProgress
-from perdure.model.report import DeviceRow, RankRow, Snapshot
+from perdure.model.report import RankRow, Snapshot
+from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import Generation, History
 from perdure.telemetry.incidents import find_state
 from perdure.telemetry.ledger import find_committed
+from perdure.telemetry.recent import RecentFold
 from perdure.telemetry.replicas import ReplicaFold
+from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
 SPEED_WINDOW_S = 10.0
@@ -45,8 +48,7 @@ class Certain:
     pids: dict[int, int] = field(default_factory=dict)
     homes: dict[int, int] = field(default_factory=dict)
     """Rank -> node, as last started."""
-    devices: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Node -> its devices' ids."""
+    devices: DeviceFold = field(default_factory=DeviceFold)
     cordoned: set[int] = field(default_factory=set)
     draining: set[int] = field(default_factory=set)
     """Nodes that their ranks are about to leave."""
@@ -54,6 +56,8 @@ class Certain:
     metrics: dict[str, float] = field(default_factory=dict)
     stopping: bool = False
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
+    steering: SteeringFold = field(default_factory=SteeringFold)
+    recent: RecentFold = field(default_factory=RecentFold)
     entries: int = 0
 
 
@@ -66,6 +70,7 @@ class SnapshotFold:
         self.certain = certain or Certain()
         """What follows from the journal alone; the rest came with heartbeats."""
         self._beats = 0
+        self._devices = DeviceView(spec)
         self._ranks: dict[int, tuple[float, RankProgress]] = {}
         self._beat_generation = self.certain.generation
         self._points: dict[int, deque[tuple[float, int]]] = {}
@@ -82,6 +87,10 @@ class SnapshotFold:
         certain.verdicts.add(entry)
         if not isinstance(entry.body, Decision):
             certain.replicas.add(entry.body)
+        if not isinstance(entry.body, Decision):
+            certain.steering.add(entry.body)
+            certain.devices.add(entry.body)
+            certain.recent.add(entry, certain.history)
         match entry.body:
             case RanksStarted() as event:
                 certain.pids |= event.pids
@@ -90,7 +99,6 @@ class SnapshotFold:
                     self._condense(event.generation)
                 self._begin(event.generation)
             case NodeRegistered() as event:
-                certain.devices[event.node] = event.device_ids
                 certain.lost.discard(event.node)
             case NodeLost() as event:
                 certain.lost.add(event.node)
@@ -123,6 +131,7 @@ class SnapshotFold:
 
     def observe(self, now: float, beat: NodeBeat) -> None:
         """Take a heartbeat."""
+        self._devices.observe(beat)
         apart = self._spec.torchft.replicas > 0  # Each group has a generation of its own.
         if not beat.ranks or (beat.generation < self._beat_generation and not apart):
             return
@@ -160,9 +169,14 @@ class SnapshotFold:
         committed = find_committed(history)
         if step < 0 and committed is not None:
             step = committed
+        steering = self.certain.steering
+        settings, epoch = steering.find_settings(step)
+        if state == "running" and steering.paused:
+            state = "paused"
         resumable = any(g.resumable for g in history.generations.values())
         joined = any(p.account.init_s > 0 for _, p in self._ranks.values())
         running = state in ("running", "stopping")
+        nodes = NodeStates(self.certain.lost, self.certain.cordoned, self.certain.draining)
         picture = Snapshot(
             version=self.certain.entries + self._beats,
             job=self._spec.name,
@@ -177,12 +191,18 @@ class SnapshotFold:
             depth="resumable" if resumable or joined else "supervised",
             reason=history.reason,
             ranks=rows,
-            devices=self._make_devices(rows),
+            devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
             verdicts=verdicts[-VERDICTS_SHOWN:],
             checkpoints=tuple(_describe_checkpoint(c) for c in self._find_checkpoints()),
             metrics=dict(sorted(self.certain.metrics.items())),
             incidents=sum(g.incident is not None for g in history.generations.values())
             + len(history.lost_parts),
+            settings=settings,
+            keys=steering.keys,
+            epoch=epoch,
+            paused=bool(steering.paused),
+            recent=self.certain.recent.find_rows(history, now),
+            cordoned=tuple(sorted(self.certain.cordoned)),
         )
         return self.certain.replicas.complete(self._spec, picture)
 
@@ -230,35 +250,6 @@ class SnapshotFold:
             return 0.0
         (first_s, first), (last_s, last) = points[0], points[-1]
         return max(0, last - first) / (last_s - first_s) if last_s > first_s else 0.0
-
-    def _make_devices(self, rows: tuple[RankRow, ...]) -> tuple[DeviceRow, ...]:
-        """Slots in order of their nodes, those included that run nothing now."""
-        running: dict[tuple[int, int], RankRow] = {}
-        for row in rows:
-            running[row.node, row.rank % self._spec.nproc] = row
-        known = {node: len(ids) for node, ids in self.certain.devices.items()}
-        slots = {(node, slot) for node, count in known.items() for slot in range(count)}
-        return tuple(
-            self._make_device(node, slot, running.get((node, slot)))
-            for node, slot in sorted(slots | set(running))
-        )
-
-    def _make_device(self, node: int, slot: int, row: RankRow | None) -> DeviceRow:
-        if node in self.certain.lost:
-            state = "lost"
-        elif node in self.certain.cordoned and row is None:
-            state = "cordoned"
-        elif row is None:
-            state = "spare"
-        else:
-            state = "idle" if row.state in ("exited", "failed") else "in use"
-            if node in self.certain.draining:
-                state = "draining"
-            elif node in self.certain.cordoned:
-                state += ", cordoned"
-        ranks = () if row is None else (row.rank,)
-        device = f"node{node}/slot{slot}"
-        return DeviceRow(device=device, node=node, ranks=ranks, replicas=(), state=state)
 
 
 def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:

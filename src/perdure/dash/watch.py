@@ -1,0 +1,278 @@
+"""A Snapshot as a screen of lines: `perdure watch`, at any width, height and number of ranks.
+
+Every line is text with one style for all of it, so that a terminal, a pipe and a test see the same.
+Where ranks do not fit they are folded into groups that do the same at the moment; whoever is in
+trouble comes first and stands alone as long as there is room.
+"""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from perdure.dash.live import render_status
+from perdure.model.report import RankRow, Snapshot
+from perdure.model.verdicts import Verdict
+
+WIDTH_MIN, HEIGHT_MIN = 20, 4
+_TROUBLE = ("failed", "suspected", "waiting")
+_STYLES = {"failed": "bold red", "suspected": "bold red", "waiting": "yellow", "exited": "dim"}
+_STATE_STYLES = {
+    "running": "bold green", "done": "bold green", "failed": "bold red", "recovering": "bold red",
+    "paused": "bold yellow", "lost": "bold red",
+}  # fmt: skip
+_SPEED_BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+class Line(NamedTuple):
+    """One line of a screen."""
+
+    text: str
+    style: str = ""
+
+
+def render_watch(
+    snapshot: Snapshot, width: int, height: int, speeds: Sequence[float] = ()
+) -> list[Line]:
+    """Return at most `height` lines of at most `width` columns.
+
+    `speeds` are steps a second of the last looks, oldest first.
+    """
+    width, height = max(WIDTH_MIN, width), max(HEIGHT_MIN, height)
+    head = _render_head(snapshot, width, speeds)
+    around = [
+        _section("Verdicts", [_describe(v, snapshot) for v in snapshot.verdicts[-3:]][::-1]),
+        _section("Incidents", _render_incidents(snapshot)),
+        _section("Replica groups", _render_replicas(snapshot)),
+        _section("Configuration", _render_settings(snapshot, width)),
+        _section("Devices", _render_devices(snapshot)),
+    ]
+    room = height - len(head)
+    ranks_min = min(4, 2 + len(snapshot.ranks))
+    below: list[Line] = []
+    for section in around:  # In order of their worth, as long as there is room beside the ranks.
+        left = room - ranks_min - len(below)
+        if len(section) >= 2 and left >= 3:
+            below += section[:left]
+    rows = room - len(below) - 1
+    ranks = render_ranks(snapshot.ranks, rows) if rows > 1 else []
+    lines = [*head, *([Line("")] if ranks else []), *ranks, *below]
+    return [Line(_clip(line.text, width), line.style) for line in lines[:height]]
+
+
+def render_ranks(ranks: Sequence[RankRow], rows: int) -> list[Line]:
+    """Return a table of all ranks in at most `rows` lines, its head included."""
+    if not ranks:
+        return []
+    if len(ranks) + 1 <= rows:
+        cells = [_rank_cells((row,)) for row in ranks]
+        return _table(cells, [_STYLES.get(row.state, "") for row in ranks])
+    alone = [row for row in ranks if row.state in _TROUBLE]
+    groups = [(row,) for row in alone] if len(alone) <= rows // 2 else []
+    rest = [row for row in ranks if not groups or row.state not in _TROUBLE]
+    folded = _fold(rest, max(1, rows - 1 - len(groups)))
+    together = [*groups, *folded]
+    return _table(
+        [_rank_cells(group) for group in together],
+        [_STYLES.get(group[0].state, "") for group in together],
+    )
+
+
+def _fold(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, ...]]:
+    """Return at most `most` groups: by node where those fit, else by what ranks do."""
+    by_doing = _group(ranks, lambda r: (_severity(r.state), r.state, r.phase))
+    by_node = _group(ranks, lambda r: (_severity(r.state), r.state, r.phase, r.node))
+    groups = by_node if len(by_node) <= most else by_doing
+    if len(groups) <= most:
+        return groups
+    last = tuple(row for group in groups[most - 1 :] for row in group)
+    return [*groups[: most - 1], last]
+
+
+def _group(ranks: Iterable[RankRow], key: Any) -> list[tuple[RankRow, ...]]:
+    groups: dict[Any, list[RankRow]] = {}
+    for row in ranks:
+        groups.setdefault(key(row), []).append(row)
+    return [tuple(groups[k]) for k in sorted(groups)]
+
+
+def _severity(state: str) -> int:
+    return _TROUBLE.index(state) if state in _TROUBLE else len(_TROUBLE)
+
+
+_HEAD = ("ranks", "nodes", "state", "phase", "step", "steps/s", "collective")
+
+
+def _rank_cells(group: Sequence[RankRow]) -> tuple[str, ...]:
+    first = group[0]
+    steps = [row.step for row in group if row.step >= 0]
+    low, high = (min(steps), max(steps)) if steps else (-1, -1)
+    step = "-" if low < 0 else str(low) if low == high else f"{low}-{high}"
+    states = {row.state for row in group}
+    phases = {row.phase for row in group}
+    waits = next((row.collective for row in group if "waiting" in row.collective), "")
+    return (
+        render_span([row.rank for row in group]),
+        render_span(sorted({row.node for row in group})),
+        first.state if len(states) == 1 else "several",
+        first.phase if len(phases) == 1 else "several",
+        step,
+        f"{min(row.steps_per_s for row in group):.1f}",
+        waits or first.collective,
+    )
+
+
+def render_span(numbers: Sequence[int], most: int = 3) -> str:
+    """Return ascending numbers as ranges, such as `0-511,513`; of many, the first ones.
+
+    >>> render_span([0, 1, 2, 5])
+    '0-2,5'
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    if len(words) > most:
+        return f"{','.join(words[:most])},... ({len(numbers)})"
+    return ",".join(words)
+
+
+def _table(cells: list[tuple[str, ...]], styles: list[str]) -> list[Line]:
+    everything = [_HEAD, *cells]
+    widths = [max(len(row[i]) for row in everything) for i in range(len(_HEAD))]
+    right = (4, 5)
+    lines = []
+    for row, style in zip(everything, ["bold", *styles], strict=True):
+        words = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append(Line("  ".join(words).rstrip(), style))
+    return lines
+
+
+def _render_head(snapshot: Snapshot, width: int, speeds: Sequence[float]) -> list[Line]:
+    first = render_status(snapshot)
+    rest = [f"generation {snapshot.generation}", snapshot.depth]
+    if snapshot.incidents:
+        rest.append(_count(snapshot.incidents, "incident"))
+    if snapshot.checkpoints:
+        rest.append(f"checkpoint of step {snapshot.checkpoints[-1].get('step')}")
+    if snapshot.cordoned:
+        rest.append(f"cordoned: node {render_span(snapshot.cordoned)}")
+    if snapshot.started_s > 0:
+        rest.append(f"for {_render_duration(snapshot.at_s - snapshot.started_s)}")
+    lines = [
+        Line(first, _STATE_STYLES.get(snapshot.state, "bold")),
+        Line("  ".join(part for part in rest if part)),
+    ]
+    if snapshot.reason:
+        lines.append(Line(snapshot.reason, "dim"))
+    curve = render_curve(speeds, max(8, width - 26))
+    if curve:
+        lines.append(Line(f"steps/s {curve} {speeds[-1]:.1f} (max {max(speeds):.1f})", "cyan"))
+    return lines
+
+
+def render_curve(values: Sequence[float], columns: int) -> str:
+    """Return the newest values as blocks, lowest to highest; empty where nothing moves.
+
+    >>> render_curve([0.0, 1.0, 2.0], 10)
+    '▁▅█'
+    """
+    shown, top = values[-columns:], max(values, default=0.0)
+    if len(shown) < 2 or top <= 0:
+        return ""
+    return "".join(_SPEED_BLOCKS[min(7, round(v / top * 7 + 1e-9))] for v in shown)
+
+
+def _render_incidents(snapshot: Snapshot) -> list[Line]:
+    lines = []
+    for row in snapshot.recent[:-4:-1]:
+        over = "not over yet" if row.total_s is None else f"{row.total_s:.2f} s"
+        what = "training went on" if row.rung == "none" else f"{row.rung}, {over}"
+        text = f"{_render_age(snapshot, row.at_s)}  {row.culprit}: {row.cause}; {what}"
+        lines.append(Line(text, "bold red" if row.total_s is None else ""))
+    return lines
+
+
+def _describe(verdict: Verdict, snapshot: Snapshot) -> Line:
+    withdrawn = "withdrawn" in verdict.evidence
+    age = _render_age(snapshot, verdict.confirmed_s)
+    text = f"{age}  {verdict.kind} of {verdict.culprit}: {verdict.reason}"
+    current = verdict.generation == snapshot.generation and not withdrawn
+    return Line(text + (" (withdrawn)" if withdrawn else ""), "bold red" if current else "dim")
+
+
+def _render_replicas(snapshot: Snapshot) -> list[Line]:
+    return [
+        Line(
+            f"group {r.group}  node {r.node}  {r.state:<9}step {r.step if r.step >= 0 else '-'}"
+            + (f"  quorum {r.quorum_id}" if r.quorum_id >= 0 else ""),
+            "" if r.state in ("training", "spare") else "yellow",
+        )
+        for r in snapshot.replicas[:8]
+    ]
+
+
+def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:
+    words = [f"{name}={_short(value)}" for name, value in sorted(snapshot.settings.items())]
+    if snapshot.epoch:
+        words.insert(0, f"change {snapshot.epoch}")
+    lines: list[Line] = []
+    row = ""
+    for word in words:
+        if row and len(row) + 2 + len(word) > width:
+            lines.append(Line(row))
+            row = ""
+        row += ("  " if row else "") + word
+    return [*lines, *([Line(row)] if row else [])][:4]
+
+
+def _render_devices(snapshot: Snapshot) -> list[Line]:
+    """Only those that are not well: `perdure map` has them all."""
+    bad = [d for d in snapshot.devices if d.health in ("failed", "warn") or d.state == "lost"]
+    return [
+        Line(
+            f"{d.device} on node {d.node}: {d.health or d.state} {d.why}".rstrip(),
+            "bold red" if d.health == "failed" else "yellow",
+        )
+        for d in bad[:4]
+    ]
+
+
+def _section(title: str, lines: list[Line]) -> list[Line]:
+    return [Line(""), Line(title, "bold"), *lines] if lines else []
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _render_age(snapshot: Snapshot, at_s: float) -> str:
+    return f"{_render_duration(snapshot.at_s - at_s):>7} ago"
+
+
+def _render_duration(seconds: float) -> str:
+    seconds = max(0.0, seconds)
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    if seconds < 3600:
+        return f"{seconds // 60:.0f}m{seconds % 60:02.0f}s"
+    return f"{seconds // 3600:.0f}h{seconds % 3600 // 60:02.0f}m"
+
+
+def _clip(text: str, width: int) -> str:
+    clean = "".join(c if c.isprintable() else " " for c in text)
+    return clean if len(clean) <= width else clean[: width - 1] + "…"
+
+
+def render_clock(at_s: float) -> str:
+    """Return a time of day, for lines of a log."""
+    return time.strftime("%H:%M:%S", time.localtime(at_s))

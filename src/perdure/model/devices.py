@@ -1,0 +1,75 @@
+"""What a device says of itself: the counters that tell a sick one from one that only works hard.
+
+GPU-Util is not among them: it says that some kernel ran, not that the device is well.
+"""
+
+from typing import Literal
+
+import msgspec
+
+DeviceKind = Literal["gpu", "mig", "cpu"]
+
+HW_SLOWDOWN, SW_THERMAL, HW_THERMAL, POWER_BRAKE, POWER_CAP = 0x8, 0x20, 0x40, 0x80, 0x4
+"""Bits of `throttle`, as NVML numbers them. A power cap at full load is how a GPU is meant to
+work; the others are its cooling's or its power supply's failure."""
+
+THROTTLE_NAMES = {
+    HW_SLOWDOWN: "hardware slowdown",
+    SW_THERMAL: "software thermal slowdown",
+    HW_THERMAL: "hardware thermal slowdown",
+    POWER_BRAKE: "power brake",
+    POWER_CAP: "power cap",
+}
+
+
+class Xid(msgspec.Struct, frozen=True, array_like=True):
+    """One error that the driver has reported."""
+
+    code: int
+    at_s: float
+
+
+class DeviceSample(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One look at one device. A number that the device does not tell is -1."""
+
+    device: str
+    """UUID of a GPU or of a MIG instance."""
+    at_s: float
+    kind: DeviceKind = "gpu"
+    index: int = -1
+    name: str = ""
+    ranks: tuple[int, ...] = ()
+    """Global ranks whose processes, or their children, hold memory on it."""
+    xids: tuple[Xid, ...] = ()
+    """Of the last minutes, so that a lost heartbeat loses none."""
+    ecc_uncorrected: int = -1
+    """Since the driver was loaded."""
+    ecc_corrected: int = -1
+    retired_pages: int = -1
+    """For uncorrectable errors (up to Volta); later ones remap rows."""
+    remapped_rows: int = -1
+    """For uncorrectable errors."""
+    remap_pending: bool = False
+    """Takes effect with the device's next reset; until then its memory may err again."""
+    remap_failed: bool = False
+    """No spare rows are left: the device has to be replaced."""
+    throttle: int = 0
+    """Bits: why its clock is lower than it could be."""
+    sm_clock_mhz: int = -1
+    sm_clock_max_mhz: int = -1
+    power_w: float = -1.0
+    power_limit_w: float = -1.0
+    temperature_c: int = -1
+    memory_bytes: int = -1
+    memory_total_bytes: int = -1
+    error: str = ""
+    """NVML could not ask it, and why; `lost` begins it where the device has left the bus."""
+
+
+def name_throttle(bits: int) -> str:
+    """Return the reasons in `bits` in words.
+
+    >>> name_throttle(0x48)
+    'hardware slowdown, hardware thermal slowdown'
+    """
+    return ", ".join(name for bit, name in THROTTLE_NAMES.items() if bits & bit)
