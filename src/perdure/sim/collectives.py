@@ -230,7 +230,13 @@ class Training:
         if node == self.layout.node_of(r.rank) and r.t < until_s:
             seconds *= factor
         fault = self.fault
-        if fault is not None and fault.at_s <= r.t < fault.until_s and fault.rank == r.rank:
+        lost = self.layout.node_of(fault.rank) if fault is not None else -1
+        if fault is None or not fault.at_s <= r.t < fault.until_s:
+            pass
+        elif fault.kind == "node" and self.layout.node_of(r.rank) == lost:
+            r.t = NEVER  # Its ranks die with it.
+            return
+        elif fault.rank == r.rank:
             if fault.kind in HANGS:
                 r.t = NEVER
                 return
