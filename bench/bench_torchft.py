@@ -26,10 +26,10 @@ from torchft_systems import Groups, Mended, Perdure, PerdureSpare, Stock, Tuned
 
 SYSTEMS: dict[str, type[Groups]] = {
     "perdure": Perdure,
-    "perdure, warm spare": PerdureSpare,
+    "perdure + spare": PerdureSpare,
     "torchft": Stock,
-    "torchft, hook mended": Mended,
-    "torchft tuned, hook mended": Tuned,
+    "torchft mended": Mended,
+    "torchft mended + tuned": Tuned,
 }
 TIMEOUT_S = 100.0
 
@@ -113,8 +113,7 @@ def gap_after(groups: Groups, harm: Callable[[], None]) -> dict[str, Any]:
 
 def kill_part(groups: Groups, words: str) -> Callable[[], None]:
     def harm() -> None:
-        for process in groups.find(words)[:1]:
-            process.kill()
+        groups.find(words)[-1].kill()
 
     return harm
 
@@ -172,7 +171,7 @@ def one_trial(groups: Groups, what: str, trial: int) -> dict[str, Any]:
             return fail_one(groups, victim, hang)
         case "lighthouse killed":
             if isinstance(groups, Perdure):
-                return gap_after(groups, kill_part(groups, "perdure lighthouse"))
+                return gap_after(groups, kill_part(groups, "perdure lighthouse bench: serving"))
             return gap_after(groups, restart_stock_lighthouse(groups))
         case "controller killed":
             return gap_after(groups, kill_part(groups, "perdure controller"))
@@ -233,13 +232,13 @@ def main() -> None:
         elif not ours:
             harms |= {"SIGSTOP": args.slow_trials}
         results += run_trials(name, kind, args, harms)
-        if name == "torchft, hook mended":  # Each may end the job, so each has one of its own.
+        if name == "torchft mended":  # Each may end the job, so each has one of its own.
             for slow in ("hung thread", "lighthouse killed"):
                 results += run_trials(name, kind, args, {slow: 1})
     if "torchrun" in wanted or not args.only:
         results += [{"system": "torchrun", **measure("torchrun", 3, 50, 120)}]
     if args.kills:
-        results += run_trials("perdure, many kills", Perdure, args, {"kill -9": args.kills})
+        results += run_trials("perdure: many kills", Perdure, args, {"kill -9": args.kills})
     summarize(results)
 
 

@@ -102,12 +102,18 @@ class Groups:
         return found
 
     def mismatches(self) -> tuple[int, int]:
-        """Return at how many steps hashes were compared, and how many were not all equal."""
+        """Return at how many steps hashes were compared, and how many were not all equal.
+
+        The first of these is said on standard error.
+        """
         hashes: dict[int, list[str]] = {}
         for rows in self.poll().values():
             for row in rows:
                 if "hash" in row:
                     hashes.setdefault(row["step"], []).append(row["hash"])
+        first = min((s for s, found in hashes.items() if len(set(found)) > 1), default=None)
+        if first is not None:
+            print(f"{self.folder}: unlike at step {first}: {hashes[first]}", file=sys.stderr)
         compared = [found for found in hashes.values() if len(found) > 1]
         return len(compared), sum(len(set(found)) > 1 for found in compared)
 

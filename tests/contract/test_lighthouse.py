@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from perdure.model.codec import encode
@@ -42,7 +43,7 @@ class Lighthouse:
             [sys.executable, "-P", "-m", "perdure", "lighthouse", "lit"], env=env
         )
         before = self.file()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while (now := self.file()) is None or now == before:
             assert self.process.poll() is None
             assert time.monotonic() < deadline
@@ -58,6 +59,7 @@ class Lighthouse:
         return f"http://127.0.0.1:{known.port}"
 
     def kill(self) -> None:
+        """Kill it, child and all."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait()
 
@@ -98,6 +100,27 @@ def test_torchfts_client_gets_its_quorum(
     assert [m.replica_id for m in both[0].participants] == ["train_0:a", "train_1:b"]
     assert [m.address for m in both[0].participants] == ["http://train_0:a:1", "http://train_1:b:1"]
     assert [m.step for m in both[0].participants] == [1, 0]
+
+
+def test_the_one_that_serves_is_replaced_at_once(
+    lighthouse: Lighthouse, ask: Callable[..., "Future[Any]"]
+) -> None:
+    ask("train_0:a", 0).result(10)
+    began = lighthouse.file()
+    assert began is not None
+    for number in (signal.SIGKILL, signal.SIGSTOP):
+        before = lighthouse.file()
+        psutil.Process(lighthouse.process.pid).children()[0].send_signal(number)
+        deadline = time.monotonic() + 10
+        while lighthouse.file() == before:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    after = ask("train_0:a", 1).result(10)
+    assert after.quorum_id == 1
+    assert lighthouse.process.poll() is None
+    now = lighthouse.file()
+    assert now is not None
+    assert now.port == began.port
 
 
 def test_a_killed_lighthouse_comes_back_with_its_members_and_newer_ids(

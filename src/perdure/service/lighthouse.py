@@ -5,9 +5,10 @@ whose) are levels that it keeps; the deaths that agents report it hears on the b
 time as the controller, and acts upon them at once, since they are facts and not decisions. While
 the bus is away replicas go on asking and are answered.
 
-Its own death costs the time until the supervisor has started the next one. That one takes the
-same port, reads the last quorum from `lighthouse.json`, and waits for its members; ids below the
-reserved bound are never used again.
+Its own death costs a fork: the process that serves is the child of one that has imported all of
+this and only waits for the child's end (or for it to be stopped). Should that one die as well, the
+supervisor starts both again. The next lighthouse takes the same port, reads the last quorum from
+`lighthouse.json`, and waits for its members; ids below the reserved bound are never used again.
 """
 
 import asyncio
@@ -71,6 +72,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.lighthouse_part import LighthouseFile
 from perdure.service.ports import Bus
+from perdure.worker.prctl import set_death_signal
 
 log = logging.getLogger("perdure.lighthouse")
 
@@ -82,6 +84,7 @@ _LAG_S = 0.2
 """After a turn that came so much too late, nobody's silence counts."""
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
+_LIVES = 1000
 _STOCK = "torchft_lighthouse"
 
 
@@ -360,13 +363,57 @@ def main(job: str) -> int:
         spec = load_spec(paths)
         if spec.torchft.lighthouse == "stock":
             _become_stock(spec, paths.lighthouse)
-        asyncio.run(_main(spec, paths.lighthouse))
+        return _keep_serving(spec, paths.lighthouse)
+    except PerdureError as error:
+        log.error("%s (%s)", error.message, error.hint)
+        return error.exit_code
+
+
+def _keep_serving(spec: JobSpec, path: str) -> int:
+    """Have a child serve, and another one at once should it be killed or stopped."""
+    asked: list[int] = []
+    child = 0
+
+    def leave(number: int, frame: object) -> None:
+        asked.append(number)
+        if child:
+            os.kill(child, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, leave)
+    for _ in range(_LIVES):
+        child = os.fork()
+        if child == 0:
+            set_death_signal(signal.SIGKILL)
+            os._exit(_serve(spec, path))
+        _, status = os.waitpid(child, os.WUNTRACED)
+        if os.WIFSTOPPED(status):
+            log.warning("the lighthouse (pid %d) is stopped: replacing it", child)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        elif asked or os.WIFEXITED(status):
+            return os.waitstatus_to_exitcode(status)
+        log.warning("the lighthouse (pid %d) has died: the next one serves", child)
+    return 1
+
+
+def _serve(spec: JobSpec, path: str) -> int:
+    """Be the lighthouse; return the exit code."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(f"perdure lighthouse {spec.name}: serving")
+    try:
+        asyncio.run(_main(spec, path))
     except asyncio.CancelledError:
         log.info("SIGTERM: leaving")
         return 128 + signal.SIGTERM
     except PerdureError as error:
         log.error("%s (%s)", error.message, error.hint)
         return error.exit_code
+    except BaseException:
+        log.exception("the lighthouse has failed")
+        return 1
     return 0
 
 

@@ -66,9 +66,9 @@ class ReplicaFold:
             case QuorumFormed():
                 self.quorum_id, self.members = event.quorum_id, event.members
                 self.recovering, self.step = event.recovering, max(self.step, event.step)
-                for view in self.groups.values():
-                    if view.replica in event.members:
-                        view.away = ""
+                for known in self.groups.values():
+                    if known.replica in event.members:
+                        known.away = ""
             case RankExited(node=node, record=record):
                 view = self.groups.get(node)
                 if view is not None and record.generation == view.generation and not self.over:
