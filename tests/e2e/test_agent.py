@@ -81,7 +81,7 @@ class Driver:
         await asyncio.to_thread(self.server.wait_ready)
         endpoint = Endpoint(url=self.server.url, token="t0ken", clock_offset_s=0.0)
         write_document(self.paths.spec, self.spec)
-        write_document(self.paths.endpoint, endpoint)
+        write_document(self.paths.credential("agent-0"), endpoint)
         self.bus = await NatsBus.connect(endpoint, timeout_s=10)
         await self.bus.serve(subject_events(self.job), self._take)
         await self.bus.subscribe(

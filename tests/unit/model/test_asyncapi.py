@@ -64,6 +64,15 @@ def test_every_subject_has_a_channel_and_somebody_at_each_end() -> None:
         assert operation["x-subscribe"], name
 
 
+def test_every_subject_and_role_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "nats.md").read_text()
+    for channel in make_asyncapi("1")["channels"].values():
+        if channel["address"] is not None:
+            subject = channel["address"].replace("{job}", "JOB").replace("{node}", "NODE")
+            assert f"| `{subject}`" in text, subject
+    assert [role for role in ROLES if f"| {role} |" not in text] == []
+
+
 def test_only_operators_command_and_nobody_may_do_everything() -> None:
     commands = wire.subject_commands("a")
     assert [r for r in ROLES if commands in find_access(r, "a").publish] == ["run", "operator"]
