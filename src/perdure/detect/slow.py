@@ -446,9 +446,16 @@ class SlowWatch:
         )
 
     def _is_neighbour(self, rank: int, excess: float) -> bool:
-        """Return whether what the rank lost is what its neighbours took: it waited for a CPU."""
+        """Return whether what the rank lost is what its neighbours took: it waited for a CPU.
+
+        It is slow compared with the others, so only what was taken from it alone explains that.
+        """
         cpu = self._cpu.get(rank)
-        return cpu is not None and cpu.share >= 0.5 * excess / (1.0 + excess)
+        if cpu is None:
+            return False
+        others = sorted(c.share for r, c in self._cpu.items() if r != rank)
+        usual = others[len(others) // 2] if others else 0.0
+        return cpu.share - usual >= 0.5 * excess / (1.0 + excess)
 
     def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> Verdict | None:
         """Without stages: of those that arrive late, the one that waits for nobody itself."""
