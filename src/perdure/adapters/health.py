@@ -10,7 +10,7 @@ import socket
 import time
 from importlib.metadata import PackageNotFoundError, version
 
-from perdure.adapters.host import list_gpus
+from perdure.adapters.devices import list_gpus
 from perdure.adapters.stacks import find_py_spy
 from perdure.model.health import Check
 

@@ -5,7 +5,6 @@ quarter of opening it, and it can never show another process that got the same p
 """
 
 import contextlib
-import importlib
 import os
 import signal
 import socket
@@ -13,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from perdure.model.job import JobSpec
 from perdure.model.progress import ProcSample
 
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
@@ -295,44 +293,6 @@ def read_boot_id() -> str:
             return file.read().strip()
     except OSError:
         return ""
-
-
-def list_gpus() -> tuple[str, ...]:
-    """Return the UUIDs of NVIDIA GPUs, in NVML's order; empty without pynvml or a driver.
-
-    NVML is asked and never CUDA: a CUDA context would cost memory and break forking.
-    """
-    try:
-        nvml = importlib.import_module("pynvml")
-    except ImportError:
-        return ()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()
-    try:
-        handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-        uuids = [nvml.nvmlDeviceGetUUID(handle) for handle in handles]
-    except nvml.NVMLError:
-        return ()
-    finally:
-        nvml.nvmlShutdown()
-    return tuple(u.decode() if isinstance(u, bytes) else str(u) for u in uuids)
-
-
-def list_device_ids(spec: JobSpec, node: int) -> tuple[str, ...]:
-    """Return a stable id for each slot of `node`: a GPU's UUID, or a synthetic one for CPU.
-
-    Nodes that share this machine share its GPUs in order, as CUDA_VISIBLE_DEVICES of the script
-    decides; it is not touched here.
-    """
-    gpus = list_gpus()
-    first = node * spec.nproc
-    boot = read_boot_id()[:8]
-    return tuple(
-        gpus[first + slot] if first + slot < len(gpus) else f"cpu-{boot}-{node}-{slot}"
-        for slot in range(spec.nproc)
-    )
 
 
 def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:

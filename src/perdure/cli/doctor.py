@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from perdure.adapters.devices import list_gpus
 from perdure.adapters.health import check_machine
-from perdure.adapters.host import list_gpus
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.options import Json

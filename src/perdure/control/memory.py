@@ -23,6 +23,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
     Decision,
+    DeviceReported,
     JournalEntry,
     LinksNoted,
     MetricsLogged,
@@ -144,7 +145,7 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     """
     oldest = _find_newest(entries) - _GENERATIONS + 1
     kept: list[JournalEntry] = []
-    counts: dict[tuple[type, int], int] = {}
+    counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
         event = entry.body
         if isinstance(event, Decision | MetricsLogged | TimerFired):
@@ -152,10 +153,13 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         generation = _find_generation(event)
         if generation is not None and generation < oldest:
             continue
-        key, limit = (type(event), 0), _OF_A_KIND
+        key: tuple[type, int | str] = (type(event), 0)
+        limit = _OF_A_KIND
         match event:
             case NodeRegistered() | NodeLost() | NodeCordoned() | NodeRestored():
                 key, limit = (type(event), event.node), 1
+            case DeviceReported():
+                key, limit = (type(event), event.device), 1
             case LinksNoted():
                 limit = 1
             case ProgressNoted() | StacksTaken():

@@ -21,8 +21,9 @@ from perdure.model.devices import (
     DeviceSample,
     name_throttle,
 )
-from perdure.model.events import DeviceReported
+from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
 from perdure.model.job import DetectConfig
+from perdure.model.progress import NodeBeat
 
 SOURCE = "nvml"
 FATAL_XIDS = {
@@ -88,12 +89,11 @@ class DeviceJudge:
         """Judge by `config` from now on."""
         self._config = config
 
-    def observe(
-        self, now: float, node: int, samples: tuple[DeviceSample, ...]
-    ) -> list[DeviceReported]:
-        """Take a look at a node's devices; return whose health has changed."""
-        out = []
-        for sample in samples:
+    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+        """Take a heartbeat's look at a node's devices; return whose health has changed."""
+        out: list[AnyEvent] = []
+        node = beat.node
+        for sample in beat.devices:
             health = self._devices.setdefault(sample.device, _Health())
             health.node, health.newest = node, sample
             found = self._judge(health, sample)
@@ -112,19 +112,31 @@ class DeviceJudge:
                 )
         return out
 
-    def note(self, event: DeviceReported) -> None:
-        """Take what the journal says of a device, whoever said so."""
+    def note(self, event: AnyEvent) -> None:
+        """Take a journaled event, in replay as well."""
+        match event:
+            case DeviceReported():
+                self._note_report(event)
+            case NodeRestored():
+                self._restore(event.node, event.at_s)
+            case NodeRegistered():
+                self._forget(event.node, event.device_ids)
+            case _:
+                pass
+
+    def _note_report(self, event: DeviceReported) -> None:
         health = self._devices.setdefault(event.device, _Health())
         health.node, health.outside = event.node, event.source != SOURCE and not event.healthy
-        self._mark(health, event.healthy, event.reason, event.at_s)
+        if event.healthy or event.reason != health.failed:
+            self._mark(health, event.healthy, event.reason, event.at_s)
 
-    def restore(self, node: int, at_s: float) -> None:
+    def _restore(self, node: int, at_s: float) -> None:
         """Forget what was wrong with a node's devices: an operator has put it back to work."""
         for health in self._devices.values():
             if health.node == node:
                 self._mark(health, True, "", at_s)
 
-    def forget(self, node: int, devices: tuple[str, ...]) -> None:
+    def _forget(self, node: int, devices: tuple[str, ...]) -> None:
         """Forget the devices that a node no longer has."""
         gone = [d for d, h in self._devices.items() if h.node == node and d not in devices]
         for device in gone:

@@ -15,7 +15,8 @@ from collections.abc import Callable, Coroutine, Mapping
 from secrets import token_hex
 from typing import Any, assert_never
 
-from perdure.adapters.host import list_device_ids, pick_free_port, read_boot_id, read_state
+from perdure.adapters.devices import Nvml, list_device_ids
+from perdure.adapters.host import pick_free_port, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
 from perdure.adapters.stacks import dump_stack
@@ -63,6 +64,7 @@ from perdure.model.wire import (
     subject_orders,
 )
 from perdure.service.agent_beats import RankReader
+from perdure.service.agent_devices import DeviceTelemetry
 from perdure.service.agent_keeper import KeeperLink, keeper_command
 from perdure.service.agent_links import LinkTelemetry, Ranks
 from perdure.service.agent_outbox import Outbox
@@ -111,12 +113,14 @@ class AgentService:
         self._env = {name: value for name, value in env.items() if name not in RANK_ONLY}
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
         offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
+        nvml = Nvml.open(env)
+        self._devices = DeviceTelemetry(clock_offset_s, nvml)
         identity = NodeIdentity(
             node=node,
             incarnation=incarnation,
             host=find_address(env),
             boot_id=read_boot_id(),
-            device_ids=list_device_ids(spec, node),
+            device_ids=list_device_ids(spec, node, nvml.ids if nvml else ()),
         )
         self.machine = Agent(spec, identity)
         self._outbox = Outbox(bus, subject_events(spec.name), node=node, source=incarnation)
@@ -165,6 +169,7 @@ class AgentService:
             self._start(self._outbox.run())
             self._start(self._beat())
             self._start(self._links.run(self._view_ranks, self.now))
+            self._start(self._devices.run(lambda: self._view_ranks().pids))
             self.take(AgentStarted())
             await self._left.wait()
             if self._failed is not None:
@@ -180,6 +185,7 @@ class AgentService:
             await self._prober.close()
             self._keeper.close()
             self._links.close()
+            self._devices.close()
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -352,7 +358,7 @@ class AgentService:
             beat = self._reader.read_beat(
                 self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
             )
-            await self._bus.publish(subject, encode(self._links.join(beat)))
+            await self._bus.publish(subject, encode(self._devices.join(self._links.join(beat))))
             due_s = max(due_s + BEAT_S, loop.time())
             await asyncio.sleep(due_s - loop.time())
 

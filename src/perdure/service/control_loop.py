@@ -24,6 +24,7 @@ from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
 from perdure.control.verbs import preview_verb
 from perdure.detect import Detector
+from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
 from perdure.model.codec import encode
@@ -102,6 +103,7 @@ class ControllerService:
         self._show, self._note = show, note
         self._memory = Memory(spec)
         self._detector = Unwatched() if spec.torchft.replicas else Detector(spec)
+        self._devices = DeviceJudge(spec.detect)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
@@ -156,6 +158,7 @@ class ControllerService:
         self._reconfigure()
         for at_s, event in self._memory.recent():
             self._detector.note(at_s, event)
+            self._devices.note(event)
         replayed_s = self._clock() - started_s
         source = f"after the snapshot at entry {since}" if since else "from the first on"
         log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
@@ -166,6 +169,7 @@ class ControllerService:
         if spec is not None and spec is not self._judged:
             self._judged = spec
             self._detector.reconfigure(spec.detect)
+            self._devices.reconfigure(spec.detect)
 
     async def _serve(self) -> None:
         await self.inbox.serve(self._bus)
@@ -223,6 +227,7 @@ class ControllerService:
                 joined = self._links.observe(turn.now, beat)
                 self._memory.fold.observe(turn.now, joined)
                 self._derive(turn, self._detector.observe(turn.now, joined))
+                self._derive(turn, self._devices.observe(turn.now, beat))
         due_s = self._detector.next_deadline()
         if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
             self._derive(turn, self._detector.tick(turn.now))
@@ -306,6 +311,7 @@ class ControllerService:
                 )
                 self._add(turn, self._ended)
         self._reconfigure()
+        self._devices.note(event)
         self._derive(turn, self._detector.note(turn.now, event))
         self._derive(turn, self._links.note(turn.now, event))
 

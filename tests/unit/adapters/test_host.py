@@ -14,11 +14,9 @@ from perdure.adapters.host import (
     find_marked,
     kill_process,
     list_descendants,
-    list_device_ids,
     read_start_time,
     read_state,
 )
-from perdure.model.job import JobSpec
 
 _FAMILY = """\
 import os, subprocess, sys, time
@@ -89,10 +87,3 @@ def test_leftovers_end_by_mark_and_by_pid(family: tuple[subprocess.Popen[bytes],
     assert set(killed) >= {parent.pid}
     assert find_marked(marks) == {}
     assert parent.wait() == -signal.SIGKILL
-
-
-def test_devices() -> None:
-    spec = JobSpec(script="s.py", nproc=3, nodes=2)
-    ids = list_device_ids(spec, 0) + list_device_ids(spec, 1)
-    assert len(set(ids)) == 6
-    assert ids == list_device_ids(spec, 0) + list_device_ids(spec, 1)

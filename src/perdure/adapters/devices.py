@@ -1,0 +1,284 @@
+"""The one door to NVML: which devices there are, and what their counters say.
+
+NVML is asked and never CUDA: a CUDA context would cost memory and break forking. Where the
+library, the driver or a single counter is missing, that number is missing and nothing else.
+"""
+
+import hashlib
+import importlib
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from perdure.model.devices import DeviceSample, Xid
+from perdure.model.job import JobSpec
+
+XID_KEPT_S = 600.0
+_XIDS_MAX = 16
+_UNIT = {"mW": 1e-3}
+
+
+def load_nvml() -> Any:
+    """Return NVML's Python module, or None where it is not installed."""
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+class Nvml:
+    """An open line to NVML; `gpus` are those that CUDA would show, in its order."""
+
+    def __init__(
+        self,
+        module: Any,
+        environ: Mapping[str, str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Use `module`, which has to be initialized."""
+        self._nvml, self._clock = module, clock
+        visible = (environ if environ is not None else os.environ).get("CUDA_VISIBLE_DEVICES")
+        everything = self._list()
+        self.gpus: list[tuple[str, int, str, Any]] = _choose(everything, visible)
+        """(UUID, index, kind, handle)"""
+        self._events = self._watch_xids()
+        self._xids: dict[str, deque[Xid]] = {}
+
+    @classmethod
+    def open(cls, environ: Mapping[str, str] | None = None) -> "Nvml | None":
+        """Return a line to NVML; None without library, driver or devices."""
+        module = load_nvml()
+        if module is None:
+            return None
+        try:
+            module.nvmlInit()
+        except module.NVMLError:
+            return None
+        nvml = cls(module, environ)
+        if not nvml.gpus:
+            nvml.close()
+            return None
+        return nvml
+
+    def close(self) -> None:
+        """End it."""
+        self._ask(lambda: self._nvml.nvmlShutdown())
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """Return the UUIDs."""
+        return tuple(uuid for uuid, _, _, _ in self.gpus)
+
+    def sample(self, parents: Callable[[int], Iterable[int]], ranks: Mapping[int, int],
+               offset_s: float = 0.0) -> tuple[DeviceSample, ...]:  # fmt: skip
+        """Return a look at each device; `ranks` is rank -> pid, `parents` a pid's ancestors."""
+        self._take_xids(offset_s)
+        by_pid = {pid: rank for rank, pid in ranks.items()}
+        return tuple(self._look(gpu, parents, by_pid, offset_s) for gpu in self.gpus)
+
+    def _list(self) -> list[tuple[str, int, str, Any]]:
+        nvml, found = self._nvml, list[tuple[str, int, str, Any]]()
+        for index in range(self._ask(lambda: nvml.nvmlDeviceGetCount(), 0)):
+            handle = self._call("nvmlDeviceGetHandleByIndex", index)
+            uuid = _text(self._call("nvmlDeviceGetUUID", handle))
+            if handle is None or not uuid:
+                continue
+            parts = self._list_mig(handle, index)
+            found += parts or [(uuid, index, "gpu", handle)]
+        return found
+
+    def _list_mig(self, handle: Any, index: int) -> list[tuple[str, int, str, Any]]:
+        """Return the instances that a GPU is divided into; none where it is whole."""
+        nvml = self._nvml
+        mode = self._ask(lambda: nvml.nvmlDeviceGetMigMode(handle)[0], 0)
+        parts = []
+        for i in range(self._ask(lambda: nvml.nvmlDeviceGetMaxMigDeviceCount(handle), 0) * mode):
+            part = self._call("nvmlDeviceGetMigDeviceHandleByIndex", handle, i)
+            uuid = _text(self._call("nvmlDeviceGetUUID", part)) if part else ""
+            if uuid:
+                parts.append((uuid, index, "mig", part))
+        return parts
+
+    def _watch_xids(self) -> Any:
+        """Ask to be told of errors; returns None where that is not possible."""
+        nvml = self._nvml
+        events = self._ask(lambda: nvml.nvmlEventSetCreate())
+        if events is None:
+            return None
+        for _, index, _, _ in self.gpus:
+            handle = self._call("nvmlDeviceGetHandleByIndex", index)
+            kind = nvml.nvmlEventTypeXidCriticalError
+            self._call("nvmlDeviceRegisterEvents", handle, kind, events)
+        return events
+
+    def _take_xids(self, offset_s: float) -> None:
+        nvml = self._nvml
+        for _ in range(64 if self._events is not None else 0):
+            event = self._ask(lambda: nvml.nvmlEventSetWait_v2(self._events, 0))
+            if event is None:  # Nothing has happened: NVML calls that a time-out.
+                return
+            uuid = _text(self._call("nvmlDeviceGetUUID", event.device))
+            kept = self._xids.setdefault(uuid, deque(maxlen=_XIDS_MAX))
+            kept.append(Xid(int(event.eventData), self._clock() + offset_s))
+
+    def _look(
+        self,
+        gpu: tuple[str, int, str, Any],
+        parents: Callable[[int], Iterable[int]],
+        ranks: Mapping[int, int],
+        offset_s: float,
+    ) -> DeviceSample:
+        uuid, index, kind, handle = gpu
+        nvml, ask, now = self._nvml, self._ask, self._clock() + offset_s
+        whole = ask(lambda: nvml.nvmlDeviceGetHandleByIndex(index))
+        parent = _text(ask(lambda: nvml.nvmlDeviceGetUUID(whole))) or uuid
+        xids = tuple(x for x in self._xids.get(parent, ()) if now - x.at_s < XID_KEPT_S)
+        memory = ask(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        rows = ask(lambda: nvml.nvmlDeviceGetRemappedRows(whole))
+        sm = nvml.NVML_CLOCK_SM
+        return DeviceSample(
+            device=uuid,
+            at_s=now,
+            kind="mig" if kind == "mig" else "gpu",
+            index=index,
+            name=_text(ask(lambda: nvml.nvmlDeviceGetName(handle))),
+            ranks=self._find_ranks(handle, parents, ranks),
+            xids=xids,
+            ecc_uncorrected=self._count_ecc(whole, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+            ecc_corrected=self._count_ecc(whole, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+            retired_pages=self._count_retired(whole),
+            remapped_rows=int(rows[1]) if rows else -1,
+            remap_pending=bool(rows and rows[2]),
+            remap_failed=bool(rows and rows[3]),
+            throttle=int(ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole), 0)),
+            sm_clock_mhz=ask(lambda: nvml.nvmlDeviceGetClockInfo(whole, sm), -1),
+            sm_clock_max_mhz=ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, sm), -1),
+            power_w=ask(lambda: nvml.nvmlDeviceGetPowerUsage(whole) * _UNIT["mW"], -1.0),
+            power_limit_w=ask(
+                lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(whole) * _UNIT["mW"], -1.0
+            ),
+            temperature_c=ask(lambda: nvml.nvmlDeviceGetTemperature(whole, 0), -1),
+            memory_bytes=int(memory.used) if memory else -1,
+            memory_total_bytes=int(memory.total) if memory else -1,
+            error=self._find_error(index),
+        )
+
+    def _find_ranks(
+        self, handle: Any, parents: Callable[[int], Iterable[int]], ranks: Mapping[int, int]
+    ) -> tuple[int, ...]:
+        """Return the ranks whose processes hold memory on the device."""
+        running = self._ask(lambda: self._nvml.nvmlDeviceGetComputeRunningProcesses(handle), ())
+        found = set()
+        for process in running:
+            for pid in (process.pid, *parents(process.pid)):
+                if pid in ranks:
+                    found.add(ranks[pid])
+                    break
+        return tuple(sorted(found))
+
+    def _count_ecc(self, handle: Any, which: int) -> int:
+        volatile = self._nvml.NVML_VOLATILE_ECC
+        ask = self._nvml.nvmlDeviceGetTotalEccErrors
+        return int(self._ask(lambda: ask(handle, which, volatile), -1))
+
+    def _count_retired(self, handle: Any) -> int:
+        nvml = self._nvml
+        cause = nvml.NVML_PAGE_RETIREMENT_CAUSE_DOUBLE_BIT_ECC_ERROR
+        pages = self._ask(lambda: nvml.nvmlDeviceGetRetiredPages(handle, cause))
+        return len(pages) if pages is not None else -1
+
+    def _find_error(self, index: int) -> str:
+        """Return why the device cannot be asked; `lost` first where it has left the bus."""
+        nvml = self._nvml
+        try:
+            nvml.nvmlDeviceGetUUID(nvml.nvmlDeviceGetHandleByIndex(index))
+        except nvml.NVMLError as error:
+            lost = getattr(error, "value", None) == nvml.NVML_ERROR_GPU_IS_LOST
+            return f"lost: {error}" if lost else str(error)
+        return ""
+
+    def _call(self, name: str, *args: Any) -> Any:
+        return self._ask(lambda: getattr(self._nvml, name)(*args))
+
+    def _ask(self, question: Callable[[], Any], default: Any = None) -> Any:
+        try:
+            return question()
+        except (self._nvml.NVMLError, AttributeError):
+            return default
+
+
+def _choose(
+    gpus: list[tuple[str, int, str, Any]], visible: str | None
+) -> list[tuple[str, int, str, Any]]:
+    """Return what CUDA_VISIBLE_DEVICES leaves, in its order: by index, or by (part of) UUID."""
+    if visible is None:
+        return gpus
+    chosen: list[tuple[str, int, str, Any]] = []
+    for word in (part.strip() for part in visible.split(",")):
+        match = [g for g in gpus if (str(g[1]) == word or (word and g[0].startswith(word)))]
+        if not match:  # CUDA ignores everything after the first unknown device.
+            break
+        chosen.append(match[0])
+    return chosen
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value or "")
+
+
+def list_gpus(environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """Return the UUIDs of the GPUs or MIG instances that CUDA would show; often none."""
+    nvml = Nvml.open(environ)
+    if nvml is None:
+        return ()
+    try:
+        return nvml.ids
+    finally:
+        nvml.close()
+
+
+def list_device_ids(
+    spec: JobSpec, node: int, gpus: tuple[str, ...] | None = None
+) -> tuple[str, ...]:
+    """Return a stable id for each slot of `node`: a GPU's UUID, or a synthetic one for CPU.
+
+    More slots than GPUs share them in turn; nodes that share this machine go on where the one
+    before them ends. What a script really uses, NVML tells later (`DeviceSample.ranks`).
+    """
+    found = list_gpus() if gpus is None else gpus
+    first, machine = node * spec.nproc, find_machine_id()
+    return tuple(
+        found[(first + slot) % len(found)] if found else f"cpu-{machine}-{node}-{slot}"
+        for slot in range(spec.nproc)
+    )
+
+
+def find_machine_id() -> str:
+    """Return eight digits that stay the same for this machine, through reboots where it can."""
+    text = ""
+    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id", "/proc/sys/kernel/random/boot_id"):
+        try:
+            with open(path) as file:
+                text = file.read().strip()
+        except OSError:
+            continue
+        if text:
+            break
+    # Containers made of one image have its machine id in common, and only their names differ.
+    return hashlib.sha256(f"{text}@{os.uname().nodename}".encode()).hexdigest()[:8]
+
+
+def find_parents(pid: int) -> list[int]:
+    """Return the ancestors of a process, nearest first."""
+    found: list[int] = []
+    while pid > 1 and len(found) < 16:
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                text = file.read()
+        except OSError:
+            break
+        pid = int(text[text.rfind(b")") + 2 :].split()[1])
+        found.append(pid)
+    return found
