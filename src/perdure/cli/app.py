@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli import act, doctor, look, notify, output, run, schema, verbs, verify
+from perdure.cli import act, doctor, look, notify, output, run, schema, steer, verbs, verify
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -43,6 +43,9 @@ def _global(
     pass
 
 
+NAMES: dict[Any, str] = {look.map_devices: "map", steer.set_: "set"}
+"""Of commands that cannot be called what they are called."""
+
 for command in (
     look.ps,
     look.status,
@@ -54,6 +57,9 @@ for command in (
     act.inject,
     act.checkpoint,
     act.stop,
+    steer.set_,
+    steer.pause,
+    steer.resume,
     verbs.drain,
     verbs.cordon,
     verbs.evict,
@@ -63,7 +69,7 @@ for command in (
     verify.verify,
     doctor.doctor,
 ):
-    app.command(name="map" if command is look.map_devices else None)(command)
+    app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
 
 
