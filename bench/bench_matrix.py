@@ -129,8 +129,6 @@ class Bench:
             script = ["--step-s", str(STEP_S), *self.args.script]
             name = f"m{self.started}"
             self.job = LabJob(self.lab, self.home, name, *script, nproc=self.nproc)
-            self.job.wait(lambda: self.job and self.job.journal.find("RanksStarted"), 60.0)
-            self.job.take_precedence()
             self.job.wait_training()
         stepping = self.job.journal.find("GenerationStepping")
         generation = max(b["generation"] for b in stepping)

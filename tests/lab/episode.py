@@ -94,7 +94,8 @@ def judge(fault: Fault, verdict: Row, per_node: int) -> tuple[bool, bool]:
     if fault.kind in DEATHS:
         return kind == "Crash", rank
     if fault.kind in DESYNCS:
-        return kind == "Desync", rank
+        # gloo itself refuses most wrong sizes, and the rank dies of the exception.
+        return kind == "Desync" or (kind == "Crash" and fault.kind == "wrong-size"), rank
     if fault.kind == "link-down":
         return kind in ("NodeLost", "CommHang"), culprit == f"node {node}" or node in ends
     wanted = fault.link or (-1, -1)

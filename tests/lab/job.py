@@ -20,6 +20,7 @@ SCRIPT = Path(__file__).parent / "train.py"
 _POLL_S = 0.05
 _COMMAND_S = 45
 _NICE = -15
+_PRECEDENCE_S = 1.5
 _KEYS = ("comm_hang", "compute_hang", "early_exit", "comm_slow", "straggler", "unhealthy_device")
 
 Row = dict[str, Any]
@@ -134,7 +135,11 @@ class LabJob:
             found = self.journal.find("GenerationStepping")
             return any(body["generation"] >= generation for body in found)
 
-        assert self.wait(steps, timeout_s), f"no training in {timeout_s:g} s:\n{self.text()}"
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline and not self.wait(steps, _PRECEDENCE_S):
+            self.take_precedence()  # Of those that were not there before, too.
+        self.take_precedence()
+        assert steps(), f"no training in {timeout_s:g} s:\n{self.text()}"
 
     def take_precedence(self) -> None:
         """Let its processes, and this one, run before whatever else runs on the machine.

@@ -54,6 +54,7 @@ class Comm:
         self.pace_now = 0.0
         self.slow: Persistence | None = None
         self.worst: dict[str, object] = {}
+        self.worst_s = 0.0
         self.judged_s = 0.0
         self.num_judged = 0
 
@@ -199,6 +200,7 @@ class CollectiveWatch:
             if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
                 comm.slow.add(now, excess if slow else 0.0)
             if slow:
+                comm.worst_s = least_s
                 comm.worst = {
                     "communicator": comm.name,
                     "op": row.op,

@@ -7,13 +7,13 @@ withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upo
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import msgspec
 
 from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
 from perdure.detect.links import LinkWatch, Place
-from perdure.detect.persistence import Baseline, Persistence
+from perdure.detect.neighbours import STARVED, Neighbours
+from perdure.detect.persistence import Persistence
 from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
@@ -26,24 +26,12 @@ FUSED_S, LINK_S = 0.9, 2.2
 RECENT_S = 2.5
 NEIGHBOUR_S = 30.0
 """A rank whose neighbours take its CPU is a straggler only after this long."""
-STARVED = 0.05
-"""Share of the time without a CPU from which it may be felt elsewhere."""
 ACCOUNTED = 0.5
 """What is blamed must account for so much of the time that is lost."""
 UNPLACED_S = 12.0
 """A communicator of whose links none stands out, though they are watched, is slow after this."""
-CHAIN = 4
 OPEN_MAX = 8
 PROBED_MAX = 8
-
-
-@dataclass(slots=True)
-class _Cpu:
-    at_s: float
-    run_delay_s: float
-    usual: Baseline
-    share: float = 0.0
-    """Of the time, ready to run and without a CPU, beyond what is usual; all threads together."""
 
 
 class SlowWatch:
@@ -59,7 +47,7 @@ class SlowWatch:
         self.stages = StageWatch(config)
         self.collectives = CollectiveWatch(config, spec.world_size)
         self.links = LinkWatch(config, self._node_of)
-        self._cpu: dict[int, _Cpu] = {}
+        self._neighbours = Neighbours()
         self._open: dict[tuple[str, str], Verdict] = {}
         self._grown = -1
         self._spans_seen = False
@@ -88,7 +76,7 @@ class SlowWatch:
             if progress.stages:
                 stages.take(now, progress.rank, progress.stages)
             if progress.proc.run_delay_s > 0.0 and (self._spans_seen or stages.seen):
-                self._take_cpu(progress.rank, beat.sent_s, progress.proc.run_delay_s)
+                self._neighbours.take(progress.rank, beat.sent_s, progress.proc.run_delay_s)
         if beat.sweep is not None:
             self.links.take(now, beat.sweep)
 
@@ -97,17 +85,6 @@ class SlowWatch:
 
     def _find_ranks(self, node: int) -> tuple[int, ...]:
         return tuple(self._housed.get(node, ()))
-
-    def _take_cpu(self, rank: int, sent_s: float, run_delay_s: float) -> None:
-        cpu = self._cpu.get(rank)
-        if cpu is None:
-            self._cpu[rank] = _Cpu(sent_s, run_delay_s, Baseline())
-        elif sent_s - cpu.at_s >= 1.0:
-            share = (run_delay_s - cpu.run_delay_s) / (sent_s - cpu.at_s)
-            cpu.usual.add(sent_s, max(share, STARVED), 1.5)
-            share = max(share - cpu.usual.value, 0.0) if cpu.usual.known else 0.0
-            share = max(share, 0.7 * cpu.share)  # Neighbours come and go.
-            self._cpu[rank] = _Cpu(sent_s, run_delay_s, cpu.usual, share)
 
     def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
         """A verdict about slowness is in the journal (perhaps an earlier controller's)."""
@@ -267,7 +244,7 @@ class SlowWatch:
             and now - comm.slow.seen_s <= RECENT_S
             and comm.slow.recent(now, RECENT_S) > 0.0
         ]
-        if self._neighbours_explain(slow):
+        if self._neighbours_explain(slow) or self._is_hidden(slow):
             return None
         links = self.links.find_slow(now, fused=bool(slow))
         least = ACCOUNTED * self._find_loss(slow)
@@ -299,7 +276,9 @@ class SlowWatch:
 
     def _blame_place(self, now: float, place: Place, slow: list[Comm], began_s: float) -> Verdict:
         evidence = dict(place.evidence)
-        evidence["run_delay_share"] = round(self._find_taken(slow)[0], 3)
+        evidence["run_delay_share"] = round(
+            self._neighbours.sum_up({r for c in slow for r in c.ranks})[0], 3
+        )
         reason = place.reason
         if slow:
             worst = max(slow, key=lambda c: c.slow.recent(now, RECENT_S) if c.slow else 0.0)
@@ -347,25 +326,28 @@ class SlowWatch:
         evidence["slow_communicators"] = [c.name for c in slow][:16]
         return self._make(now, "CommSlow", culprit, confidence, reason, began_s, evidence)
 
+    def _is_hidden(self, slow: list[Comm]) -> bool:
+        """Return whether no rank waits longer than usual, by the steps that have ended.
+
+        They know nothing yet of a collective that takes as long as a step.
+        """
+        exposed, step_s = self.stages.exposed, self.stages.step_s
+        if exposed is None or exposed >= self._config.slow_impact:
+            return False
+        return all(c.worst_s < step_s / 2 for c in slow)
+
     def _neighbours_explain(self, slow: list[Comm]) -> bool:
         """Return whether training lost no more than its neighbours took of the CPU.
 
         Whoever waits for a CPU also answers the network late, and nothing is wrong with that.
         """
-        taken, most = self._find_taken(slow)
+        taken, most = self._neighbours.sum_up({r for c in slow for r in c.ranks})
         return most >= STARVED and taken >= ACCOUNTED * self._find_loss(slow)
-
-    def _find_taken(self, slow: list[Comm]) -> tuple[float, float]:
-        """Return the share of time that neighbours take from a few ranks in a row, and from one.
-
-        In a ring the next one waits for each of them.
-        """
-        ranks = {r for c in slow for r in c.ranks} or set(self._cpu)
-        shares = sorted((self._cpu[r].share for r in ranks if r in self._cpu), reverse=True)
-        return sum(shares[:CHAIN]), max(shares, default=0.0)
 
     def _find_loss(self, slow: list[Comm]) -> float:
         """Return the share of the time that training loses against its usual pace."""
+        if self.stages.exposed is not None:
+            return self.stages.exposed
         pace = max([self.stages.pace, *(c.find_pace() for c in slow)])
         return 1.0 - 1.0 / pace if pace > 1.0 else 0.0
 
@@ -406,7 +388,7 @@ class SlowWatch:
     def _blame_rank(self, now: float, rank: int, excess: float, watch: RankWatch) -> Verdict:
         suspect = self.stages.suspects[rank]
         share = self.stages.describe(rank, excess, suspect.began_s)
-        cpu = self._cpu.get(rank)
+        taken = self._neighbours.taken_from(rank)
         evidence: dict[str, object] = {
             "stage": share.stage,
             "ratio": round(1.0 + excess, 3),
@@ -415,8 +397,8 @@ class SlowWatch:
             "step_s": round(share.step_s, 5),
             "pid": watch.pid,
         }
-        if cpu is not None:
-            evidence["run_delay_share"] = round(cpu.share, 3)
+        if taken is not None:
+            evidence["run_delay_share"] = round(taken, 3)
         confidence = 0.9
         if self._is_neighbour(rank, excess):
             confidence = 0.6
@@ -450,12 +432,7 @@ class SlowWatch:
 
         It is slow compared with the others, so only what was taken from it alone explains that.
         """
-        cpu = self._cpu.get(rank)
-        if cpu is None:
-            return False
-        others = sorted(c.share for r, c in self._cpu.items() if r != rank)
-        usual = others[len(others) // 2] if others else 0.0
-        return cpu.share - usual >= 0.5 * excess / (1.0 + excess)
+        return self._neighbours.take_more_from(rank) >= 0.5 * excess / (1.0 + excess)
 
     def _find_late(self, now: float, watches: Mapping[int, RankWatch]) -> Verdict | None:
         """Without stages: of those that arrive late, the one that waits for nobody itself."""

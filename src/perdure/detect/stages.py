@@ -30,6 +30,9 @@ LATE_S = 2.0
 """A row that lacks ranks is taken as it is after so long."""
 SAMPLED = 101
 """Ranks asked for the length of a step, which is nearly the same for all."""
+REST_STEPS = 5
+COMPARED = 1024
+"""Ranks among which the one that waits least is looked for."""
 LEARNED_A_S = 2000
 """Ranks whose usual work is learned at once, in turns, so that 10,000 cost no more."""
 BACK_S_MAX = 1.0
@@ -78,6 +81,8 @@ class StageWatch:
         self._learned_s, self._turn = 0.0, 0
         self._step = Baseline()
         self._step_now: deque[float] = deque(maxlen=3)
+        self._rest, self._rest_now = Baseline(), deque[float](maxlen=REST_STEPS)
+        self._offset_s = 0.0
         self.suspects: dict[int, Persistence] = {}
 
     def reconfigure(self, config: DetectConfig) -> None:
@@ -95,6 +100,24 @@ class StageWatch:
         if not self._step.known or not self._step_now:
             return 0.0
         return sorted(self._step_now)[len(self._step_now) // 2] / self._step.value
+
+    @property
+    def step_s(self) -> float:
+        """Return what a step usually takes; 0 where unknown."""
+        return self._step.value
+
+    @property
+    def exposed(self) -> float | None:
+        """Return the share of a step that even the busiest rank waits beyond what is usual.
+
+        A slow rank does not wait, and work that grows for all is no waiting, so this is what
+        communication costs. None where unknown.
+        """
+        if not self._rest.known or len(self._rest_now) < REST_STEPS:
+            return None
+        rest_s = sorted(self._rest_now)[len(self._rest_now) // 2]
+        step_s = sorted(self._step_now)[len(self._step_now) // 2]
+        return max(0.0, rest_s - self._rest.value) / max(step_s, 1e-9)
 
     def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
         """Take the groups of ranks whose work is alike."""
@@ -134,6 +157,11 @@ class StageWatch:
         whole_s = some[len(some) // 2]
         self._step_now.append(whole_s)
         self._step.add(now, whole_s, 1.25)
+        # A wait may be next to nothing: a step is added, so that its growth is one of the step.
+        self._offset_s = self._offset_s or whole_s
+        least_s = min(v[5] - v[4] for v in islice(row.values(), COMPARED))
+        self._rest_now.append(max(least_s, 0.0) + self._offset_s)
+        self._rest.add(now, self._rest_now[-1], 1.1)
         begun = all(b.known for b in islice(self._shares.values(), 1))
         learn = now - self._learned_s >= 0.5 or len(self._shares) < len(row) or not begun
         turns = 1 + len(row) // LEARNED_A_S if begun and len(self._shares) >= len(row) else 1

@@ -2,6 +2,7 @@ import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
+from perdure.detect.neighbours import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
 from perdure.model.links import ProbeFinding
 from perdure.sim.collectives import Layout, Noise, Training
@@ -171,3 +172,41 @@ def test_a_probe_settles_link_card_or_host():
     host = after(judged("slow host", node=1))
     assert (host.kind, host.culprit.node) == ("Straggler", 1)
     assert after(judged("nothing")).evidence["probe"]
+
+
+def test_longer_work_of_all_and_collectives_hidden_behind_it_are_no_slow_communication():
+    """The step grows, and so do collectives, but no rank waits any longer than before."""
+
+    def change(beat):
+        if beat.sent_s < FAULT_S:
+            return beat
+        stretch = 0.15
+        ranks = tuple(
+            replace(
+                r,
+                stages=tuple(
+                    replace(s, end_s=s.end_s + stretch, backward_s=s.backward_s + stretch)
+                    for s in r.stages
+                ),
+            )
+            for r in beat.ranks
+        )
+        return replace(beat, ranks=ranks)
+
+    run = Run(Layout(2))
+    run.run(FAULT_S - BEGIN_S + 8, change)
+    assert run.verdicts == []
+    assert run.detector._slow.stages.exposed < 0.03
+
+
+def test_neighbours_are_counted_beyond_the_usual_and_along_a_ring():
+    neighbours = Neighbours()
+    for second in range(30):
+        for rank in range(6):
+            extra = 0.2 * max(0, second - 20) if rank < 5 else 0.0
+            neighbours.take(rank, float(second), 1.0 + 0.3 * second + extra)
+    taken, most = neighbours.sum_up(set())
+    assert 0.19 <= most <= 0.21
+    assert 0.75 <= taken <= 0.85
+    assert neighbours.take_more_from(0) == 0.0
+    assert neighbours.take_more_from(5) < 0.0
