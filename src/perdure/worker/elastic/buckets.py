@@ -1,0 +1,162 @@
+"""Gradients, copied into buckets and reduced as copies while backward still runs.
+
+What a rank has accumulated in `p.grad` is never handed to a collective: a peer that dies in the
+middle of an all-reduce leaves partial sums in whatever was being reduced, and these lie in the
+copies, which are simply made again. The reduced result stays in one of two sets of buffers until
+the next step is reduced, which is what the commit rule asks for.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_FIRST_BYTES = 1 << 20
+"""The first bucket is small, so that the first all-reduce begins early."""
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Neighbouring parameters of one dtype and device, last ones first."""
+
+    params: list[Tensor]
+    flats: tuple[Tensor, Tensor]
+    """For even and odd steps."""
+    views: tuple[list[Tensor], list[Tensor]]
+    missing: int = 0
+    """Parameters whose gradient the backward pass under way has not finished."""
+
+
+@dataclass(slots=True)
+class _Pass:
+    """The last backward pass of a step: buckets leave as they fill up, in order."""
+
+    step: int
+    send: Callable[[Tensor], None]
+    scale: float
+    next: int = 0
+
+
+@dataclass(slots=True)
+class _Group:
+    key: Any
+    params: list[Tensor] = field(default_factory=list)
+    bytes: int = 0
+
+
+class Buckets:
+    """The gradients of `params`."""
+
+    def __init__(self, params: Sequence[Tensor], bucket_bytes: int) -> None:
+        """Make buffers for two steps, and watch each parameter's gradient."""
+        self.params = [p for p in params if p.requires_grad]
+        self.buckets = [_make_bucket(group) for group in _split(self.params, bucket_bytes)]
+        self._of = {p: b for b in self.buckets for p in b.params}
+        self._pass: _Pass | None = None
+        self._failure: Exception | None = None
+        for param in self.params:
+            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of one set of gradients."""
+        return sum(b.flats[0].nbytes for b in self.buckets)
+
+    def flats(self, step: int) -> list[Tensor]:
+        """Return the buffers of a step."""
+        return [bucket.flats[step % 2] for bucket in self.buckets]
+
+    def arm(self, step: int, scale: float, send: Callable[[Tensor], None]) -> None:
+        """Hand each bucket, times `scale`, to `send` once the coming backward has filled it."""
+        self._pass, self._failure = _Pass(step, send, scale), None
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.params)
+
+    def flush(self) -> None:
+        """Send what is left: buckets with parameters that had no gradient, or all of them.
+
+        Raises whatever a `send` during backward has raised.
+        """
+        current, self._pass = self._pass, None
+        if self._failure is not None:
+            raise self._failure
+        if current is not None:
+            for bucket in self.buckets[current.next :]:
+                self._send(current, bucket)
+
+    def disarm(self) -> None:
+        """Send nothing more."""
+        self._pass, self._failure = None, None
+
+    def copy(self, step: int, scale: float) -> list[Tensor]:
+        """Copy all gradients, times `scale`, into the buffers of `step` and return these."""
+        for bucket in self.buckets:
+            _fill(bucket, step, scale)
+        return self.flats(step)
+
+    def expose(self, step: int) -> None:
+        """Make the buffers of `step` the parameters' gradients."""
+        for bucket in self.buckets:
+            for param, view in zip(bucket.params, bucket.views[step % 2], strict=True):
+                param.grad = view
+
+    def drop(self) -> None:
+        """Forget what was accumulated."""
+        for param in self.params:
+            param.grad = None
+
+    def _note(self, param: Tensor) -> None:
+        current = self._pass
+        if current is None:
+            return
+        self._of[param].missing -= 1
+        while current.next < len(self.buckets) and not self.buckets[current.next].missing:
+            bucket = self.buckets[current.next]
+            current.next += 1
+            if self._failure is None:
+                try:
+                    self._send(current, bucket)
+                except Exception as error:  # Not through the autograd engine: `flush` raises it.
+                    self._failure = error
+
+    def _send(self, current: _Pass, bucket: Bucket) -> None:
+        _fill(bucket, current.step, current.scale)
+        current.send(bucket.flats[current.step % 2])
+
+
+def _fill(bucket: Bucket, step: int, scale: float) -> None:
+    flat, views = bucket.flats[step % 2], bucket.views[step % 2]
+    with torch.no_grad():
+        for param, view in zip(bucket.params, views, strict=True):
+            if param.grad is None:
+                view.zero_()
+            else:
+                view.copy_(param.grad)
+        if scale != 1.0:
+            flat.mul_(scale)
+
+
+def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[_Group]:
+    """Return the parameters, last first, in groups of about `bucket_bytes`."""
+    groups: list[_Group] = []
+    for param in reversed(params):
+        key = (param.dtype, param.device)
+        limit = _FIRST_BYTES if len(groups) == 1 else bucket_bytes
+        if not groups or groups[-1].key != key or groups[-1].bytes >= limit:
+            groups.append(_Group(key))
+        groups[-1].params.append(param)
+        groups[-1].bytes += param.nbytes
+    return groups
+
+
+def _make_bucket(group: _Group) -> Bucket:
+    dtype, device = group.key
+    size = sum(p.numel() for p in group.params)
+    flats = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+    views: list[list[Tensor]] = []
+    for flat in flats:
+        parts = torch.split(flat, [p.numel() for p in group.params])
+        views.append([part.view_as(p) for part, p in zip(parts, group.params, strict=True)])
+    return Bucket(list(group.params), (flats[0], flats[1]), (views[0], views[1]))

@@ -1,0 +1,175 @@
+"""One epoch's process group: built over a store's prefix of its own, and given up as a whole.
+
+The members meet at the store first: each writes how far it is, and reads what the others wrote.
+That is rendezvous and report in one, so that every member decides from the same reports; and it
+waits by looking, so that a newer order can end it, which a blocking wait would not hear.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
+
+from perdure.model.codec import decode, encode
+from perdure.plan.commit import Standing
+from perdure.worker.interrupt import shut_down_gloo
+
+_BUILD_S = 10.0
+"""Bound for the connections of a group whose members were all there a moment ago."""
+_COLLECTIVE_S = 24 * 3600.0
+"""Who is dead or hangs is the controller's to say, and not a clock's."""
+_LOOK_S = 0.0002
+_LOOK_S_MAX = 0.002
+
+
+class Broken(Exception):
+    """The group has lost a member, or its members were called into a newer epoch."""
+
+
+class Group:
+    """The members of one epoch, in order; `index` is this process's place among them."""
+
+    def __init__(self, members: tuple[int, ...], me: int, store: Any, device: Any) -> None:
+        """Connect. With one member there is nothing to connect.
+
+        Raises:
+            Broken: a member was lost meanwhile.
+        """
+        self.members = members
+        self.index = members.index(me)
+        self.store = store
+        self._works: list[Any] = []
+        self._group: Any = None
+        if len(members) > 1:
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._devices = [device]
+            options._timeout = timedelta(seconds=_BUILD_S)
+            options._threads = 2
+            try:
+                self._group = dist.ProcessGroupGloo(store, self.index, len(members), options)
+            except RuntimeError as error:
+                raise Broken(f"no connections: {error}") from None
+
+    @property
+    def size(self) -> int:
+        """Return how many members there are."""
+        return len(self.members)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Begin to sum `tensor` over the members, in place; `wait` ends it."""
+        if self._group is None:
+            return
+        options = AllreduceOptions()
+        options.timeout = timedelta(seconds=_COLLECTIVE_S)
+        with _translated():
+            self._works.append(self._group.allreduce([tensor], options))
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """Begin to copy member `source`'s `tensor` into everyone's."""
+        if self._group is None:
+            return
+        options = BroadcastOptions()
+        options.rootRank = self.members.index(source)
+        options.timeout = timedelta(seconds=_COLLECTIVE_S)
+        with _translated():
+            self._works.append(self._group.broadcast([tensor], options))
+
+    def send(self, tensor: Tensor, to: int, tag: int) -> None:
+        """Begin to send `tensor` to a member."""
+        with _translated():
+            self._works.append(self._group.send([tensor], self.members.index(to), tag))
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
+        """Begin to receive a member's tensor."""
+        with _translated():
+            self._works.append(self._group.recv([tensor], self.members.index(source), tag))
+
+    def wait(self) -> None:
+        """Wait for all that was begun.
+
+        Raises:
+            Broken: one of it failed. None of it is under way any more then, so that the
+                tensors may be used again.
+        """
+        works, self._works = self._works, []
+        failed: RuntimeError | None = None
+        for work in works:
+            try:
+                work.wait(timedelta(seconds=_COLLECTIVE_S))
+            except RuntimeError as error:
+                if failed is None:
+                    # Our peers wait for us as we have waited for the lost one.
+                    with contextlib.suppress(OSError):
+                        shut_down_gloo()
+                failed = failed or error
+        if failed is not None:
+            raise Broken(str(failed).splitlines()[0])
+
+    def give_up(self) -> None:
+        """Wait until nothing is under way, and disconnect: whoever waits for us learns of it."""
+        with contextlib.suppress(Broken):
+            self.wait()
+        self._group = None
+
+
+def make_device() -> Any:
+    """Return gloo's listener, which all groups of this process share."""
+    name = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if name:
+        return dist.ProcessGroupGloo.create_device(interface=name)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    if host in ("127.0.0.1", "localhost"):
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+@contextlib.contextmanager
+def _translated() -> Any:
+    try:
+        yield
+    except RuntimeError as error:
+        raise Broken(str(error).splitlines()[0]) from None
+
+
+def exchange_standings(
+    store: Any,
+    members: tuple[int, ...],
+    me: int,
+    standing: Standing,
+    overtaken: Callable[[], bool],
+) -> dict[int, Standing]:
+    """Return every member's standing; `me` writes `standing`, once.
+
+    Raises:
+        Broken: `overtaken()` became true first: there is a newer epoch.
+    """
+    store.set(f"standing/{me}", encode(standing))
+    keys = [f"standing/{rank}" for rank in members]
+    wait_for(store, keys, overtaken)
+    return {
+        rank: decode(value, Standing)
+        for rank, value in zip(members, store.multi_get(keys), strict=True)
+    }
+
+
+def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:
+    """Wait until all `keys` are in the store.
+
+    Raises:
+        Broken: `overtaken()` became true first, or the store is gone.
+    """
+    pause_s = _LOOK_S
+    try:
+        while not store.check(keys):
+            if overtaken():
+                raise Broken("a newer epoch was ordered")
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        raise Broken(f"the store is gone: {error}") from None

@@ -1,0 +1,148 @@
+"""Who belongs to the world: the controller's orders, as the training thread meets them.
+
+An order is a level: the newest epoch counts. The control thread takes it, breaks what is in
+flight, and never waits; the training thread looks at the newest number between two micro-batches
+and wherever it would wait. Alone, or under torchrun, the first world is the only one.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from perdure.model.actions import ReformWorld
+from perdure.model.errors import PlatformError
+from perdure.model.events import AnyEvent, RankJoined, WorldBroken, WorldReformed
+from perdure.worker.attach import Attachment
+from perdure.worker.interrupt import shut_down_gloo
+
+_TCPStore: Any = vars(dist)["TCPStore"]
+_PrefixStore: Any = vars(dist)["PrefixStore"]
+
+_ORDER_S = 60.0
+"""How long a broken world waits for the next one before its ranks give up."""
+_LOOK_S = 0.05
+
+
+class Membership:
+    """One rank's view of the world that it is in."""
+
+    def __init__(self, attachment: Attachment | None) -> None:
+        """Join `attachment`'s job; with None, or without its control line, stand alone."""
+        env = os.environ
+        self.attachment = attachment
+        self.me = int(env.get("PERDURE_MEMBER", "") or env.get("RANK", "0"))
+        self.generation = int(env.get("PERDURE_GENERATION", "0") or 0)
+        self.epoch = -1
+        """Of the world that this rank has formed, or is forming."""
+        self.joins = "PERDURE_MEMBER" in env
+        """Whether it comes into a world that exists already."""
+        self._changed = threading.Condition()
+        self._order: ReformWorld | None = None
+        self._coming = False
+        """An order has come, and is being carried out before it can be read."""
+        self._root: Any = None
+        control = attachment.control if attachment is not None else None
+        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
+        self.supervised = control is not None and agent_store
+        if not self.joins:
+            size = int(env.get("WORLD_SIZE", "1"))
+            self._order = ReformWorld(
+                generation=self.generation,
+                epoch=0,
+                ranks=tuple(range(size)),
+                reason="the first world",
+            )
+        if control is not None and self.supervised:
+            control.on_reform = self.take
+
+    def now(self) -> float:
+        """Return job time, or some time that only goes on."""
+        return self.attachment.now() if self.attachment is not None else time.monotonic()
+
+    def emit(self, event: AnyEvent) -> None:
+        """Tell the controller, where there is one."""
+        if self.attachment is not None and self.supervised:
+            self.attachment.emit(event)
+
+    def announce(self) -> None:
+        """Say that this rank is ready to be a member."""
+        self.emit(RankJoined(generation=self.generation, rank=self.me, depth="elastic"))
+
+    def take(self, order: ReformWorld) -> None:
+        """Take an order. Called in the control thread; never waits."""
+        if order.generation != self.generation:
+            return
+        with self._changed:
+            if self._order is not None and order.epoch <= self._order.epoch:
+                return
+            self._coming = True
+        if order.urgent:
+            # Before the order can be read: what is built on it must not be broken.
+            with contextlib.suppress(OSError):
+                shut_down_gloo()
+        with self._changed:
+            self._order, self._coming = order, False
+            self._changed.notify_all()
+
+    def overtaken(self) -> bool:
+        """Return whether there is a newer world than the one that this rank is in."""
+        order = self._order
+        return order is not None and order.epoch > self.epoch
+
+    def wait(self, broken: str = "") -> ReformWorld:
+        """Return the newest order, once it is newer than the world that this rank is in.
+
+        `broken` tells the controller why this rank has left that world.
+
+        Raises:
+            PlatformError: none came in time, or this rank is not in it.
+        """
+        if broken and not self._coming and not self.overtaken():
+            if not self.supervised:
+                raise PlatformError(
+                    f"the world broke: {broken}",
+                    hint="under `perdure run` the others would go on without the lost rank",
+                )
+            self.emit(
+                WorldBroken(
+                    generation=self.generation,
+                    epoch=self.epoch,
+                    rank=self.me,
+                    at_s=self.now(),
+                    error=broken[:300],
+                )
+            )
+        deadline = None if self.epoch < 0 else time.monotonic() + _ORDER_S
+        with self._changed:
+            while not self.overtaken():
+                if deadline is not None and time.monotonic() > deadline:
+                    raise PlatformError(f"no new world within {_ORDER_S:g} s: {broken}")
+                self._changed.wait(_LOOK_S)
+            order = self._order
+        assert order is not None
+        if self.me not in order.ranks:
+            raise PlatformError(f"epoch {order.epoch} goes on without rank {self.me}")
+        self.epoch = order.epoch
+        return order
+
+    def store(self) -> Any:
+        """Return this epoch's part of the generation's store."""
+        if self._root is None:
+            env = os.environ
+            self._root = _TCPStore(
+                env.get("MASTER_ADDR", "127.0.0.1"),
+                int(env.get("MASTER_PORT", "0") or 0),
+                is_master=self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True",
+                wait_for_workers=False,
+                timeout=timedelta(seconds=60),
+            )
+        return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", self._root)
+
+    def report(self, event: WorldReformed) -> None:
+        """Say how a world was formed."""
+        self.emit(event)

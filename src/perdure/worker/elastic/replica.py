@@ -1,0 +1,75 @@
+"""The replicated state: parameters, optimizer, schedule. The only place that alters them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.model.errors import ConfigError
+
+
+class Replica:
+    """A model with its optimizer and schedule, the same bytes on every rank."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        scheduler: Any = None,
+        clip_norm: float = 0.0,
+    ) -> None:
+        """Update `model` by `optimizer`; gradients are clipped to `clip_norm` if that is not 0."""
+        self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
+        self._clip_norm = clip_norm
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self._versions = [b._version for b in model.buffers()]
+
+    def update(self) -> None:
+        """Apply the gradients that the parameters have now."""
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        """Return all of it; tensors are not copied."""
+        state: dict[str, Any] = {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizer.state_dict(),
+        }
+        if self.scheduler is not None:
+            state["scheduler"] = self.scheduler.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Become `state`."""
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(state["scheduler"])
+        self._versions = [b._version for b in self.model.buffers()]
+
+    def tensors(self) -> list[Tensor]:
+        """Return parameters and buffers, by which replicas are compared."""
+        return [t.detach() for t in self.model.state_dict().values() if isinstance(t, Tensor)]
+
+    def refuse_buffers(self) -> None:
+        """Refuse a model whose forward pass alters its buffers, as BatchNorm's does.
+
+        Raises:
+            ConfigError: such a state would depend on which rank computed which micro-batch.
+        """
+        for (name, buffer), version in zip(self.model.named_buffers(), self._versions, strict=True):
+            if buffer._version != version:
+                raise ConfigError(
+                    f"elastic: the forward pass alters the buffer {name}, which ranks would then "
+                    "not have in common",
+                    hint="use GroupNorm or LayerNorm, or track_running_stats=False",
+                )
+
+
+def make_model(blocks: Any) -> nn.Module:
+    """Return `blocks` as one model: a module, or a list of them that is called in order."""
+    return blocks if isinstance(blocks, nn.Module) else nn.Sequential(*blocks)

@@ -1,0 +1,319 @@
+"""One rank of an elastic world: steps that survive the loss of others.
+
+A step is: compute the micro-batches that are mine, reduce copies of the gradients, apply. Until
+`apply` nothing that matters has been altered, so a broken attempt is left by an exception and
+made again in a new world: what was finished stays in `p.grad` (or in the tree), and what the lost
+rank owed is given out again. `apply` contains no collective and cannot be interrupted.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from perdure.model.errors import ProtocolError
+from perdure.model.events import WorldReformed
+from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.microbatches import assign
+from perdure.worker.data import derive_seed, seed_all
+from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.group import Broken, Group, exchange_standings, make_device
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.progress import Progress
+from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.state import receive_state, send_state
+from perdure.worker.elastic.tree import GradientTree
+from perdure.worker.replica import warm_up
+
+BUCKET_BYTES = 8 << 20
+
+
+class Step(msgspec.Struct, frozen=True):
+    """A committed step, the same on every rank."""
+
+    step: int
+    loss: float
+    """Mean over the global batch."""
+    losses: tuple[float, ...]
+    """Of each micro-batch."""
+    world: tuple[int, ...]
+    """Who was there."""
+    epoch: int
+
+
+class Trainer:
+    """Runs `compute(step, micro_batch) -> loss` for every micro-batch of every step, once."""
+
+    def __init__(
+        self,
+        replica: Replica,
+        compute: Callable[[int, int], Tensor],
+        *,
+        count: int,
+        seed: int,
+        exact: bool,
+        membership: Membership,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Train `replica` with `count` micro-batches a step."""
+        self._replica, self._compute = replica, compute
+        self._count, self._seed = count, seed
+        self._membership = membership
+        self._progress = Progress(membership.attachment)
+        self._buckets = Buckets(replica.parameters, bucket_bytes)
+        self._tree = GradientTree(count) if exact else None
+        self._group: Group | None = None
+        self._device: Any = None
+        self._fresh = True
+        self._holds = False
+        """The buffers of the step before have its reduced gradients."""
+        self._applied = 0
+        self._done: list[int] = []
+        self._todo: list[int] = []
+        self._owner: dict[int, int] = {}
+        self._tally = torch.zeros(2, count, dtype=torch.float64)
+        """How often each micro-batch was done here, and its loss."""
+        self._sums = tuple(torch.zeros_like(self._tally) for _ in range(2))
+        """The same over all ranks, for even and odd steps."""
+        self._finished: deque[Step] = deque()
+        self._total = 0
+        self._over = False
+        self._checked = False
+
+    @property
+    def applied(self) -> int:
+        """Return how many steps the parameters contain."""
+        return self._applied
+
+    def start_at(self, step: int) -> None:
+        """The replica's state was restored from a checkpoint of `step`."""
+        self._applied, self._fresh = step, False
+
+    def steps(self, total: int) -> Iterator[Step]:
+        """Yield each step once it is committed, up to `total` steps.
+
+        A rank that has joined begins where the others are. The loop ends when every member of
+        the world has applied the last step: until then they may need what this rank holds.
+        """
+        self._total, self._over = total, False
+        warm_up()  # What the first optimizer step costs is paid before others wait for it.
+        self._membership.announce()
+        while not self._over:
+            self._progress.begin(self._applied)
+            self._keep_trying()
+            while self._finished:
+                yield self._finished.popleft()
+        self._report(time.monotonic(), self._membership.now(), None, finished=True)
+        self._progress.finish()
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _keep_trying(self) -> None:
+        """Advance by a step, in a new world each time that the old one broke."""
+        why = ""
+        while True:
+            if self._group is None or self._membership.overtaken():
+                why = self._reform(why)
+                if why:
+                    continue
+            assert self._group is not None
+            try:
+                self._advance(self._group)
+                return
+            except Broken as error:
+                why = str(error)
+                self._buckets.disarm()
+                self._drop_unfinished()
+                self._leave()
+
+    def _advance(self, group: Group) -> None:
+        """Commit one step; after the last one, see that everyone has.
+
+        Raises:
+            Broken: the world has changed; what was finished is kept.
+        """
+        if self._applied >= self._total:
+            group.all_reduce(torch.zeros(1))
+            group.wait()
+            self._over = True
+            return
+        self._reduce(group)
+        counts = self._sums[self._applied % 2][0].tolist()
+        if any(count != 1.0 for count in counts):
+            raise ProtocolError(f"step {self._applied}: micro-batches were counted {counts}")
+        self._apply(group)
+        shares = assign(self._count, group.members)
+        self._todo = list(shares[self._membership.me])
+        self._owner = {m: rank for rank, mine in shares.items() for m in mine}
+
+    def _reduce(self, group: Group) -> None:
+        """Compute what is missing, and reduce: afterwards the step's buffers have its sum."""
+        armed = False
+        while self._todo:
+            if self._membership.overtaken():
+                raise Broken("a new world was ordered")
+            armed = len(self._todo) == 1 and self._tree is None
+            self._run(group, self._todo[0], reduce=armed)
+            self._done.append(self._todo.pop(0))
+            self._progress.mark_work()
+        if not armed:
+            self._send_tally(group)
+        scale = 1.0 / self._count
+        if self._tree is not None:
+            flats = self._buckets.flats(self._applied)
+            self._tree.reduce(group, self._owner, self._membership.me, flats)
+            for flat in flats:
+                flat.mul_(scale)
+        elif not armed:
+            self._buckets.arm(self._applied, scale, group.all_reduce)
+        self._buckets.flush()
+        group.wait()
+
+    def _run(self, group: Group, micro_batch: int, *, reduce: bool) -> None:
+        """One micro-batch, forward and backward; with `reduce`, buckets leave as they fill."""
+        seed_all(derive_seed(self._seed, "micro-batch", self._applied, micro_batch))
+        loss = self._compute(self._applied, micro_batch)
+        self._tally[0, micro_batch] = 1.0
+        self._tally[1, micro_batch] = loss.detach().item()
+        if reduce:
+            self._send_tally(group)
+            self._buckets.arm(self._applied, 1.0 / self._count, group.all_reduce)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if not self._checked:
+            self._checked = True
+            self._replica.refuse_buffers()
+        if self._tree is not None:
+            flats = [flat.clone() for flat in self._buckets.copy(self._applied, 1.0)]
+            self._tree.add((0, micro_batch), flats)
+            self._buckets.drop()
+
+    def _send_tally(self, group: Group) -> None:
+        total = self._sums[self._applied % 2]
+        total.copy_(self._tally)
+        group.all_reduce(total)
+
+    def _drop_unfinished(self) -> None:
+        """A micro-batch whose backward pass has not begun was not done."""
+        for micro_batch in range(self._count):
+            if micro_batch not in self._done:
+                self._tally[:, micro_batch] = 0.0
+
+    def _apply(self, group: Group) -> None:
+        """Apply the reduced gradients of this step: it is committed on this rank."""
+        losses = self._sums[self._applied % 2][1].tolist()
+        self._buckets.expose(self._applied)
+        self._replica.update()
+        self._buckets.drop()
+        step = Step(
+            step=self._applied,
+            loss=sum(losses) / self._count,
+            losses=tuple(losses),
+            world=group.members,
+            epoch=self._membership.epoch,
+        )
+        self._finished.append(step)
+        self._applied += 1
+        self._holds = True
+        self._forget()
+        self._progress.commit(self._applied)
+
+    def _forget(self) -> None:
+        self._done.clear()
+        self._tally.zero_()
+        if self._tree is not None:
+            self._tree.clear()
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.give_up()
+
+    def _reform(self, why: str) -> str:
+        """Form the newest world; return why that failed, or an empty string."""
+        began_s = self._membership.now()
+        self._progress.stall()
+        self._leave()
+        order = self._membership.wait(why)
+        ordered = time.monotonic()
+        try:
+            plan = self._form(order.ranks)
+        except Broken as error:
+            self._leave()
+            return str(error)
+        self._fresh = False
+        self._todo = list(plan.todo[self._membership.me])
+        self._progress.resume(self._applied)
+        self._report(ordered, began_s, plan)
+        return ""
+
+    def _form(self, members: tuple[int, ...]) -> Reformation:
+        membership = self._membership
+        me = membership.me
+        applied = FRESH if self._fresh else self._applied
+        mine = Standing(applied, tuple(self._done), self._holds)
+        standings = {me: mine}
+        store = None
+        if len(members) > 1:
+            self._device = self._device or make_device()
+            store = membership.store()
+            standings = exchange_standings(store, members, me, mine, membership.overtaken)
+        plan = decide_reformation(self._count, standings)
+        self._group = Group(members, me, store, self._device)
+        self._progress.enter_group()
+        self._bring_together(plan, self._group)
+        kept = {m: r for r in plan.donors for m in standings[r].done}
+        self._owner = kept | {m: rank for rank, todo in plan.todo.items() for m in todo}
+        return plan
+
+    def _bring_together(self, plan: Reformation, group: Group) -> None:
+        """Roll forward who is one step behind, and give a state to who has none."""
+        me = self._membership.me
+        before = plan.step - 1
+        reduced = [*self._buckets.flats(before), self._sums[before % 2]]
+        if me == plan.holder:
+            for rank in plan.forward:
+                for tag, tensor in enumerate(reduced):
+                    group.send(tensor, rank, tag)
+            group.wait()
+        elif me in plan.forward:
+            for tag, tensor in enumerate(reduced):
+                group.receive(tensor, plan.holder, tag)
+            group.wait()
+            self._apply(group)
+        if me in plan.donors:
+            for rank in plan.fresh:
+                state = self._replica.state() | {"applied": plan.step}
+                send_state(group, state, me, plan.donors, rank)
+        elif me in plan.fresh:
+            overtaken = self._membership.overtaken
+            state, _ = receive_state(group, me, plan.donors, overtaken)
+            self._replica.load(state)
+            self._applied, self._holds, self._fresh = plan.step, False, False
+            self._buckets.drop()
+            self._forget()
+
+    def _report(
+        self, ordered: float, began_s: float, plan: Reformation | None, *, finished: bool = False
+    ) -> None:
+        membership = self._membership
+        now_s = membership.now()
+        membership.emit(
+            WorldReformed(
+                generation=membership.generation,
+                epoch=membership.epoch,
+                rank=membership.me,
+                step=self._applied,
+                began_s=began_s,
+                ordered_s=now_s - (time.monotonic() - ordered),
+                formed_s=now_s,
+                redo=len(self._todo) if plan is not None and plan.redone else 0,
+                reason=plan.reason if plan is not None else "",
+                finished=finished,
+            )
+        )

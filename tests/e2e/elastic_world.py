@@ -1,0 +1,282 @@
+"""Forks the ranks of elastic worlds, kills them where a scenario says so, and orders new worlds.
+
+A process of its own, because ranks are forked from an image that has torch imported and has run
+no operator. It reads scenarios from standard input, a JSON document a line, and answers each by
+one line: what every rank has committed. The part of the controller is played as simply as can
+be: whoever dies is left out of the next epoch.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from perdure.model.actions import ReformWorld
+from perdure.model.codec import decode, encode
+from perdure.model.events import AnyEvent, WorldBroken, WorldReformed
+from perdure.plan.microbatches import plan_batches
+from perdure.worker.elastic import group as group_module
+from perdure.worker.elastic import hash_tensors
+from perdure.worker.elastic.data import MicroBatches
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.trainer import Trainer
+
+KILLED_AT = (
+    "forward", "backward", "reduce", "reduced", "optimizer", "applied", "form", "connect", "bring",
+)  # fmt: skip
+
+
+class Line(Membership):
+    """A membership whose controller is the process at the other end of a socket."""
+
+    def __init__(self, me: int, joins: bool, sock: socket.socket) -> None:
+        os.environ["RANK"] = str(me)
+        os.environ.pop("PERDURE_MEMBER", None)
+        if joins:
+            os.environ["PERDURE_MEMBER"] = str(me)
+        super().__init__(None)
+        self.supervised = True
+        self._sock = sock
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def emit(self, event: AnyEvent) -> None:
+        self._sock.sendall(encode(event) + b"\n")
+
+    def _listen(self) -> None:
+        with self._sock.makefile("rb") as lines:
+            for line in lines:
+                self.take(decode(line, ReformWorld))
+
+
+class Killer:
+    """Ends this process at the n-th time that it comes to a place; `at` is "PLACE N"."""
+
+    def __init__(self, at: str) -> None:
+        place, _, number = at.partition(" ")
+        assert not place or place in KILLED_AT, place
+        self._place, self._left = place, int(number or 0)
+
+    def pass_by(self, place: str) -> None:
+        if place and place == self._place:
+            self._left -= 1
+            if self._left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def wrap(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
+        inner = getattr(owner, name)
+
+        def outer(*args: Any, **kwargs: Any) -> Any:
+            self.pass_by(before)
+            done = inner(*args, **kwargs)
+            self.pass_by(after)
+            return done
+
+        setattr(owner, name, outer)
+
+
+class Numbers:
+    """97 samples of which the target is a function of the input."""
+
+    def __len__(self) -> int:
+        return 97
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        x = torch.randn(16, generator=torch.Generator().manual_seed(index))
+        return x, x.sum().view(1)
+
+
+def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket) -> None:
+    """Train as member `me`, and write what was committed to its file."""
+    torch.set_num_threads(1)
+    killer = Killer(scenario.get("kill", {}).get(str(me), ""))
+    torch.manual_seed(1000 + me)
+    width = scenario.get("width", 64)
+    model = nn.Sequential(
+        nn.Linear(16, width), nn.Dropout(0.1), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
+        nn.Linear(width, 1),
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    plan = plan_batches(scenario["batch"], scenario["micro_batch"])
+    data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
+    used: list[list[int]] = []
+
+    def compute(step: int, number: int) -> Tensor:
+        killer.pass_by("forward")
+        inputs, targets = data.load(step, number)
+        used.append([step, number, *data.indices(step, number)])
+        time.sleep(scenario.get("pace_s", 0.0))
+        return nn.functional.mse_loss(model(inputs), targets)
+
+    model[3].weight.register_hook(lambda grad: killer.pass_by("backward"))
+    trainer = Trainer(
+        Replica(model, optimizer, clip_norm=1.0),
+        compute,
+        count=plan.count,
+        seed=3,
+        exact=scenario.get("exact", False),
+        membership=Line(me, joins, sock),
+        bucket_bytes=4096,
+    )
+    killer.wrap(group_module.Group, "wait", "reduce", "reduced")
+    killer.wrap(trainer._replica, "update", "optimizer", "applied")
+    killer.wrap(trainer, "_form", "form")
+    killer.wrap(trainer, "_bring_together", "connect", "bring")
+    with open(scenario["out"].format(me), "w") as out:
+        for step in trainer.steps(scenario["steps"]):
+            row = {
+                "step": step.step,
+                "losses": [loss.hex() for loss in step.losses],
+                "world": step.world,
+                "epoch": step.epoch,
+                "at": time.monotonic(),
+                "used": used[:],
+                # Of the newest state: a rank that rolls forward yields two steps at once.
+                "hash": hash_tensors(Replica(model, optimizer).tensors()),
+                "hash_of": trainer.applied,
+            }
+            used.clear()
+            out.write(json.dumps(row) + "\n")
+            out.flush()
+
+
+class World:
+    """The ranks of one scenario, and their controller."""
+
+    def __init__(self, scenario: dict[str, Any]) -> None:
+        self.scenario = scenario
+        self.socks: dict[int, socket.socket] = {}
+        self.pids: dict[int, int] = {}
+        self.ends: dict[int, int] = {}
+        self.finished: set[int] = set()
+        self.epoch = 0
+        self.members = tuple(range(scenario["ranks"]))
+        self.deaths: list[float] = []
+        self.retry_s = 0.0
+        self.joined = 0
+        self.events: list[AnyEvent] = []
+
+    def fork(self, me: int, joins: bool) -> None:
+        ours, theirs = socket.socketpair()
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                ours.close()
+                run_rank(self.scenario, me, joins, theirs)
+                code = 0
+            except Exception as error:
+                print(f"rank {me}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            finally:
+                os._exit(code)
+        theirs.close()
+        self.socks[me], self.pids[me] = ours, pid
+
+    def order(self, urgent: bool = True) -> None:
+        self.members = tuple(
+            m for m in self.members if m not in self.ends and m not in self.finished
+        )
+        self.epoch += 1
+        self.retry_s = 0.0
+        order = ReformWorld(
+            generation=0, epoch=self.epoch, ranks=self.members, urgent=urgent, reason="test"
+        )
+        for member in self.members:
+            try:
+                self.socks[member].sendall(encode(order) + b"\n")
+            except OSError:
+                continue  # It is dying: the next order leaves it out.
+
+    def run(self) -> dict[str, Any]:
+        deadline = time.monotonic() + self.scenario.get("timeout_s", 60)
+        for me in self.members:
+            self.fork(me, joins=False)
+        while len(self.ends) < len(self.pids):
+            if time.monotonic() > deadline:
+                for pid in (p for me, p in self.pids.items() if me not in self.ends):
+                    os.kill(pid, signal.SIGKILL)
+                return {"hung": True, "ends": self.ends, "epoch": self.epoch}
+            self.listen(0.005)
+            self.reap()
+            if self.retry_s and time.monotonic() > self.retry_s:
+                self.order()
+        return {"ends": self.ends, "epoch": self.epoch, "deaths": self.deaths}
+
+    def listen(self, wait_s: float) -> None:
+        by_sock = {sock: me for me, sock in self.socks.items()}
+        for sock in select.select(list(by_sock), [], [], wait_s)[0]:
+            try:
+                text = sock.recv(1 << 16)
+            except ConnectionResetError:  # Killed with orders unread.
+                text = b""
+            if not text:
+                self.socks.pop(by_sock[sock]).close()
+                self.reap(wait=by_sock[sock])
+                continue
+            for line in text.splitlines():
+                self.hear(by_sock[sock], decode(line, AnyEvent))
+
+    def hear(self, me: int, event: AnyEvent) -> None:
+        if isinstance(event, WorldBroken) and event.epoch == self.epoch:
+            self.retry_s = self.retry_s or time.monotonic() + 0.3
+        if isinstance(event, WorldReformed) and event.finished:
+            self.finished.add(me)
+            if len(self.finished) < len(self.members) and event.epoch < self.epoch:
+                self.order()
+        if isinstance(event, WorldReformed):
+            self.join_at(event.step)
+
+    def join_at(self, step: int) -> None:
+        """Start one more member, should the scenario have one left."""
+        left = self.scenario.get("joins", 0)
+        if self.joined < left and self.epoch >= self.scenario.get("join_epoch", 0):
+            self.joined += 1
+            me = self.scenario["ranks"] + self.joined - 1
+            self.fork(me, joins=True)
+            self.members = (*self.members, me)
+            self.order(urgent=False)
+
+    def reap(self, wait: int = -1) -> None:
+        for me, pid in self.pids.items():
+            if me in self.ends:
+                continue
+            done, status = os.waitpid(pid, 0 if me == wait else os.WNOHANG)
+            if done:
+                self.ends[me] = os.waitstatus_to_exitcode(status)
+                if self.ends[me]:
+                    self.deaths.append(time.monotonic())
+                if me in self.members and me not in self.finished:
+                    self.order()
+
+
+def main() -> None:
+    """Answer scenarios until there are no more."""
+    store: Any = vars(dist)["TCPStore"]
+    for number, line in enumerate(sys.stdin):
+        scenario = json.loads(line)
+        served = store(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+        )
+        os.environ |= {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(served.port),
+            "WORLD_SIZE": str(scenario["ranks"]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+        }
+        print(json.dumps({"number": number} | World(scenario).run()), flush=True)
+        del served
+
+
+if __name__ == "__main__":
+    main()
