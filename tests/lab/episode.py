@@ -114,7 +114,8 @@ def run_episode(job: LabJob, fault: Fault) -> Outcome:
     end = len(job.journal.entries)
     ended = time.monotonic()
     if fault.kind in RESTARTS:
-        job.wait_training(generation + 1)
+        if outcome.kind_right:
+            job.wait_training(generation + 1)
     elif fault.kind in ENDS_ITSELF or fault.kind == "link-down":
         left_s = fault.args["for_s"] - (_now(job) - told["at_s"])
         job.wait(lambda: False, max(0.0, left_s))
