@@ -1,10 +1,10 @@
 """100 operator actions at random while ranks, agents and the controller are killed.
 
 A job of two nodes and two spare ones trains; drain, evict, cordon, restore and checkpoint are sent
-to it through the real command line, with random targets and options, and meanwhile parts of the
-job get SIGKILL at random. Each action must be acknowledged, or refused with a reason; what was
-acknowledged must be true of the living processes at that moment, and what was refused must have
-changed nothing in the journal.
+to it through the command line's own client, with random targets and options, and meanwhile parts
+of the job get SIGKILL at random. Each action must be acknowledged, or refused with a reason; what
+was acknowledged must be true of the living processes at that moment, and what was refused must
+have changed nothing in the journal.
 """
 
 import argparse
@@ -21,15 +21,27 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
+
+from perdure.cli.jobs import find_job, send_command
+from perdure.model.errors import SafetyError
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "e2e" / "scripts" / "train_paced.py"
 NODES, SPARES = 2, 2
 PARTS = ("rank", "rank", "rank", "controller", "controller", "agent")
-VERBS = ("drain", "drain", "evict", "cordon", "restore", "restore", "restore", "checkpoint")
+VERBS: tuple[Literal["drain", "evict", "cordon", "restore", "checkpoint"], ...] = (
+    "drain",
+    "drain",
+    "evict",
+    "cordon",
+    "restore",
+    "restore",
+    "restore",
+    "checkpoint",
+)
 
 
 @dataclass
@@ -123,66 +135,54 @@ class Bench:
     def act(self) -> None:
         """Send one command, and check what became of it."""
         verb = self.chance.choice(VERBS)
-        words = [verb, "steered"]
+        args: dict[str, Any] = {}
         if verb != "checkpoint":
             node = self.chance.randrange(NODES + SPARES)
-            words.append(self.chance.choice([f"node:{node}", f"rank:{node % NODES}", str(node)]))
-        for option, share in (("--force", 0.3), ("--wait", 0.2), ("--dry-run", 0.1)):
-            known = {"--force": ("drain",), "--wait": ("drain", "evict")}
-            allowed = known.get(option, ("drain", "evict", "cordon", "restore"))
-            if verb in allowed and self.chance.random() < share:
-                words.append(option)
+            args["targets"] = [self.chance.choice([f"node:{node}", f"rank:{node % NODES}"])]
+            args |= {"dry_run": True} if self.chance.random() < 0.1 else {}
         if verb in ("drain", "evict"):
-            words += ["--deadline", str(self.chance.choice([1, 10, 20]))]
+            args["deadline_s"] = self.chance.choice([1.0, 10.0, 20.0])
+            args |= {"wait": True} if self.chance.random() < 0.2 else {}
+        if verb == "drain" and self.chance.random() < 0.3:
+            args["force"] = True
         before = find_cordoned(self.journal())
         began = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "perdure", *words, "--json"],
-            env=self.env, cwd=self.home, capture_output=True, text=True, timeout=400,
-        )  # fmt: skip
+        told, refused = {}, ""
+        try:
+            told = send_command(find_job("steered"), verb, args, timeout_s=300.0)
+        except SafetyError as error:
+            refused = error.message
         homes = self.find_homes()
         took_s = time.monotonic() - began
-        self.judge(words, done, before, homes, took_s)
-
-    def judge(
-        self,
-        words: list[str],
-        done: subprocess.CompletedProcess[str],
-        before: dict[int, str],
-        homes: dict[int, set[int]],
-        took_s: float,
-    ) -> None:
-        """Compare an answer with the journal and with the ranks that live."""
-        verb, what = words[0], " ".join(words)
-        try:
-            told = json.loads(done.stdout)
-        except ValueError:
-            self.wrong.append(f"{what}: no answer: {done.stdout}{done.stderr}")
-            return
+        what = f"{verb} {args}"
+        print(f"{what}: {refused or told.get('reason', told)}", file=sys.stderr, flush=True)
         after = find_cordoned(self.journal())
-        print(f"{what}: {told.get('reason') or told}", file=sys.stderr, flush=True)
-        if done.returncode == 4 and "refused: " in told.get("error", ""):
-            self.outcomes[f"{verb} refused"] += 1
+        if refused or "dry_run" in args:
+            self.outcomes[f"{verb} refused" if refused else "dry runs"] += 1
             if after != before:
-                self.wrong.append(f"{what}: refused, but cordons were {before}, are {after}")
-            return
-        if done.returncode != 0 or not told.get("ok"):
-            self.wrong.append(f"{what}: exit code {done.returncode}: {told}")
-            return
-        if "--dry-run" in words:
-            self.outcomes["dry runs"] += 1
-            if after != before:
-                self.wrong.append(f"{what}: a dry run changed {before} to {after}")
+                self.wrong.append(f"{what}: {refused or told}: {before} became {after}")
             return
         self.outcomes[f"{verb} done"] += 1
         self.took_s.setdefault(verb, []).append(took_s)
+        self.judge(what, verb, told, after, homes)
+
+    def judge(
+        self,
+        what: str,
+        verb: str,
+        told: dict[str, Any],
+        cordoned: dict[int, str],
+        homes: dict[int, set[int]],
+    ) -> None:
+        """Compare what was acknowledged with the journal and with the ranks that live."""
+        if not told.get("reason"):
+            self.wrong.append(f"{what}: acknowledged without a word: {told}")
         for node in told.get("nodes", ()):
-            if (verb == "restore") == (node in after):
-                self.wrong.append(f"{what}: {told}, but cordons are {after}")
+            if (verb == "restore") == (node in cordoned):
+                self.wrong.append(f"{what}: {told}, but cordons are {cordoned}")
             if verb in ("drain", "evict") and homes.get(node):
                 self.wrong.append(f"{what}: {told}, but ranks live there: {homes}")
-        lost = told.get("steps_lost")
-        if verb == "drain" and told.get("way") is None and not told.get("instead") and lost:
+        if verb == "drain" and not told.get("instead") and told.get("steps_lost"):
             self.wrong.append(f"{what}: {told}: steps were lost")
 
     def check_journal(self) -> None:
@@ -233,6 +233,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="perdure-operator-"))
+    os.environ["PERDURE_HOME"] = str(home / "state")
     bench = Bench(home, random.Random(args.seed), args.gap_s)
     killer = threading.Thread(
         target=bench.kill_at_random, args=[random.Random(args.seed + 1)], daemon=True

@@ -225,8 +225,7 @@ class Controller:
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []
             case NodeCordoned() | NodeRestored():
-                note_cordon(self.state, event)
-                return []
+                return note_cordon(self.state, event)
             case _:
                 assert_never(event)
 

@@ -117,7 +117,7 @@ def cordon_again(state: ControllerState) -> list[AnyAction]:
     return actions
 
 
-def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> None:
+def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> list[AnyAction]:
     """Take an operator's word, or the record of our own."""
     if isinstance(event, NodeCordoned):
         state.cordoned.setdefault(event.node, event.reason)
@@ -128,6 +128,7 @@ def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> N
     else:
         state.restoring.pop(event.node, None)
         _forget(state, event.node)
+    return []
 
 
 def _forget(state: ControllerState, node: int) -> None:
