@@ -206,7 +206,7 @@ class Bench:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self.process.wait(240)
         except subprocess.TimeoutExpired:
             self.wrong.append("the job did not end")
             self.process.kill()
