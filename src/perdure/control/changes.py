@@ -51,7 +51,9 @@ def find_value(state: ControllerState, name: str, step: int) -> Value:
     """
     steering, spec = state.steering, find_key(state, name)
     if is_kept_elsewhere(name):
-        return spec.default  # Of the configuration in force.
+        section, _, field = name.partition(".")
+        kept: Value = getattr(getattr(state.the_spec(), section), field)
+        return kept  # Of the configuration in force.
     value = steering.values.get(name, spec.default)
     for change in steering.changes:
         if steering.since < change.step <= step and name in change.values:
@@ -75,9 +77,13 @@ def find_key(state: ControllerState, name: str) -> KeySpec:
     Raises:
         ConfigError: there is none of that name.
     """
-    keys = state.steering.keys | own_keys(state)
+    if name in state.steering.keys:
+        return state.steering.keys[name]
+    keys = own_keys(state)
     if name not in keys:
-        known = ", ".join(n for n, spec in sorted(keys.items()) if spec.owner == "script")
+        known = ", ".join(
+            n for n, spec in sorted(state.steering.keys.items()) if spec.owner == "script"
+        )
         raise ConfigError(f"unknown key {name} (the script has declared: {known or 'none'})")
     return keys[name]
 

@@ -17,7 +17,7 @@ from perdure.worker.attach import Attachment
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.metrics import MetricsBuffer
-from perdure.worker.settings import plan_steering
+from perdure.worker.settings import plan_steering, read_steering
 from perdure.worker.signals import SignalForwarding
 
 _STEP = PHASE_INDEX["step"]
@@ -93,7 +93,7 @@ class StepLoop:
             self._saved_step = self.committed
             self._ring.start_steps(self.committed)
             self._ring.stamp("restored")
-            plan_steering(self._gate, self._config, self.committed)
+            plan_steering(self._gate, self._config, self.committed, read_steering())
             self._declare_keys()
             self._config.when_declared(self._declare_keys)
         self._gate.reopen()

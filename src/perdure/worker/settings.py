@@ -22,13 +22,12 @@ def read_steering() -> Steering:
     return steering
 
 
-def plan_steering(gate: BoundaryGate, config: Config, committed: int) -> None:
+def plan_steering(gate: BoundaryGate, config: Config, committed: int, steering: Steering) -> None:
     """Plan what was agreed before this generation and its checkpoint has not seen.
 
     A change whose step is past is in force at once; others come at their very step, so that a
     step that is made again is made with the values of the first time.
     """
-    steering = read_steering()
     seen = config.epoch
     for change in steering.changes:
         if change.step > committed:
