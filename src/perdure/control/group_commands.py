@@ -12,13 +12,23 @@ from perdure.model.events import CommandReceived
 def receive_group_command(
     state: ControllerState, now: float, event: CommandReceived
 ) -> list[AnyAction]:
-    """Begin or refuse a command; a repeated one gets the answer it had."""
+    """Begin or refuse a command; a repeated one gets the answer it had.
+
+    As in `commands`, arguments of a wrong type refuse it.
+    """
+    try:
+        return _receive(state, now, event)
+    except (TypeError, ValueError, KeyError) as error:
+        return answer(state, event.id, False, f"malformed arguments: {error}", {})
+
+
+def _receive(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
         ok, reason, result = state.answered[event.id]
         return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
     who = event.who or "an operator"
     match event.kind:
-        case "kill" | "stop":
+        case "kill" | "stop" | "notify":
             return receive_command(state, now, event)
         case "pause":
             return _pause(state, event, who)

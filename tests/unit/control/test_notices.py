@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
@@ -119,3 +120,16 @@ def test_what_names_nothing_is_refused_and_changes_nothing() -> None:
         assert words in answer.reason
         assert done == [answer]
     assert driver.controller.state.placement == before
+
+
+@pytest.mark.parametrize("kind", ["inject", "drain", "evict", "restore", "set", "probe", "notify"])
+@pytest.mark.parametrize("replicas", [0, 2])
+def test_arguments_of_a_wrong_type_refuse_a_command_and_end_no_controller(
+    kind: str, replicas: int
+) -> None:
+    driver = start() if not replicas else Driver(nodes=2, torchft={"replicas": replicas})
+    for value in (7, "x", [1], {"a": 1}, None, 1e300):
+        args = {"rank": value, "node": value, "targets": value, "deadline_s": value}
+        event = CommandReceived(id=f"{kind} {value}", kind=kind, args=args, who="w", at_s=1.0)  # type: ignore[arg-type]
+        driver.do(event)
+    assert driver.controller.state.generation <= 0
