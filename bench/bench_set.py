@@ -1,0 +1,142 @@
+"""Live configuration on a running job: latency of a change, its rate, and kills in between.
+
+usage: bench_set.py [CHANGES] [KILL_EVERY]
+
+Changes are sent over one connection, as a program would (a start of the CLI costs more than the
+change). Latency is from the request to the acknowledgement that all ranks run with it; every
+KILL_EVERY-th change is preceded by a SIGKILL of a rank, every other time of the controller. At the
+end the ranks' own trails are compared: a step on which two ranks, or two runs of it, differ counts.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from perdure.adapters.nats import NatsBus
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PerdureError
+from perdure.model.wire import Command, CommandReply, subject_commands
+from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.worker.config import Config
+
+SCRIPT = Path(__file__).resolve().parent.parent / "tests/e2e/scripts/train_settings.py"
+JOB, RANKS = "set", 2
+
+
+def find_pid(parent: int, title: str) -> int:
+    for process in psutil.Process(parent).children(recursive=True):
+        if title in " ".join(process.cmdline()):
+            return process.pid
+    return 0
+
+
+async def change(bus: NatsBus, id_: str, value: float) -> CommandReply:
+    """Ask until there is an answer: the controller may just be dead."""
+    command = Command(id=id_, kind="set", args={"changes": {"lr": value}}, who="bench")
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            data = await bus.request(subject_commands(JOB), encode(command), timeout_s=5.0)
+            return decode(data, CommandReply)
+        except PerdureError:
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(0.1)
+
+
+async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[str, object]:
+    bus = await NatsBus.connect(load_endpoint(paths_of(home, JOB)), name="bench", timeout_s=30)
+    calm, kills, after, refused = [], 0, [], 0
+    began = time.monotonic()
+    for number in range(changes):
+        killed = bool(kill_every) and number % kill_every == kill_every - 1
+        if killed:
+            kills += 1
+            victim = find_pid(pid, "perdure controller" if kills % 2 else "perdure rank")
+            if victim:
+                os.kill(victim, signal.SIGKILL)
+        sent = time.monotonic()
+        reply = await change(bus, f"c{number}", (number % 9 + 1) / 10)
+        (after if killed else calm).append(time.monotonic() - sent)
+        refused += not reply.ok
+    wall = time.monotonic() - began
+    await bus.close()
+    return {
+        "changes": changes, "refused": refused, "kills": kills, "wall_s": round(wall, 1),
+        "changes_per_s": round(changes / wall, 2),
+        "latency_ms_median": round(1e3 * statistics.median(calm), 1),
+        "latency_ms_p90": round(1e3 * sorted(calm)[int(0.9 * len(calm))], 1),
+        "latency_after_kill_s": [round(s, 2) for s in after],
+    }  # fmt: skip
+
+
+def count_differences(folder: Path) -> tuple[int, int]:
+    """Return (steps seen, steps on which any two runs of it differ)."""
+    values: dict[int, set[tuple[float, float, str]]] = {}
+    for path in folder.glob("rank-*.jsonl"):
+        for line in path.read_text().splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue  # Cut short by a kill.
+            values.setdefault(row["step"], set()).add((row["lr"], row["applied"], row["mode"]))
+    # The step under way at a kill was never committed, and may be made with a newer value.
+    return len(values), sum(len(v) > 1 for v in values.values())
+
+
+def measure_read() -> float:
+    """Return the cost of one read of `run.config.lr`, in ns."""
+    config, count = Config().declare("lr", float, default=0.1), 200_000
+    best = 1e9
+    for _ in range(5):
+        began = time.perf_counter_ns()
+        for _ in range(count):
+            _ = config.lr
+        best = min(best, (time.perf_counter_ns() - began) / count)
+    return best
+
+
+def main() -> None:
+    changes = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    kill_every = int(sys.argv[2]) if len(sys.argv) > 2 else 20
+    with tempfile.TemporaryDirectory() as folder:
+        home, trail = str(Path(folder) / "state"), Path(folder) / "trail"
+        trail.mkdir()
+        env = {**os.environ, "PERDURE_HOME": home}
+        run = subprocess.Popen(
+            [sys.executable, "-m", "perdure", "run", "-n", str(RANKS), "--name", JOB,
+             "--max-restarts", "100", str(SCRIPT), "--steps", "1000000", "--pace-s", "0.005",
+             "--trail", str(trail)],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 120
+            while not list(trail.glob("rank-*.jsonl")) and time.monotonic() < deadline:
+                time.sleep(0.5)
+            time.sleep(3)
+            result = asyncio.run(measure(home, run.pid, changes, kill_every))
+        finally:
+            run.send_signal(signal.SIGTERM)
+            try:
+                run.wait(60)
+            except subprocess.TimeoutExpired:
+                for process in psutil.Process(run.pid).children(recursive=True):
+                    process.kill()
+                run.kill()
+        result["steps"], result["steps_that_differ"] = count_differences(trail)
+    result["read_ns"] = round(measure_read(), 1)
+    result["load"] = round(os.getloadavg()[0], 1)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
