@@ -88,6 +88,7 @@ CONFIGS = [
     "NatsConfig",
     "NotifyConfig",
     "AlertsConfig",
+    "MetricsConfig",
     "JobSpec",
 ]
 

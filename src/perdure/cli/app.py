@@ -8,7 +8,20 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli import act, doctor, look, notify, output, run, schema, steer, verbs, verify
+from perdure.cli import (
+    act,
+    doctor,
+    look,
+    metrics,
+    notify,
+    output,
+    run,
+    schema,
+    steer,
+    verbs,
+    verify,
+    watch,
+)
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -49,11 +62,13 @@ NAMES: dict[Any, str] = {look.map_devices: "map", steer.set_: "set"}
 for command in (
     look.ps,
     look.status,
+    watch.watch,
     output.logs,
     output.events,
     look.map_devices,
     look.diagnose,
     look.report,
+    metrics.metrics,
     act.inject,
     act.checkpoint,
     act.stop,

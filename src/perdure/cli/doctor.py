@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from perdure.adapters.devices import list_gpus
+from perdure.adapters.exporters import check_exporters
 from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
@@ -46,6 +47,7 @@ def doctor(
         checks = _check_job(find_job(job))
     else:
         checks = (*check_machine(resolve_home()), check_recorder(), check_nccl_plugin())
+        checks = (*checks, check_exporters())
     if probe and job is not None:
         checks = (*checks, _probe(find_job(job)))
     if as_json:

@@ -1,7 +1,9 @@
 """Commands that look: ps, status, map, diagnose, report. They read files and change nothing."""
 
 import asyncio
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,12 +11,12 @@ import typer
 
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
-from perdure.cli.jobs import find_job, find_jobs
+from perdure.cli.jobs import Job, find_job, find_jobs
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
 from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.report import Snapshot
+from perdure.model.report import DeviceRow, Snapshot
 from perdure.telemetry import (
     DelayMatrix,
     LedgerFold,
@@ -105,10 +107,13 @@ def render_snapshot(snapshot: Snapshot) -> str:
 def map_devices(
     job: JobName,
     links: Annotated[bool, typer.Option("--links", help="Show the delay matrix instead.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Again and again, until the job has ended.")
+    ] = False,
     width: Width = 100,
     as_json: Json = False,
 ) -> None:
-    """Show which device runs which rank, or how slowly which rank reaches which."""
+    """Show which device runs which rank and how it is, or how slowly which rank reaches which."""
     found = find_job(job)
     if links:
         matrix = find_delay_matrix(found.entries())
@@ -117,15 +122,53 @@ def map_devices(
         else:
             print(_render_matrix(matrix, width))
         return
+    if watch and not as_json:
+        show_map(found)
+        return
     devices = found.snapshot().devices
     if as_json:
         print_json({"devices": devices})
-        return
-    head = ("device", "node", "ranks", "replicas", "state")
+    else:
+        print(render_devices(devices))
+
+
+def render_devices(devices: Sequence[DeviceRow]) -> str:
+    """Return the map as a table."""
+    head = ("device", "node", "slots", "ranks", "replicas", "state", "health")
     rows: list[tuple[Any, ...]] = [
-        (d.device, d.node, _join(d.ranks), _join(d.replicas) or "-", d.state) for d in devices
+        (
+            d.device,
+            d.node,
+            ",".join(slot.rpartition("/slot")[2] for slot in d.slots),
+            _join(d.ranks) or "-",
+            _join(d.replicas) or "-",
+            d.state,
+            f"{d.health}: {d.why}" if d.why else d.health or "-",
+        )
+        for d in devices
     ]
-    print(render_table(head, rows))
+    return render_table(head, rows)
+
+
+def show_map(job: Job) -> None:
+    """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
+    from perdure.cli.watch import look_again, show
+    from perdure.dash.watch import Line
+
+    def draw(snapshot: Snapshot, _width: int, height: int) -> list[Line]:
+        head = f"{snapshot.job} {snapshot.state}  generation {snapshot.generation}"
+        table = render_devices(snapshot.devices).splitlines()
+        return [Line(line) for line in (head, *table)][:height]
+
+    if sys.stdout.isatty():
+        show(job, draw, 0.5)
+        return
+    shown = ""
+    for snapshot in look_again(job, 0.5):
+        text = "\n".join(line.text for line in draw(snapshot, 0, 1 << 20))
+        if text != shown:
+            shown = text
+            print(text + "\n", flush=True)
 
 
 def diagnose(

@@ -180,6 +180,17 @@ class NotifyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """File with the token that a caller must know; empty: one is made, in the job's directory."""
 
 
+class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Figures for the monitoring that is there already; see `perdure metrics` as well."""
+
+    prometheus_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    """`/metrics` is served here while the job runs; 0: not at all. Needs prometheus-client."""
+    prometheus_host: str = "127.0.0.1"
+    """Address it is served on."""
+    ranks_max: Count = 512
+    """A job of more ranks is told of by node."""
+
+
 AlertKind = Literal[
     "verdict",
     "failure",
@@ -261,6 +272,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     nats: NatsConfig = NatsConfig()
     notify: NotifyConfig = NotifyConfig()
     alerts: AlertsConfig = AlertsConfig()
+    metrics: MetricsConfig = MetricsConfig()
 
     @property
     def spare_nodes(self) -> int:

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from secrets import token_hex
 
+from perdure.adapters.exporters import PrometheusServer
 from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
@@ -70,7 +71,10 @@ async def _main(job: str) -> JobEnded:
     def clock() -> float:
         return time.monotonic() + offset_s
 
+    newest: list[Snapshot] = []
+
     def show(snapshot: Snapshot) -> None:
+        newest[:] = [snapshot]
         try:
             write_document(paths.snapshot, snapshot)
         except PlatformError as error:
@@ -99,7 +103,7 @@ async def _main(job: str) -> JobEnded:
             snapshots=SnapshotFiles(paths.snapshots),
         )
         async with _reach_out(spec, paths, service, alerter):
-            with _watch_run(service):
+            with _serve_metrics(spec, newest), _watch_run(service):
                 ended = await service.run()
     finally:
         await bus.close()
@@ -134,6 +138,27 @@ async def _reach_out(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.contextmanager
+def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
+    """Serve the newest picture's figures meanwhile, if the job wants it."""
+    server, config = None, spec.metrics
+    if config.prometheus_port:
+        try:
+            server = PrometheusServer(
+                lambda: newest[0] if newest else None,
+                config.prometheus_host,
+                config.prometheus_port,
+                config.ranks_max,
+            )
+        except PlatformError as error:
+            log.error("no metrics: %s (%s)", error.message, error.hint)
+    try:
+        yield
+    finally:
+        if server is not None:
+            server.close()
 
 
 async def _open_stream(bus: NatsBus, job: str) -> NatsStream:

@@ -1,0 +1,83 @@
+"""Each exporter against the library that it is for."""
+
+import urllib.request
+
+import pytest
+
+from perdure.adapters import exporters
+from perdure.adapters.exporters import (
+    PrometheusServer,
+    check_exporters,
+    export_spans,
+    render_prometheus,
+    write_tensorboard,
+)
+from perdure.model.errors import PlatformError
+from perdure.model.report import RankRow, Snapshot
+from perdure.telemetry.spans import IncidentSpan
+
+SNAPSHOT = Snapshot(
+    1, 'j"x', "running", 9.0, 0.0, 1, 2, 120, 8.0, 1, "resumable", "r",
+    ranks=(RankRow(0, 0, 1, "running", "step", 120, 8.0, "", 1.5, 7),),
+)  # fmt: skip
+
+
+def test_prometheus_reads_what_is_served():
+    parser = pytest.importorskip("prometheus_client.parser")
+    server = PrometheusServer(lambda: SNAPSHOT, "127.0.0.1", 0)
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics", timeout=10) as page:
+            text = page.read().decode()
+        with pytest.raises(PlatformError, match="cannot serve"):
+            PrometheusServer(lambda: SNAPSHOT, "127.0.0.1", server.port)
+    finally:
+        server.close()
+    families = {f.name: f for f in parser.text_string_to_metric_families(text)}
+    (step,) = families["perdure_step"].samples
+    assert (step.labels, step.value) == ({"job": 'j"x'}, 120.0)
+    assert families["perdure_restarts"].type == "counter"
+    assert text == render_prometheus(SNAPSHOT)
+
+
+def test_incidents_become_traces_with_ids_that_stay():
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    span = IncidentSpan(
+        1, "Crash of rank 1", 10.0, 12.0, {"perdure.job": "j"},
+        (("detect", 10.0, 10.5), ("state", 10.5, 12.0)),
+    )  # fmt: skip
+    seen = []
+    for _ in range(2):
+        exporter = memory.InMemorySpanExporter()
+        export_spans([span], "j@1", exporter)
+        spans = exporter.get_finished_spans()
+        seen.append({(s.name, s.context.trace_id, s.context.span_id) for s in spans})
+        root = next(s for s in spans if s.parent is None)
+        assert (root.name, root.start_time, root.end_time) == (span.name, 10 * 10**9, 12 * 10**9)
+        assert {s.name for s in spans if s.parent is not None} == {"detect", "state"}
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tensorboard_reads_what_is_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    rows = [(1, {"loss": 2.0}, 100.0), (2, {"loss": 1.5, "lr": 0.1}, 101.0)]
+    assert write_tensorboard(str(tmp_path), rows) == 2
+    (path,) = tmp_path.iterdir()
+    events = [e for e in EventFileLoader(str(path)).Load() if e.summary.value]
+    assert [(e.step, e.wall_time, len(e.summary.value)) for e in events] == [
+        (1, 100, 1),
+        (2, 101, 2),
+    ]
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr(exporters.importlib, "import_module", missing)
+    with pytest.raises(PlatformError, match="prometheus-client is not installed") as caught:
+        render_prometheus(SNAPSHOT)
+    assert "pip install" in caught.value.hint
+    assert check_exporters().name == "metrics out"

@@ -1,0 +1,81 @@
+"""The screen of `perdure watch` at several sizes, and what it says first."""
+
+import msgspec
+import pytest
+
+from perdure.dash.watch import render_ranks, render_span, render_watch
+from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
+from perdure.model.verdicts import Culprit, Verdict
+
+
+def rank(number, state="running", step=120, collective="allreduce #7"):
+    return RankRow(number, number // 8, 1, state, "step", step, 8.0, collective, 1.0, 1)
+
+
+def picture(count, **more):
+    snapshot = Snapshot(
+        1, "j", "running", 100.0, 40.0, 1, 1, 120, 8.0, count, "resumable", "go on",
+        ranks=tuple(rank(i) for i in range(count)),
+    )  # fmt: skip
+    return msgspec.structs.replace(snapshot, **more)
+
+
+TROUBLE = {
+    "verdicts": (
+        Verdict(kind="ComputeHang", culprit=Culprit(rank=3), generation=1, first_seen_s=90.0,
+                confirmed_s=91.0, confidence=1.0, reason="rank 3 stands still"),
+    ),
+    "recent": (IncidentRow(60.0, "signal 9", "rank 1", "restart", 0.7),
+               IncidentRow(90.0, "ComputeHang", "rank 3", "restart", None)),
+    "settings": {"lr": 0.1, "sync_every": 4},
+    "epoch": 2,
+    "cordoned": (1,),
+    "devices": (DeviceRow("GPU-x", 0, (0,), (), "in use", health="failed", why="XID 79"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 64, 10_000])
+@pytest.mark.parametrize(("width", "height"), [(200, 60), (80, 24), (40, 10), (10, 2)])
+def test_it_fits_any_terminal(count, width, height):
+    lines = render_watch(picture(count, **TROUBLE), width, height, (1.0, 2.0, 8.0))
+    assert len(lines) <= max(4, height)
+    assert max(len(line.text) for line in lines) <= max(20, width)
+    assert lines[0].text.startswith("j running  step 120")
+
+
+def test_everything_is_told_where_there_is_room():
+    text = "\n".join(line.text for line in render_watch(picture(4, **TROUBLE), 120, 50))
+    for words in (
+        "generation 1  resumable", "cordoned: node 1", "ComputeHang of rank 3",
+        "rank 3: ComputeHang; restart, not over yet", "rank 1: signal 9; restart, 0.70 s",
+        "change 2  lr=0.1  sync_every=4", "GPU-x on node 0: failed XID 79",
+    ):  # fmt: skip
+        assert words in text
+
+
+def test_ten_thousand_ranks_fold_and_the_sick_one_stands_alone():
+    ranks = [rank(i) for i in range(10_000)]
+    ranks[4321] = rank(4321, "suspected", 119)
+    head, first, *rest = render_ranks(ranks, 20)
+    assert head.text.startswith("ranks")
+    assert first.text.startswith("4321 ")
+    assert "suspected" in first.text
+    assert len(rest) == 1
+    assert "0-4320,4322-9999" in rest[0].text
+
+
+def test_many_in_trouble_are_folded_as_well():
+    ranks = [rank(i, "waiting" if i % 2 else "running", 100 + i % 3) for i in range(1000)]
+    lines = render_ranks(ranks, 10)
+    assert len(lines) <= 10
+    assert "waiting" in lines[1].text
+    assert "100-102" in lines[1].text
+
+
+def test_a_control_character_in_a_reason_does_nothing_to_the_terminal():
+    lines = render_watch(picture(1, reason="bad \x1b[2J\x07 words"), 80, 24)
+    assert not any("\x1b" in line.text or "\x07" in line.text for line in lines)
+
+
+def test_spans():
+    assert render_span([1, 2, 3, 9, 11, 12, 20, 30]) == "1-3,9,11-12,... (8)"
