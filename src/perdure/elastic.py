@@ -1,0 +1,16 @@
+"""Training whose survivors do not even leave their loop.
+
+    import perdure.elastic
+    perdure.elastic.train(
+        blocks=[...], optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
+        dataset=dataset, loss=cross_entropy, global_batch=64, micro_batch=8, steps=1000,
+    )
+
+`open_trainer` is the same for those who write their own loop. See docs/elastic.md.
+"""
+
+from perdure.worker.elastic import Step as Step
+from perdure.worker.elastic import Trainer as Trainer
+from perdure.worker.elastic import hash_tensors as hash_tensors
+from perdure.worker.elastic import open_trainer as open_trainer
+from perdure.worker.elastic import train as train
