@@ -1,0 +1,135 @@
+"""Three torchft replica groups and everything that can die beside them, really killed."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+pytest.importorskip("torchft")
+pytestmark = [pytest.mark.torch, pytest.mark.serial, pytest.mark.slow]
+Start = Callable[..., Job]
+
+
+class Training:
+    """What the groups of a job write."""
+
+    def __init__(self, start: Start, home: Path, *options: str, steps: int = 10_000_000) -> None:
+        self.log = home / "log"
+        self.log.mkdir()
+        script = (str(SCRIPTS / "torchft_groups.py"), str(steps), str(self.log))
+        words = ("--torchft", "--replicas", "3", "-n", "1", *options)
+        self.job = start("ft", *words, *script, timeout_s=170.0)
+
+    def rows(self, group: int) -> list[dict[str, Any]]:
+        path, rows = self.log / f"group-{group}.jsonl", []
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue  # Cut short by a kill.
+        return rows
+
+    def commits(self, group: int, since: float) -> list[dict[str, Any]]:
+        return [r for r in self.rows(group) if r["t"] > since and "failed" not in r]
+
+    def wait_members(self, count: int, since: float, *groups: int) -> None:
+        def all_there() -> bool:
+            return all(any(r["n"] == count for r in self.commits(g, since)) for g in groups)
+
+        self.job.wait_until(all_there, f"{count} members on groups {groups}")
+
+    def wait_trusted(self) -> None:
+        """Wait until all have made the first steps, which are given more time than later ones."""
+        self.job.wait_until(lambda: all(len(self.rows(g)) > 20 for g in range(3)), "20 steps")
+
+    def pid(self, group: int) -> int:
+        return int(self.rows(group)[-1]["pid"])
+
+    def check(self) -> None:
+        """Wherever several groups hashed one step, parameters and moments were the same."""
+        hashes: dict[int, set[str]] = {}
+        for group in range(4):
+            for row in self.rows(group):
+                if "hash" in row:
+                    hashes.setdefault(row["step"], set()).add(row["hash"])
+        assert hashes
+        assert {step: found for step, found in hashes.items() if len(found) > 1} == {}
+
+    def lighthouse_log(self) -> str:
+        return (self.job.folder / "logs" / "lighthouse.log").read_text()
+
+
+def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
+    start: Start, tmp_path: Path
+) -> None:
+    training = Training(start, tmp_path)
+    job = training.job
+    training.wait_trusted()
+
+    killed = time.time()
+    os.kill(training.pid(1), signal.SIGKILL)
+    training.wait_members(2, killed, 0, 2)
+    training.wait_members(3, killed, 0, 1, 2)
+    rows = {row["group"]: row for row in job.state()["replicas"]}
+    assert set(rows) == {0, 1, 2}
+    assert job.state()["depth"] == "torchft"
+
+    for part in ("perdure lighthouse ft: serving", "perdure controller", "nats-server"):
+        before, survivors = time.time(), [training.pid(g) for g in range(3)]
+        job.kill(part)
+        training.wait_members(3, before + 2.0, 0, 1, 2)
+        assert [training.pid(g) for g in range(3)] == survivors, f"{part} cost a group"
+
+    stopped = time.time()
+    os.kill(training.pid(2), signal.SIGSTOP)
+    training.wait_members(2, stopped, 0, 1)
+    training.wait_members(3, stopped, 0, 1, 2)  # It is ended and started again.
+    assert "is left out: its process is stopped" in training.lighthouse_log()
+    training.check()
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+
+
+def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path: Path) -> None:
+    training = Training(start, tmp_path, "--spares", "1", "--env", "STEP_PAUSE_S=0.05")
+    training.wait_trusted()
+    asks = "of group 3, generation 3 asks"
+    training.job.wait_until(lambda: asks in training.lighthouse_log(), "the spare")
+    assert not training.rows(3)
+
+    hung = time.time()
+    (training.log / "hang-1").touch()
+    training.wait_members(3, hung, 3)
+    training.wait_members(3, hung, 0, 2)
+    assert "train_1" in training.lighthouse_log().split("is left out")[0].splitlines()[-1]
+    states = {row["group"]: row["state"] for row in training.job.state()["replicas"]}
+    assert states[1] in ("evicted", "failed", "starting", "spare")
+
+    paused = training.job.cli("pause", "ft", check=False)
+    if paused.returncode == 0:
+        time.sleep(1.0)
+        steps = [training.rows(g)[-1]["step"] for g in (0, 2, 3)]
+        time.sleep(1.0)
+        assert [training.rows(g)[-1]["step"] for g in (0, 2, 3)] == steps
+        training.job.cli("resume", "ft")
+    again = time.time()
+    os.kill(training.pid(0), signal.SIGKILL)
+    training.wait_members(2, again, 2, 3)
+    training.check()
+    training.job.process.send_signal(signal.SIGTERM)
+    training.job.wait()
+
+
+def test_a_job_of_groups_ends_when_all_have_finished(start: Start, tmp_path: Path) -> None:
+    training = Training(start, tmp_path, "--spares", "1", steps=40)
+    assert training.job.wait() == 0, training.job.text()[-4000:]
+    assert [training.rows(g)[-1]["step"] for g in range(3)] == [40, 40, 40]
+    assert not training.rows(3)
+    training.check()
