@@ -9,6 +9,7 @@ end the ranks' own trails are compared: a step on which two ranks, or two runs o
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -55,7 +56,7 @@ async def change(bus: NatsBus, id_: str, value: float) -> CommandReply:
 
 async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[str, object]:
     bus = await NatsBus.connect(load_endpoint(paths_of(home, JOB)), name="bench", timeout_s=30)
-    calm, kills, after, refused = [], 0, [], 0
+    calm, kills, after, refused = [], 0, [], dict[str, int]()
     began = time.monotonic()
     for number in range(changes):
         killed = bool(kill_every) and number % kill_every == kill_every - 1
@@ -67,7 +68,8 @@ async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[st
         sent = time.monotonic()
         reply = await change(bus, f"c{number}", (number % 9 + 1) / 10)
         (after if killed else calm).append(time.monotonic() - sent)
-        refused += not reply.ok
+        if not reply.ok:
+            refused[reply.reason] = refused.get(reply.reason, 0) + 1
     wall = time.monotonic() - began
     await bus.close()
     return {
@@ -83,13 +85,16 @@ def count_differences(folder: Path) -> tuple[int, int]:
     """Return (steps seen, steps on which any two runs of it differ)."""
     values: dict[int, set[tuple[float, float, str]]] = {}
     for path in folder.glob("rank-*.jsonl"):
+        rows = []
         for line in path.read_text().splitlines():
             try:
-                row = json.loads(line)
+                rows.append(json.loads(line))
             except ValueError:
                 continue  # Cut short by a kill.
-            values.setdefault(row["step"], set()).add((row["lr"], row["applied"], row["mode"]))
-    # The step under way at a kill was never committed, and may be made with a newer value.
+        for row, later in itertools.pairwise(rows):
+            # The step under way at a kill was never committed: it may be made with a new value.
+            if row["generation"] == later["generation"]:
+                values.setdefault(row["step"], set()).add((row["lr"], row["applied"], row["mode"]))
     return len(values), sum(len(v) > 1 for v in values.values())
 
 
