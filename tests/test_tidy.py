@@ -161,7 +161,7 @@ def test_every_command_speaks_json() -> None:
 def test_every_command_is_in_the_exit_code_table() -> None:
     text = (ROOT / "docs" / "exit-codes.md").read_text()
     assert [name for name in commands() if f"`{name}`" not in text] == []
-    assert set(PARTS) == {"controller", "agent", "keeper", "zygote"}
+    assert set(PARTS) == {"controller", "agent", "keeper", "zygote", "lighthouse"}
 
 
 def torchrun_options() -> set[str]:
