@@ -63,7 +63,8 @@ def note_world(
         return []
     if event.epoch == elastic.epoch:
         elastic.answered.add(event.rank)
-        elastic.retries = 0 if event.step > elastic.step else elastic.retries
+        if event.step > elastic.step >= 0:
+            elastic.retries = 0
         elastic.step = max(elastic.step, event.step)
         if elastic.answered >= set(elastic.members):
             elastic.order = elastic.deadline_s = None

@@ -31,6 +31,7 @@ from perdure.model.events import (
     RanksStarted,
     VerdictReached,
     VerdictWithdrawn,
+    WorldReformed,
 )
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, RankProgress
@@ -127,6 +128,8 @@ class Detector:
                 self._notes.mark_stepping()
             case VerdictReached() | VerdictWithdrawn():
                 self._note_verdict(event)
+            case WorldReformed() if event.generation == self._generation:
+                self._go_on(event)
             case ProbeJudged():
                 return self._note_probe(now, event)
             case _:
@@ -192,7 +195,7 @@ class Detector:
             watch.clock_s = clock_s
             moved = watch.observe(progress, beat.sent_s, self._habits)
         watch.seen_s, watch.received_s = beat.sent_s, now
-        self._desync.take(watch)
+        self._desync.take(watch, progress.spans)
         self._notes.take(watch, moved)
         return watch
 
@@ -209,6 +212,14 @@ class Detector:
         elif not record.asked:
             self._exited[record.rank] = event.comms or (watch.comms if watch else ())
             self._notes.mark_ended(record.rank, record.at_s)
+
+    def _go_on(self, event: WorldReformed) -> None:
+        """The world goes on in place, without those who failed: watch who is left."""
+        if event.finished:
+            return
+        for rank in [r for r, w in self._watches.items() if w.gone and r not in self._exited]:
+            del self._watches[rank]
+        self._closed, self._open = False, None
 
     def _learn(self, event: ProgressNoted) -> None:
         """After a controller's restart the journal is all that is known of the step time."""

@@ -50,7 +50,8 @@ class Recovery(msgspec.Struct, frozen=True):
     """None: unknown, because the script declares no steps."""
     lost_microbatches: int | None
     rung: str
-    """`restart`, `give up`, or `none` where training did not stop (a part of perdure died)."""
+    """`restart`, `reform` (in place), `give up`, or `none` where training did not stop (a part of
+    perdure died)."""
     reason: str = ""
 
 

@@ -26,10 +26,12 @@ from perdure.model.events import (
     RankJoined,
     RanksStarted,
     VerdictReached,
+    WorldReformed,
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.reforms import Reform
 
 _WEIGHED = frozenset({"CommSlow", "Straggler", "UnhealthyDevice"})
 """Training goes on in spite of them, unless the policy decides otherwise."""
@@ -80,6 +82,8 @@ class Generation:
     incident: Incident | None = None
     decided_s: float | None = None
     condensed: bool = False
+    left: set[int] = field(default_factory=set)
+    """Ranks that were lost while the others went on in place."""
 
     def condense(self) -> None:
         """Put one rank in the place of all: where the generation began, and how far it came."""
@@ -127,7 +131,8 @@ class Generation:
     @property
     def step(self) -> int:
         """Return the steps committed by every rank that declared any; -1 for none."""
-        known = [h.account.step for h in self.ranks.values() if h.account.step >= 0]
+        staying = [h for rank, h in self.ranks.items() if rank not in self.left]
+        known = [h.account.step for h in staying if h.account.step >= 0]
         return min(known, default=-1)
 
 
@@ -144,6 +149,7 @@ class History:
     checkpoints: list[CheckpointSaved] = field(default_factory=list)
     step_times_s: list[float] = field(default_factory=list)
     reason: str = ""
+    reforms: list[Reform] = field(default_factory=list)
     draining: dict[int, str] = field(default_factory=dict)
     """Nodes that their ranks were to leave -> why."""
     weighed: tuple[float, Verdict] | None = None
@@ -184,6 +190,8 @@ class History:
                 self._note(event)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
+            case WorldReformed() as event if not event.finished:
+                self._reform(event)
             case CheckpointRestored() as event:
                 self._of(event.generation).restored[event.rank] = event.step
             case RankJoined() as event:
@@ -211,7 +219,7 @@ class History:
 
     def _decide(self, at_s: float, decision: Decision) -> None:
         self.reason = decision.reason or decision.summary
-        acts = decision.action.startswith("AssignNode")
+        acts = decision.action.startswith(("AssignNode", "ReformWorld"))
         if acts and self.weighed is not None and self.weighed[0] == at_s:
             verdict = self.weighed[1]
             self._blame(self._of(verdict.generation), _hang(verdict))
@@ -220,6 +228,30 @@ class History:
             return
         if acts:
             newest.decided_s = newest.incident.decided_s = at_s
+
+    def _reform(self, event: WorldReformed) -> None:
+        """A member is in a new epoch: the incident that it ends did not end its generation."""
+        generation = self._of(event.generation)
+        incident = generation.incident
+        if incident is not None:
+            reform = Reform(
+                cause=incident.cause,
+                culprit=incident.culprit,
+                at_step=incident.at_step,
+                failure_s=incident.failure_s,
+                detected_s=incident.detected_s,
+                decided_s=incident.decided_s or incident.detected_s,
+                epoch=event.epoch,
+                generation=event.generation,
+            )
+            self.reforms.append(reform)
+            generation.incident = generation.decided_s = None
+            generation.left |= {
+                r for r, h in generation.ranks.items() if h.exit is not None and h.exit.failed
+            }
+        for reform in self.reforms[-1:]:
+            if (reform.generation, reform.epoch) == (event.generation, event.epoch):
+                reform.take(event)
 
     def _stop(self, event: GenerationStopped) -> None:
         known = [n for n in self.generations if n <= event.generation]

@@ -1,0 +1,179 @@
+"""Events in, orders out: who is in the next epoch, and when a restart is taken instead."""
+
+from perdure.control import Controller
+from perdure.control.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
+from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
+from perdure.model.events import (
+    ControllerStarted,
+    ExitRecord,
+    GenerationStopped,
+    JobSubmitted,
+    NodeRegistered,
+    RankExited,
+    RankJoined,
+    RanksStarted,
+    StoreReady,
+    TimerFired,
+    VerdictReached,
+    WorldBroken,
+    WorldReformed,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Culprit, Verdict
+
+
+def train(ranks: int = 3, *, agent_store: bool = True, elastic: bool = True) -> Controller:
+    """Return the controller of a world of `ranks` ranks on one node, which trains."""
+    machine = Controller()
+    spec = JobSpec(name="job", script="train.py", nproc=ranks)
+    machine.handle(0.0, JobSubmitted(spec=spec, at_s=0.0))
+    node = NodeRegistered(node=0, incarnation="a", host="127.0.0.1", boot_id="b", slots=ranks)
+    machine.handle(0.1, node)
+    machine.handle(0.2, GenerationStopped(node=0, generation=-1, at_s=0.2))
+    ready = StoreReady(generation=0, host="127.0.0.1", port=1, agent_store=agent_store)
+    machine.handle(0.3, ready)
+    pids = {rank: 100 + rank for rank in range(ranks)}
+    machine.handle(0.4, RanksStarted(node=0, generation=0, pids=pids, at_s=0.4, warm=True))
+    for rank in range(ranks if elastic else 0):
+        machine.handle(0.5, RankJoined(generation=0, rank=rank, depth="elastic"))
+    return machine
+
+
+def die(
+    machine: Controller, now: float, rank: int, step: int = 5, code: int = 0
+) -> list[AnyAction]:
+    record = ExitRecord(rank, 0, 100 + rank, now, code=code, signal=0 if code else 9)
+    account = RankAccount(step=step)
+    return machine.handle(now, RankExited(node=0, record=record, account=account, detected_s=now))
+
+
+def leave(machine: Controller, now: float, rank: int) -> list[AnyAction]:
+    record = ExitRecord(rank, 0, 100 + rank, now)
+    exited = RankExited(node=0, record=record, account=RankAccount(step=9), detected_s=now)
+    return machine.handle(now, exited)
+
+
+def reformed(rank: int, epoch: int, *, finished: bool = False, step: int = 5) -> WorldReformed:
+    return WorldReformed(
+        generation=0, epoch=epoch, rank=rank, step=step, began_s=0.0, ordered_s=0.0, formed_s=0.0,
+        finished=finished,
+    )  # fmt: skip
+
+
+def orders(actions: list[AnyAction]) -> list[tuple[int, tuple[int, ...]]]:
+    return [(a.epoch, a.ranks) for a in actions if isinstance(a, ReformWorld)]
+
+
+def restarts(actions: list[AnyAction]) -> bool:
+    return any(isinstance(a, AssignNodes) and a.assignment.generation == 1 for a in actions)
+
+
+def test_the_others_form_the_next_epoch_of_the_same_generation() -> None:
+    machine = train()
+    actions = die(machine, 1.0, 1)
+    assert orders(actions) == [(1, (0, 2))]
+    assert not restarts(actions)
+    assert "SIGKILL" in actions[-1].reason
+    assert machine.state.generation == 0
+    assert machine.next_deadline() == 1.0 + REFORM_TIMEOUT_S
+    for rank in (0, 2):
+        machine.handle(1.1, reformed(rank, 1))
+    assert machine.next_deadline() is None
+
+
+def test_a_death_while_a_world_is_formed_is_left_out_of_the_next_one() -> None:
+    machine = train(4)
+    assert orders(die(machine, 1.0, 1)) == [(1, (0, 2, 3))]
+    assert orders(die(machine, 1.1, 3)) == [(2, (0, 2))]
+    assert orders(machine.handle(1.2, ControllerStarted(incarnation="c"))) == [(2, (0, 2))]
+
+
+def test_a_script_that_is_not_elastic_is_restarted() -> None:
+    assert restarts(die(train(elastic=False), 1.0, 1))
+
+
+def test_a_world_whose_store_is_a_ranks_own_is_restarted() -> None:
+    assert restarts(die(train(agent_store=False), 1.0, 1))
+
+
+def test_the_last_ones_death_is_a_restart() -> None:
+    machine = train(2)
+    assert orders(die(machine, 1.0, 1)) == [(1, (0,))]
+    assert restarts(die(machine, 1.1, 0))
+
+
+def test_a_formation_that_does_not_end_becomes_a_restart() -> None:
+    machine = train()
+    die(machine, 1.0, 1)
+    machine.handle(1.1, reformed(0, 1))
+    actions = machine.handle(1.0 + REFORM_TIMEOUT_S, TimerFired())
+    assert restarts(actions)
+    assert "ranks [2] did not form epoch 1 in time" in actions[-1].reason
+
+
+def test_a_world_that_broke_without_a_loss_is_formed_again_but_not_for_ever() -> None:
+    machine, now = train(2), 1.0
+    for epoch in range(RETRIES_MAX):
+        for rank in (0, 1):
+            broken = WorldBroken(generation=0, epoch=epoch, rank=rank, at_s=now, error="reset")
+            assert machine.handle(now, broken) == []
+        assert machine.next_deadline() == now + RETRY_S
+        now += RETRY_S
+        assert orders(machine.handle(now, TimerFired())) == [(epoch + 1, (0, 1))]
+        for rank in (0, 1):
+            machine.handle(now, reformed(rank, epoch + 1, step=0))
+    epoch = RETRIES_MAX
+    machine.handle(now, WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset"))
+    assert restarts(machine.handle(now + RETRY_S, TimerFired()))
+
+
+def test_a_known_death_goes_before_a_retry() -> None:
+    machine = train()
+    machine.handle(1.0, WorldBroken(generation=0, epoch=0, rank=0, at_s=1.0, error="reset"))
+    assert orders(die(machine, 1.1, 2)) == [(1, (0, 1))]
+    assert machine.state.elastic.retry_s is None
+
+
+def test_a_late_rank_joins_between_two_micro_batches() -> None:
+    machine = train(2)
+    die(machine, 1.0, 1)
+    ready = RankJoined(generation=0, rank=3, depth="elastic")
+    assert machine.handle(1.05, ready) == []
+    actions = machine.handle(1.1, reformed(0, 1))
+    assert orders(actions) == [(2, (0, 3))]
+    assert isinstance(actions[0], ReformWorld)
+    assert not actions[0].urgent
+
+
+def test_a_hung_rank_is_ended_and_the_others_go_on() -> None:
+    machine = train()
+    verdict = Verdict(
+        kind="ComputeHang", culprit=Culprit(rank=1), generation=0, first_seen_s=1.0,
+        confirmed_s=2.0, confidence=0.9, reason="rank 1 never came", step=5, actionable=True,
+        activity="stopped",
+    )  # fmt: skip
+    machine.handle(3.0, VerdictReached(verdict=verdict))  # Stacks are waited for.
+    due_s = machine.next_deadline()
+    assert due_s is not None
+    actions = machine.handle(due_s, TimerFired())
+    faults = [a for a in actions if isinstance(a, InjectFault)]
+    assert [(a.rank, a.kind) for a in faults] == [(1, "crash")]
+    assert not restarts(actions)
+
+
+def test_the_job_is_done_when_every_member_has_ended_well() -> None:
+    machine = train()
+    die(machine, 1.0, 1)
+    for rank in (0, 2):
+        machine.handle(1.1, reformed(rank, 1))
+        machine.handle(2.0, reformed(rank, 1, finished=True, step=9))
+    assert leave(machine, 3.0, 0) == []
+    actions = leave(machine, 3.1, 2)
+    assert [a.assignment.phase for a in actions if isinstance(a, AssignNodes)] == ["end"]
+
+
+def test_who_has_finished_is_not_waited_for() -> None:
+    machine = train()
+    machine.handle(1.0, reformed(0, 0, finished=True, step=9))
+    assert orders(die(machine, 1.1, 1, step=9)) == [(1, (2,))]
