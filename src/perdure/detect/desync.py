@@ -7,13 +7,14 @@ never done here before. A user's bug, so it is said only when it was seen twice.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 import msgspec
 
 from perdure.detect.watch import RankWatch
+from perdure.model.collectives import CollectiveSpan
 from perdure.model.progress import CommProgress
 
 SEEN_S = 0.3
@@ -23,6 +24,7 @@ COUNT_STEPS = 3
 COUNT_WITHIN = 20
 """... of so many: a ring that was read between two of its words shows one now and then."""
 KNOWN_MAX = 256
+ENDED_KEPT = 64
 BOUND = ("compiled", "python")
 """Recorders that write sequence, operation and size as one."""
 POLLED_S = 1.2
@@ -63,6 +65,8 @@ class _Comm:
     """Step -> (largest sequence seen in it, by which rank)."""
     at: dict[int, tuple[Signature, int]] = field(default_factory=dict)
     """Sequence -> what the first rank seen in it did, and which it was."""
+    ended: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Sequence -> (rank, operation) of those that were ended, as the first two ranks tell."""
     wrong: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """(ahead, behind) -> the steps in which it showed."""
 
@@ -76,10 +80,11 @@ class DesyncWatch:
         self._doubtful: set[tuple[str, int, int]] = set()
         self._miscounted: set[tuple[str, int, int]] = set()
 
-    def take(self, watch: RankWatch) -> None:
+    def take(self, watch: RankWatch, spans: Sequence[CollectiveSpan] = ()) -> None:
         """Learn from a rank whose record binds step, sequence and operation together."""
         if watch.recorder not in BOUND:
             return
+        self._take_ended(watch, spans)
         step, rank = watch.account.step, watch.rank
         for c in watch.comms:
             if c.size < 2 or c.started_seq <= 0 or c.peer >= 0 or is_point_to_point(c.op):
@@ -100,6 +105,19 @@ class DesyncWatch:
                 steps = comm.wrong.setdefault((before[1], rank), set())
                 steps.add(step)
                 steps -= {s for s in steps if s < step - COUNT_WITHIN}
+
+    def _take_ended(self, watch: RankWatch, spans: Sequence[CollectiveSpan]) -> None:
+        """Keep which operations were ended: the others may have gone on from a wrong one."""
+        for span in spans:
+            if not span.end_s or span.comm >= len(watch.comms):
+                continue
+            c = watch.comms[span.comm]
+            if c.size < 2 or watch.rank not in c.ranks[:2] or is_point_to_point(span.op):
+                continue
+            ended = self._of(c).ended
+            ended[span.seq] = (watch.rank, span.op)
+            if len(ended) > ENDED_KEPT:
+                del ended[next(iter(ended))]
 
     def _sign_in(self, comm: _Comm, c: CommProgress, rank: int) -> None:
         signature = _sign(c)
@@ -141,7 +159,37 @@ class DesyncWatch:
             found = self._compare(now, name, seq, members)
             if found is not None:
                 return found
-        return self._find_number()
+        return (self._find_overtaken(watches) if thorough else None) or self._find_number()
+
+    def _find_overtaken(self, watches: Mapping[int, RankWatch]) -> Mismatch | None:
+        """Return who was in another operation where some have ended theirs and gone on.
+
+        One that is left alone is the odd one; of several, the one that went on.
+        """
+        left: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
+        for rank, watch in sorted(watches.items()):
+            for c in watch.comms if watch.recorder in BOUND else ():
+                if c.size > 1 and c.started_seq > c.ended_seq and not is_point_to_point(c.op):
+                    left.setdefault((*_key(c), c.started_seq), {})[rank] = c
+        for (name, _, _, seq), inside in left.items():
+            rank, c = next(iter(inside.items()))
+            other, op = self._of(c).ended.get(seq, (rank, c.op))
+            if other in inside or not c.op or op == c.op:
+                continue
+            guilty = rank if len(inside) == 1 else other
+            reason = (
+                f"rank {rank} is in {_show(_sign(c))} as collective #{seq} of {name}, where "
+                f"rank {other} has been through {op} and gone on"
+            )
+            evidence: dict[str, object] = {
+                "communicator": name,
+                "collective": seq,
+                "signatures": {str(rank): list(_sign(c)), str(other): [op, 0, ""]},
+                "ranks": [guilty],
+            }
+            others = (other,) if guilty == rank else tuple(inside)
+            return Mismatch(guilty, others, 0.8, reason, evidence)
+        return None
 
     def _compare(
         self, now: float, name: str, seq: int, members: dict[int, CommProgress]

@@ -1,6 +1,7 @@
 from perdure.detect.cadence import Cadence
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.watch import RankWatch
+from perdure.model.collectives import CollectiveSpan
 from perdure.model.job import DetectConfig
 from perdure.model.progress import CommProgress, RankAccount
 
@@ -33,6 +34,30 @@ def test_equal_numbers_are_no_desync_whatever_the_order_of_sight():
         for rank in (step % 3, (step + 1) % 3):
             desync.take(make_watch(rank, step, 4 * step + (rank * 7 + step) % 5))
     assert desync.find(1.0, {}, thorough=False) is None
+
+
+def test_a_rank_left_in_another_operation_is_told_though_the_others_went_on():
+    desync = DesyncWatch()
+    for rank in (0, 2):
+        watch = make_watch(rank, 1, 426)
+        watch.comms = (CommProgress("pg", 3, 426, 425, "allreduce", 1.0, (0, 1, 2), 4),)
+        spans = tuple(CollectiveSpan(0, seq, "allreduce", 4, 1.0, 1.1) for seq in (424, 425))
+        desync.take(watch, spans)
+    wrong = make_watch(1, 1, 425)
+    wrong.comms = (CommProgress("pg", 3, 425, 424, "allgather", 1.0, (0, 1, 2), 4),)
+    desync.take(wrong)
+    found = desync.find(2.0, {1: wrong}, thorough=True)
+    assert (found.rank, found.evidence["collective"]) == (1, 425)
+
+
+def test_a_rank_still_inside_what_others_have_ended_alike_is_not_out_of_step():
+    desync = DesyncWatch()
+    first = make_watch(0, 1, 426)
+    desync.take(first, (CollectiveSpan(0, 425, "allgather", 4, 1.0, 1.1),))
+    late = make_watch(1, 1, 425)
+    late.comms = (CommProgress("pg", 3, 425, 424, "allgather", 1.0, (0, 1, 2), 4),)
+    desync.take(late)
+    assert desync.find(2.0, {1: late}, thorough=True) is None
 
 
 def test_a_polled_record_is_not_asked_for_its_operation():
