@@ -1,0 +1,86 @@
+"""Which sockets a fence breaks: those of its quorum, and nothing else."""
+
+import socket
+import struct
+
+import pytest
+
+from perdure.worker import replica_fence
+from perdure.worker.replica_fence import Fences, list_sockets
+
+
+class Group:
+    """Stands for a process group."""
+
+
+def connect() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ours = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    return ours, theirs
+
+
+@pytest.fixture
+def pairs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Descriptors that are taken for gloo's; how they are told is `interrupt`'s to test."""
+    found: list[int] = []
+    monkeypatch.setattr(replica_fence, "find_gloo_sockets", lambda: found)
+    return found
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.settimeout(0.2)
+    try:
+        return sock.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_only_the_quorums_own_sockets_are_broken_and_only_once(pairs: list[int]) -> None:
+    fences, group = Fences(), Group()
+    older, older_end = connect()
+    fences.begin(group, 7, "127.0.0.1:1")
+    mine, mine_end = connect()
+    pairs += [older.fileno(), mine.fileno()]
+    fences.end(group)
+    assert fences.break_up(6) == 0
+    assert fences.break_up(7) == 1
+    assert fences.break_up(7) == 0
+    assert not is_open(mine_end)
+    assert is_open(older_end)
+    for sock in (older, older_end, mine, mine_end):
+        sock.close()
+
+
+def test_a_descriptor_that_is_somebody_elses_by_now_is_left_alone(pairs: list[int]) -> None:
+    fences, group = Fences(), Group()
+    fences.begin(group, 7, "127.0.0.1:1")
+    mine, mine_end = connect()
+    pairs.append(mine.fileno())
+    fences.end(group)
+    number = mine.fileno()
+    mine.close()
+    other, other_end = connect()
+    assert number in (other.fileno(), other_end.fileno()) or number not in list_sockets()
+    assert fences.break_up(7) == 0
+    for sock in (mine_end, other, other_end):
+        sock.close()
+
+
+def test_a_group_that_is_being_formed_lets_go_of_its_store(pairs: list[int]) -> None:
+    fences, group = Fences(), Group()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = server.getsockname()
+        kept = socket.create_connection((host, port))
+        kept_end, _ = server.accept()
+        fences.begin(group, 8, f"{host}:{port}")
+        rendezvous = socket.create_connection((host, port))
+        rendezvous_end, _ = server.accept()
+        assert fences.break_up(8) == 1
+        assert not is_open(rendezvous_end)
+        assert is_open(kept_end)
+        for sock in (kept, kept_end, rendezvous, rendezvous_end):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 0, 0))
+            sock.close()
