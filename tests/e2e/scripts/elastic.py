@@ -1,0 +1,61 @@
+"""A small elastic training; writes each committed step of each rank to a file of its own."""
+
+import argparse
+import json
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+
+import perdure.elastic
+
+
+class Numbers:
+    """200 samples of which the target is a function of the input."""
+
+    def __len__(self) -> int:
+        return 200
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.002)
+        x = torch.randn(8, generator=torch.Generator().manual_seed(index))
+        return x, x.sum().view(1)
+
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--trail", required=True)
+parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--exact", action="store_true")
+args = parser.parse_args()
+os.makedirs(args.trail, exist_ok=True)
+rank = os.environ.get("RANK", "0")
+model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+out = open(f"{args.trail}/rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+
+
+def note(step: perdure.elastic.Step) -> None:
+    row = {
+        "step": step.step,
+        "losses": [loss.hex() for loss in step.losses],
+        "world": step.world,
+        "epoch": step.epoch,
+        "pid": os.getpid(),
+        "at": time.monotonic(),
+        "hash": perdure.elastic.hash_tensors(list(model.state_dict().values())),
+    }
+    out.write(json.dumps(row) + "\n")
+
+
+perdure.elastic.train(
+    blocks=model,
+    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+    dataset=Numbers(),
+    loss=nn.functional.mse_loss,
+    global_batch=24,
+    micro_batch=2,
+    steps=args.steps,
+    exact=args.exact,
+    on_step=note,
+)
+out.close()

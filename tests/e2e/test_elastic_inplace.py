@@ -1,0 +1,75 @@
+"""`perdure run` of an elastic script: SIGKILL and SIGSTOP, and the others go on in place."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import SCRIPTS, Job
+
+STEPS = 120
+
+
+def read(trail: Path, rank: int) -> list[dict[str, Any]]:
+    path = trail / f"rank-{rank}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def begin(start: Callable[..., Job], trail: Path, *options: str) -> Job:
+    script = str(SCRIPTS / "elastic.py")
+    job = start(
+        "el", "-n", "3", *options, script, "--trail", str(trail), "--steps", str(STEPS),
+        timeout_s=170,
+    )  # fmt: skip
+    job.wait_until(lambda: len(read(trail, 0)) >= 10, "ten steps")
+    return job
+
+
+def pid_of(job: Job, rank: int) -> int:
+    return job.find(f"perdure rank el g0 r{rank}")[0].pid
+
+
+def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
+    """The survivors are the processes that they were, and have every step once, all alike."""
+    assert job.wait() == 0, job.text()[-3000:]
+    rows = {rank: read(trail, rank) for rank in survivors}
+    for mine in rows.values():
+        assert [row["step"] for row in mine] == list(range(STEPS))
+        assert len({row["pid"] for row in mine}) == 1
+    first, *others = rows.values()
+    for mine in others:
+        assert [r["losses"] for r in mine] == [r["losses"] for r in first]
+        assert mine[-1]["hash"] == first[-1]["hash"]
+    report = job.report()
+    assert report["steps_committed"] == STEPS
+    recoveries = [r for r in report["recoveries"] if r["rung"] == "reform"]
+    assert recoveries
+    assert all(r["lost_steps"] == 0 for r in recoveries)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
+    trail = tmp_path / "trail"
+    job = begin(start, trail)
+    os.kill(pid_of(job, 1), signal.SIGKILL)
+    job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
+    os.kill(pid_of(job, 0), signal.SIGKILL)
+    job.wait_until(lambda: read(trail, 2)[-1]["world"] == [2], "the last one's next step")
+    check(job, trail, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path: Path) -> None:
+    trail = tmp_path / "trail"
+    job = begin(start, trail)
+    pid = pid_of(job, 2)
+    job.kill("perdure controller")
+    os.kill(pid, signal.SIGKILL)
+    check(job, trail, (0, 1))
