@@ -11,6 +11,7 @@ is lost, the spare is released in its place, and the lost one becomes the spare 
 
 from typing import Literal
 
+from perdure.control.answers import answer_open
 from perdure.control.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.group_commands import receive_group_command
 from perdure.control.groups import GroupState
@@ -82,8 +83,6 @@ def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list
         case CommandReceived():
             return receive_group_command(state, now, event)
         case FaultInjected():
-            from perdure.control.answers import answer_open
-
             state.injects.pop(event.id, None)
             result = {"rank": event.rank, "kind": event.kind}
             return answer_open(state, event.id, not event.error, event.error or "done", result)
@@ -265,7 +264,7 @@ def _fail(
     decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
     group.failures.append(failure)
     state.failures.append(failure)
-    group.absent = group.absent or cause
+    group.absent, group.store = group.absent or cause, None
     actions += _promote(state, decision.reason)
     if done or decision.rung == "give up":
         why = "others have finished" if done else decision.reason

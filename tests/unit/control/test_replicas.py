@@ -121,7 +121,7 @@ def test_a_spare_takes_the_place_and_the_lost_group_becomes_the_spare() -> None:
     assert [g.active for g in lab.machine.state.groups.values()] == [True, True, True, False]
     lab.exit(0, signal=9)
     hold = lab.find(HoldReplicas)
-    assert {g.group: g.held for g in hold.groups} == {0: True, 1: False, 2: False, 3: False}
+    assert {g.group: g.held for g in hold.groups} == {1: False, 2: False, 3: False}
     ready = lab.start(0)
     assert isinstance(ready[0], HoldReplicas)
     assert {g.group: g.spare for g in ready[0].groups} == {0: True, 1: False, 2: False, 3: False}
