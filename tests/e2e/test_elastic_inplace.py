@@ -73,3 +73,23 @@ def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path:
     job.kill("perdure controller")
     os.kill(pid, signal.SIGKILL)
     check(job, trail, (0, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_world_without_a_survivor_starts_again_from_its_checkpoint(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    trail = tmp_path / "trail"
+    (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 5\n")
+    job = begin(start, trail, "-c", str(tmp_path / "job.toml"))
+    job.wait_until(lambda: len(list((job.folder / "checkpoints").glob("step-*"))) >= 2, "two saves")
+    for pid in [pid_of(job, rank) for rank in range(3)]:
+        os.kill(pid, signal.SIGKILL)
+    assert job.wait() == 0, job.text()[-3000:]
+    for rank in range(3):
+        rows = read(trail, rank)
+        pids = list(dict.fromkeys(row["pid"] for row in rows))
+        again = [row["step"] for row in rows if row["pid"] == pids[-1]]
+        assert again[0] > 0
+        assert again == list(range(again[0], STEPS))

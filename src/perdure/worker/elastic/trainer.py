@@ -25,6 +25,7 @@ from perdure.worker.elastic.group import Broken, Group, exchange_standings, make
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.saving import Saving
 from perdure.worker.elastic.state import receive_state, send_state
 from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.replica import warm_up
@@ -64,6 +65,7 @@ class Trainer:
         self._count, self._seed = count, seed
         self._membership = membership
         self._progress = Progress(membership.attachment)
+        self._saving = Saving(membership, replica)
         self._buckets = Buckets(replica.parameters, bucket_bytes)
         self._tree = GradientTree(count) if exact else None
         self._group: Group | None = None
@@ -101,6 +103,9 @@ class Trainer:
         """
         self._total, self._over = total, False
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
+        restored = self._saving.restore() if self._fresh else 0
+        if restored:
+            self.start_at(restored)
         self._membership.announce()
         while not self._over:
             self._progress.begin(self._applied)
@@ -108,6 +113,7 @@ class Trainer:
             while self._finished:
                 yield self._finished.popleft()
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
+        self._saving.close()
         self._progress.finish()
 
     # --- one step -----------------------------------------------------------------------------
@@ -205,6 +211,7 @@ class Trainer:
     def _apply(self, group: Group) -> None:
         """Apply the reduced gradients of this step: it is committed on this rank."""
         losses = self._sums[self._applied % 2][1].tolist()
+        self._saving.look(self._applied, group.members)
         self._buckets.expose(self._applied)
         self._replica.update()
         self._buckets.drop()

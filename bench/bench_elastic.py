@@ -1,0 +1,152 @@
+"""Elastic depth: SIGKILL to the survivors' next committed step, and the cost of being elastic.
+
+    python bench/bench_elastic.py [--kills 40] [--ranks 4] [--blocks 12]
+
+Kills: real jobs of `perdure run`; a rank is killed at a random instant, then another one of those
+left while there are three or more. Printed beside it: the phases by the journal, and what bare
+gloo needs for a new group of the survivors (store, connections, one all-reduce). Overhead: plain
+DistributedDataParallel and the elastic trainer take turns within the same two processes.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+ELASTIC = HERE / "scripts" / "elastic_paced.py"
+OVERHEAD = HERE / "scripts" / "elastic_overhead.py"
+
+
+def percentile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def rows_of(trail: Path, rank: int) -> list[dict[str, Any]]:
+    path = trail / f"rank-{rank}.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def wait_for(condition: Any, process: subprocess.Popen[bytes], what: str) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"no {what}")
+        time.sleep(0.01)
+
+
+def kill_in_job(ranks: int, chance: random.Random) -> list[dict[str, float]]:
+    """Run one job; return each kill's figures."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        trail, env = Path(folder, "trail"), dict(os.environ, PERDURE_HOME=f"{folder}/state")
+        command = [sys.executable, "-m", "perdure", "run", "--name", "el", "-n", str(ranks)]
+        with open(Path(folder, "out"), "wb") as out:
+            process = subprocess.Popen(
+                [*command, str(ELASTIC), str(trail)], env=env, stdout=out, stderr=out
+            )
+        try:
+            alive = list(range(ranks))
+            wait_for(lambda: len(rows_of(trail, 0)) > 20, process, "twenty steps")
+            while len(alive) >= 3:
+                found.append(kill_one(process, trail, alive, chance))
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+        journal = Path(folder, "state", "jobs", "el", "journal.jsonl").read_text().splitlines()
+        add_phases(found, [json.loads(line) for line in journal])
+    return found
+
+
+def kill_one(
+    process: subprocess.Popen[bytes], trail: Path, alive: list[int], chance: random.Random
+) -> dict[str, float]:
+    time.sleep(0.5 + 0.2 * chance.random())
+    victim = chance.choice(alive)
+    alive.remove(victim)
+    title = f"perdure rank el g0 r{victim}"
+    children = psutil.Process(process.pid).children(recursive=True)
+    pid = next(c.pid for c in children if title in " ".join(c.cmdline()))
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+
+    def firsts() -> list[float]:
+        rows = [[r for r in rows_of(trail, k) if r["world"] == alive] for k in alive]
+        return [mine[0]["at"] for mine in rows if mine]
+
+    wait_for(lambda: len(firsts()) == len(alive), process, "step of the survivors")
+    usual = [r["at"] for r in rows_of(trail, alive[0]) if r["at"] < killed]
+    step_s = statistics.median(b - a for a, b in itertools.pairwise(usual))
+    return {"victim": victim, "total_s": max(firsts()) - killed, "step_s": step_s}
+
+
+def add_phases(found: list[dict[str, float]], entries: list[dict[str, Any]]) -> None:
+    for kill in found:
+        for index, entry in enumerate(entries):
+            body = entry["body"]
+            if body["type"] == "RankExited" and body["record"]["rank"] == kill["victim"]:
+                died_s, decided_s = body["record"]["at_s"], entry["at_s"]
+                after = [e["body"] for e in entries[index:] if e["body"]["type"] == "WorldReformed"]
+                epoch = [e for e in after if e["epoch"] == after[0]["epoch"]]
+                kill["reap_s"] = body["detected_s"] - died_s
+                kill["decide_s"] = decided_s - body["detected_s"]
+                kill["order_s"] = max(e["ordered_s"] for e in epoch) - decided_s
+                kill["form_s"] = max(e["formed_s"] - e["ordered_s"] for e in epoch)
+                kill["redo"] = sum(e.get("redo", 0) for e in epoch)
+                break
+
+
+def run_script(*args: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(OVERHEAD), *args], capture_output=True, text=True, timeout=300
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr[-2000:])
+    document: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return document
+
+
+def show(name: str, values: list[float]) -> None:
+    middle, high = statistics.median(values), percentile(values, 0.99)
+    print(f"{name:34} median {1e3 * middle:7.1f} ms   p99 {1e3 * high:7.1f} ms   n={len(values)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=40)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=12, help="of each kind, for the overhead")
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    chance, kills = random.Random(args.seed), list[dict[str, float]]()
+    while len(kills) < args.kills:
+        kills += kill_in_job(args.ranks, chance)
+        print(f"... {len(kills)} kills", file=sys.stderr, flush=True)
+    print(f"SIGKILL in worlds of {args.ranks} to 3 ranks; load {os.getloadavg()[0]:.1f}")
+    show("to the survivors' next step", [k["total_s"] for k in kills])
+    show("an undisturbed step", [k["step_s"] for k in kills])
+    for phase in ("reap_s", "decide_s", "order_s", "form_s"):
+        show(f"  {phase}", [k[phase] for k in kills if phase in k])
+    floor = run_script("floor", str(args.ranks - 1), "20")
+    show("bare gloo: a new group, one reduce", floor["new_group_s"])
+    cost = run_script("overhead", "2", str(args.blocks))
+    print(f"steady step: DDP {cost['ddp_ms']:.2f} ms, elastic {cost['elastic_ms']:.2f} ms")
+    low, high = cost["ratio_low"], cost["ratio_high"]
+    print(f"ratio of neighbours {cost['ratio']:.3f} (95 %: {low:.3f} to {high:.3f})")
+
+
+if __name__ == "__main__":
+    main()
