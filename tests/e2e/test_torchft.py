@@ -109,8 +109,12 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.wait_members(3, hung, 3)
     training.wait_members(3, hung, 0, 2)
     assert "train_1" in training.lighthouse_log().split("is left out")[0].splitlines()[-1]
-    states = {row["group"]: row["state"] for row in training.job.state()["replicas"]}
-    assert states[1] in ("evicted", "failed", "starting", "spare")
+
+    def is_away() -> bool:
+        rows = {row["group"]: row["state"] for row in training.job.state()["replicas"]}
+        return rows[1] in ("evicted", "failed", "starting", "spare")
+
+    training.job.wait_until(is_away, "a picture without the hung group")
 
     paused = training.job.cli("pause", "ft", check=False)
     if paused.returncode == 0:
