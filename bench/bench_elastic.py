@@ -67,6 +67,9 @@ def kill_in_job(ranks: int, chance: random.Random) -> list[dict[str, float]]:
             process.send_signal(signal.SIGTERM)
             process.wait(60)
         journal = Path(folder, "state", "jobs", "el", "journal.jsonl").read_text().splitlines()
+        endpoint = json.loads(Path(folder, "state", "jobs", "el", "endpoint.json").read_text())
+        for kill in found:
+            kill["killed_s"] += endpoint["clock_offset_s"]
         add_phases(found, [json.loads(line) for line in journal])
     return found
 
@@ -90,7 +93,8 @@ def kill_one(
     wait_for(lambda: len(firsts()) == len(alive), process, "step of the survivors")
     usual = [r["at"] for r in rows_of(trail, alive[0]) if r["at"] < killed]
     step_s = statistics.median(b - a for a, b in itertools.pairwise(usual))
-    return {"victim": victim, "total_s": max(firsts()) - killed, "step_s": step_s}
+    total_s = max(firsts()) - killed
+    return {"victim": victim, "total_s": total_s, "step_s": step_s, "killed_s": killed}
 
 
 def add_phases(found: list[dict[str, float]], entries: list[dict[str, Any]]) -> None:
@@ -101,10 +105,13 @@ def add_phases(found: list[dict[str, float]], entries: list[dict[str, Any]]) -> 
                 died_s, decided_s = body["record"]["at_s"], entry["at_s"]
                 after = [e["body"] for e in entries[index:] if e["body"]["type"] == "WorldReformed"]
                 epoch = [e for e in after if e["epoch"] == after[0]["epoch"]]
+                kill["die_s"] = died_s - kill["killed_s"]
                 kill["reap_s"] = body["detected_s"] - died_s
                 kill["decide_s"] = decided_s - body["detected_s"]
                 kill["order_s"] = max(e["ordered_s"] for e in epoch) - decided_s
                 kill["form_s"] = max(e["formed_s"] - e["ordered_s"] for e in epoch)
+                formed_s = max(e["formed_s"] for e in epoch)
+                kill["redo_s"] = kill["total_s"] - (formed_s - kill["killed_s"])
                 kill["redo"] = sum(e.get("redo", 0) for e in epoch)
                 break
 
@@ -138,7 +145,7 @@ def main() -> None:
     print(f"SIGKILL in worlds of {args.ranks} to 3 ranks; load {os.getloadavg()[0]:.1f}")
     show("to the survivors' next step", [k["total_s"] for k in kills])
     show("an undisturbed step", [k["step_s"] for k in kills])
-    for phase in ("reap_s", "decide_s", "order_s", "form_s"):
+    for phase in ("die_s", "reap_s", "decide_s", "order_s", "form_s", "redo_s"):
         show(f"  {phase}", [k[phase] for k in kills if phase in k])
     floor = run_script("floor", str(args.ranks - 1), "20")
     show("bare gloo: a new group, one reduce", floor["new_group_s"])
