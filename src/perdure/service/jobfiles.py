@@ -188,6 +188,21 @@ def read_last_entry(paths: JobPaths) -> JournalEntry | None:
     return None
 
 
+def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
+    """Return the entries in the last 64 KiB of `journal.jsonl`, oldest first; none where it is not.
+
+    Raises:
+        ProtocolError: one of its whole lines is none.
+    """
+    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        start = max(0, size - _LAST_LINE_GUESS)
+        file.seek(start)
+        lines = file.read().split(b"\n")[1 if start else 0 : -1]
+        return [decode(line, JournalEntry) for line in lines if line]
+    return []
+
+
 def list_jobs(home: str) -> list[str]:
     """Return the names of the jobs under `home`, oldest first."""
     folder = Path(home, "jobs")

@@ -33,7 +33,7 @@ from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import (
     load_endpoint,
     parse_journal,
-    read_last_entry,
+    read_last_entries,
     read_mirror,
     write_atomic,
 )
@@ -344,14 +344,17 @@ async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
 
 
 async def find_end(paths: JobPaths, bus: NatsBus | None, job: str) -> JobEnded | None:
-    """Return how the job ended if its journal says so, without reading more than its last entry.
+    """Return how the job ended if its journal says so, without reading more than its end.
+
+    The end need not be the last entry: a controller that was started for want of knowing it has
+    said so after it.
 
     With `bus` the stream is asked as well, since the mirror's disk may be full.
     """
     with contextlib.suppress(PerdureError):
-        entry = read_last_entry(paths)
-        if entry is not None and isinstance(entry.body, JobEnded):
-            return entry.body
+        for entry in reversed(read_last_entries(paths)):
+            if isinstance(entry.body, JobEnded):
+                return entry.body
     with contextlib.suppress(PerdureError):
         last = await NatsStream(bus, job).read_last() if bus is not None else None
         body = parse_journal(last.splitlines(keepends=True))[-1].body if last else None

@@ -191,6 +191,7 @@ class Run:
         declare_own_keys(self.config, checkpoint, self._loop)
         self._loop.save_at_end = bool(checkpoint.every_steps or checkpoint.every_s)
         self._loop.install_signals()
+        attachment.faults.step = 0  # There will be steps: a fault may wait for one.
         attachment.emit(RankJoined(generation=ring.generation, rank=self.rank))
 
 
