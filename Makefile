@@ -1,7 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine through `make setup`.
 BIN := .venv/bin
 
-.PHONY: setup demo test check campaign bench clean
+.PHONY: setup demo test check lab campaign bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -19,7 +19,11 @@ check: setup
 
 test: check
 	$(BIN)/pytest -q -m "not serial" -n 2 --dist worksteal
-	$(BIN)/pytest -q -m serial
+	$(BIN)/pytest -q -m serial --ignore tests/lab
+
+# Faults between network namespaces: needs root, and a machine with nothing else to do.
+lab: setup
+	$(BIN)/pytest -q tests/lab
 
 campaign: setup
 	$(BIN)/python bench/campaign.py
