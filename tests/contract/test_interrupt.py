@@ -23,7 +23,7 @@ from perdure.worker.ring import RingWriter
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.torch, pytest.mark.serial]
 
-WAIT_S = 30.0
+WAIT_S = 100.0
 WITHIN_S = 0.1
 
 
