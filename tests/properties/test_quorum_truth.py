@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perdure.control.quorum import Answered, Formed, Output, QuorumConfig, Quorums
+from perdure.control.groups.quorum import Answered, Formed, Output, QuorumConfig, Quorums
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import Member, encode_request, make_member, parse_request
 

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from perdure.control import Controller
 from perdure.control.records import find_record
 from perdure.control.state import ControllerState
-from perdure.control.verbs import preview_verb
+from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import (
     AnswerCommand,
     AnyAction,

@@ -6,33 +6,26 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 
 from typing import assert_never
 
-from perdure.control import elastic
 from perdure.control.answers import answer, answer_open
-from perdure.control.boundary import (
-    abort_boundary,
-    answer_boundary,
-    open_boundary,
-    retry_boundary,
-    send_boundary,
-    send_boundary_again,
+from perdure.control.elastic import reform
+from perdure.control.groups.replicas import find_group_deadline, handle_replicas
+from perdure.control.progress import (
+    after_boundary,
+    note_checkpoint,
+    note_progress,
+    note_steering,
+    plan_checkpoint,
+    reach,
 )
-from perdure.control.changes import changes_again, note_high
-from perdure.control.commands import (
-    give_up_stop,
-    inject_action,
-    receive_command,
-    start_waiting_command,
-    stop_deadline,
-)
-from perdure.control.culprits import correct_culprit
-from perdure.control.evidence import (
+from perdure.control.recovery.culprits import correct_culprit
+from perdure.control.recovery.evidence import (
     ask_stacks,
     ask_stacks_again,
     hold_action,
     note_stacks,
     withdraw,
 )
-from perdure.control.formation import (
+from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
     advance_formation,
@@ -43,32 +36,15 @@ from perdure.control.formation import (
     note_submission,
     wait_for_nodes,
 )
-from perdure.control.moves import (
-    advance_moves,
-    moves_again,
-    moves_deadline,
-    note_left,
-    note_preemption,
-)
-from perdure.control.notices import note_device
-from perdure.control.pauses import pauses_again
-from perdure.control.placement import cordon_again, note_cordon
-from perdure.control.probing import (
+from perdure.control.recovery.notices import note_device
+from perdure.control.recovery.placement import cordon_again, note_cordon
+from perdure.control.recovery.probing import (
     probe_again,
     probe_overdue,
     probe_verdict,
     take_probe,
 )
-from perdure.control.progress import (
-    after_boundary,
-    note_checkpoint,
-    note_progress,
-    note_steering,
-    plan_checkpoint,
-    reach,
-)
-from perdure.control.replicas import find_group_deadline, handle_replicas
-from perdure.control.response import (
+from perdure.control.recovery.response import (
     ACTED_UPON,
     STACKS_FOR,
     blame,
@@ -76,6 +52,30 @@ from perdure.control.response import (
     weigh_verdict,
 )
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.steering.boundary import (
+    abort_boundary,
+    answer_boundary,
+    open_boundary,
+    retry_boundary,
+    send_boundary,
+    send_boundary_again,
+)
+from perdure.control.steering.changes import changes_again, note_high
+from perdure.control.steering.commands import (
+    give_up_stop,
+    inject_action,
+    receive_command,
+    start_waiting_command,
+    stop_deadline,
+)
+from perdure.control.steering.moves import (
+    advance_moves,
+    moves_again,
+    moves_deadline,
+    note_left,
+    note_preemption,
+)
+from perdure.control.steering.pauses import pauses_again
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
     AnyEvent,
@@ -142,7 +142,7 @@ class Controller:
         if state.groups:
             return find_group_deadline(state)
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
-        times += [moves_deadline(state), elastic.elastic_deadline(state)]
+        times += [moves_deadline(state), reform.elastic_deadline(state)]
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
         if state.stacks is not None and state.stacks.held is not None:
@@ -219,7 +219,7 @@ class Controller:
             case MetricsLogged() | ControllerLost() | NodeDraining():
                 return []
             case WorldBroken() | WorldReformed():
-                return elastic.note_world(self.state, now, event)
+                return reform.note_world(self.state, now, event)
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
@@ -278,7 +278,7 @@ class Controller:
         state.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
-        if elastic.is_outside(state, record.rank):
+        if reform.is_outside(state, record.rank):
             return []
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
@@ -298,8 +298,8 @@ class Controller:
                 without=without,
                 why=why,
             )
-        others = elastic.leave_world(state, now, event)
-        if not elastic.has_ended(state):
+        others = reform.leave_world(state, now, event)
+        if not reform.has_ended(state):
             return others
         stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
         if stop is not None:
@@ -314,7 +314,7 @@ class Controller:
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
             why = f": it {event.cause}" if event.cause else ""
-            elastic.lose_node(state, event.node)
+            reform.lose_node(state, event.node)
             return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1)
         state.lost.setdefault(event.node, event.at_s)
         if event.node not in state.placement:
@@ -324,7 +324,7 @@ class Controller:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
-        elastic.lose_node(state, event.node)
+        reform.lose_node(state, event.node)
         return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
@@ -351,7 +351,7 @@ class Controller:
             return end_job(state, now, "failed", 1, reaction.reason)
         actions, node = blame(state, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
-        ended = elastic.end_hung_rank(state, verdict)
+        ended = reform.end_hung_rank(state, verdict)
         if ended is not None:
             return [*actions, *ended]
         interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
@@ -415,7 +415,7 @@ class Controller:
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         state.failed_s = now
         reason = f"{decision.reason}; {why}" if why else decision.reason
-        in_place = elastic.reform_world(state, now, reason)
+        in_place = reform.reform_world(state, now, reason)
         if in_place is not None:
             return [*actions, *in_place]
         return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
@@ -434,7 +434,7 @@ class Controller:
             return advance_end(state, now)
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
             return self._phase_overdue(now)
-        due_elastic = elastic.fire_elastic(state, now)
+        due_elastic = reform.fire_elastic(state, now)
         if isinstance(due_elastic, str):
             return self._fail(now, "the job", due_elastic, code=1)
         if due_elastic:
@@ -495,5 +495,5 @@ class Controller:
         actions += ask_stacks_again(state, reason)
         actions += [*cordon_again(state), *moves_again(state)]
         actions += [*changes_again(state), *pauses_again(state, now)]
-        actions += [*probe_again(state), *elastic.reissue(state, reason)]
+        actions += [*probe_again(state), *reform.reissue(state, reason)]
         return actions + [inject_action(state, c, reason) for c in state.injects.values()]

@@ -1,19 +1,19 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
 from perdure.control.answers import answer
-from perdure.control.boundary import reach_boundary
-from perdure.control.changes import (
+from perdure.control.elastic.reform import note_ready
+from perdure.control.state import ControllerState
+from perdure.control.steering.boundary import reach_boundary
+from perdure.control.steering.changes import (
     declare_keys,
     note_change,
     note_high,
     reach_change,
     settle_changes,
 )
-from perdure.control.commands import inject_action, start_waiting_command
-from perdure.control.elastic import note_ready
-from perdure.control.moves import note_held, note_saved
-from perdure.control.pauses import note_pause, reach_pause, reach_resume, settle_resume
-from perdure.control.state import ControllerState
+from perdure.control.steering.commands import inject_action, start_waiting_command
+from perdure.control.steering.moves import note_held, note_saved
+from perdure.control.steering.pauses import note_pause, reach_pause, reach_resume, settle_resume
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import (
     BoundaryReached,

@@ -10,9 +10,9 @@ States of a job:
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from perdure.control.elastic_state import ElasticState
-from perdure.control.groups import GroupState, QuorumState
-from perdure.control.steering_state import SteeringState
+from perdure.control.elastic.state import ElasticState
+from perdure.control.groups.state import GroupState, QuorumState
+from perdure.control.steering.state import SteeringState
 from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
 from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
 from perdure.model.job import JobSpec

@@ -1,7 +1,7 @@
 """In the place of a detector, where another part of perdure does the watching.
 
 Replica groups of a torchft job have no collective and no step in common outside a quorum; who is
-silent or late there, the lighthouse finds (`perdure.control.quorum`).
+silent or late there, the lighthouse finds (`perdure.control.groups.quorum`).
 """
 
 from perdure.model.events import AnyEvent

@@ -22,7 +22,7 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
-from perdure.control.verbs import preview_verb
+from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched

@@ -1,4 +1,4 @@
-"""The lighthouse's process: torchft's protocol in front, `perdure.control.quorum` behind it.
+"""The lighthouse's process: torchft's protocol in front, `perdure.control.groups.quorum` behind it.
 
 It needs nobody to go on. What the controller orders (who is held, who is evicted, which store is
 whose) are levels that it keeps; the deaths that agents report it hears on the bus at the same
@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.lighthouse import LighthouseServer
-from perdure.control.quorum import (
+from perdure.control.groups.quorum import (
     Answered,
     Fenced,
     Formed,

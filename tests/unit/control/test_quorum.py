@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.control.quorum import (
+from perdure.control.groups.quorum import (
     Answered,
     Fenced,
     Formed,

@@ -6,7 +6,7 @@ from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
 from perdure.control.state import ControllerState
-from perdure.control.verbs import preview_verb
+from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import (
     AnswerCommand,
     AnyAction,

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer
-from perdure.control.moves import restore_move
-from perdure.control.placement import bar, find_shortage, release
+from perdure.control.recovery.placement import bar, find_shortage, release
 from perdure.control.state import ControllerState, OpenCommand, OpenMove
-from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.control.steering.moves import restore_move
+from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.policy import find_restart_cost_s
 

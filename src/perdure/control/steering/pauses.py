@@ -7,7 +7,7 @@ agreements go on in a pause, at its step: the ranks that stand there carry them 
 
 from perdure.control.answers import answer_open
 from perdure.control.state import ControllerState, OpenBoundary
-from perdure.control.steering_state import Pause, Resume
+from perdure.control.steering.state import Pause, Resume
 from perdure.model.actions import AnyAction, RecordEvent, ResumeRanks
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.settings import Steering, is_kept_elsewhere

@@ -6,11 +6,11 @@ node that registers late gets the newest.
 
 from typing import Literal
 
-from perdure.control.changes import note_high, restart_changes
-from perdure.control.elastic_state import ElasticState
-from perdure.control.pauses import find_steering, restart_pause
-from perdure.control.placement import place_nodes
+from perdure.control.elastic.state import ElasticState
+from perdure.control.recovery.placement import place_nodes
 from perdure.control.state import ControllerState, Ending
+from perdure.control.steering.changes import note_high, restart_changes
+from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
 from perdure.model.events import JobSubmitted
 from perdure.model.settings import Steering

@@ -13,9 +13,9 @@ from typing import Literal
 from msgspec import structs
 
 from perdure.control.answers import answer_open
-from perdure.control.changes import commit_open, note_high, plan_change, refuse_change
-from perdure.control.pauses import commit_pause
 from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.steering.changes import commit_open, note_high, plan_change, refuse_change
+from perdure.control.steering.pauses import commit_pause
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.settings import Change

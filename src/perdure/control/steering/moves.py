@@ -12,11 +12,11 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 """
 
 from perdure.control.answers import answer_open
-from perdure.control.boundary import abort_boundary, open_boundary
-from perdure.control.formation import form_world
-from perdure.control.pauses import stands
-from perdure.control.placement import bar, cordon, find_shortage
+from perdure.control.recovery.formation import form_world
+from perdure.control.recovery.placement import bar, cordon, find_shortage
 from perdure.control.state import ControllerState, OpenBoundary, OpenMove
+from perdure.control.steering.boundary import abort_boundary, open_boundary
+from perdure.control.steering.pauses import stands
 from perdure.model.actions import AnyAction, NoteDraining, ResumeRanks
 from perdure.model.events import (
     BoundaryReached,

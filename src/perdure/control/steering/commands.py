@@ -1,13 +1,13 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
 from perdure.control.answers import answer
-from perdure.control.boundary import open_boundary
-from perdure.control.formation import end_job
-from perdure.control.notices import receive_notice
-from perdure.control.probing import receive_probe
+from perdure.control.recovery.formation import end_job
+from perdure.control.recovery.notices import receive_notice
+from perdure.control.recovery.probing import receive_probe
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.control.steer import receive_resume, start_pause, start_set
-from perdure.control.verbs import receive_verb
+from perdure.control.steering.boundary import open_boundary
+from perdure.control.steering.steer import receive_resume, start_pause, start_set
+from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
 

@@ -18,7 +18,7 @@ import msgspec
 
 from perdure.control.answers import answer_open
 from perdure.control.state import ControllerState, OpenBoundary
-from perdure.control.steering_state import OpenChange
+from perdure.control.steering.state import OpenChange
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from perdure.control.answers import answer
-from perdure.control.placement import cordon
-from perdure.control.response import weigh_verdict
+from perdure.control.recovery.placement import cordon
+from perdure.control.recovery.response import weigh_verdict
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.control.targets import UnknownTargetError, find_nodes
+from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import DeviceReported, PreemptionNoticed, VerdictReached
 from perdure.model.verdicts import Culprit, Verdict

@@ -6,7 +6,7 @@ lighthouse is told (`HoldReplicas`, `EvictReplica`), and a warm spare heals from
 
 from perdure.control.answers import answer
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.control.targets import UnknownTargetError, find_groups
+from perdure.control.steering.targets import UnknownTargetError, find_groups
 from perdure.model.actions import AnyAction
 
 

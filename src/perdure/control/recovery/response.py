@@ -1,6 +1,6 @@
 """From an actionable verdict to the policy's answer: what the controller knows, put before it."""
 
-from perdure.control.placement import cordon, find_blamed_node
+from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
 from perdure.model.events import ExitRecord

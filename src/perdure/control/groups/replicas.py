@@ -12,10 +12,10 @@ is lost, the spare is released in its place, and the lost one becomes the spare 
 from typing import Literal
 
 from perdure.control.answers import answer_open
-from perdure.control.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
-from perdure.control.group_commands import receive_group_command
-from perdure.control.groups import GroupState
-from perdure.control.holds import hold_groups
+from perdure.control.groups.commands import receive_group_command
+from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.state import GroupState
+from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.state import ControllerState
 from perdure.model.actions import (
     AnyAction,

@@ -3,10 +3,16 @@
 from typing import Any
 
 from perdure.control.answers import answer
-from perdure.control.boundary import abort_boundary, open_boundary
-from perdure.control.changes import commit_change, find_key, find_value, keep_change, note_high
-from perdure.control.pauses import begin_resume, stands
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.steering.boundary import abort_boundary, open_boundary
+from perdure.control.steering.changes import (
+    commit_change,
+    find_key,
+    find_value,
+    keep_change,
+    note_high,
+)
+from perdure.control.steering.pauses import begin_resume, stands
 from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
 from perdure.model.settings import (

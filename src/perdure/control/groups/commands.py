@@ -1,10 +1,10 @@
 """Operators' commands to a torchft job."""
 
 from perdure.control.answers import answer
-from perdure.control.commands import receive_command
-from perdure.control.holds import hold_groups
-from perdure.control.replica_verbs import order_replicas
+from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.steering.commands import receive_command
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
 from perdure.model.events import CommandReceived
 

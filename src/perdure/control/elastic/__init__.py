@@ -1,0 +1,1 @@
+"""Re-formation in place: the world goes on without the ranks that it lost."""

@@ -1,0 +1,1 @@
+"""Torchft jobs: replica groups that fail, restart and heal on their own."""

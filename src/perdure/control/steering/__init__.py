@@ -1,0 +1,1 @@
+"""What operators ask of a running job: commands, live configuration, pauses, verbs."""
