@@ -175,7 +175,8 @@ class Stock(Groups):
             self.port = free.getsockname()[1]
         self.start_lighthouse()
         self.env |= {"RUST_LOG": "warn", "MEND_HOOK": "1" if self.mended else ""}
-        self.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        # The Manager is only a client of MASTER_PORT: it needs torchrun's own store there.
+        self.env.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", None)
         for group in range(self.count):
             torchrun = (str(BIN / "torchrun"), "--standalone", "--max-restarts=1000")
             script = ("--nproc-per-node=1", str(SCRIPT), str(STEPS), str(self.log))
