@@ -87,6 +87,7 @@ def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
         training.wait_members(3, before + 2.0, 0, 1, 2)
         assert [training.pid(g) for g in range(3)] == survivors, f"{part} cost a group"
 
+    drain_and_restore(training)
     stopped = time.time()
     os.kill(training.pid(2), signal.SIGSTOP)
     training.wait_members(2, stopped, 0, 1)
@@ -95,6 +96,27 @@ def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
     training.check()
     job.process.send_signal(signal.SIGTERM)
     job.wait()
+
+
+def drain_and_restore(training: Training) -> None:
+    """Group 1 leaves and comes back; nobody makes a step again, and nobody else ends."""
+    job, survivors = training.job, [training.pid(g) for g in (0, 2)]
+    refused = job.cli("drain", "ft", "replica:0", "1", "rank:2", check=False)
+    assert refused.returncode != 0
+    assert "it would be lost" in refused.stdout + refused.stderr
+    failed = sum("failed" in row for g in (0, 2) for row in training.rows(g))
+    drained = time.time()
+    answer = json.loads(job.cli("drain", "ft", "replica:1", "--json", "--why", "test").stdout)
+    assert (answer["replicas"], answer["steps_lost"]) == ([1], 0)
+    training.wait_members(2, drained, 0, 2)
+    assert not any(training.pid(1) == p.pid for p in job.find("perdure rank"))
+    assert sum("failed" in row for g in (0, 2) for row in training.rows(g)) == failed
+    job.wait_until(lambda: job.state()["replicas"][1]["state"] == "left", "a picture without it")
+    assert job.state()["cordoned"] == [1]
+    back = time.time()
+    job.cli("restore", "ft", "replica:1")
+    training.wait_members(3, back, 0, 1, 2)
+    assert [training.pid(g) for g in (0, 2)] == survivors
 
 
 def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path: Path) -> None:
@@ -116,13 +138,12 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
 
     training.job.wait_until(is_away, "a picture without the hung group")
 
-    paused = training.job.cli("pause", "ft", check=False)
-    if paused.returncode == 0:
-        time.sleep(1.0)
-        steps = [training.rows(g)[-1]["step"] for g in (0, 2, 3)]
-        time.sleep(1.0)
-        assert [training.rows(g)[-1]["step"] for g in (0, 2, 3)] == steps
-        training.job.cli("resume", "ft")
+    answer = json.loads(training.job.cli("pause", "ft", "--json").stdout)
+    steps = {training.rows(g)[-1]["step"] for g in (0, 2, 3)}
+    assert steps == {answer["step"]}, "answered once all of them stood"
+    time.sleep(1.0)
+    assert {training.rows(g)[-1]["step"] for g in (0, 2, 3)} == steps
+    training.job.cli("resume", "ft")
     again = time.time()
     os.kill(training.pid(0), signal.SIGKILL)
     training.wait_members(2, again, 2, 3)

@@ -255,7 +255,8 @@ class OrderBook:
         if open_.node is not None:
             return [(open_.node, open_.order)]
         spec = self._spec  # A member that came later has its predecessor's place.
-        groups = {spec.node_of(rank % spec.world_size) for rank in open_.ranks}
+        world = spec.world_size if not spec.groups else spec.groups * spec.nproc
+        groups = {spec.node_of(rank % world) for rank in open_.ranks}
         return self._address(open_.order, {self._placement[group] for group in groups})
 
     def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:

@@ -356,6 +356,10 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     reason: str = ""
     stopped: bool = False
     """With `gone`: its process is in state T, so that it will not come back by itself."""
+    held: bool = False
+    """It has ended its step and asks to begin `step`, but is held by order number `hold`."""
+    hold: int = -1
+    step: int = -1
 
 
 class ReplicaWaiting(Event, frozen=True, kw_only=True):

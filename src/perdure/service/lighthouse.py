@@ -37,6 +37,7 @@ from perdure.control.groups.quorum import (
     QuorumConfig,
     Quorums,
     Seen,
+    Stands,
 )
 from perdure.model.actions import FenceAbort
 from perdure.model.codec import decode, encode
@@ -270,6 +271,12 @@ class LighthouseService:
                     self._emit(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
                 case LeftOut():
                     self._tell_left_out(output)
+                case Stands(replica=replica, group=group, step=step):
+                    now, hold = self._clock(), self._hold_number
+                    stands = ReplicaSeen(
+                        replica=replica, group=group, at_s=now, held=True, hold=hold, step=step
+                    )
+                    self._emit(stands)
 
     def _form(self, formed: Formed) -> None:
         """Keep it on disk before anybody is answered, and tell of it."""

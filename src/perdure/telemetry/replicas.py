@@ -12,6 +12,8 @@ from perdure.model.events import (
     AnyEvent,
     JobEnded,
     KeeperLost,
+    NodeCordoned,
+    NodeRestored,
     QuorumFormed,
     RankExited,
     RanksStarted,
@@ -27,6 +29,7 @@ _RANK_STATES = {
     "evicted": "suspected",
     "failed": "failed",
     "finished": "exited",
+    "left": "exited",
 }
 _OVER = ("done", "failed", "stopped", "stopping", "paused")
 
@@ -38,7 +41,7 @@ class GroupView:
     generation: int
     replica: str = ""
     away: str = ""
-    """Why it is not waited for: `evicted`, `failed`, `finished`."""
+    """Why it is not waited for: `evicted`, `failed`, `finished`, `left`."""
     exits: int = 0
 
 
@@ -54,6 +57,8 @@ class ReplicaFold:
     losses: int = 0
     """Groups lost so far; each time one counts."""
     last_loss: str = ""
+    cordoned: set[int] = field(default_factory=set)
+    """Groups that an operator has cordoned, or had left."""
     over: bool = False
 
     def add(self, event: AnyEvent) -> None:
@@ -73,7 +78,9 @@ class ReplicaFold:
                 view = self.groups.get(node)
                 if view is not None and record.generation == view.generation and not self.over:
                     view.exits += 1
-                    if record.failed:
+                    if record.asked and node in self.cordoned:
+                        view.away = "left"
+                    elif record.failed:
                         self._lose(view, "failed", f"group {node}: {record.cause}")
                     elif not view.away:
                         view.away = "finished"
@@ -81,6 +88,10 @@ class ReplicaFold:
                 view = self.groups.get(node)
                 if view is not None and generation == view.generation:
                     self._lose(view, "failed", f"group {node}: its keeper died")
+            case NodeCordoned(node=node):
+                self.cordoned.add(node)
+            case NodeRestored(node=node):
+                self.cordoned.discard(node)
             case JobEnded():
                 self.over = True
             case _:
@@ -112,7 +123,8 @@ class ReplicaFold:
         training = sum(row.state in ("training", "healing") for row in rows)
         state = picture.state
         if state not in _OVER:
-            full = training >= spec.torchft.replicas
+            left = sum(row.state == "left" for row in rows)
+            full = training >= min(spec.torchft.replicas, spec.groups - left)
             state = "running" if full else "recovering" if self.members else "forming"
         step = max([self.step, *(row.step for row in rows if row.state == "training")])
         speeds = [

@@ -1,11 +1,8 @@
 """Replica groups in the controller: one fails and restarts, the others are left alone."""
 
-from typing import Any
+from tests.unit.control.groups_lab import Lab
 
-from perdure.control import Controller
 from perdure.model.actions import (
-    AnswerCommand,
-    AnyAction,
     AssignNodes,
     EndJob,
     EvictReplica,
@@ -13,79 +10,7 @@ from perdure.model.actions import (
     HoldReplicas,
     InjectFault,
 )
-from perdure.model.events import (
-    AnyEvent,
-    CommandReceived,
-    ControllerStarted,
-    ExitRecord,
-    GenerationStopped,
-    JobSubmitted,
-    NodeRegistered,
-    QuorumFormed,
-    RankExited,
-    RanksStarted,
-    ReplicaSeen,
-    StoreReady,
-    TimerFired,
-)
-from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import RankAccount
-
-
-class Lab:
-    def __init__(self, spares: int = 0) -> None:
-        self.machine, self.now, self.actions = Controller(), 100.0, list[AnyAction]()
-        self.count = 3 + spares
-        spec = JobSpec(script="x.py", nodes=3, spares=spares, torchft=TorchftConfig(replicas=3))
-        self.add(JobSubmitted(spec=spec, at_s=100.0))
-        for node in range(self.count):
-            self.add(
-                NodeRegistered(node=node, incarnation="a", host="127.0.0.1", boot_id="b", slots=1)
-            )
-        for group in range(self.count):
-            self.start(group)
-            self.see(group)
-        self.form(0, 1, 2)
-
-    def add(self, event: AnyEvent) -> list[AnyAction]:
-        self.now += 0.01
-        self.actions = self.machine.handle(self.now, event)
-        return self.actions
-
-    def generation(self, group: int) -> int:
-        return self.machine.state.groups[group].generation
-
-    def name(self, group: int) -> str:
-        return f"t_{group}:{self.generation(group)}"
-
-    def start(self, group: int) -> list[AnyAction]:
-        number = self.generation(group)
-        self.add(GenerationStopped(node=group, generation=number - 1, at_s=self.now))
-        ready = self.add(
-            StoreReady(generation=number, host="127.0.0.1", port=4000 + number, agent_store=True)
-        )
-        self.add(
-            RanksStarted(node=group, generation=number, pids={group: 9}, at_s=self.now, warm=True)
-        )
-        return ready
-
-    def see(self, group: int, **more: Any) -> list[AnyAction]:
-        return self.add(ReplicaSeen(replica=self.name(group), group=group, at_s=self.now, **more))
-
-    def form(self, *groups: int, step: int = 10) -> None:
-        names = tuple(self.name(group) for group in groups)
-        self.add(QuorumFormed(quorum_id=5, step=step, members=names, at_s=self.now))
-
-    def exit(self, group: int, **how: Any) -> list[AnyAction]:
-        record = ExitRecord(
-            rank=group, generation=self.generation(group), pid=9, at_s=self.now, **how
-        )
-        return self.add(
-            RankExited(node=group, record=record, account=RankAccount(), detected_s=self.now)
-        )
-
-    def find(self, kind: type) -> Any:
-        return next((a for a in self.actions if isinstance(a, kind)), None)
+from perdure.model.events import CommandReceived, ControllerStarted, GenerationStopped, TimerFired
 
 
 def test_each_group_has_a_generation_and_a_store_of_its_own() -> None:
@@ -174,17 +99,6 @@ def test_a_new_controller_says_everything_again() -> None:
     assert [a.nodes for a in assigned] == [(0,), (1,), (2,)]
     assert all(a.assignment.phase == "run" for a in assigned)
     assert lab.find(HoldReplicas) is not None
-
-
-def test_a_pause_holds_all_groups_and_other_verbs_are_refused() -> None:
-    lab = Lab()
-    lab.add(CommandReceived(id="p", kind="pause", who="me"))
-    assert all(g.held for g in lab.find(HoldReplicas).groups)
-    assert lab.find(AnswerCommand).ok
-    lab.add(CommandReceived(id="r", kind="resume"))
-    assert not any(g.held for g in lab.find(HoldReplicas).groups)
-    lab.add(CommandReceived(id="d", kind="drain", args={"node": 1}))
-    assert not lab.find(AnswerCommand).ok
 
 
 def test_a_fault_goes_to_the_generation_of_its_own_group() -> None:

@@ -1,7 +1,7 @@
 """Operators' commands to a torchft job."""
 
 from perdure.control.answers import answer
-from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.pauses import end_group_pause, start_group_pause
 from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.commands import receive_command
@@ -26,14 +26,17 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
     if event.id in state.answered:
         ok, reason, result = state.answered[event.id]
         return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
-    who = event.who or "an operator"
+    if event.id in state.commands:
+        return []
     match event.kind:
         case "kill" | "stop" | "notify":
             return receive_command(state, now, event)
+        case "pause" | "resume" if state.phase != "running":
+            return answer(state, event.id, False, f"the job is {state.phase}", {})
         case "pause":
-            return _pause(state, event, who)
+            return start_group_pause(state, now, event)
         case "resume":
-            return _pause(state, event, "")
+            return end_group_pause(state, now, event)
         case "inject":
             return _inject(state, now, event)
         case "drain" | "cordon" | "evict" | "restore":
@@ -43,16 +46,6 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
         case _:
             why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
             return answer(state, event.id, False, why, {})
-
-
-def _pause(state: ControllerState, event: CommandReceived, who: str) -> list[AnyAction]:
-    """Hold all groups at the lighthouse, which they come to before every step; or let them go."""
-    if state.phase != "running":
-        return answer(state, event.id, False, f"the job is {state.phase}", {})
-    state.quorum.paused = who
-    word = f"paused by {who}" if who else "resumed"
-    held = hold_groups(state, word)
-    return [held, *answer(state, event.id, True, word, {"step": state.step})]
 
 
 def _inject(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:

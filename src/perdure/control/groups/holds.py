@@ -9,16 +9,17 @@ def hold_groups(state: ControllerState, reason: str) -> HoldReplicas:
     state.quorum.holds += 1
     groups = []
     for number, group in sorted(state.groups.items()):
-        if group.store is None or group.phase in ("done", "failed"):
+        if group.store is None or not group.alive:
             continue
-        held = not group.active or bool(state.quorum.paused)
+        held = not group.active or bool(group.leaving) or bool(state.quorum.paused)
         store = f"{group.store.host}:{group.store.port}"
-        spare = not group.active and not state.quorum.paused
+        ready = not group.active and not group.leaving and number not in state.barred
+        spare = ready and not state.quorum.paused
         groups.append(ReplicaGroup(number, group.generation, store, held, spare))
     held_names = tuple(
         g.replica
         for _, g in sorted(state.groups.items())
-        if g.replica and (not g.active or state.quorum.paused)
+        if g.replica and (not g.active or g.leaving or state.quorum.paused)
     )
     return HoldReplicas(
         replicas=held_names, number=state.quorum.holds, groups=tuple(groups), reason=reason

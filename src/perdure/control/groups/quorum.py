@@ -81,6 +81,14 @@ class Seen(msgspec.Struct, frozen=True):
     """Of its processes; -1 where its store is not one of ours."""
 
 
+class Stands(msgspec.Struct, frozen=True):
+    """A replica has ended its step, asks for the next one, and is held."""
+
+    replica: str
+    group: int
+    step: int
+
+
 class LeftOut(msgspec.Struct, frozen=True):
     """A replica is not waited for any more."""
 
@@ -98,7 +106,7 @@ class Fenced(msgspec.Struct, frozen=True):
     reason: str
 
 
-Output = Answered | Formed | Seen | LeftOut | Fenced
+Output = Answered | Formed | Seen | Stands | LeftOut | Fenced
 
 
 @dataclass(slots=True)
@@ -121,6 +129,8 @@ class Replica:
     """Its process is in state T."""
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
+    told: bool = False
+    """That it is held, and asks."""
     took: tuple[int, int] = (-1, 0)
     """Step and commit failures of its request that the last quorum answered."""
 
@@ -227,6 +237,8 @@ class Quorums:
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
         """Take over what the controller says of the groups: stores, generations, who is held."""
         self.groups = {group.store: group for group in groups}
+        for replica in self.replicas.values():
+            replica.told = False
         return self._advance(now)
 
     def restore(self, now: float, quorum_id: int, members: tuple[Member, ...]) -> None:
@@ -276,7 +288,17 @@ class Quorums:
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
                 outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
         outputs += self._find_hung(now)
-        return outputs + self._form(now)
+        return outputs + self._find_standing() + self._form(now)
+
+    def _find_standing(self) -> list[Output]:
+        """Tell, once after each order about holds, of those who are held and ask."""
+        outputs: list[Output] = []
+        for replica in self.replicas.values():
+            if replica.asked is not None and not replica.told and not self._may_join(replica):
+                replica.told = True
+                group, step = self.group_of(replica), replica.asked.step
+                outputs.append(Stands(replica.name, group, step))
+        return outputs
 
     def _form(self, now: float) -> list[Output]:
         ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]
@@ -347,7 +369,7 @@ class Quorums:
             member = asked[replica.name]
             replica.took = (member.step, member.commit_failures)
             replica.asked, replica.token, replica.waiting_s = None, -1, None
-            replica.out, replica.quorums = False, replica.quorums + 1
+            replica.out, replica.told, replica.quorums = False, False, replica.quorums + 1
         for replica in self.replicas.values():
             replica.waiting_s = None
         return [*outputs, Answered(tokens, self.quorum_id, members)]

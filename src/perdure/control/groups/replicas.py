@@ -9,21 +9,24 @@ A spare group runs the script up to its first quorum and is held there. When a g
 is lost, the spare is released in its place, and the lost one becomes the spare once it is back.
 """
 
-from typing import Literal
-
 from perdure.control.answers import answer_open
 from perdure.control.groups.commands import receive_group_command
 from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.lifecycle import (
+    FORM_TIMEOUT_S,
+    assign_group,
+    fail_group,
+    finish_if_over,
+    promote,
+    start_group,
+)
+from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
+from perdure.control.groups.pauses import advance_pause, note_group_pause, pauses_again
 from perdure.control.groups.state import GroupState
 from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
+from perdure.control.recovery.placement import cordon_again, note_cordon
 from perdure.control.state import ControllerState
-from perdure.model.actions import (
-    AnyAction,
-    Assignment,
-    AssignNodes,
-    EvictReplica,
-    FenceAbort,
-)
+from perdure.model.actions import AnyAction, AssignNodes, NoteDraining
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -31,9 +34,13 @@ from perdure.model.events import (
     FaultInjected,
     GenerationStopped,
     JobEnded,
+    JobPaused,
+    JobResumed,
     KeeperLost,
+    NodeCordoned,
     NodeLost,
     NodeRegistered,
+    NodeRestored,
     QuorumFormed,
     RankExited,
     RanksStarted,
@@ -41,16 +48,20 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.policy import Failure, decide_recovery
-
-_FORM_TIMEOUT_S = 120.0
 
 
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     """Return what to do about `event` in a job of replica groups."""
+    actions = _react(state, now, event)
+    if state.quorum.moves:
+        actions += advance_group_moves(state, now)
+    return actions + advance_pause(state) if state.quorum.paused else actions
+
+
+def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     match event:
         case ControllerStarted():
-            return _issue_again(state, f"controller {event.incarnation} took over")
+            return _issue_again(state, now, f"controller {event.incarnation} took over")
         case NodeRegistered():
             return _register(state, now, event)
         case StoreReady():
@@ -72,10 +83,10 @@ def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list
         case KeeperLost():
             group = _of_generation(state, event.generation)
             why = f": it {event.cause}" if event.cause else ""
-            return [] if group is None else _fail(state, now, group, f"its keeper died{why}")
+            return [] if group is None else fail_group(state, now, group, f"its keeper died{why}")
         case NodeLost():
             group = state.groups.get(event.node)
-            return [] if group is None else _fail(state, now, group, event.reason)
+            return [] if group is None else fail_group(state, now, group, event.reason)
         case QuorumFormed():
             return _note_quorum(state, event)
         case ReplicaSeen():
@@ -88,6 +99,11 @@ def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list
             return answer_open(state, event.id, not event.error, event.error or "done", result)
         case TimerFired():
             return _fire(state, now)
+        case NodeCordoned() | NodeRestored():
+            return note_cordon(state, event)
+        case JobPaused() | JobResumed():
+            note_group_pause(state, event)
+            return []
         case JobEnded():
             state.phase, state.closed = "ended", True
             state.phase_deadline_s = None
@@ -99,7 +115,7 @@ def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list
 def find_group_deadline(state: ControllerState) -> float | None:
     """Return the job time at which `TimerFired` is wanted."""
     times = [group.deadline_s for group in state.groups.values()]
-    times.append(state.phase_deadline_s)
+    times += [state.phase_deadline_s, group_moves_deadline(state)]
     return min((time for time in times if time is not None), default=None)
 
 
@@ -116,7 +132,7 @@ def _register(state: ControllerState, now: float, event: NodeRegistered) -> list
     if state.phase != "running" or group is None:
         assignment = state.assignment
     elif group.phase == "running" and event.generation < group.generation:
-        return _fail(state, now, group, "its ranks are gone, keeper and all")
+        return fail_group(state, now, group, "its ranks are gone, keeper and all")
     else:
         assignment = group.assignment
     if assignment is None:
@@ -132,38 +148,8 @@ def _begin(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
     for node in sorted(state.nodes):
         group = GroupState(node, active=node < spec.torchft.replicas)
         state.groups[node] = group
-        actions += _start(state, now, group, reason)
+        actions += start_group(state, now, group, reason)
     return actions
-
-
-def _start(state: ControllerState, now: float, group: GroupState, reason: str) -> list[AnyAction]:
-    """Begin a group's next generation: end what is older on its node, and serve a new store."""
-    state.generation += 1
-    group.generation, group.phase = state.generation, "forming"
-    group.store, group.replica, group.trained, group.absent = None, "", False, ""
-    group.exits.clear()
-    group.deadline_s = now + _FORM_TIMEOUT_S
-    return [_assign(state, group, "store", reason)]
-
-
-def _assign(
-    state: ControllerState, group: GroupState, phase: Literal["stop", "store", "run"], reason: str
-) -> AssignNodes:
-    state.number += 1
-    store = group.store
-    group.assignment = Assignment(
-        number=state.number,
-        generation=group.generation + (phase == "stop"),
-        phase=phase,
-        master_addr=store.host if store else "",
-        master_port=store.port if store else 0,
-        agent_store=store.agent_store if store else False,
-        restart_count=len(group.failures),
-        placement=(group.group,),
-        replica=group.group,
-        reason=reason,
-    )
-    return AssignNodes(nodes=(group.group,), assignment=group.assignment, reason=reason)
 
 
 def _advance(state: ControllerState, now: float) -> list[AnyAction]:
@@ -175,9 +161,9 @@ def _advance(state: ControllerState, now: float) -> list[AnyAction]:
             continue
         if state.stopped.get(number, -1) < group.generation - 1:
             continue
-        group.phase, group.deadline_s = "starting", now + _FORM_TIMEOUT_S
+        group.phase, group.deadline_s = "starting", now + FORM_TIMEOUT_S
         reason = f"generation {group.generation} of group {number}: its older ranks are gone"
-        actions += [hold_groups(state, reason), _assign(state, group, "run", reason)]
+        actions += [hold_groups(state, reason), assign_group(state, group, "run", reason)]
     return actions
 
 
@@ -193,7 +179,7 @@ def _note_exit(state: ControllerState, now: float, event: RankExited) -> list[An
     if record.failed and not record.asked:
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"
-        return _fail(
+        return fail_group(
             state, now, group, record.cause,
             who=who, error=record.error, code=code, signal=record.signal,
         )  # fmt: skip
@@ -201,7 +187,7 @@ def _note_exit(state: ControllerState, now: float, event: RankExited) -> list[An
     if len(group.exits) < spec.nproc or any(e.failed for e in group.exits.values()):
         return []
     group.phase, group.deadline_s = "done", None
-    return _finish_if_over(state, now)
+    return finish_if_over(state, now)
 
 
 def _note_quorum(state: ControllerState, event: QuorumFormed) -> list[AnyAction]:
@@ -211,6 +197,7 @@ def _note_quorum(state: ControllerState, event: QuorumFormed) -> list[AnyAction]
     for group in state.groups.values():
         if group.replica in event.members:
             group.trained, group.absent = True, ""
+            group.stands = None
             if group.phase == "running":
                 group.deadline_s = None
     return []
@@ -220,109 +207,20 @@ def _note_replica(state: ControllerState, now: float, event: ReplicaSeen) -> lis
     group = state.groups.get(event.group)
     if group is None or group.phase not in ("starting", "running"):
         return []
+    if event.held and event.hold >= state.quorum.pause_hold:
+        group.stands = event.step
     if not event.gone:
         group.replica, group.absent = event.replica, ""
         if group.phase == "running":
             group.deadline_s = None
-        return _promote(state, f"group {group.group} stands ready")
+        return promote(state, f"group {group.group} stands ready")
     if event.replica != group.replica or group.exits:
         return []
     detect = state.the_spec().detect
     group.absent = event.reason
     wait_s = detect.stopped_action_s if event.stopped else detect.quiet_action_s
     group.deadline_s = now + wait_s
-    return _promote(state, f"group {group.group} was left out: {event.reason}")
-
-
-def _fail(
-    state: ControllerState,
-    now: float,
-    group: GroupState,
-    cause: str,
-    *,
-    who: str = "",
-    error: str = "",
-    code: int = 1,
-    signal: int = 0,
-) -> list[AnyAction]:
-    """End what is left of a group and start it again; the others go on without it."""
-    if state.phase != "running" or not group.alive:
-        return []
-    failure = Failure(
-        at_s=now,
-        cause=cause,
-        culprit=f"group {group.group}" + (f", {who}" if who else ""),
-        generation=group.generation,
-        step=state.step if group.trained else -1,
-        mark=state.mark if group.trained else 0,
-        error=error,
-        code=code,
-        signal=signal,
-    )
-    actions = _let_go(state, group, f"{failure.culprit}: {cause}")
-    done = any(other.phase == "done" for other in state.groups.values())
-    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
-    group.failures.append(failure)
-    state.failures.append(failure)
-    group.absent, group.store = group.absent or cause, None
-    actions += _promote(state, decision.reason)
-    if done or decision.rung == "give up":
-        why = "others have finished" if done else decision.reason
-        group.phase, group.deadline_s, group.active = "failed", None, False
-        actions += [_assign(state, group, "stop", why), hold_groups(state, why)]
-        return [*actions, *_finish_if_over(state, now)]
-    return [*actions, *_start(state, now, group, decision.reason)]
-
-
-def _let_go(state: ControllerState, group: GroupState, reason: str) -> list[AnyAction]:
-    """Have the lighthouse forget it, and those who hang on it in a collective go on."""
-    name, quorum = group.replica, state.quorum
-    evict = EvictReplica(replica=name, generation=group.generation, reason=reason)
-    if name not in quorum.members:
-        return [evict]
-    others = tuple(
-        g.group for g in state.groups.values() if g is not group and g.replica in quorum.members
-    )
-    fence = FenceAbort(quorum_id=quorum.quorum_id, groups=others, reason=reason)
-    return [evict, fence] if others else [evict]
-
-
-def _promote(state: ControllerState, reason: str) -> list[AnyAction]:
-    """Release a spare that stands ready in the place of each active group that is away."""
-    spares = [
-        g
-        for _, g in sorted(state.groups.items())
-        if not g.active and g.phase == "running" and g.replica and not g.absent
-    ]
-    away = [g for _, g in sorted(state.groups.items()) if g.active and g.alive and g.absent]
-    away += [g for _, g in sorted(state.groups.items()) if g.phase == "failed" and g.active]
-    wanted = state.the_spec().torchft.replicas
-    missing = wanted - sum(g.active and g.alive for g in state.groups.values())
-    changed = False
-    for spare in spares:
-        if away:
-            away.pop(0).active = False
-        elif missing > 0:
-            missing -= 1
-        else:
-            break
-        spare.active = changed = True
-    return [hold_groups(state, reason)] if changed else []
-
-
-def _finish_if_over(state: ControllerState, now: float) -> list[AnyAction]:
-    """End the job once no group trains any more that has trained."""
-    groups = state.groups.values()
-    done = sum(g.phase == "done" for g in groups)
-    if any(g.alive and g.trained and g.active for g in groups):
-        return []
-    if done:
-        return end_job(state, now, "done", 0, f"{done} replica groups ended with exit code 0")
-    least = max(1, state.the_spec().torchft.min_replicas)
-    if sum(g.alive for g in groups) >= least:
-        return []
-    last = state.failures[-1]
-    return end_job(state, now, "failed", last.code or 1, f"{last.culprit}: {last.cause}")
+    return promote(state, f"group {group.group} was left out: {event.reason}")
 
 
 # --- time ----------------------------------------------------------------------------------------
@@ -344,11 +242,11 @@ def _fire(state: ControllerState, now: float) -> list[AnyAction]:
         if group.deadline_s is None or now < group.deadline_s:
             continue
         cause = group.absent or f"{group.phase} took too long"
-        actions += _fail(state, now, group, cause)
+        actions += fail_group(state, now, group, cause)
     return actions
 
 
-def _issue_again(state: ControllerState, reason: str) -> list[AnyAction]:
+def _issue_again(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
     """Return everything that is outstanding, once more."""
     if state.phase == "ended":
         return close_job(state)
@@ -360,6 +258,11 @@ def _issue_again(state: ControllerState, reason: str) -> list[AnyAction]:
         if group.assignment is not None:
             told = AssignNodes(nodes=(number,), assignment=group.assignment, reason=reason)
             actions.append(told)
+    for move in state.quorum.moves.values():
+        if move.stage != "ending":
+            noted = [NoteDraining(node=n, who=move.who, reason=move.why) for n in move.groups]
+            actions += noted
+    actions += [*cordon_again(state), *pauses_again(state, now)]
     return [*actions, hold_groups(state, reason)] if state.groups else actions
 
 

@@ -3,6 +3,7 @@
 pending --> forming --its older ranks gone, its store up--> starting --> running
 running --a rank failed, or its step does not come--> forming (a new generation)
 running --all its ranks ended with 0--> done;  any --gives up--> failed
+any --an operator's drain or evict, or lost while cordoned--> parked --restore--> forming
 """
 
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from perdure.model.actions import Assignment
 from perdure.model.events import ExitRecord, StoreReady
 from perdure.policy import Failure
 
-GroupPhase = Literal["pending", "forming", "starting", "running", "done", "failed"]
+GroupPhase = Literal["pending", "forming", "starting", "running", "done", "failed", "parked"]
 
 
 @dataclass(slots=True)
@@ -37,11 +38,39 @@ class GroupState:
     """Why it was left out of the quorum, while it lives."""
     deadline_s: float | None = None
     """By when it shall have been formed, or have come back."""
+    leaving: str = ""
+    """Why it is about to be left: it gets no quorum any more."""
+    stands: int | None = None
+    """The step that it asks to begin, where it is held at the lighthouse; else None."""
 
     @property
     def alive(self) -> bool:
         """Whether it runs, or is about to."""
         return self.phase in ("pending", "forming", "starting", "running")
+
+
+@dataclass(slots=True)
+class GroupMove:
+    """Groups that are being left (drain, evict): all of them, or none."""
+
+    id: str
+    """Of the operator's command."""
+    kind: Literal["drain", "evict"]
+    groups: list[int]
+    who: str
+    why: str
+    at_s: float
+    deadline_s: float
+    wait: bool = False
+    """For a spare group, should too few be left without."""
+    stage: Literal["waiting", "leaving", "ending"] = "waiting"
+    """For a spare group; for the quorum without these; for the end of their processes."""
+    step: int = -1
+    """Committed when they were left."""
+    actives: list[int] = field(default_factory=list)
+    """Those that were no spares."""
+    stand_ins: list[int] = field(default_factory=list)
+    """Spare groups that were released in their place."""
 
 
 @dataclass(slots=True)
@@ -54,3 +83,11 @@ class QuorumState:
     """Numbers the orders to it."""
     paused: str = ""
     """Who has paused the job; empty while it runs."""
+    pause_id: str = ""
+    """Of the pause that is in force."""
+    pause_hold: int = 0
+    """Number of the order to the lighthouse with which it began."""
+    pauses_noted: list[str] = field(default_factory=list)
+    """Pauses whose record is in the journal."""
+    moves: dict[str, GroupMove] = field(default_factory=dict)
+    """Groups that are being left, by command."""

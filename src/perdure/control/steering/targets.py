@@ -33,7 +33,7 @@ def find_groups(state: ControllerState, targets: Sequence[str]) -> tuple[int, ..
     Raises:
         UnknownTargetError: one of them names nothing.
     """
-    replicas = state.the_spec().torchft.replicas
+    replicas = state.the_spec().groups
     found: set[int] = set()
     for target in targets:
         kind, _, text = target.rpartition(":")
@@ -60,10 +60,9 @@ def _find_node(state: ControllerState, target: str) -> int:
             )
         return int(text)
     if kind == "rank" and text.isdigit():
-        if int(text) >= spec.world_size:
-            raise UnknownTargetError(
-                f"there is no rank {text}: the ranks are 0 to {spec.world_size - 1}"
-            )
+        size = spec.groups * spec.nproc if spec.groups else spec.world_size
+        if int(text) >= size:
+            raise UnknownTargetError(f"there is no rank {text}: the ranks are 0 to {size - 1}")
         group = spec.node_of(int(text))
         return state.placement[group] if state.placement else group
     if kind == "replica":

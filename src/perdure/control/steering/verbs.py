@@ -10,6 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer
+from perdure.control.groups.verbs import preview_group_verb
 from perdure.control.recovery.placement import bar, find_shortage, release
 from perdure.control.state import ControllerState, OpenCommand, OpenMove
 from perdure.control.steering.moves import restore_move
@@ -67,7 +68,7 @@ def preview_verb(
     if state.phase in ("ending", "ended"):
         return False, "the job is ending", {}
     if state.spec.torchft.replicas:
-        return False, "a dry run is not known for replica groups", {}
+        return preview_group_verb(state, verbs[kind], args)
     try:
         plan = plan_verb(state, verbs[kind], args)
     except (TypeError, ValueError) as error:

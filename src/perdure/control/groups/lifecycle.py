@@ -1,0 +1,170 @@
+"""A replica group's life: started, lost, replaced by a spare, parked at an operator's word."""
+
+from typing import Literal
+
+from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.state import GroupState
+from perdure.control.recovery.formation import end_job
+from perdure.control.state import ControllerState
+from perdure.control.steering.pauses import find_steering
+from perdure.model.actions import (
+    AnyAction,
+    Assignment,
+    AssignNodes,
+    EvictReplica,
+    FenceAbort,
+)
+from perdure.model.settings import Steering
+from perdure.policy import Failure, decide_recovery
+
+FORM_TIMEOUT_S = 120.0
+
+
+def start_group(
+    state: ControllerState, now: float, group: GroupState, reason: str
+) -> list[AnyAction]:
+    """Begin a group's next generation: end what is older on its node, and serve a new store."""
+    state.generation += 1
+    group.generation, group.phase = state.generation, "forming"
+    group.store, group.replica, group.trained, group.absent = None, "", False, ""
+    group.stands, group.leaving = None, ""
+    group.exits.clear()
+    group.deadline_s = now + FORM_TIMEOUT_S
+    return [assign_group(state, group, "store", reason)]
+
+
+def assign_group(
+    state: ControllerState,
+    group: GroupState,
+    phase: Literal["stop", "store", "run"],
+    reason: str,
+    *,
+    grace_s: float = 0.0,
+) -> AssignNodes:
+    """Number a new assignment of a group, and send it to its node."""
+    state.number += 1
+    store = group.store
+    group.assignment = Assignment(
+        number=state.number,
+        generation=group.generation + (phase == "stop"),
+        phase=phase,
+        grace_s=grace_s,
+        master_addr=store.host if store else "",
+        master_port=store.port if store else 0,
+        agent_store=store.agent_store if store else False,
+        restart_count=len(group.failures),
+        placement=(group.group,),
+        replica=group.group,
+        steering=find_steering(state) if phase == "run" else Steering(),
+        reason=reason,
+    )
+    return AssignNodes(nodes=(group.group,), assignment=group.assignment, reason=reason)
+
+
+def fail_group(
+    state: ControllerState,
+    now: float,
+    group: GroupState,
+    cause: str,
+    *,
+    who: str = "",
+    error: str = "",
+    code: int = 1,
+    signal: int = 0,
+) -> list[AnyAction]:
+    """End what is left of a group and start it again; the others go on without it."""
+    if state.phase != "running" or not group.alive:
+        return []
+    failure = Failure(
+        at_s=now,
+        cause=cause,
+        culprit=f"group {group.group}" + (f", {who}" if who else ""),
+        generation=group.generation,
+        step=state.step if group.trained else -1,
+        mark=state.mark if group.trained else 0,
+        error=error,
+        code=code,
+        signal=signal,
+    )
+    actions = let_go(state, group, f"{failure.culprit}: {cause}")
+    done = any(other.phase == "done" for other in state.groups.values())
+    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
+    group.failures.append(failure)
+    state.failures.append(failure)
+    group.absent, group.store = group.absent or cause, None
+    if group.leaving or group.group in state.barred:
+        return [*actions, *park_group(state, now, group, group.leaving or "it is cordoned")]
+    actions += promote(state, decision.reason)
+    if done or decision.rung == "give up":
+        why = "others have finished" if done else decision.reason
+        group.phase, group.deadline_s, group.active = "failed", None, False
+        actions += [assign_group(state, group, "stop", why), hold_groups(state, why)]
+        return [*actions, *finish_if_over(state, now)]
+    return [*actions, *start_group(state, now, group, decision.reason)]
+
+
+def park_group(
+    state: ControllerState, now: float, group: GroupState, reason: str, *, grace_s: float = 0.0
+) -> list[AnyAction]:
+    """End what a group runs, and start it no more until it is restored."""
+    actions = let_go(state, group, reason) if group.alive else []
+    group.phase, group.deadline_s, group.active = "parked", None, False
+    group.leaving, group.absent, group.store, group.stands = "", reason, None, None
+    actions += promote(state, reason)
+    stop = assign_group(state, group, "stop", reason, grace_s=grace_s)
+    return [*actions, stop, hold_groups(state, reason), *finish_if_over(state, now)]
+
+
+def let_go(state: ControllerState, group: GroupState, reason: str) -> list[AnyAction]:
+    """Have the lighthouse forget it, and those who hang on it in a collective go on."""
+    name, quorum = group.replica, state.quorum
+    evict = EvictReplica(replica=name, generation=group.generation, reason=reason)
+    if name not in quorum.members:
+        return [evict]
+    others = tuple(
+        g.group for g in state.groups.values() if g is not group and g.replica in quorum.members
+    )
+    fence = FenceAbort(quorum_id=quorum.quorum_id, groups=others, reason=reason)
+    return [evict, fence] if others else [evict]
+
+
+def find_spares(state: ControllerState) -> list[GroupState]:
+    """Return the spare groups that stand ready."""
+    groups = [g for _, g in sorted(state.groups.items()) if g.group not in state.barred]
+    ready = [g for g in groups if not g.active and not g.leaving and g.phase == "running"]
+    return [g for g in ready if g.replica and not g.absent]
+
+
+def promote(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Release a spare that stands ready in the place of each active group that is away."""
+    spares = find_spares(state)
+    away = [g for _, g in sorted(state.groups.items()) if g.active and g.alive and g.absent]
+    away += [g for _, g in sorted(state.groups.items()) if g.phase == "failed" and g.active]
+    wanted = state.the_spec().torchft.replicas
+    missing = wanted - sum(g.active and g.alive for g in state.groups.values())
+    changed = False
+    for spare in spares:
+        if away:
+            away.pop(0).active = False
+        elif missing > 0:
+            missing -= 1
+        else:
+            break
+        spare.active = changed = True
+    return [hold_groups(state, reason)] if changed else []
+
+
+def finish_if_over(state: ControllerState, now: float) -> list[AnyAction]:
+    """End the job once no group trains any more that has trained."""
+    groups = state.groups.values()
+    done = sum(g.phase == "done" for g in groups)
+    if any(g.alive and g.trained and g.active for g in groups):
+        return []
+    if done:
+        return end_job(state, now, "done", 0, f"{done} replica groups ended with exit code 0")
+    least = max(1, state.the_spec().torchft.min_replicas)
+    if sum(g.alive for g in groups) >= least:
+        return []
+    last = state.failures[-1] if state.failures else None
+    why = f"{last.culprit}: {last.cause}" if last else "no replica group is left"
+    return end_job(state, now, "failed", (last.code if last else 0) or 1, why)

@@ -1,0 +1,192 @@
+"""Leaving replica groups (drain, evict): from an accepted command to its one answer.
+
+    waiting --drain--> leaving --a quorum without them--> ending --no process left--> answered
+       └-----evict: forgotten by the lighthouse at once------^
+
+A drained group is held at the lighthouse, which forms the next quorum without it and with a spare
+in its place: every step that it has made is one that the others have made as well, so nothing is
+lost and nothing made again. Until that quorum is formed the drain can be taken back.
+
+`advance_group_moves` is called after every event and looks at levels only; a replay leads to the
+same.
+"""
+
+from typing import Any
+
+from perdure.control.answers import answer_open
+from perdure.control.groups.holds import hold_groups
+from perdure.control.groups.lifecycle import find_spares, park_group, promote
+from perdure.control.groups.state import GroupMove, GroupState
+from perdure.control.recovery.placement import bar
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction, NoteDraining
+
+
+def group_moves_deadline(state: ControllerState) -> float | None:
+    """Return when the next move is overdue."""
+    if state.phase in ("ending", "ended"):
+        return None
+    return min((move.deadline_s for move in state.quorum.moves.values()), default=None)
+
+
+def advance_group_moves(state: ControllerState, now: float) -> list[AnyAction]:
+    """Do what has become possible for the groups that are being left."""
+    moves = state.quorum.moves
+    if state.phase in ("ending", "ended"):
+        moves.clear()  # Their commands are answered by the end.
+        return []
+    actions: list[AnyAction] = []
+    for id_ in list(moves):
+        for _ in range(3):  # As many as there are stages.
+            if id_ in moves:
+                actions += _advance(state, now, moves[id_])
+    return actions
+
+
+def take_back(
+    state: ControllerState, now: float, move: GroupMove, why: str, *, keep: bool = True
+) -> list[AnyAction]:
+    """Leave everything as it was, as far as nothing is ended yet, and say why."""
+    del state.quorum.moves[move.id]
+    actions: list[AnyAction] = []
+    for group in _groups(state, move):
+        actions.append(NoteDraining(node=group.group, who=move.who, over=True, reason=why))
+        if group.leaving:
+            group.leaving, group.active = "", group.group in move.actives
+    for number in move.stand_ins if keep else []:
+        state.groups[number].active = False
+    if move.stage == "leaving":
+        actions.append(hold_groups(state, why))
+    result = {"verb": move.kind, "replicas": move.groups, "took_s": round(now - move.at_s, 3)}
+    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+
+
+def count_left(state: ControllerState, leaving: set[int]) -> tuple[int, int]:
+    """Return how many groups that train now would go on without `leaving`, and how many in all.
+
+    Before the first quorum, groups that are starting count as those that train.
+    """
+    quorum = state.quorum
+    staying = [
+        g
+        for number, g in state.groups.items()
+        if number not in leaving and g.active and g.alive and not (g.leaving or g.absent)
+    ]
+    members = [g for g in staying if g.replica in quorum.members or not quorum.members]
+    coming = [g for g in find_spares(state) if g.group not in leaving]
+    wanted = state.the_spec().torchft.replicas
+    return len(members), max(len(members), min(len(staying) + len(coming), wanted))
+
+
+# --- one move -----------------------------------------------------------------------------------
+
+
+def _groups(state: ControllerState, move: GroupMove) -> list[GroupState]:
+    return [state.groups[number] for number in move.groups]
+
+
+def _advance(state: ControllerState, now: float, move: GroupMove) -> list[AnyAction]:
+    match move.stage:
+        case "waiting":
+            return _begin(state, now, move)
+        case "leaving":
+            if _is_left(state, move):
+                return _end(state, now, move, grace_s=state.the_spec().restart.grace_s)
+            if now < move.deadline_s:
+                return []
+            return take_back(state, now, move, "the others formed no quorum without it in time")
+        case "ending":
+            stopped = state.stopped
+            if all(stopped.get(g.group, -1) >= g.generation for g in _groups(state, move)):
+                return _finish(state, now, move, "")
+            if now < move.deadline_s:
+                return []
+            return _finish(state, now, move, "not all of its processes have ended yet")
+
+
+def _begin(state: ControllerState, now: float, move: GroupMove) -> list[AnyAction]:
+    """Begin what was accepted, once enough would be left."""
+    members, left = count_left(state, set(move.groups))
+    least = max(1, state.the_spec().torchft.min_replicas)
+    training = any(_trains(state, group) for group in _groups(state, move))
+    spares = [g for g in find_spares(state) if g.group not in move.groups]
+    short = training and (left < least or not members)
+    if short or (move.wait and training and not spares):
+        if now < move.deadline_s:
+            return []
+        return take_back(state, now, move, "no spare replica stood ready in time")
+    move.step = state.step
+    actives = {g.group for g in state.groups.values() if g.active}
+    if move.kind == "evict" or not training:
+        ended = _end(state, now, move)
+        move.stand_ins = _find_stand_ins(state, actives)
+        return ended
+    move.actives = [n for n in move.groups if n in actives]
+    for group in _groups(state, move):
+        group.leaving, group.active = move.why, False
+    promote(state, move.why)  # One order says all of it.
+    move.stage, move.stand_ins = "leaving", _find_stand_ins(state, actives)
+    return [hold_groups(state, move.why)]
+
+
+def _find_stand_ins(state: ControllerState, before: set[int]) -> list[int]:
+    return sorted(n for n, g in state.groups.items() if g.active and n not in before)
+
+
+def _trains(state: ControllerState, group: GroupState) -> bool:
+    if not state.quorum.members:
+        return group.active and group.alive
+    return group.alive and group.replica in state.quorum.members
+
+
+def _is_left(state: ControllerState, move: GroupMove) -> bool:
+    """Whether the others go on without it: in their quorum, or, in a pause, once it stands."""
+
+    def out(group: GroupState) -> bool:
+        if not group.alive or group.replica not in state.quorum.members:
+            return True
+        return bool(state.quorum.paused) and group.stands is not None
+
+    return all(out(group) for group in _groups(state, move))
+
+
+def _end(
+    state: ControllerState, now: float, move: GroupMove, *, grace_s: float = 0.0
+) -> list[AnyAction]:
+    """End the processes of all that are left, and cordon their nodes."""
+    actions: list[AnyAction] = []
+    move.stage = "ending"
+    move.step = max(move.step, state.step)
+    for group in _groups(state, move):
+        actions += bar(state, group.group, move.who, move.why)
+        if group.phase not in ("parked", "done"):
+            actions += park_group(state, now, group, move.why, grace_s=grace_s)
+    return actions
+
+
+def _finish(state: ControllerState, now: float, move: GroupMove, but: str) -> list[AnyAction]:
+    """Answer: the groups were left."""
+    del state.quorum.moves[move.id]
+    took_s = round(now - move.at_s, 3)
+    result: dict[str, Any] = {
+        "verb": move.kind,
+        "replicas": move.groups,
+        "nodes": move.groups,
+        "stand_ins": move.stand_ins,
+        "step": move.step,
+        "steps_lost": 0,
+        "took_s": took_s,
+    }
+    text = f"{name_replicas(move.groups)} left in {took_s:.2f} s"
+    if move.step >= 0:
+        text += f" at step {move.step}"
+    if move.stand_ins:
+        text += f"; {name_replicas(move.stand_ins)} stood in"
+    if move.kind == "evict":
+        text += "; the step in flight was made again"
+    return answer_open(state, move.id, True, "; ".join(p for p in (text, but) if p), result)
+
+
+def name_replicas(groups: list[int] | tuple[int, ...]) -> str:
+    """Return `replica 1` or `replicas 1, 2`."""
+    return f"replica{'s' if len(groups) > 1 else ''} {', '.join(map(str, groups))}"

@@ -1,0 +1,98 @@
+"""A torchft job's controller and the rest of the world."""
+
+from typing import Any
+
+from perdure.control import Controller
+from perdure.model.actions import AnswerCommand, AnyAction
+from perdure.model.events import (
+    AnyEvent,
+    CommandReceived,
+    ExitRecord,
+    GenerationStopped,
+    JobSubmitted,
+    NodeRegistered,
+    QuorumFormed,
+    RankExited,
+    RanksStarted,
+    ReplicaSeen,
+    StoreReady,
+)
+from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.progress import RankAccount
+
+
+class Lab:
+    def __init__(self, spares: int = 0, **config: Any) -> None:
+        self.machine, self.now, self.actions = Controller(), 100.0, list[AnyAction]()
+        self.count = 3 + spares
+        torchft = TorchftConfig(replicas=3, **config)
+        spec = JobSpec(script="x.py", nodes=3, spares=spares, torchft=torchft)
+        self.add(JobSubmitted(spec=spec, at_s=100.0))
+        for node in range(self.count):
+            self.add(
+                NodeRegistered(node=node, incarnation="a", host="127.0.0.1", boot_id="b", slots=1)
+            )
+        for group in range(self.count):
+            self.start(group)
+            self.see(group)
+        self.form(0, 1, 2)
+
+    def add(self, event: AnyEvent) -> list[AnyAction]:
+        self.now += 0.01
+        self.actions = self.machine.handle(self.now, event)
+        return self.actions
+
+    def generation(self, group: int) -> int:
+        return self.machine.state.groups[group].generation
+
+    def name(self, group: int) -> str:
+        return f"t_{group}:{self.generation(group)}"
+
+    def start(self, group: int) -> list[AnyAction]:
+        number = self.generation(group)
+        self.add(GenerationStopped(node=group, generation=number - 1, at_s=self.now))
+        ready = self.add(
+            StoreReady(generation=number, host="127.0.0.1", port=4000 + number, agent_store=True)
+        )
+        self.add(
+            RanksStarted(node=group, generation=number, pids={group: 9}, at_s=self.now, warm=True)
+        )
+        return ready
+
+    def see(self, group: int, **more: Any) -> list[AnyAction]:
+        return self.add(ReplicaSeen(replica=self.name(group), group=group, at_s=self.now, **more))
+
+    def form(self, *groups: int, step: int = 10) -> None:
+        names = tuple(self.name(group) for group in groups)
+        self.add(QuorumFormed(quorum_id=5, step=step, members=names, at_s=self.now))
+
+    def exit(self, group: int, **how: Any) -> list[AnyAction]:
+        record = ExitRecord(
+            rank=group, generation=self.generation(group), pid=9, at_s=self.now, **how
+        )
+        return self.add(
+            RankExited(node=group, record=record, account=RankAccount(), detected_s=self.now)
+        )
+
+    def find(self, kind: type) -> Any:
+        return next((a for a in self.actions if isinstance(a, kind)), None)
+
+    def ask(self, kind: Any, *targets: str, id_: str = "", **args: Any) -> AnswerCommand | None:
+        """Give a command; return its answer, if there is one already."""
+        given = {"targets": list(targets), **args} if targets else args
+        self.add(CommandReceived(id=id_ or f"{kind}-{self.now}", kind=kind, args=given, who="me"))
+        return self.answer()
+
+    def answer(self) -> AnswerCommand | None:
+        found = self.find(AnswerCommand)
+        assert found is None or isinstance(found, AnswerCommand)
+        return found
+
+    def stop(self, group: int) -> AnswerCommand | None:
+        """Say that nothing of the group's newest generation is left."""
+        number = self.generation(group)
+        self.add(GenerationStopped(node=group, generation=number, at_s=self.now))
+        return self.answer()
+
+    def phases(self) -> list[str]:
+        return [g.phase for _, g in sorted(self.machine.state.groups.items())]
