@@ -36,6 +36,8 @@ from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
 ENDED = ("done", "failed", "stopped")
 LOST = "lost"
 """State of a job whose `perdure run` is gone without having ended it."""
+_SILENT_S = 5.0
+"""A controller that lives writes a picture twice a second."""
 _ATTEMPT_S = 5.0
 _ANSWERED_S = 0.3
 
@@ -84,7 +86,11 @@ class Job:
             snapshot = fold.snapshot(entries[-1].at_s if entries else 0.0)
         if not alive and snapshot.state not in ENDED:
             reason = "`perdure run` ended without ending the job; the same --name resumes it"
-            snapshot = msgspec.structs.replace(snapshot, state=LOST, reason=reason)
+            return msgspec.structs.replace(snapshot, state=LOST, reason=reason)
+        silent_s = self.now([]) - snapshot.at_s if alive and snapshot.state not in ENDED else 0.0
+        if snapshot.at_s > 0 and silent_s > _SILENT_S:
+            reason = f"the controller has said nothing for {silent_s:.0f} s; this is how it was"
+            return msgspec.structs.replace(snapshot, reason=reason)
         return snapshot
 
 

@@ -150,6 +150,13 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
     return render_table(head, rows)
 
 
+def _find_urgency(row: DeviceRow) -> int:
+    """Return how soon a device has to be looked at: the lower, the sooner."""
+    if row.health == "failed" or row.state == "lost":
+        return 0
+    return 1 if row.health == "warn" else 2 if row.state not in ("in use", "spare") else 3
+
+
 def show_map(job: Job) -> None:
     """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
     from perdure.cli.watch import look_again, show
@@ -157,8 +164,12 @@ def show_map(job: Job) -> None:
 
     def draw(snapshot: Snapshot, _width: int, height: int) -> list[Line]:
         head = f"{snapshot.job} {snapshot.state}  generation {snapshot.generation}"
-        table = render_devices(snapshot.devices).splitlines()
-        return [Line(line) for line in (head, *table)][:height]
+        devices, more = snapshot.devices, ""
+        if len(devices) + 2 > height:  # Those that are not well come first, and all are counted.
+            devices = tuple(sorted(devices, key=_find_urgency))[: max(1, height - 3)]
+            more = f"... and {len(snapshot.devices) - len(devices)} more: perdure map {job.name}"
+        lines = [head, *render_devices(devices).splitlines(), *([more] if more else [])]
+        return [Line(line) for line in lines][:height]
 
     if sys.stdout.isatty():
         show(job, draw, 0.5)

@@ -6,8 +6,10 @@ something changes and once in a while.
 """
 
 import contextlib
+import os
 import select
 import shutil
+import signal
 import sys
 import termios
 import time
@@ -21,7 +23,7 @@ import typer
 from perdure.cli.act import JobName
 from perdure.cli.jobs import ENDED, LOST, Job, find_job
 from perdure.cli.options import Json
-from perdure.cli.say import print_json
+from perdure.cli.say import note, print_json
 from perdure.dash.live import render_status
 from perdure.dash.watch import Line, render_clock, render_watch
 from perdure.model.codec import encode
@@ -30,7 +32,8 @@ from perdure.model.report import Snapshot
 SPEEDS_KEPT = 400
 QUIET_S = 10.0
 """On a pipe: seconds between two lines of an unchanged state."""
-_GONE_S = 1.0
+_LEAVE = b"qQ\x03\x04"
+"""Typed: q, or Ctrl-C and Ctrl-D where they come as keys."""
 
 Screen = Callable[[Snapshot, int, int], Sequence[Line]]
 
@@ -41,7 +44,7 @@ def watch(
     every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 0.5,
     as_json: Json = False,
 ) -> None:
-    """Watch a job: its ranks, speed, verdicts, incidents and configuration; q leaves."""
+    """Watch a job: ranks, speed, verdicts, incidents, configuration; q leaves, a key looks now."""
     found = find_job(job)
     speeds: deque[float] = deque(maxlen=SPEEDS_KEPT)
 
@@ -110,6 +113,7 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
     console = Console(highlight=False)
     last: Sequence[Line] = ()
     with (
+        _leave_on_signals(),
         _read_keys() as pause,
         Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
     ):
@@ -122,11 +126,43 @@ def _show_in_place(job: Job, draw: Screen, every: float) -> None:
             live.update(text, refresh=True)
     for line in last:  # What was last seen stays, with the job's end in it.
         console.print(Text(line.text, style=line.style), overflow="crop", no_wrap=True, crop=True)
+    _say_more(job, snapshot)
+
+
+def _say_more(job: Job, snapshot: Snapshot) -> None:
+    """Say where to look on, once there is nothing left to watch."""
+    if snapshot.state in ("failed", LOST):
+        note(f"why: perdure diagnose {job.name}")
+    elif snapshot.state in ENDED:
+        note(f"where the time went: perdure report {job.name}")
+
+
+@contextlib.contextmanager
+def _leave_on_signals() -> Iterator[None]:
+    """Have a signal that ends the command unwind it, so that the terminal is given back first.
+
+    It is not suspended: a shell would get the terminal as the screen has it.
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
 def _read_keys() -> Iterator[Callable[[float], bool]]:
-    """Yield a pause that ends at once, and says so, when q is typed."""
+    """Yield a pause that any key ends, and that says so when it was one to leave by.
+
+    The terminal's own descriptor is read, past Python's buffer: what lies in there is not seen by
+    `select`.
+    """
     fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
     if fd < 0:
 
@@ -139,16 +175,14 @@ def _read_keys() -> Iterator[Callable[[float], bool]]:
     before = termios.tcgetattr(fd)
 
     def wait(seconds: float) -> bool:
-        deadline_s = time.monotonic() + seconds
-        while (left_s := deadline_s - time.monotonic()) > 0:
-            if select.select([fd], [], [], left_s)[0]:
-                key = sys.stdin.read(1)
-                if key in ("q", "Q", "\x03", ""):
-                    return True
-        return False
+        if not select.select([fd], [], [], seconds)[0]:
+            return False
+        keys = os.read(fd, 1024)
+        return not keys or any(key in _LEAVE for key in keys)
 
     tty.setcbreak(fd)
     try:
         yield wait
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # Whose terminal is gone.
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -17,8 +17,10 @@ QUIET_S = 30.0
 """Without a terminal: seconds between two lines of an unchanged state."""
 
 
-def render_status(snapshot: Snapshot) -> str:
+def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     """Return the job in one line, such as `demo running  step 120  8.1 steps/s  loss 2.31`.
+
+    Without `incident`, nothing of what went wrong: it stands elsewhere.
 
     >>> from perdure.model.report import Snapshot
     >>> render_status(Snapshot(1, "demo", "running", 9, 0, 1, 1, 120, 8.06, 2, "resumable", "r"))
@@ -33,7 +35,7 @@ def render_status(snapshot: Snapshot) -> str:
     parts.append(_count(snapshot.world_size, "rank"))
     if snapshot.restarts:
         parts.append(_count(snapshot.restarts, "restart"))
-    if snapshot.verdicts:
+    if incident and snapshot.verdicts:
         newest = max(snapshot.verdicts, key=lambda verdict: verdict.confirmed_s)
         if "withdrawn" not in newest.evidence:
             parts.append(f"last incident: {newest.kind} of {newest.culprit}")

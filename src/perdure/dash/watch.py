@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from perdure.dash.live import render_status
 from perdure.model.report import RankRow, Snapshot
+from perdure.model.settings import render_value
 from perdure.model.verdicts import Verdict
 
 WIDTH_MIN, HEIGHT_MIN = 20, 4
@@ -38,7 +39,7 @@ def render_watch(
     `speeds` are steps a second of the last looks, oldest first.
     """
     width, height = max(WIDTH_MIN, width), max(HEIGHT_MIN, height)
-    head = _render_head(snapshot, width, speeds)
+    head = _render_head(snapshot, width, height, speeds)
     around = [
         _section("Verdicts", [_describe(v, snapshot) for v in snapshot.verdicts[-3:]][::-1]),
         _section("Incidents", _render_incidents(snapshot)),
@@ -54,18 +55,21 @@ def render_watch(
         if len(section) >= 2 and left >= 3:
             below += section[:left]
     rows = room - len(below) - 1
-    ranks = render_ranks(snapshot.ranks, rows) if rows > 1 else []
+    ranks = render_ranks(snapshot.ranks, rows, width) if rows > 1 else []
     lines = [*head, *([Line("")] if ranks else []), *ranks, *below]
     return [Line(_clip(line.text, width), line.style) for line in lines[:height]]
 
 
-def render_ranks(ranks: Sequence[RankRow], rows: int) -> list[Line]:
-    """Return a table of all ranks in at most `rows` lines, its head included."""
+def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list[Line]:
+    """Return a table of all ranks in at most `rows` lines, its head included.
+
+    Where it is wider than `width`, columns that say least are left out.
+    """
     if not ranks:
         return []
     if len(ranks) + 1 <= rows:
         cells = [_rank_cells((row,)) for row in ranks]
-        return _table(cells, [_STYLES.get(row.state, "") for row in ranks])
+        return _table(cells, [_STYLES.get(row.state, "") for row in ranks], width)
     alone = [row for row in ranks if row.state in _TROUBLE]
     groups = [(row,) for row in alone] if len(alone) <= rows // 2 else []
     rest = [row for row in ranks if not groups or row.state not in _TROUBLE]
@@ -74,6 +78,7 @@ def render_ranks(ranks: Sequence[RankRow], rows: int) -> list[Line]:
     return _table(
         [_rank_cells(group) for group in together],
         [_STYLES.get(group[0].state, "") for group in together],
+        width,
     )
 
 
@@ -100,6 +105,12 @@ def _severity(state: str) -> int:
 
 
 _HEAD = ("ranks", "nodes", "state", "phase", "step", "steps/s", "collective")
+_RIGHT = (4, 5)
+_COLLECTIVE = 6
+_COLLECTIVE_MIN = 12
+"""Columns that it gets at least, or none: it is the last and is clipped."""
+_LEAST = (1, 3, 6, 5)
+"""What is left out first."""
 
 
 def _rank_cells(group: Sequence[RankRow]) -> tuple[str, ...]:
@@ -139,22 +150,28 @@ def render_span(numbers: Sequence[int], most: int = 3) -> str:
     return ",".join(words)
 
 
-def _table(cells: list[tuple[str, ...]], styles: list[str]) -> list[Line]:
+def _table(cells: list[tuple[str, ...]], styles: list[str], width: int) -> list[Line]:
     everything = [_HEAD, *cells]
     widths = [max(len(row[i]) for row in everything) for i in range(len(_HEAD))]
-    right = (4, 5)
+    columns = list(range(len(_HEAD)))
+    for column in _LEAST:
+        room = width - (_COLLECTIVE_MIN if columns[-1] == _COLLECTIVE else 0)
+        if sum(widths[i] + 2 for i in columns if i != _COLLECTIVE) <= room:
+            break
+        columns.remove(column)
     lines = []
     for row, style in zip(everything, ["bold", *styles], strict=True):
         words = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            row[i].rjust(widths[i]) if i in _RIGHT else row[i].ljust(widths[i]) for i in columns
         ]
         lines.append(Line("  ".join(words).rstrip(), style))
     return lines
 
 
-def _render_head(snapshot: Snapshot, width: int, speeds: Sequence[float]) -> list[Line]:
-    first = render_status(snapshot)
+def _render_head(
+    snapshot: Snapshot, width: int, height: int, speeds: Sequence[float]
+) -> list[Line]:
+    first = render_status(snapshot, incident=len(snapshot.ranks) + 8 > height)
     rest = [f"generation {snapshot.generation}", snapshot.depth]
     if snapshot.incidents:
         rest.append(_count(snapshot.incidents, "incident"))
@@ -218,7 +235,13 @@ def _render_replicas(snapshot: Snapshot) -> list[Line]:
 
 
 def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:
-    words = [f"{name}={_short(value)}" for name, value in sorted(snapshot.settings.items())]
+    """What the script has declared, what of perdure's own was changed, and what is to come."""
+    own = {spec.name: spec.default for spec in snapshot.keys if spec.owner == "perdure"}
+    words = [
+        f"{name}={_short(value)}"
+        for name, value in sorted(snapshot.settings.items())
+        if name not in own or value != own[name]
+    ]
     if snapshot.epoch:
         words.insert(0, f"change {snapshot.epoch}")
     lines: list[Line] = []
@@ -228,7 +251,11 @@ def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:
             lines.append(Line(row))
             row = ""
         row += ("  " if row else "") + word
-    return [*lines, *([Line(row)] if row else [])][:4]
+    lines = [*lines, *([Line(row)] if row else [])][:4]
+    for change in snapshot.coming[:2]:
+        words = [f"{name}={_short(value)}" for name, value in sorted(change.values.items())]
+        lines.append(Line(f"from step {change.step} on: {'  '.join(words)}", "yellow"))
+    return lines
 
 
 def _render_devices(snapshot: Snapshot) -> list[Line]:
@@ -248,7 +275,9 @@ def _section(title: str, lines: list[Line]) -> list[Line]:
 
 
 def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool | int | float | str):
+        return f"{value:.4g}" if isinstance(value, float) else render_value(value)
+    return str(value)
 
 
 def _count(number: int, noun: str) -> str:

@@ -3,7 +3,7 @@
 import msgspec
 
 from perdure.model.devices import DeviceSample
-from perdure.model.settings import KeySpec
+from perdure.model.settings import Change, KeySpec
 from perdure.model.verdicts import Verdict
 
 ACCOUNTS = (
@@ -139,10 +139,15 @@ class IncidentRow(msgspec.Struct, frozen=True):
     """None: not over yet."""
 
 
+SNAPSHOT_SCHEMA = 1
+"""Raised when a field is taken away or means something else; a new field does not raise it."""
+
+
 class Snapshot(msgspec.Struct, frozen=True):
     """`perdure status --json`: everything a screen needs, made by a fold."""
 
     version: int
+    """Grows with everything that it was made of; two of the same version differ in time only."""
     job: str
     state: str
     """pending, forming, running, paused, recovering, stopping, done, failed, stopped."""
@@ -176,3 +181,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     """The change of configuration in force."""
     paused: bool = False
     cordoned: tuple[int, ...] = ()
+    coming: tuple[Change, ...] = ()
+    """Changes of configuration that are agreed for steps yet to come, the next one first."""
+    schema: int = SNAPSHOT_SCHEMA

@@ -184,6 +184,8 @@ class History:
             case GenerationStepping() as event:
                 generation = self._of(event.generation)
                 generation.stepping = generation.stepping or event
+                if generation is self.newest:
+                    self.reason = ""  # It trains: nothing is left to be explained.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
             case ProgressNoted() as event:
@@ -218,7 +220,8 @@ class History:
         return self.generations.setdefault(number, Generation(number))
 
     def _decide(self, at_s: float, decision: Decision) -> None:
-        self.reason = decision.reason or decision.summary
+        if decision.action != "AnswerCommand":  # Which only who asked has to know.
+            self.reason = decision.reason or decision.summary
         acts = decision.action.startswith(("AssignNode", "ReformWorld"))
         if acts and self.weighed is not None and self.weighed[0] == at_s:
             verdict = self.weighed[1]

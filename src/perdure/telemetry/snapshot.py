@@ -3,7 +3,7 @@
 A screen needs nothing else, and nothing here decides anything.
 """
 
-from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
@@ -20,20 +20,21 @@ from perdure.model.events import (
     RanksStarted,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, RankProgress
+from perdure.model.progress import NodeBeat
 from perdure.model.report import RankRow, Snapshot
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
-from perdure.telemetry.history import Generation, History
+from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_state
 from perdure.telemetry.ledger import find_committed
 from perdure.telemetry.recent import RecentFold
 from perdure.telemetry.replicas import ReplicaFold
+from perdure.telemetry.rows import RankRows
 from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
-SPEED_WINDOW_S = 10.0
 VERDICTS_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
+_OVER = ("exited", "failed")
 CONDENSE_EVERY = 1000
 """Entries between two clearances, should no generation begin."""
 
@@ -71,9 +72,8 @@ class SnapshotFold:
         """What follows from the journal alone; the rest came with heartbeats."""
         self._beats = 0
         self._devices = DeviceView(spec)
-        self._ranks: dict[int, tuple[float, RankProgress]] = {}
+        self._rows = RankRows(spec)
         self._beat_generation = self.certain.generation
-        self._points: dict[int, deque[tuple[float, int]]] = {}
 
     @property
     def _history(self) -> History:
@@ -84,6 +84,7 @@ class SnapshotFold:
         certain = self.certain
         certain.entries += 1
         certain.history.add(entry)
+        self._rows.add(entry)
         certain.verdicts.add(entry)
         if not isinstance(entry.body, Decision):
             certain.replicas.add(entry.body)
@@ -137,19 +138,12 @@ class SnapshotFold:
             return
         self._beats += 1
         self._begin(beat.generation)
-        for progress in beat.ranks:
-            self._ranks[progress.rank] = (beat.sent_s, progress)
-            if not progress.account.first_step_s or progress.account.step < 0:
-                continue  # A rank that resumes leaps to its step; that is no speed.
-            points = self._points.setdefault(progress.rank, deque())
-            points.append((progress.account.last_step_s or beat.sent_s, progress.account.step))
-            while len(points) > 2 and points[-1][0] - points[0][0] > SPEED_WINDOW_S:
-                points.popleft()
+        self._rows.observe(beat)
 
     def _begin(self, generation: int) -> None:
         if generation > self._beat_generation and not self._spec.torchft.replicas:
             self._beat_generation = generation
-            self._ranks, self._points = {}, {}
+            self._rows.begin()
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""
@@ -157,24 +151,28 @@ class SnapshotFold:
         newest = history.newest
         number = newest.number if newest else -1
         verdicts = self.certain.verdicts.verdicts()
-        open_ranks = {
-            v.culprit.rank for v in verdicts if v.generation == number and not is_withdrawn(v)
+        suspected = {
+            v.culprit.rank
+            for v in verdicts
+            if v.culprit.rank is not None and v.generation == number and not is_withdrawn(v)
         }
+        if self.certain.lost:
+            homes = self.certain.homes.items()
+            suspected |= {rank for rank, node in homes if node in self.certain.lost}
         state = find_state(history)
         if self.certain.stopping and history.ended is None:
             state = "stopping"
-        rows = tuple(self._make_row(r, newest, open_ranks) for r in range(self._num_ranks))
+        rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
         steps = [row.step for row in rows if row.step >= 0]
         step = min(steps) if steps and len(steps) == len(rows) else -1
-        committed = find_committed(history)
-        if step < 0 and committed is not None:
-            step = committed
+        if step < 0:
+            committed = find_committed(history)
+            step = -1 if committed is None else committed
         steering = self.certain.steering
         settings, epoch = steering.find_settings(step)
         if state == "running" and steering.paused:
             state = "paused"
         resumable = any(g.resumable for g in history.generations.values())
-        joined = any(p.account.init_s > 0 for _, p in self._ranks.values())
         running = state in ("running", "stopping")
         nodes = NodeStates(self.certain.lost, self.certain.cordoned, self.certain.draining)
         picture = Snapshot(
@@ -186,9 +184,9 @@ class SnapshotFold:
             generation=number,
             restarts=max(0, len(history.generations) - 1),
             step=step,
-            steps_per_s=min((r.steps_per_s for r in rows), default=0.0) if running else 0.0,
+            steps_per_s=_find_speed(rows) if running else 0.0,
             world_size=self._spec.world_size,
-            depth="resumable" if resumable or joined else "supervised",
+            depth="resumable" if resumable or self._rows.joined else "supervised",
             reason=history.reason,
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
@@ -200,56 +198,20 @@ class SnapshotFold:
             settings=settings,
             keys=steering.keys,
             epoch=epoch,
+            coming=steering.find_coming(step),
             paused=bool(steering.paused),
             recent=self.certain.recent.find_rows(history, now),
             cordoned=tuple(sorted(self.certain.cordoned)),
         )
         return self.certain.replicas.complete(self._spec, picture)
 
-    @property
-    def _num_ranks(self) -> int:
-        """Ranks shown: with replica groups, those of spare ones as well."""
-        return self._spec.groups * self._spec.nproc or self._spec.world_size
-
     def _find_checkpoints(self) -> list[CheckpointSaved]:
         return self._history.checkpoints[-CHECKPOINTS_SHOWN:]
 
-    def _make_row(
-        self, rank: int, newest: Generation | None, suspected: set[int | None]
-    ) -> RankRow:
-        history = newest.ranks.get(rank) if newest else None
-        record = history.exit if history else None
-        sent_s, progress = self._ranks.get(rank, (0.0, None))
-        account = progress.account if progress else (history.account if history else None)
-        collective, waiting = _describe_collective(progress, sent_s)
-        if record is not None:
-            state = "failed" if record.failed else "exited"
-        elif rank in suspected:
-            state = "suspected"
-        elif progress is None or progress.phase not in ("step", "checkpoint", "boundary"):
-            stepping = newest is not None and newest.stepping is not None
-            state = "running" if progress and stepping else "starting"
-        else:
-            state = "waiting" if waiting else "running"
-        return RankRow(
-            rank=rank,
-            node=self.certain.homes.get(rank, self._spec.node_of(rank)),
-            pid=progress.pid if progress else self.certain.pids.get(rank, 0),
-            state=state,
-            phase=progress.phase if progress else "",
-            step=account.step if account else -1,
-            steps_per_s=self._find_speed(rank),
-            collective=collective,
-            cpu_s=progress.proc.cpu_s if progress else 0.0,
-            rss_bytes=progress.proc.rss_bytes if progress else 0,
-        )
 
-    def _find_speed(self, rank: int) -> float:
-        points = self._points.get(rank)
-        if not points or len(points) < 2:
-            return 0.0
-        (first_s, first), (last_s, last) = points[0], points[-1]
-        return max(0, last - first) / (last_s - first_s) if last_s > first_s else 0.0
+def _find_speed(rows: Sequence[RankRow]) -> float:
+    """Return the speed of the slowest rank that has not ended."""
+    return min((r.steps_per_s for r in rows if r.state not in _OVER), default=0.0)
 
 
 def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:
@@ -262,16 +224,3 @@ def _describe_checkpoint(saved: CheckpointSaved) -> dict[str, object]:
         "save_s": saved.save_s,
         "reason": saved.reason,
     }
-
-
-def _describe_collective(progress: RankProgress | None, sent_s: float) -> tuple[str, bool]:
-    """Return the newest collective in words, and whether the rank has long waited in it."""
-    if progress is None or not progress.comms:
-        return "", False
-    comm: CommProgress = max(progress.comms, key=lambda c: (c.since_s, c.name))
-    text = f"{comm.op or 'collective'} #{comm.started_seq}"
-    waited_s = sent_s - comm.since_s
-    inside = 0 <= comm.ended_seq < comm.started_seq
-    if inside and comm.since_s > 0 and waited_s > 0.1:
-        return f"{text} (waiting {waited_s:.1f} s)", waited_s > 1.0
-    return text, False

@@ -54,3 +54,7 @@ class SteeringFold:
                 values |= change.values
             values |= {k: v for k, v in change.values.items() if is_kept_elsewhere(k)}
         return values, epoch
+
+    def find_coming(self, step: int) -> tuple[Change, ...]:
+        """Return the changes that are agreed for steps yet to come, the next one first."""
+        return tuple(change for change in self.changes if change.step > max(step, self.since))

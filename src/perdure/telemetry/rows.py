@@ -1,0 +1,214 @@
+"""One row a rank: what its newest heartbeat says, and what the journal says beside that.
+
+At 10,000 ranks a picture is mostly these rows, so one is made again only when something that it
+shows has changed: a heartbeat of its node, its exit, its place, or a suspicion. A picture made of
+kept rows equals one that is made from scratch (`tests/properties/test_snapshot_rows.py`).
+"""
+
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from perdure.model.events import JournalEntry, ProgressNoted, RankExited, RanksStarted
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat, RankProgress
+from perdure.model.report import RankRow
+from perdure.telemetry.history import Generation
+
+SPEED_WINDOW_S = 10.0
+_WAITING_SHOWN_S = 0.1
+_WAITING_S = 1.0
+_IN_LOOP = frozenset({"step", "checkpoint", "boundary", "paused"})
+
+
+@dataclass(slots=True)
+class Track:
+    """One rank's newest heartbeat, and two of its steps to tell its speed by.
+
+    The older of them lies between half a window and a window back, so that a speed costs two
+    numbers a rank and not a list of them.
+    """
+
+    progress: RankProgress
+    sent_s: float
+    old_s: float = 0.0
+    old_step: int = -1
+    """-1: no step is known to count from."""
+    mid_s: float = 0.0
+    mid_step: int = -1
+    last_s: float = 0.0
+    paused_s: float = 0.0
+    """When it was last seen to stand still by order: time that is no part of its speed."""
+
+    def take(self, progress: RankProgress, sent_s: float) -> None:
+        """Take the next heartbeat."""
+        account = progress.account
+        begun = progress.pid != self.progress.pid or account.step < self.progress.account.step
+        self.progress, self.sent_s = progress, sent_s
+        if progress.phase == "paused":
+            self.paused_s = sent_s
+        if begun or progress.phase == "paused":
+            self.old_step = self.mid_step = -1
+        if not account.first_step_s or account.step < 0 or progress.phase == "paused":
+            return  # A rank that resumes leaps to its step; that is no speed.
+        at_s = max(account.last_step_s or sent_s, self.paused_s)
+        if self.old_step < 0:
+            self.old_s = self.mid_s = at_s
+            self.old_step = self.mid_step = account.step
+        self.last_s = at_s
+        if at_s - self.mid_s >= SPEED_WINDOW_S / 2:
+            self.old_s, self.old_step = self.mid_s, self.mid_step
+            self.mid_s, self.mid_step = at_s, account.step
+
+    def find_speed(self) -> float:
+        """Return steps a second; it falls, and ends at 0, while no step comes."""
+        if self.old_step < 0 or self.last_s <= self.old_s:
+            return 0.0
+        steps = self.progress.account.step - self.old_step
+        if steps <= 0:
+            return 0.0
+        length_s = self.last_s - self.old_s
+        idle_s = self.sent_s - self.last_s
+        if idle_s * steps <= 2 * length_s:
+            return steps / length_s
+        if idle_s > SPEED_WINDOW_S and idle_s * steps > 3 * length_s:
+            return 0.0
+        return steps / (length_s + idle_s)
+
+
+class RankRows:
+    """The rows of one job's ranks, and which of them have to be made again."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Begin without any."""
+        self._spec = spec
+        self._tracks: dict[int, Track] = {}
+        self._rows: list[RankRow] = []
+        self._changed: set[int] = set()
+        self._suspected: AbstractSet[int] = frozenset()
+        self._key: tuple[object, ...] = ()
+
+    @property
+    def joined(self) -> bool:
+        """Whether any rank's script has called `perdure.init`."""
+        return any(track.progress.account.init_s > 0 for track in self._tracks.values())
+
+    def begin(self) -> None:
+        """Forget what older generations have said."""
+        self._tracks = {}
+        self._key = ()
+
+    def observe(self, beat: NodeBeat) -> None:
+        """Take a heartbeat."""
+        tracks, sent_s = self._tracks, beat.sent_s
+        for progress in beat.ranks:
+            track = tracks.get(progress.rank)
+            if track is None:
+                track = tracks[progress.rank] = Track(progress, sent_s)
+            track.take(progress, sent_s)
+            self._changed.add(progress.rank)
+
+    def add(self, entry: JournalEntry) -> None:
+        """Note which rows the next entry of the journal changes, beside a new generation's."""
+        match entry.body:
+            case RankExited() as event:
+                self._changed.add(event.record.rank)
+            case RanksStarted() as event:
+                self._changed.update(event.pids)
+            case ProgressNoted() as event:
+                self._changed.update(event.accounts)
+            case _:
+                pass
+
+    def make(
+        self,
+        newest: Generation | None,
+        suspected: AbstractSet[int],
+        homes: dict[int, int],
+        pids: dict[int, int],
+    ) -> tuple[RankRow, ...]:
+        """Return all rows; `homes` and `pids` are by rank, as last started."""
+        count = self._spec.groups * self._spec.nproc or self._spec.world_size
+        stepping = newest is not None and newest.stepping is not None
+        key = (count, newest and newest.number, stepping)
+        if key != self._key or len(self._rows) != count:
+            self._key = key
+            ranks: AbstractSet[int] = frozenset(range(count))
+            self._rows = [_EMPTY] * count
+        else:
+            ranks = self._changed | (suspected ^ self._suspected)
+        for rank in ranks:
+            if not 0 <= rank < count:
+                continue
+            node = homes.get(rank)
+            self._rows[rank] = self._make_row(
+                rank,
+                self._spec.node_of(rank) if node is None else node,
+                pids.get(rank, 0),
+                newest,
+                stepping,
+                rank in suspected,
+            )
+        self._changed, self._suspected = set(), suspected
+        return tuple(self._rows)
+
+    def _make_row(
+        self,
+        rank: int,
+        node: int,
+        pid: int,
+        newest: Generation | None,
+        stepping: bool,
+        suspected: bool,
+    ) -> RankRow:
+        history = newest.ranks.get(rank) if newest is not None else None
+        record = history.exit if history is not None else None
+        track = self._tracks.get(rank)
+        if track is None:
+            state = "suspected" if suspected else "starting"
+            if record is not None:
+                state = "failed" if record.failed else "exited"
+            step = history.account.step if history is not None else -1
+            return RankRow(rank, node, pid, state, "", step, 0.0, "", 0.0, 0)
+        progress = track.progress
+        phase, proc = progress.phase, progress.proc
+        collective, waiting = _describe_collective(progress, track.sent_s)
+        speed = 0.0
+        if record is not None:
+            state = "failed" if record.failed else "exited"
+        else:
+            speed = track.find_speed()
+            if suspected:
+                state = "suspected"
+            elif phase not in _IN_LOOP:
+                state = "running" if stepping else "starting"
+            else:
+                state = "waiting" if waiting and phase != "paused" else "running"
+        return RankRow(
+            rank,
+            node,
+            progress.pid,
+            state,
+            phase,
+            progress.account.step,
+            speed,
+            collective,
+            proc.cpu_s,
+            proc.rss_bytes,
+        )
+
+
+_EMPTY = RankRow(-1, -1, 0, "starting", "", -1, 0.0, "", 0.0, 0)
+
+
+def _describe_collective(progress: RankProgress, sent_s: float) -> tuple[str, bool]:
+    """Return the newest collective in words, and whether the rank has long waited in it."""
+    comms = progress.comms
+    if not comms:
+        return "", False
+    comm = comms[0] if len(comms) == 1 else max(comms, key=lambda c: (c.since_s, c.name))
+    text = f"{comm.op or 'collective'} #{comm.started_seq}"
+    if 0 <= comm.ended_seq < comm.started_seq and comm.since_s > 0:
+        waited_s = sent_s - comm.since_s
+        if waited_s > _WAITING_SHOWN_S:
+            return f"{text} (waiting {waited_s:.1f} s)", waited_s > _WAITING_S
+    return text, False
