@@ -260,22 +260,44 @@ class World:
                     self.order()
 
 
-def main() -> None:
-    """Answer scenarios until there are no more."""
-    store: Any = vars(dist)["TCPStore"]
-    for number, line in enumerate(sys.stdin):
-        scenario = json.loads(line)
+def serve_store() -> tuple[int, int]:
+    """Serve a store from a process of its own; return its pid and port.
+
+    A server's thread here might hold a lock in the moment in which a rank is forked.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store: Any = vars(dist)["TCPStore"]
         served = store(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
         )
+        os.write(writer, str(served.port).encode())
+        while os.getppid() != 1:
+            time.sleep(1.0)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as file:
+        select.select([file], [], [], 60)
+        return pid, int(os.read(reader, 16))
+
+
+def main() -> None:
+    """Answer scenarios until there are no more."""
+    for number, line in enumerate(sys.stdin):
+        scenario = json.loads(line)
+        pid, port = serve_store()
         os.environ |= {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(served.port),
+            "MASTER_PORT": str(port),
             "WORLD_SIZE": str(scenario["ranks"]),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
         }
-        print(json.dumps({"number": number} | World(scenario).run()), flush=True)
-        del served
+        try:
+            print(json.dumps({"number": number} | World(scenario).run()), flush=True)
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,14 @@ _BUILD_S = 10.0
 """Bound for the connections of a group whose members were all there a moment ago."""
 _COLLECTIVE_S = 24 * 3600.0
 """Who is dead or hangs is the controller's to say, and not a clock's."""
+_SLICE_S = 0.5
+"""How often a collective that is waited for is asked whether its group was abandoned."""
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
+
+
+_left_behind: list[Any] = []
+"""Groups with a collective that never ends: their destructor would wait for it."""
 
 
 class Broken(Exception):
@@ -44,7 +50,10 @@ class Group:
         self.members = members
         self.index = members.index(me)
         self.store = store
-        self._works: list[Any] = []
+        self._works: list[tuple[Any, bool]] = []
+        """What was begun; and whether it is a send or receive, or a collective."""
+        self._waiting: list[tuple[Any, bool]] = []
+        self._abandoned = False
         self._group: Any = None
         if len(members) > 1:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -68,7 +77,7 @@ class Group:
         options = AllreduceOptions()
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
-            self._works.append(self._group.allreduce([tensor], options))
+            self._works.append((self._group.allreduce([tensor], options), False))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Begin to copy member `source`'s `tensor` into everyone's."""
@@ -78,17 +87,19 @@ class Group:
         options.rootRank = self.members.index(source)
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
-            self._works.append(self._group.broadcast([tensor], options))
+            self._works.append((self._group.broadcast([tensor], options), False))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Begin to send `tensor` to a member."""
         with _translated():
-            self._works.append(self._group.send([tensor], self.members.index(to), tag))
+            work = self._group.send([tensor], self.members.index(to), tag)
+            self._works.append((work, True))
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> None:
         """Begin to receive a member's tensor."""
         with _translated():
-            self._works.append(self._group.recv([tensor], self.members.index(source), tag))
+            work = self._group.recv([tensor], self.members.index(source), tag)
+            self._works.append((work, True))
 
     def wait(self) -> None:
         """Wait for all that was begun.
@@ -97,19 +108,46 @@ class Group:
             Broken: one of it failed. None of it is under way any more then, so that the
                 tensors may be used again.
         """
-        works, self._works = self._works, []
-        failed: RuntimeError | None = None
-        for work in works:
+        self._waiting, self._works = self._works, []
+        failed: Exception | None = None
+        for work, direct in self._waiting:
             try:
-                work.wait(timedelta(seconds=_COLLECTIVE_S))
-            except RuntimeError as error:
+                self._end(work, direct)
+            except (RuntimeError, Broken) as error:
                 if failed is None:
                     # Our peers wait for us as we have waited for the lost one.
                     with contextlib.suppress(OSError):
                         shut_down_gloo()
                 failed = failed or error
+        self._waiting = []
         if failed is not None:
             raise Broken(str(failed).splitlines()[0])
+
+    def _end(self, work: Any, direct: bool) -> None:
+        while True:
+            try:
+                if work.wait(timedelta(seconds=_COLLECTIVE_S if direct else _SLICE_S)):
+                    return
+                raise Broken("a transfer was aborted")
+            except RuntimeError:
+                if direct or work.is_completed():
+                    raise
+            if self._abandoned:
+                _left_behind.append(self._group)
+                raise Broken("a collective was abandoned")
+
+    def abandon(self) -> None:
+        """End what still waits although its connections are shut down; by any thread.
+
+        gloo tells a pair's failure to what waits in its queues, and not to the transfer that it
+        was just writing, which then waits for ever. Nothing moves on closed connections, so its
+        tensors are as safe as after an error.
+        """
+        self._abandoned = True
+        for work, direct in self._waiting:
+            if direct:
+                with contextlib.suppress(RuntimeError):
+                    work.abort()
 
     def give_up(self) -> None:
         """Wait until nothing is under way, and disconnect: whoever waits for us learns of it."""

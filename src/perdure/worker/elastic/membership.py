@@ -9,6 +9,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ _PrefixStore: Any = vars(dist)["PrefixStore"]
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""
 _LOOK_S = 0.05
+_BREAK_S_MAX = 0.5
 
 
 class Membership:
@@ -41,6 +43,8 @@ class Membership:
         """Of the world that this rank has formed, or is forming."""
         self.joins = "PERDURE_MEMBER" in env
         """Whether it comes into a world that exists already."""
+        self.abandon: Callable[[], object] = lambda: None
+        """Ends what the shut connections did not end."""
         self._changed = threading.Condition()
         self._order: ReformWorld | None = None
         self._coming = False
@@ -88,6 +92,27 @@ class Membership:
         with self._changed:
             self._order, self._coming = order, False
             self._changed.notify_all()
+        if order.urgent:
+            threading.Thread(
+                target=self._keep_breaking, args=(order.epoch,), name="perdure-break", daemon=True
+            ).start()
+
+    def _keep_breaking(self, epoch: int) -> None:
+        """Break the old world again until the training thread has left it.
+
+        A group that was half connected when the order came keeps the connections that it made
+        after the blow, and its first collective would wait on them for ever.
+        """
+        pause_s, deadline = _LOOK_S, time.monotonic() + _ORDER_S
+        while time.monotonic() < deadline:
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _BREAK_S_MAX)
+            with self._changed:  # While it is held, nobody begins to form the new world.
+                if self.epoch >= epoch:
+                    return
+                with contextlib.suppress(OSError):
+                    shut_down_gloo()
+                self.abandon()
 
     def overtaken(self) -> bool:
         """Return whether there is a newer world than the one that this rank is in."""
@@ -124,10 +149,10 @@ class Membership:
                     raise PlatformError(f"no new world within {_ORDER_S:g} s: {broken}")
                 self._changed.wait(_LOOK_S)
             order = self._order
-        assert order is not None
-        if self.me not in order.ranks:
-            raise PlatformError(f"epoch {order.epoch} goes on without rank {self.me}")
-        self.epoch = order.epoch
+            assert order is not None
+            if self.me not in order.ranks:
+                raise PlatformError(f"epoch {order.epoch} goes on without rank {self.me}")
+            self.epoch = order.epoch
         return order
 
     def store(self) -> Any:

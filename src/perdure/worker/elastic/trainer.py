@@ -69,6 +69,7 @@ class Trainer:
         self._buckets = Buckets(replica.parameters, bucket_bytes)
         self._tree = GradientTree(count) if exact else None
         self._group: Group | None = None
+        membership.abandon = self._abandon
         self._device: Any = None
         self._fresh = True
         self._holds = False
@@ -237,9 +238,15 @@ class Trainer:
     # --- the world ----------------------------------------------------------------------------
 
     def _leave(self) -> None:
-        group, self._group = self._group, None
+        group = self._group
         if group is not None:
             group.give_up()
+        self._group = None
+
+    def _abandon(self) -> None:
+        group = self._group
+        if group is not None:
+            group.abandon()
 
     def _reform(self, why: str) -> str:
         """Form the newest world; return why that failed, or an empty string."""
