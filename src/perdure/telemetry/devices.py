@@ -7,7 +7,7 @@ a CPU slot, the machine's). Nothing is shown of ranks that are gone, nor of a de
 no longer has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from perdure.model.devices import DeviceSample, name_throttle
@@ -18,6 +18,7 @@ from perdure.model.report import DeviceRow, RankRow
 
 STALE_S = 60.0
 """A look older than this says nothing about who uses the device now."""
+_OVER = ("exited", "failed")
 
 
 @dataclass(slots=True)
@@ -72,58 +73,121 @@ class NodeStates:
 
 
 class DeviceView:
-    """The newest looks at devices, which came with heartbeats."""
+    """The newest looks at devices, which came with heartbeats, and the rows made with them.
+
+    Of a large job nearly all devices do what they did: a node's rows are made again only when its
+    ranks have moved or ended, a look at its devices is new or has grown old, or the journal says
+    something else of any device.
+    """
 
     def __init__(self, spec: JobSpec) -> None:
         """Begin without any."""
         self._spec = spec
-        self._looks: dict[tuple[int, str], DeviceSample] = {}
+        self._looks: dict[int, dict[str, DeviceSample]] = {}
+        self._expire_s: dict[int, float] = {}
+        """Node -> when the next of its looks grows old."""
+        self._rows: dict[int, tuple[DeviceRow, ...]] = {}
+        self._ranks: tuple[RankRow, ...] = ()
+        self._here: dict[int, dict[int, bool]] = {}
+        """Node -> its ranks, and whether each is over."""
+        self._known: tuple[object, ...] = ()
+        self._made_s = 0.0
+        self._changed: set[int] = set()
 
     def observe(self, beat: NodeBeat) -> None:
         """Take a heartbeat's looks."""
-        for sample in beat.devices:
-            self._looks[beat.node, sample.device] = sample
+        if beat.devices:
+            looks = self._looks.setdefault(beat.node, {})
+            looks |= {sample.device: sample for sample in beat.devices}
+            self._changed.add(beat.node)
 
     def make_rows(
-        self, now: float, fold: DeviceFold, ranks: Sequence[RankRow], states: NodeStates
+        self, now: float, fold: DeviceFold, ranks: tuple[RankRow, ...], states: NodeStates
     ) -> tuple[DeviceRow, ...]:
         """Return one row a device, those included that run nothing now."""
-        spec = self._spec
-        rows: dict[tuple[int, str], tuple[list[int], list[int]]] = {}
-        for node, devices in fold.slots.items():
-            for slot, device in enumerate(devices):
-                rows.setdefault((node, device), ([], []))[0].append(slot)
-        here: dict[int, list[RankRow]] = {}
-        for rank in ranks:
-            here.setdefault(rank.node, []).append(rank)
-            slot = rank.rank % spec.nproc
-            if rank.node not in fold.slots:
-                slots = rows.setdefault((rank.node, name_slot(rank.node, slot)), ([], []))[0]
-                slots.append(slot)
-        found = []
-        for node, device in sorted(rows, key=lambda key: (key[0], rows[key][0])):
-            slots = rows[node, device][0]
-            mine = here.get(node, []) if node not in states.lost else []
-            found.append(self._make(now, fold, node, device, slots, mine, states))
+        self._place(ranks)
+        known = (
+            dict(fold.slots),
+            dict(fold.hosts),
+            dict(fold.faults),
+            (set(states.lost), set(states.cordoned), set(states.draining)),
+        )
+        if known != self._known or now < self._made_s:
+            self._rows = {}
+        self._known, self._made_s = known, now
+        for node, expire_s in self._expire_s.items():
+            if now > expire_s:
+                self._changed.add(node)
+        found: list[DeviceRow] = []
+        for node in sorted(fold.slots.keys() | self._here.keys()):
+            rows = self._rows.get(node)
+            if rows is None or node in self._changed:
+                rows = self._rows[node] = self._make_node(now, fold, node, states)
+            found += rows
+        self._changed.clear()
         return tuple(found)
+
+    def _place(self, ranks: tuple[RankRow, ...]) -> None:
+        """Know which rank is where; note the nodes of those that have moved or ended."""
+        if len(ranks) != len(self._ranks):
+            self._rows, self._here, self._ranks = {}, {}, ()
+        for index, row in enumerate(ranks):
+            old = self._ranks[index] if self._ranks else None
+            if old is row:
+                continue
+            over = row.state in _OVER
+            if old is not None:
+                if old.node == row.node and (old.state in _OVER) == over:
+                    continue
+                here = self._here[old.node]
+                here.pop(old.rank, None)
+                if not here:
+                    del self._here[old.node]
+                self._changed.add(old.node)
+            self._here.setdefault(row.node, {})[row.rank] = over
+            self._changed.add(row.node)
+        self._ranks = ranks
+
+    def _make_node(
+        self, now: float, fold: DeviceFold, node: int, states: NodeStates
+    ) -> tuple[DeviceRow, ...]:
+        nproc = self._spec.nproc
+        here = self._here.get(node, {})
+        devices: dict[str, list[int]] = {}
+        for slot, device in enumerate(fold.slots.get(node, ())):
+            devices.setdefault(device, []).append(slot)
+        if node not in fold.slots:
+            for slot in sorted({rank % nproc for rank in here}):
+                devices[name_slot(node, slot)] = [slot]
+        looks = self._looks.get(node, {})
+        fresh = {d: look for d, look in looks.items() if now - look.at_s <= STALE_S}
+        self._expire_s[node] = min(
+            (look.at_s + STALE_S for look in fresh.values()), default=float("inf")
+        )
+        if node in states.lost:
+            here = {}
+        told = any(look.ranks for look in fresh.values())  # Else NVML sees no process of ours.
+        rows = []
+        for device, slots in sorted(devices.items(), key=lambda item: item[1]):
+            look = fresh.get(device)
+            if look is not None and told:
+                placed = {rank: over for rank, over in here.items() if rank in look.ranks}
+            else:
+                placed = {rank: over for rank, over in here.items() if rank % nproc in slots}
+            rows.append(self._make(fold, node, device, slots, placed, look, states))
+        return tuple(rows)
 
     def _make(
         self,
-        now: float,
         fold: DeviceFold,
         node: int,
         device: str,
         slots: list[int],
-        here: list[RankRow],
+        placed: dict[int, bool],
+        look: DeviceSample | None,
         states: NodeStates,
     ) -> DeviceRow:
-        spec, look = self._spec, self._looks.get((node, device))
-        if look is not None and now - look.at_s > STALE_S:
-            look = None
-        placed = {row.rank for row in here if row.rank % spec.nproc in slots}
-        if look is not None and self._tells_ranks(now, node):
-            placed = {row.rank for row in here if row.rank in look.ranks}
-        mine = [row for row in here if row.rank in placed]
+        nproc = self._spec.nproc
         fault = fold.faults.get(device) or fold.faults.get(f"node {node}")
         health, why = "", ""
         if fault is not None:
@@ -131,13 +195,13 @@ class DeviceView:
         elif look is not None:
             why = find_warning(look)
             health = "warn" if why else "ok"
-        grouped = spec.torchft.replicas > 0
+        grouped = self._spec.torchft.replicas > 0
         return DeviceRow(
             device=device,
             node=node,
             ranks=tuple(sorted(placed)),
-            replicas=tuple(sorted({r // spec.nproc for r in placed})) if grouped else (),
-            state=find_device_state(node, mine, states),
+            replicas=tuple(sorted({r // nproc for r in placed})) if grouped else (),
+            state=find_device_state(node, placed, states),
             slots=tuple(name_slot(node, slot) for slot in slots),
             kind=look.kind if look is not None else "cpu" if device.startswith("cpu-") else "",
             name=look.name if look is not None else "",
@@ -147,29 +211,21 @@ class DeviceView:
             sample=look,
         )
 
-    def _tells_ranks(self, now: float, node: int) -> bool:
-        """Whether any of the node's looks knows a rank: else NVML sees no process of ours."""
-        return any(
-            look.ranks and now - look.at_s <= STALE_S
-            for (where, _), look in self._looks.items()
-            if where == node
-        )
-
 
 def name_slot(node: int, slot: int) -> str:
     """Return the name that a slot has where nothing is known of its device."""
     return f"node{node}/slot{slot}"
 
 
-def find_device_state(node: int, ranks: Sequence[RankRow], states: NodeStates) -> str:
-    """Return what a device does, in words."""
+def find_device_state(node: int, ranks: Mapping[int, bool], states: NodeStates) -> str:
+    """Return what a device does, in words; `ranks` says of each that uses it whether it is over."""
     if node in states.lost:
         return "lost"
     if not ranks:
         return "cordoned" if node in states.cordoned else "spare"
     if node in states.draining:
         return "draining"
-    over = all(row.state in ("exited", "failed") for row in ranks)
+    over = all(ranks.values())
     return ("idle" if over else "in use") + (", cordoned" if node in states.cordoned else "")
 
 
