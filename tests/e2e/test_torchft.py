@@ -62,6 +62,16 @@ class Training:
         assert hashes
         assert {step: found for step, found in hashes.items() if len(found) > 1} == {}
 
+    def check_settings(self) -> set[float]:
+        """Return the learning rates; at each step it was the same in all groups."""
+        rates: dict[int, set[float]] = {}
+        for group in range(4):
+            for row in self.rows(group):
+                if "failed" not in row:
+                    rates.setdefault(row["step"], set()).add(row["lr"])
+        assert {step: found for step, found in rates.items() if len(found) > 1} == {}
+        return set().union(*rates.values())
+
     def lighthouse_log(self) -> str:
         return (self.job.folder / "logs" / "lighthouse.log").read_text()
 
@@ -120,11 +130,15 @@ def drain_and_restore(training: Training) -> None:
 
 
 def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path: Path) -> None:
-    training = Training(start, tmp_path, "--spares", "1", "--env", "STEP_PAUSE_S=0.05")
+    env = ("--env", "STEP_PAUSE_S=0.05", "--env", "LIVE_LR=1")
+    training = Training(start, tmp_path, "--spares", "1", *env)
     training.wait_trusted()
     asks = "of group 3, generation 3 asks"
     training.job.wait_until(lambda: asks in training.lighthouse_log(), "the spare")
     assert not training.rows(3)
+
+    changed = json.loads(training.job.cli("set", "ft", "lr=0.002", "--json").stdout)
+    assert changed["ranks"] == [0, 1, 2]
 
     hung = time.time()
     (training.log / "hang-1").touch()
@@ -144,10 +158,13 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     time.sleep(1.0)
     assert {training.rows(g)[-1]["step"] for g in (0, 2, 3)} == steps
     training.job.cli("resume", "ft")
+    training.job.cli("set", "ft", "lr=0.003")
     again = time.time()
     os.kill(training.pid(0), signal.SIGKILL)
     training.wait_members(2, again, 2, 3)
+    training.wait_members(3, again, 0, 2, 3)  # Healed, settings too.
     training.check()
+    assert training.check_settings() == {0.001, 0.002, 0.003}
     training.job.process.send_signal(signal.SIGTERM)
     training.job.wait()
 

@@ -23,6 +23,8 @@ class BoundaryAnswered(Event, frozen=True, kw_only=True):
     """It cannot be done at any step, so that a later one is not tried."""
     planned: bool = False
     """The decision to do it has arrived: this rank will, with or without its controller."""
+    quorum_id: int = -1
+    """The quorum that the rank was in when it answered (torchft)."""
 
 
 class BoundaryReached(Event, frozen=True, kw_only=True):

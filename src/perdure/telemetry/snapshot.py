@@ -168,6 +168,8 @@ class SnapshotFold:
         if step < 0:
             committed = find_committed(history)
             step = -1 if committed is None else committed
+        if self._spec.torchft.replicas:
+            step = max([self.certain.replicas.step, *steps])
         steering = self.certain.steering
         settings, epoch = steering.find_settings(step)
         if state == "running" and steering.paused:

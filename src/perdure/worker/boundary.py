@@ -119,6 +119,23 @@ class BoundaryGate:
             self._open[agreed.id] = _Open(agreed, "commit")
             self._set_next()
 
+    def knows(self, id_: str) -> bool:
+        """Whether this rank was asked about an agreement, or has it planned or promised."""
+        with self._changed:
+            return id_ in self._answers or id_ in self._open
+
+    def promises(self) -> tuple[tuple[Agreed, bool], ...]:
+        """Return what waits for its step, and whether it is decided to be done."""
+        with self._changed:
+            open_ = self._open.values()
+            return tuple((e.agreed, e.decision == "commit") for e in open_ if e.decision != "abort")
+
+    def promise(self, agreed: Agreed) -> None:
+        """Be bound by what a peer has promised; the decision is to come."""
+        with self._changed:
+            self._open[agreed.id] = _Open(agreed)
+            self._set_next()
+
     def advance(self, committed: int) -> bool:
         """Note that `committed` steps are; True where something is agreed for this step."""
         with self._changed:

@@ -30,6 +30,7 @@ from typing import Any
 from perdure.model.actions import FenceAbort
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.ring import PHASE_INDEX
+from perdure.worker.replica_config import settings
 from perdure.worker.replica_fence import Fences
 from perdure.worker.ring import RingWriter
 
@@ -55,6 +56,7 @@ class Replica:
         self._told: tuple[int, int] = (-1, -1)
         self._step_ns = 0
         self._watching = False
+        self._commits = 0
 
     def join(
         self,
@@ -98,8 +100,18 @@ class Replica:
         self._since.pop(threading.get_ident(), None)
         self._waits.append(self._now() - since_s)
 
+    def find_quorum_id(self) -> int:
+        """Return the id of the quorum that this rank is in; -1 before the first."""
+        manager = self._manager()
+        return -1 if manager is None else int(manager._quorum_id)
+
+    def begin_step(self, manager: Any) -> None:
+        """Come to a step, before its quorum is asked for. May wait for a decision about it."""
+        settings.begin_step(manager, committed=self._commits > 0)
+
     def commit(self, step: int) -> None:
         """Show a committed step."""
+        self._commits += 1
         if self._ring is not None:
             begin, now = self._step_ns, time.monotonic_ns()
             spent = (now - begin, 0, 0, 0)
@@ -151,6 +163,7 @@ def install(torchft: ModuleType) -> None:
             _wrap(found, "_create_pg", _noting_connections)
     _wrap(manager.Manager, "__init__", _adopting)
     _wrap(manager.Manager, "report_error", _spreading)
+    _wrap(manager.Manager, "start_quorum", _steering)
     _wrap(manager.Manager, "should_commit", _showing)
     if hasattr(manager, "_ManagedWork"):
         _wrap(manager._ManagedWork, "wait", _timing)
@@ -190,6 +203,14 @@ def _spreading(original: Callable[..., None]) -> Callable[..., None]:
         replica.break_up(int(getattr(self, "_quorum_id", -1)))
 
     return report_error
+
+
+def _steering(original: Callable[..., None]) -> Callable[..., None]:
+    def start_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
+        replica.begin_step(self)
+        original(self, *args, **kwargs)
+
+    return start_quorum
 
 
 def _showing(original: Callable[..., bool]) -> Callable[..., bool]:

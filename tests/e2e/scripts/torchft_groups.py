@@ -4,7 +4,8 @@ usage: torchft_groups.py STEPS LOG_DIR
 Each line of LOG_DIR/group-G.jsonl is a step: time, step, quorum, members, and at every tenth step
 the hash of parameters and moments, which has to be the same in all groups. A file LOG_DIR/hang-G
 makes the training thread of group G hang, once, in the middle of a step. MEND_HOOK mends the
-fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself.
+fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself. LIVE_LR makes the
+learning rate a live setting, the one thing of perdure.
 """
 
 import hashlib
@@ -53,6 +54,15 @@ def main() -> None:
     def save() -> dict:  # type: ignore[type-arg]
         return {"model": model.state_dict(), "optim": inner.state_dict()}
 
+    def set_lr(lr: float) -> None:
+        for group in inner.param_groups:
+            group["lr"] = lr
+
+    if os.environ.get("LIVE_LR"):
+        from perdure.torchft import config
+
+        config.declare("lr", float, default=1e-3, min=0, max=1, on_change=set_lr)
+
     timeout = timedelta(seconds=float(os.environ.get("PG_TIMEOUT_S", "60")))
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timeout),
@@ -80,7 +90,7 @@ def main() -> None:
         optimizer.step()
         step = manager.current_step()
         row = {"t": time.time(), "step": step, "n": manager.num_participants(), "pid": os.getpid()}
-        row["q"] = manager._quorum_id
+        row["q"], row["lr"] = manager._quorum_id, inner.param_groups[0]["lr"]
         if step == before:
             row["failed"] = str(manager.errored())[:200]
         elif step % 10 == 0:

@@ -37,6 +37,10 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return start_group_pause(state, now, event)
         case "resume":
             return end_group_pause(state, now, event)
+        case "set":
+            args = dict(event.args)
+            state.commands[event.id] = OpenCommand(event.id, "set", args, event.who, now)
+            return []  # Begun by `advance_agreement`, now or once it can be.
         case "inject":
             return _inject(state, now, event)
         case "drain" | "cordon" | "evict" | "restore":

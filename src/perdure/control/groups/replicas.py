@@ -10,6 +10,13 @@ is lost, the spare is released in its place, and the lost one becomes the spare 
 """
 
 from perdure.control.answers import answer_open
+from perdure.control.groups.agreement import (
+    advance_agreement,
+    agreement_again,
+    answer_group_boundary,
+    declare_group_keys,
+    reach_group_change,
+)
 from perdure.control.groups.commands import receive_group_command
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.lifecycle import (
@@ -26,9 +33,12 @@ from perdure.control.groups.state import GroupState
 from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.recovery.placement import cordon_again, note_cordon
 from perdure.control.state import ControllerState
+from perdure.control.steering.changes import changes_again, note_change
 from perdure.model.actions import AnyAction, AssignNodes, NoteDraining
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CommandReceived,
     ControllerStarted,
     FaultInjected,
@@ -37,6 +47,7 @@ from perdure.model.events import (
     JobPaused,
     JobResumed,
     KeeperLost,
+    KeysDeclared,
     NodeCordoned,
     NodeLost,
     NodeRegistered,
@@ -45,6 +56,7 @@ from perdure.model.events import (
     RankExited,
     RanksStarted,
     ReplicaSeen,
+    SettingsChanged,
     StoreReady,
     TimerFired,
 )
@@ -52,7 +64,7 @@ from perdure.model.events import (
 
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     """Return what to do about `event` in a job of replica groups."""
-    actions = _react(state, now, event)
+    actions = _react(state, now, event) + advance_agreement(state, now)
     if state.quorum.moves:
         actions += advance_group_moves(state, now)
     return actions + advance_pause(state) if state.quorum.paused else actions
@@ -99,6 +111,17 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
             return answer_open(state, event.id, not event.error, event.error or "done", result)
         case TimerFired():
             return _fire(state, now)
+        case BoundaryAnswered():
+            return answer_group_boundary(state, now, event)
+        case BoundaryReached():
+            reach_group_change(state, event)
+            return []
+        case KeysDeclared():
+            declare_group_keys(state, event)
+            return []
+        case SettingsChanged():
+            note_change(state, event)
+            return []
         case NodeCordoned() | NodeRestored():
             return note_cordon(state, event)
         case JobPaused() | JobResumed():
@@ -116,6 +139,8 @@ def find_group_deadline(state: ControllerState) -> float | None:
     """Return the job time at which `TimerFired` is wanted."""
     times = [group.deadline_s for group in state.groups.values()]
     times += [state.phase_deadline_s, group_moves_deadline(state)]
+    if state.boundary is not None and state.boundary.move == "prepare":
+        times.append(state.boundary.deadline_s)
     return min((time for time in times if time is not None), default=None)
 
 
@@ -262,7 +287,8 @@ def _issue_again(state: ControllerState, now: float, reason: str) -> list[AnyAct
         if move.stage != "ending":
             noted = [NoteDraining(node=n, who=move.who, reason=move.why) for n in move.groups]
             actions += noted
-    actions += [*cordon_again(state), *pauses_again(state, now)]
+    actions += [*cordon_again(state), *pauses_again(state, now), *changes_again(state)]
+    actions += agreement_again(state, reason)
     return [*actions, hold_groups(state, reason)] if state.groups else actions
 
 

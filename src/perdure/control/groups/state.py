@@ -9,7 +9,7 @@ any --an operator's drain or evict, or lost while cordoned--> parked --restore--
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.model.actions import Assignment
+from perdure.model.actions import Assignment, SendBoundary
 from perdure.model.events import ExitRecord, StoreReady
 from perdure.policy import Failure
 
@@ -91,3 +91,11 @@ class QuorumState:
     """Pauses whose record is in the journal."""
     moves: dict[str, GroupMove] = field(default_factory=dict)
     """Groups that are being left, by command."""
+    asked: dict[int, int] = field(default_factory=dict)
+    """Group -> generation, of those whom the newest agreement is with."""
+    asked_quorum: int = -1
+    """The quorum that was known then."""
+    needed: int = -1
+    """A quorum that was formed, and that has to be known before anybody is asked again."""
+    aborted: list[SendBoundary] = field(default_factory=list)
+    """The newest abort, to each group."""

@@ -31,7 +31,7 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
     """Begin a change, if it can begin now; refuse what cannot be."""
     steering = state.steering
     try:
-        undoes, values = _find_values(state, command)
+        undoes, values = find_values(state, command)
     except ConfigError as error:
         if state.stepping and not _is_waiting_for_keys(state):
             return answer(state, command.id, False, error.message, {})
@@ -41,7 +41,7 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
         if not own:
             why = _NO_PART
             return answer(state, command.id, False, why, {})
-        return _set_alone(state, now, command, undoes, values)
+        return set_alone(state, now, command, undoes, values)
     if state.phase != "running" or not (state.stepping and state.resumable):
         return []
     note_high(state, state.step)
@@ -79,7 +79,7 @@ def _is_waiting_for_keys(state: ControllerState) -> bool:
     return bool(state.joined) and state.steering.generation < state.generation
 
 
-def _find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
+def find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
     """Return which epoch is undone (0: none) and what is to be set.
 
     Raises:
@@ -112,7 +112,7 @@ def _find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dic
     return 0, values
 
 
-def _set_alone(
+def set_alone(
     state: ControllerState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> list[AnyAction]:
     """Change what only perdure's own parts look at, at once: there is no step to agree on."""

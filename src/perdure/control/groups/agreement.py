@@ -1,0 +1,293 @@
+"""`perdure set` in a torchft job: one change, the same in all replica groups from one step on.
+
+As in `steering.boundary`, each rank that trains promises while its step is below S, and one that
+comes to S waits for the decision. Groups come and go meanwhile, each with a generation of its own:
+
+- Asked are the members of the quorum in force. One that dies, or is left out, is asked no more:
+  it heals from one that was asked, with the values and the promises of that moment.
+- A member that joins by healing is bound by the promises in the state that it heals from. A
+  promise names the quorum it was made in, so that one made after the state was handed out is told
+  apart: the try is given up, and begun anew once that quorum is known here.
+- The decision goes to every group that runs, spares too; one that starts later finds it in its
+  assignment (`Steering`).
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.control.answers import answer, answer_open
+from perdure.control.groups.state import GroupState
+from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
+from perdure.control.steering.changes import (
+    FAR_STEPS,
+    commit_open,
+    declare_keys,
+    keep_change,
+    note_high,
+    refuse_change,
+)
+from perdure.control.steering.state import OpenChange
+from perdure.control.steering.steer import find_values, set_alone
+from perdure.model.actions import AnyAction, SendBoundary
+from perdure.model.errors import ConfigError
+from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.settings import Change, is_kept_elsewhere
+
+_ANSWER_TIMEOUT_S = 5.0
+_TRIES_MAX = 12
+
+
+def declare_group_keys(state: ControllerState, event: KeysDeclared) -> None:
+    """Take over the keys of the newest group that has trained."""
+    declare_keys(state, event)
+    note_high(state, event.step)
+    state.step = max(state.step, event.step)
+
+
+def start_group_set(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Begin a change, if it can begin now; refuse what cannot be."""
+    steering, quorum = state.steering, state.quorum
+    try:
+        undoes, values = find_values(state, command)
+    except ConfigError as error:
+        if steering.generation >= 0:
+            return answer(state, command.id, False, error.message, {})
+        return []  # No script has said yet what it declares.
+    if all(is_kept_elsewhere(name) for name in values):
+        return set_alone(state, now, command, undoes, values)
+    if state.the_spec().torchft.lighthouse != "perdure":
+        why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
+        return answer(state, command.id, False, f"{why} can a step be agreed upon", {})
+    members = _find_members(state)
+    if not members or steering.generation < 0 or quorum.quorum_id < quorum.needed:
+        return []
+    first = max(steering.high, state.step, int(command.args.get("not_before", 0)))
+    wanted = int(command.args.get("at", -1))
+    if 0 <= wanted < first:
+        return answer(state, command.id, False, f"step {wanted} is over: {first} were made", {})
+    steering.epoch += 1
+    change = Change(
+        epoch=steering.epoch,
+        step=0,
+        values=values,
+        undoes=undoes,
+        who=command.who,
+        why=str(command.args.get("why", "")),
+        at_s=now,
+    )
+    words = ", ".join(f"{name}={value}" for name, value in values.items())
+    state.boundaries += 1
+    state.boundary = OpenBoundary(
+        id=f"b{state.boundaries}",
+        kind="set",
+        step=0,
+        move="prepare",
+        tries=1,
+        deadline_s=now + _ANSWER_TIMEOUT_S,
+        reason=f"{'undo: ' if undoes else ''}{words}, asked for by {command.who or 'an operator'}",
+        command=command.id,
+        change=change,
+        not_before=first,
+        at_step=wanted if wanted >= 0 else None,
+    )
+    return _ask(state, state.boundary, state.boundary.reason)
+
+
+def answer_group_boundary(
+    state: ControllerState, now: float, event: BoundaryAnswered
+) -> list[AnyAction]:
+    """Take one rank's answer."""
+    boundary, quorum = state.boundary, state.quorum
+    name = event.id.partition("@")[0]
+    if boundary is None or name != f"{boundary.id}.{boundary.tries}":
+        return []
+    if boundary.move == "commit":
+        if event.planned:
+            boundary.planned.add(event.rank)
+        return []
+    state.step = max(state.step, event.step)
+    note_high(state, event.step)
+    if event.refused:
+        actions = _decide(state, boundary, "abort", f"rank {event.rank}: {event.reason}")
+        state.boundary = None
+        return actions + refuse_change(state, boundary.command, event.rank, event.reason)
+    if not event.ok:
+        return _retry(state, now, event.reason or f"rank {event.rank} had passed the step")
+    if event.quorum_id > quorum.asked_quorum:
+        quorum.needed = max(quorum.needed, event.quorum_id)
+        return _retry(state, now, f"quorum {event.quorum_id} was formed meanwhile")
+    boundary.yes.add(event.rank)
+    return []
+
+
+def reach_group_change(state: ControllerState, event: BoundaryReached) -> None:
+    """Take one rank's report that a change is in force there."""
+    name = event.id.partition("@")[0]
+    state.step = max(state.step, event.step)
+    for open_ in state.steering.open:
+        if name in (open_.boundary, f"e{open_.change.epoch}"):
+            open_.reached.add(event.rank)
+
+
+def advance_agreement(state: ControllerState, now: float) -> list[AnyAction]:
+    """Do what follows from the answers, and from who is gone. Called after every event."""
+    if state.phase in ("ending", "ended"):
+        state.boundary = None
+        return []
+    actions: list[AnyAction] = []
+    boundary = state.boundary
+    if boundary is not None:
+        actions += _advance_open(state, now, boundary)
+    for open_ in list(state.steering.open):
+        actions += _close(state, open_)
+    waiting = [c for c in state.commands.values() if c.kind == "set" and "at_step" not in c.args]
+    for command in sorted(waiting, key=lambda c: (c.at_s, c.id)):
+        if state.boundary is None:
+            actions += start_group_set(state, now, command)
+    return actions
+
+
+def agreement_again(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Return what a new controller says: the open agreement, or the end of the last."""
+    boundary = state.boundary
+    if boundary is not None:
+        return _decide(state, boundary, boundary.move, reason)
+    return list(state.quorum.aborted)
+
+
+# --- one agreement ------------------------------------------------------------------------------
+
+
+def _find_members(state: ControllerState) -> list[GroupState]:
+    """Return the groups of the quorum in force that are not known to be gone."""
+    return [
+        g
+        for _, g in sorted(state.groups.items())
+        if g.alive and g.replica and g.replica in state.quorum.members and not g.absent
+    ]
+
+
+def _find_asked(state: ControllerState) -> set[int]:
+    """Return the ranks that were asked and still count."""
+    asked, spec = state.quorum.asked, state.the_spec()
+    members = [g for g in _find_members(state) if asked.get(g.group) == g.generation]
+    return {rank for g in members for rank in spec.ranks_of(g.group)}
+
+
+def _ask(state: ControllerState, boundary: OpenBoundary, reason: str) -> list[AnyAction]:
+    """Choose the step of a try, and ask the members of the quorum in force."""
+    if boundary.at_step is not None:
+        boundary.step = boundary.at_step
+    else:
+        ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
+        boundary.step = max(ahead, boundary.not_before)
+    assert boundary.change is not None
+    boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
+    state.quorum.asked = {g.group: g.generation for g in _find_members(state)}
+    state.quorum.asked_quorum = state.quorum.quorum_id
+    return _decide(state, boundary, "prepare", reason)
+
+
+def _decide(
+    state: ControllerState,
+    boundary: OpenBoundary,
+    move: Literal["prepare", "commit", "abort"],
+    reason: str,
+) -> list[AnyAction]:
+    """Return a move for each group: those that were asked, or with a decision all that run."""
+    spec, quorum = state.the_spec(), state.quorum
+    sent: list[AnyAction] = []
+    for number, group in sorted(state.groups.items()):
+        if group.phase not in ("starting", "running"):
+            continue
+        if move == "prepare" and quorum.asked.get(number) != group.generation:
+            continue
+        order = SendBoundary(
+            id=f"{boundary.id}.{boundary.tries}@{number}",
+            move=move,
+            kind="set",
+            step=boundary.step,
+            ranks=tuple(spec.ranks_of(number)),
+            generation=group.generation,
+            number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
+            change=boundary.change,
+            reason=reason,
+        )
+        sent.append(order)
+    if move == "abort":
+        quorum.aborted = [a for a in sent if isinstance(a, SendBoundary)]
+    return sent
+
+
+def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
+    asked = _find_asked(state)
+    if boundary.move == "commit":
+        found = next((o for o in state.steering.open if o.command == boundary.command), None)
+        reached = found.reached if found is not None else asked
+        if asked <= boundary.planned | reached:
+            state.boundary = None
+        return []
+    if not asked:
+        actions = _decide(state, boundary, "abort", "those who were asked are gone")
+        state.boundary = None  # It is begun again with those who train then.
+        return actions
+    if not asked <= boundary.yes:
+        overdue = now >= boundary.deadline_s
+        return _retry(state, now, "not all ranks have answered in time") if overdue else []
+    boundary.move = "commit"
+    reason = f"ranks {sorted(asked)} agreed on step {boundary.step}"
+    actions = _decide(state, boundary, "commit", reason)
+    command = state.commands.get(boundary.command)
+    if command is not None:
+        command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
+    return actions + commit_open(state, boundary)
+
+
+def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
+    boundary, quorum = state.boundary, state.quorum
+    assert boundary is not None
+    actions = _decide(state, boundary, "abort", reason)
+    if quorum.quorum_id < quorum.needed:
+        state.boundary = None  # Begun again once that quorum is known.
+        return actions
+    passed = boundary.at_step is not None and state.step >= boundary.at_step
+    if boundary.tries >= _TRIES_MAX or passed:
+        state.boundary = None
+        why = f"the ranks could not agree on a step: {reason}"
+        return actions + answer_open(state, boundary.command, False, why, {})
+    boundary.tries += 1
+    boundary.yes.clear()
+    assert boundary.change is not None
+    state.steering.epoch += 1  # One that was sent once is never used again.
+    boundary.change = msgspec.structs.replace(boundary.change, epoch=state.steering.epoch)
+    boundary.deadline_s = now + _ANSWER_TIMEOUT_S
+    return actions + _ask(state, boundary, f"again at a later step: {reason}")
+
+
+def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
+    """Answer once the change is in force wherever it was promised, or surely will be."""
+    asked, change, boundary = _find_asked(state), open_.change, state.boundary
+    known = boundary is None or boundary.command != open_.command
+    # Nobody whom it binds has come past the step without it.
+    if state.step > change.step or (asked and asked <= open_.reached):
+        state.steering.open.remove(open_)
+        keep_change(state, change)
+        return _tell(state, open_, "")
+    far = change.step - state.step > FAR_STEPS
+    if known and (far or state.quorum.paused):
+        why = "the job is paused" if state.quorum.paused else "the step is yet to come"
+        return _tell(state, open_, f"all ranks have promised it; {why}")
+    return []
+
+
+def _tell(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyAction]:
+    change = open_.change
+    result: dict[str, Any] = {
+        "changes": change.values,
+        "applied_at_step": change.step,
+        "ranks": sorted(open_.reached | _find_asked(state)),
+        "epoch": change.epoch,
+        "before": change.before,
+    }
+    return answer_open(state, open_.command, True, reason, result)

@@ -1,0 +1,189 @@
+"""`perdure set` in a torchft job: all who train promise one step, whoever joins or dies."""
+
+from typing import Any
+
+from tests.unit.control.groups_lab import Lab
+
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction, AssignNodes, RecordEvent, SendBoundary
+from perdure.model.codec import decode, encode
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    ControllerStarted,
+    KeysDeclared,
+    QuorumFormed,
+    SettingsChanged,
+    TimerFired,
+)
+from perdure.model.settings import KeySpec
+
+LR = KeySpec(name="lr", type="float", default=0.1, min=0.0, max=1.0)
+
+
+def training(spares: int = 0) -> Lab:
+    lab = Lab(spares=spares)
+    lab.add(KeysDeclared(generation=0, keys=(LR,), values={"lr": 0.1}, step=10))
+    return lab
+
+
+def sent(lab: Lab, move: str) -> dict[str, SendBoundary]:
+    """Return what was sent, by the id of its group."""
+    found = [a for a in lab.actions if isinstance(a, SendBoundary) and a.move == move]
+    return {order.id: order for order in found}
+
+
+def say(lab: Lab, order: SendBoundary, ok: bool = True, **more: Any) -> list[AnyAction]:
+    rank = order.ranks[0]
+    known = {"step": order.step - 2, "quorum_id": 5} | more
+    return lab.add(BoundaryAnswered(id=order.id, rank=rank, ok=ok, **known))
+
+
+def reach(lab: Lab, order: SendBoundary) -> None:
+    rank = order.ranks[0]
+    lab.add(BoundaryReached(id=order.id, rank=rank, step=order.step, at_s=lab.now))
+
+
+def agreed(lab: Lab, value: float = 0.2, **args: Any) -> dict[str, SendBoundary]:
+    """Have all ranks promise; return the decisions."""
+    assert lab.ask("set", id_="s", changes={"lr": value}, **args) is None
+    for order in sent(lab, "prepare").values():
+        say(lab, order)
+    return sent(lab, "commit")
+
+
+def test_a_change_is_promised_by_all_then_decided_and_answered_once_in_force() -> None:
+    lab = training()
+    decided = agreed(lab)
+    assert sorted(decided) == ["b1.1@0", "b1.1@1", "b1.1@2"]
+    assert {order.generation for order in decided.values()} == {0, 1, 2}
+    record = lab.find(RecordEvent).event
+    assert isinstance(record, SettingsChanged)
+    assert (record.change.values, record.change.before) == ({"lr": 0.2}, {"lr": 0.1})
+    for order in decided.values():
+        assert lab.answer() is None
+        reach(lab, order)
+    answer = lab.answer()
+    assert answer is not None
+    assert answer.ok
+    assert answer.result["applied_at_step"] == record.change.step
+    assert answer.result["ranks"] == [0, 1, 2]
+    undone = agreed_undo(lab)
+    assert undone == {"lr": 0.1}
+
+
+def agreed_undo(lab: Lab) -> dict[str, Any]:
+    lab.ask("set", undo=True)
+    orders = sent(lab, "prepare")
+    change = next(iter(orders.values())).change
+    assert change is not None
+    assert change.undoes
+    return change.values
+
+
+def test_one_who_has_passed_the_step_makes_all_try_a_later_one() -> None:
+    lab = training()
+    lab.ask("set", changes={"lr": 0.2})
+    first = sent(lab, "prepare")["b1.1@0"]
+    say(lab, first, ok=False, step=500, reason="already at step 500")
+    assert len(sent(lab, "abort")) == 3
+    again = sent(lab, "prepare")
+    assert all(order.step > 500 for order in again.values())
+    assert {order.change.epoch for order in again.values() if order.change} == {2}
+
+
+def test_a_veto_and_a_wrong_value_refuse_it_for_all() -> None:
+    lab = training()
+    lab.ask("set", id_="s", changes={"lr": 0.2})
+    order = sent(lab, "prepare")["b1.1@1"]
+    say(lab, order, ok=False, refused=True, reason="lr: not while warming up")
+    answer = lab.answer()
+    assert answer is not None
+    assert "rank 1: lr: not while warming up" in answer.reason
+    assert len(sent(lab, "abort")) == 3
+    refused = lab.ask("set", changes={"lr": 5.0})
+    assert refused is not None
+    assert "above 1" in refused.reason
+    unknown = lab.ask("set", changes={"nope": 1})
+    assert unknown is not None
+    assert "has declared: lr" in unknown.reason
+
+
+def test_a_promise_from_a_newer_quorum_is_void_until_that_quorum_is_known() -> None:
+    lab = training(spares=1)
+    lab.ask("set", changes={"lr": 0.2})
+    orders = sent(lab, "prepare")
+    assert sorted(orders) == ["b1.1@0", "b1.1@1", "b1.1@2"], "the spare is not asked"
+    say(lab, orders["b1.1@0"])
+    say(lab, orders["b1.1@2"], quorum_id=6)
+    assert sorted(sent(lab, "abort")) == ["b1.1@0", "b1.1@1", "b1.1@2", "b1.1@3"]
+    assert not sent(lab, "prepare")
+    lab.add(TimerFired())
+    assert not sent(lab, "prepare")
+    names = tuple(lab.name(g) for g in (0, 2, 3))
+    lab.form(0, 2, 3)  # Quorum 5 once more.
+    assert not sent(lab, "prepare")
+    lab.add(QuorumFormed(quorum_id=6, step=12, members=names))
+    assert sorted(sent(lab, "prepare")) == ["b2.1@0", "b2.1@2", "b2.1@3"]
+
+
+def test_who_dies_is_waited_for_no_more_and_its_next_life_is_told() -> None:
+    lab = training()
+    lab.ask("set", id_="s", changes={"lr": 0.2})
+    orders = sent(lab, "prepare")
+    say(lab, orders["b1.1@0"])
+    say(lab, orders["b1.1@2"])
+    lab.exit(1, signal=9)
+    decided = sent(lab, "commit")
+    assert sorted(decided) == ["b1.1@0", "b1.1@2"]
+    run = next(a for a in lab.start(1) if isinstance(a, AssignNodes)).assignment
+    assert [c.values for c in run.steering.changes] == [{"lr": 0.2}]
+    reach(lab, decided["b1.1@0"])
+    reach(lab, decided["b1.1@2"])
+    answer = lab.answer()
+    assert answer is not None
+    assert answer.result["ranks"] == [0, 2]
+
+
+def test_a_decision_goes_to_spares_and_a_set_in_a_pause_is_answered_at_once() -> None:
+    lab = training(spares=1)
+    lab.ask("pause")
+    decided = agreed(lab)
+    assert sorted(decided) == ["b1.1@0", "b1.1@1", "b1.1@2", "b1.1@3"]
+    for order in list(decided.values())[:3]:
+        say(lab, order, planned=True)
+    answer = lab.answer()
+    assert answer is not None
+    assert answer.ok
+    assert "the job is paused" in answer.reason
+
+
+def test_a_new_controller_repeats_what_was_decided() -> None:
+    lab = training()
+    agreed(lab)
+    state = lab.machine.state
+    assert repr(decode(encode(state), ControllerState)) == repr(state)
+    lab.add(ControllerStarted(incarnation="c2"))
+    assert len(sent(lab, "commit")) == 3
+    assert isinstance(lab.find(RecordEvent).event, SettingsChanged)
+
+
+def test_silence_is_tried_again_and_perdures_own_keys_need_no_step() -> None:
+    lab = training()
+    own = lab.ask("set", changes={"detect.quiet_action_s": 12.0})
+    assert own is not None
+    assert own.ok
+    assert lab.machine.state.the_spec().detect.quiet_action_s == 12.0
+    lab.ask("set", changes={"lr": 0.3})
+    deadline = lab.machine.next_deadline()
+    assert deadline is not None
+    lab.now = deadline
+    lab.add(TimerFired())
+    assert sorted(sent(lab, "prepare")) == ["b1.2@0", "b1.2@1", "b1.2@2"]
+
+
+def test_before_a_script_has_trained_a_set_waits() -> None:
+    lab = Lab()
+    assert lab.ask("set", changes={"lr": 0.3}) is None
+    lab.add(KeysDeclared(generation=0, keys=(LR,), values={"lr": 0.1}, step=1))
+    assert len(sent(lab, "prepare")) == 3
