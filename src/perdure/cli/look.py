@@ -83,7 +83,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
     speed = f" at {snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else ""
     lines = [
         f"{snapshot.job}: {snapshot.state}{step}{speed}; generation {snapshot.generation}, "
-        f"{snapshot.restarts} restarts, depth {snapshot.depth}"
+        f"{snapshot.restarts} restart{'' if snapshot.restarts == 1 else 's'}, depth {snapshot.depth}"
     ]
     if snapshot.reason:
         lines.append(snapshot.reason)
