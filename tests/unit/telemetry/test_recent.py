@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.journals import Story, tell
 
+from perdure.model.events import GenerationStepping
 from perdure.telemetry import LedgerFold, SnapshotFold
 from perdure.telemetry.history import History
 from perdure.telemetry.recent import KEPT, RecentFold
@@ -77,6 +78,22 @@ def test_the_end_of_the_job_ends_them():
     assert row.total_s is not None
 
 
+def test_a_recovery_that_failed_itself_is_over_when_the_next_begins():
+    story = began()
+    story.crash()
+    first = len(story.entries)
+    story.start()
+    story.crash()
+    later = [e for e in story.entries[first:] if not isinstance(e.body, GenerationStepping)]
+    told = Told().add(story.entries[:first]).add(later)
+    assert [row.total_s is None for row in told.rows(story.now)] == [True, True]
+    seen = len(story.entries)
+    story.start()
+    begun = [e for e in story.entries[seen:] if not isinstance(e.body, GenerationStepping)]
+    told.add(begun)
+    assert [row.total_s is None for row in told.rows(story.now)] == [False, True]
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     acts=st.lists(st.sampled_from(["train", "crash", "early", "part"]), max_size=60),
@@ -105,6 +122,7 @@ def test_each_incident_is_told_once_and_few_are_kept(acts, condense):
             told.history.condense(told.history.newest.number - 1, 5)
         rows = told.rows(story.now)
         assert len(rows) == min(wrong, KEPT)
+        assert len(told.recent.closed) <= KEPT
         assert [row.at_s for row in rows] == sorted(row.at_s for row in rows)
         assert len({(row.at_s, row.culprit) for row in rows}) == len(rows)
 
