@@ -139,3 +139,4 @@ def test_a_picture_holds_them_after_the_past_is_forgotten():
     picture = fold.snapshot(story.now)
     assert (picture.incidents, len(picture.recent)) == (KEPT + 5, KEPT)
     assert all(row.total_s is not None for row in picture.recent)
+    assert len(fold.certain.recent.closed) == KEPT
