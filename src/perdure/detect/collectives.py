@@ -20,6 +20,9 @@ PENDING = 32
 """Rows kept of one communicator while ranks are missing in them."""
 ROW_COST, COST_A_LOOK = 16, 12_000
 """What a row costs beside its spans, and what a look may cost; above it, rows are thinned."""
+CROWD, CROWD_EVERY = 2_000, 4
+"""Of more rows in one look than this, usual ones are learned from one in so many."""
+USUAL = 1.1
 PACE_ROWS = 9
 """Rows over which the time a collective is taken: several collectives make a step."""
 ACCOUNTED = 0.5
@@ -56,7 +59,7 @@ class Comm:
         self.worst: dict[str, object] = {}
         self.worst_s = 0.0
         self.judged_s = 0.0
-        self.num_judged = 0
+        self.num_judged = self.passed = 0
 
     def find_pace(self) -> float:
         """Return the time a collective over its learned value, other work included; 0: unknown."""
@@ -153,9 +156,14 @@ class CollectiveWatch:
     def look(self, now: float, pace: float) -> None:
         """Judge the rows that are complete; `pace` is the job's step time over the learned one."""
         cost, rows = 0, dict[tuple[str, int], int]()
+        crowded = len(self._ready) > CROWD and not self.by_lateness
         for comm, seq in self._ready:
             row = comm.rows.pop(seq, None)
             if row is not None:
+                if crowded:
+                    comm.passed += 1
+                    if comm.passed % CROWD_EVERY and self._is_usual(comm, row):
+                        continue
                 cost += comm.size + ROW_COST
                 key = (comm.name, comm.first)
                 rows[key] = rows.get(key, 0) + 1
@@ -170,6 +178,12 @@ class CollectiveWatch:
                 comm.slow = None
             if cost > COST_A_LOOK and comm.mask < 63 and rows.get((comm.name, comm.first), 0) > 1:
                 comm.mask = 2 * comm.mask + 1  # Fewer rows of those that have many.
+
+    def _is_usual(self, comm: Comm, row: Row) -> bool:
+        base = comm.baselines.get((row.op, row.bytes))
+        if base is None or comm.slow is not None or not base.known:
+            return False
+        return min(row.durations.values()) <= USUAL * base.value
 
     def _judge(self, now: float, comm: Comm, seq: int, row: Row, pace: float) -> None:
         durations = row.durations
@@ -196,7 +210,8 @@ class CollectiveWatch:
             slower = not paces or max(paces) >= PACE_RATIO
             slow = excess >= tolerance - 1.0 and heavy and slower
             if slow and comm.slow is None:
-                comm.slow = Persistence(now, self._config.slow_confirm_s, tolerance - 1.0)
+                scale_s, every_s = self._config.slow_confirm_s, max(self.step_s, comm.pace.value)
+                comm.slow = Persistence(now, scale_s, tolerance - 1.0, every_s)
             if comm.slow is not None and (slow or excess < (tolerance - 1.0) / 2 or not slower):
                 comm.slow.add(now, excess if slow else 0.0)
             if slow:
@@ -255,7 +270,7 @@ class CollectiveWatch:
                 excess = 0.0
             least = self._config.straggler_ratio - 1.0
             if mine.late is None and excess >= least:
-                mine.late = Persistence(now, self._config.slow_confirm_s, least)
+                mine.late = Persistence(now, self._config.slow_confirm_s, least, step_s)
             if mine.late is not None:
                 mine.late.add(now, excess)
                 if mine.late.is_over(now, 30.0):

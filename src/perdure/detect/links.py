@@ -336,7 +336,13 @@ class LinkWatch:
 
     def have_choice(self, now: float) -> bool:
         """Return whether a link between nodes has others to be compared with."""
-        return len(self._active_pairs(now)) > 2
+        node_of, pairs = self._node_of, set[tuple[int, int]]()
+        for link in self.links.values():
+            if now - max(link.moved_s, link.seen_s) <= FRESH_S and not link.near:
+                pairs.add((node_of(link.src), node_of(link.dst)))
+                if len(pairs) > 2:
+                    return True
+        return False
 
     def _is_most(self, now: float, node: int, pairs: list[tuple[int, int]]) -> bool:
         active = {p for p in self._active_pairs(now) if node in p}

@@ -4,11 +4,14 @@ A sum of n noisy samples can tell an excess e from noise once n e^2 is large eno
 to confirm is `scale_s / e^2`. It is counted in seconds, not in collectives or steps, so that a
 x29 slowdown (which makes every step long) is not the last to be found. A quantile is taken, not
 a mean: one long step (a garbage collection, an evaluation) is no slowness, however long.
+Where samples are rarer than one a second, because steps are long, all times are longer by that.
 """
 
 from collections import deque
 
 WINDOWS_S = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 25.0)
+QUANTILES = {w: 0.2 if w < 5.0 else 0.4 if w < 12.0 else 0.5 for w in WINDOWS_S}
+"""What must exceed the threshold: a few samples nearly all, hundreds by their median."""
 SHORTEST_EXCESS = 2.0
 """What the shortest window is reserved for: a burst of a second is common below it."""
 SAMPLES_MIN = 4
@@ -26,15 +29,20 @@ _KEPT_S = 30.0
 class Persistence:
     """The recent excesses (0.5 is half as much again) of one suspect, from its first on."""
 
-    __slots__ = ("_samples", "_spacing_s", "began_s", "least", "scale_s", "seen_s")
+    __slots__ = ("_samples", "_spacing_s", "began_s", "least", "scale_s", "seen_s", "unit")
 
-    def __init__(self, now: float, scale_s: float, least: float) -> None:
-        """Begin at the first excess; nothing below `least` is ever confirmed."""
+    def __init__(self, now: float, scale_s: float, least: float, every_s: float = 0.0) -> None:
+        """Begin at the first excess; nothing below `least` is ever confirmed.
+
+        A sample is expected every `every_s`.
+        """
+        self.unit = max(1.0, every_s)
+        """By what all times are longer."""
         self.began_s = self.seen_s = now
         self.scale_s = scale_s
         self.least = least
         self._samples: deque[tuple[float, float]] = deque()
-        self._spacing_s = 0.0
+        self._spacing_s = every_s
 
     def add(self, now: float, excess: float) -> None:
         """Take one more sample."""
@@ -47,7 +55,7 @@ class Persistence:
         self._samples.append((now, excess))
         if excess >= self.least:
             self.seen_s = now
-        while self._samples[0][0] < now - _KEPT_S:
+        while self._samples[0][0] < now - _KEPT_S * self.unit:
             self._samples.popleft()
 
     def confirm(self, now: float, *, hurry: float = 1.0) -> float:
@@ -55,24 +63,33 @@ class Persistence:
 
         `hurry` below 1 shortens the time: there is evidence of another kind as well.
         """
-        if self._samples and self._samples[-1][0] > self.seen_s and now - self.seen_s > OVER_S:
+        if (
+            self._samples
+            and self._samples[-1][0] > self.seen_s
+            and now - self.seen_s > OVER_S * self.unit
+        ):
             return 0.0  # It lasted, and is over.
         for window_s in WINDOWS_S:
-            if now - self.began_s < window_s * hurry - 1e-6:
+            length_s = window_s * self.unit
+            if now - self.began_s < length_s * hurry - 1e-6:
                 return 0.0
-            seen = [(at_s, e) for at_s, e in self._samples if at_s > now - window_s]
-            if len(seen) < 2 or _has_gap(seen, now, window_s):
+            seen = [(at_s, e) for at_s, e in self._samples if at_s > now - length_s]
+            if len(seen) < 2 or _has_gap(seen, now, length_s):
                 continue
             recent = sorted(e for _, e in seen)
             if len(seen) < SAMPLES_MIN and recent[0] < FEW[len(seen)]:
                 continue
-            low = recent[len(recent) // 5] if window_s < 5 else recent[len(recent) * 2 // 5]
+            low = recent[int(len(recent) * QUANTILES[window_s])]
             wanted = max((self.scale_s / window_s) ** 0.5, self.least)
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
             if low >= wanted and seen[-1][1] >= wanted / 2:
                 return recent[len(recent) // 2]
         return 0.0
+
+    def is_recent(self, now: float, window_s: float) -> bool:
+        """Return whether an excess was seen in the last `window_s`."""
+        return now - self.seen_s <= window_s * self.unit
 
     def onset_s(self) -> float:
         """Return when the excess that lasts until now set in.
@@ -89,7 +106,8 @@ class Persistence:
 
     def recent(self, now: float, window_s: float) -> float:
         """Return the median excess of the last `window_s`; 0 where nothing was seen."""
-        recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
+        since_s = now - window_s * self.unit
+        recent = sorted(e for at_s, e in self._samples if at_s > since_s)
         return recent[len(recent) // 2] if recent else 0.0
 
     def lasting(self, now: float, window_s: float) -> float:
@@ -97,13 +115,15 @@ class Persistence:
 
         A burst comes and goes, and a link that is slow is slow each time.
         """
-        recent = sorted(e for at_s, e in self._samples if at_s > now - window_s)
+        since_s = now - window_s * self.unit
+        recent = sorted(e for at_s, e in self._samples if at_s > since_s)
         if not recent or self._samples[-1][1] < self.least:
             return 0.0
         return recent[len(recent) // 4]
 
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
+        clear_s *= self.unit
         if now - self.seen_s >= clear_s:
             return True
         recent = [excess >= self.least for at_s, excess in self._samples if at_s > now - clear_s]
@@ -160,6 +180,7 @@ class Baseline:
         if sample > tolerance * self.value:
             self._updated_s = now
             return
-        weight = min(0.1, (now - self._updated_s) / self.DRIFT_S)
+        # The mean of all samples at first, because few of them are far off by chance.
+        weight = min(0.1, max((now - self._updated_s) / self.DRIFT_S, 1.0 / self._seen))
         self.value += weight * (sample - self.value)
         self._updated_s = now

@@ -125,8 +125,9 @@ class SlowWatch:
         collectives = self.collectives
         collectives.by_lateness = not self.stages.seen
         first = next(iter(watches.values()), None)
-        if first is not None and first.account.step >= 0:
-            collectives.step_s = first.cadence.typical_s
+        if first is not None:
+            declared = first.account.step >= 0
+            collectives.step_s = first.cadence.typical_s if declared else self.stages.step_s
         if collectives.grown != self._grown:
             self._grown = collectives.grown
             apart = collectives.point_to_point
@@ -241,7 +242,7 @@ class SlowWatch:
             comm
             for comm in self.collectives.comms()
             if comm.slow is not None
-            and now - comm.slow.seen_s <= RECENT_S
+            and comm.slow.is_recent(now, RECENT_S)
             and comm.slow.recent(now, RECENT_S) > 0.0
         ]
         if self._neighbours_explain(slow) or self._is_hidden(slow):
@@ -257,7 +258,7 @@ class SlowWatch:
                 if place is not None:
                     onset_s = min(x.slow.onset_s() for x in links if x.slow is not None)
                     return self._blame_place(now, place, slow, onset_s)
-        if now - self.links.swept_s <= RECENT_S:
+        if slow and now - self.links.swept_s <= RECENT_S:
             # The links are asked first: a quiet sweep may be a second old.
             wait_s = UNPLACED_S if self.links.have_choice(now) else UNPLACED_S / 3
             slow = [c for c in slow if c.slow is not None and now - c.slow.onset_s() >= wait_s]
@@ -466,9 +467,9 @@ class SlowWatch:
         for link in self.links.find_slow(now, fused=False):
             nodes |= {node_of(link.src), node_of(link.dst)}
         for comm in self.collectives.comms():
-            if comm.slow is not None and now - comm.slow.seen_s <= RECENT_S and len(nodes) < 64:
+            if comm.slow is not None and comm.slow.is_recent(now, RECENT_S) and len(nodes) < 64:
                 nodes.update(node_of(r) for r in comm.ranks[:512])
         for rank, suspect in self.stages.suspects.items():
-            if now - suspect.seen_s <= RECENT_S:
+            if suspect.is_recent(now, RECENT_S):
                 nodes.add(node_of(rank))
         return frozenset(nodes)

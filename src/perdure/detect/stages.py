@@ -40,6 +40,7 @@ BACK_S_MAX = 1.0
 LEARNED = 12
 FOLLOW = 0.3
 """Weight of one look in what a rank's own work is: another batch size is learned in seconds."""
+LATELY_S = 2.5
 FROM_START = 0.6
 """Weight of an excess over the peers that was there from the first step: it may be by design."""
 
@@ -208,7 +209,8 @@ class StageWatch:
         own = self._own[rank]
         excess = 0.0
         if base.known:
-            excess = min(share / base.value, own_s / own) - 1.0
+            # Twice, because the smaller of two noisy numbers is too small.
+            excess = min(share / base.value - 1.0, 2.0 * (own_s / own - 1.0))
         if alike:
             # Whoever does no more than its peers holds nobody up, whatever it did before.
             excess = max(min(excess, share - 1.0), FROM_START * (share - 1.0))
@@ -220,12 +222,14 @@ class StageWatch:
             excess = min(excess, 0.0)
         suspect = self.suspects.get(rank)
         if suspect is None and excess >= least:
-            began_s = now - min(mine[5], BACK_S_MAX)
-            suspect = Persistence(began_s, self._config.slow_confirm_s, least)
+            began_s = now - min(mine[5], max(BACK_S_MAX, self.step_s))
+            suspect = Persistence(began_s, self._config.slow_confirm_s, least, self.step_s)
             self.suspects[rank] = suspect
         if suspect is not None:
             suspect.add(now, excess)
-        if learn:
+        lately = 0.0 if suspect is None else suspect.recent(now, LATELY_S)
+        if learn and lately < least / 2:
+            # Judged by the last seconds: with noise, some steps of a slow rank look usual.
             base.add(now, share, 1.0 + least / 2)
             if excess < least / 2:
                 self._own[rank] = own + FOLLOW * (max(own_s, 1e-6) - own)

@@ -1,0 +1,81 @@
+"""Stragglers among noisy steps, and among steps that take long."""
+
+import random
+
+import pytest
+
+from perdure.detect.stages import StageWatch
+from perdure.model.collectives import StepStages
+from perdure.model.job import DetectConfig
+
+SLOW = 1
+"""The rank that is slow, once it is."""
+
+
+class Ranks:
+    """Ranks in lockstep, of which one needs `factor` times as long from `slow_s` on."""
+
+    def __init__(self, world: int, step_s: float, noise: float, seed: int) -> None:
+        self.world, self.step_s, self.noise = world, step_s, noise
+        self.chance = random.Random(seed)
+        self.watch = StageWatch(DetectConfig())
+        self.watch.set_peers([list(range(world))])
+        self.now, self.step = 0.0, 0
+
+    def draw(self, rank: int, factor: float) -> list[float]:
+        """Own seconds by stage: normal noise, and now and then a burst of a neighbour."""
+        own = [
+            part * self.step_s * max(0.5, self.chance.gauss(1.0, self.noise))
+            for part in (0.05, 0.5, 0.44, 0.01)
+        ]
+        if self.chance.random() < self.noise:
+            own[1] += self.chance.expovariate(2.0 / self.step_s)
+        own[1] += (factor - 1.0) * self.step_s if rank == SLOW else 0.0
+        return own
+
+    def train(self, seconds: float, factor: float = 1.0) -> float | None:
+        """Return after how long somebody was found slow: the slow one; None if nobody was."""
+        begun_s, look_s = self.now, self.now
+        while self.now < begun_s + seconds:
+            own = [self.draw(rank, factor) for rank in range(self.world)]
+            end_s = self.now + max(map(sum, own)) + 0.1 * self.step_s
+            for rank, (data, forward, backward, optimizer) in enumerate(own):
+                stages = StepStages(
+                    step=self.step, begin_s=self.now, end_s=end_s, data_s=data, forward_s=forward,
+                    backward_s=backward, optimizer_s=optimizer, wait_s=0.0, other_s=0.0,
+                )  # fmt: skip
+                self.watch.take(end_s, rank, [stages])
+            self.now, self.step = end_s, self.step + 1
+            if self.now < look_s:
+                continue
+            look_s = self.now + 0.2
+            self.watch.look(self.now, self.world)
+            found = {r for r, s in self.watch.suspects.items() if s.confirm(self.now) > 0.0}
+            if found:
+                assert found == {SLOW}
+                return self.now - begun_s
+        return None
+
+
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("noise", [0.03, 0.08, 0.15])
+def test_a_fifth_more_is_found_within_30_seconds(world: int, noise: float) -> None:
+    found = 0
+    for seed in range(4):
+        ranks = Ranks(world, 0.07, noise, seed)
+        assert ranks.train(20.0) is None
+        found += ranks.train(30.0, 1.2) is not None
+    assert found >= 3
+
+
+@pytest.mark.parametrize("noise", [0.05, 0.25])
+def test_noise_alone_makes_nobody_a_straggler(noise: float) -> None:
+    assert Ranks(2, 0.07, noise, 7).train(300.0) is None
+
+
+@pytest.mark.parametrize("step_s", [0.07, 1.4, 2.0, 5.0, 30.0])
+def test_however_long_a_step_twice_the_work_is_found_in_a_few(step_s: float) -> None:
+    ranks = Ranks(4, step_s, 0.03, 1)
+    assert ranks.train(max(40 * step_s, 20.0)) is None
+    after_s = ranks.train(max(12 * step_s * 2, 3.0), 2.0)
+    assert after_s is not None
