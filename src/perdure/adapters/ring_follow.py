@@ -90,6 +90,11 @@ class RingFollower:
         self._open: list[int] = []
         """Spans that had not ended at the last look, ascending."""
         self._next_stages = 0
+        self._newest: dict[int, CollectiveSpan | None] = {}
+        """Communicator -> its newest span, if thinned out: told once nothing follows on it.
+
+        Where all stand still, the last one that ended is what says who did another than the rest.
+        """
         self._strides: dict[int, Stride] = {}
         self._step_stride = Stride(STAGES_A_BEAT)
 
@@ -132,6 +137,10 @@ class RingFollower:
             found = ended.get(comm, [])
             step = stride.note(len(found))
             chosen += [span for span in found if span.seq % step == 0]
+            if found:
+                self._newest[comm] = found[-1] if found[-1].seq % step else None
+            elif (newest := self._newest.pop(comm, None)) is not None:
+                chosen.append(newest)
         return tuple(chosen + pending)
 
     def _parse(

@@ -67,6 +67,16 @@ def test_ranks_of_one_communicator_keep_the_same_collectives(tmp_path):
     assert len(kept[0] & kept[1]) >= 12
 
 
+def test_the_last_collective_before_a_silence_is_told_of_though_thinned_out(path, ring):
+    slot = ring.add_comm("0", 2, (0, 1))
+    follower = RingFollower(path, 0.0)
+    for seq in range(1, 36):
+        ring.end_span(ring.begin_span(seq, ALLREDUCE | slot << 16, 8, seq * 10**6, 0), 10**8)
+    assert 35 not in [span.seq for span in follower.read(1.0).spans]
+    assert [span.seq for span in follower.read(1.2).spans] == [35]
+    assert follower.read(1.4).spans == ()
+
+
 def test_spans_that_were_overwritten_are_left_out(path, ring):
     follower = RingFollower(path, 0.0)
     lost = ring.begin_span(1, ALLREDUCE, 4, 1, 0)
