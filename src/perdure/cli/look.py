@@ -81,9 +81,10 @@ def render_snapshot(snapshot: Snapshot) -> str:
     """Return a snapshot as text."""
     step = f", step {snapshot.step}" if snapshot.step >= 0 else ""
     speed = f" at {snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else ""
+    restarts = f"{snapshot.restarts} restart" + ("" if snapshot.restarts == 1 else "s")
     lines = [
         f"{snapshot.job}: {snapshot.state}{step}{speed}; generation {snapshot.generation}, "
-        f"{snapshot.restarts} restart{'' if snapshot.restarts == 1 else 's'}, depth {snapshot.depth}"
+        f"{restarts}, depth {snapshot.depth}"
     ]
     if snapshot.reason:
         lines.append(snapshot.reason)
