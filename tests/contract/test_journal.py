@@ -15,7 +15,7 @@ from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import (
     make_folders,
     paths_of,
-    read_last_entry,
+    read_last_entries,
     read_mirror,
     write_document,
 )
@@ -178,21 +178,17 @@ def test_journal_is_read_from_the_store_when_there_is_no_mirror(tmp_path: Path) 
 
 def test_the_last_entry_is_found_without_reading_the_rest(tmp_path: Path) -> None:
     paths = paths_of(str(tmp_path), "job")
-    assert read_last_entry(paths) is None
+    assert read_last_entries(paths) == []
     mirror = Path(paths.journal)
     mirror.parent.mkdir(parents=True)
     mirror.write_bytes(b"")
-    assert read_last_entry(paths) is None
+    assert read_last_entries(paths) == []
     lines = [
         encode(JournalEntry(seq, 1.0, Decision(action="A", summary="x" * size, reason="r"))) + b"\n"
         for seq, size in ((1, 10), (2, 300_000), (3, 200_000), (4, 5))
     ]
     for count in (1, 2, 3, 4):
         mirror.write_bytes(b"".join(lines[:count]))
-        last = read_last_entry(paths)
-        assert last is not None
-        assert last.seq == count
+        assert read_last_entries(paths)[-1].seq == count
     mirror.write_bytes(b"".join(lines) + b'{"seq":5,"at')  # torn
-    last = read_last_entry(paths)
-    assert last is not None
-    assert last.seq == 4
+    assert read_last_entries(paths)[-1].seq == 4

@@ -33,7 +33,7 @@ PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
 SPACE_MIN_BYTES = 8_000_000
-_LAST_LINE_GUESS = 1 << 16
+_LAST_LINES_GUESS = 1 << 16
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -168,38 +168,22 @@ def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:
         return None
 
 
-def read_last_entry(paths: JobPaths) -> JournalEntry | None:
-    """Return the newest entry of `journal.jsonl`, however long that is; None where there is none.
-
-    Raises:
-        ProtocolError: its last whole line is none.
-    """
-    length = _LAST_LINE_GUESS
-    with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        while True:
-            file.seek(max(0, size - length))
-            whole, newline, _ = file.read(length).rpartition(b"\n")
-            if newline and (b"\n" in whole or length >= size):
-                return decode(whole.rpartition(b"\n")[2], JournalEntry)
-            if length >= size:
-                return None
-            length *= 4
-    return None
-
-
 def read_last_entries(paths: JobPaths) -> list[JournalEntry]:
-    """Return the entries in the last 64 KiB of `journal.jsonl`, oldest first; none where it is not.
+    """Return the newest entries of `journal.jsonl`, oldest first: 64 KiB of them, and at least one.
 
     Raises:
         ProtocolError: one of its whole lines is none.
     """
+    length = _LAST_LINES_GUESS
     with contextlib.suppress(FileNotFoundError), open(paths.journal, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        start = max(0, size - _LAST_LINE_GUESS)
-        file.seek(start)
-        lines = file.read().split(b"\n")[1 if start else 0 : -1]
-        return [decode(line, JournalEntry) for line in lines if line]
+        while True:
+            start = max(0, size - length)
+            file.seek(start)
+            lines = file.read(size - start).split(b"\n")[1 if start else 0 : -1]
+            if any(lines) or not start:
+                return [decode(line, JournalEntry) for line in lines if line]
+            length *= 4
     return []
 
 
