@@ -106,6 +106,18 @@ def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
     training.check()
     job.process.send_signal(signal.SIGTERM)
     job.wait()
+    check_ledger(job.report())
+
+
+def check_ledger(report: dict[str, Any]) -> None:
+    """Nearly all time is in an account; each loss is told of."""
+    ledger = {name: account["fraction"] for name, account in report["ledger"].items()}
+    assert ledger["unattributed"] < 0.02, ledger
+    assert ledger["useful"] > 0.2, ledger
+    for name in ("startup", "lost_work", "reconfiguration.state", "idle"):
+        assert ledger[name] > 0, ledger
+    lost = {r["culprit"] for r in report["recoveries"] if r["rung"] == "restart"}
+    assert {"group 1, rank 1", "group 2"} <= lost
 
 
 def drain_and_restore(training: Training) -> None:

@@ -90,6 +90,12 @@ class RankAccount(msgspec.Struct, frozen=True):
     """In perdure's own code at step boundaries."""
     paused_s: float = 0.0
     """Standing still because an operator wants it so."""
+    lost_s: float = 0.0
+    """torchft: in steps that were not committed."""
+    reform_s: float = 0.0
+    """torchft: waiting for a quorum with other members, and for its process group."""
+    heal_s: float = 0.0
+    """torchft: in its first step, and in those in which it healed and added nothing."""
     spawned_s: float = 0.0
     """Job time stamps of the start-up phases; 0 where not reached."""
     script_s: float = 0.0

@@ -67,7 +67,11 @@ W_NUM_STAGES = 30
 """Step stages ever recorded; the last `STAGES_MAX` are kept."""
 W_PAUSED_NS = 31
 W_MARKS = 32
+"""A mark is (committed step, ns). Of a rank of a replica group, which saves nothing, the marks are
+accounts instead, `GROUP_MARKS` in the place of the step."""
 MARKS_MAX = 16
+GROUP_MARKS = (-2, -3, -4)
+"""lost, reform, heal"""
 
 HEADER_BYTES = 512
 COMMS_MAX = 64
@@ -323,6 +327,7 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
     for number in range(max(0, total - MARKS_MAX), total):
         at = W_MARKS + 2 * (number % MARKS_MAX)
         marks.append((words[at], words[at + 1] / 1e9))
+    lost_s, reform_s, heal_s = (dict(marks).get(mark, 0.0) for mark in GROUP_MARKS)
     return RankAccount(
         start_step=words[W_START_STEP],
         step=words[W_STEP],
@@ -339,7 +344,10 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
         first_step_s=_stamp(words[W_FIRST_STEP], offset),
         last_step_s=_stamp(words[W_LAST_STEP], offset),
         finished_s=_stamp(words[W_FINISHED], offset),
-        marks=tuple(marks),
+        marks=tuple(mark for mark in marks if mark[0] >= 0),
+        lost_s=lost_s,
+        reform_s=reform_s,
+        heal_s=heal_s,
     )
 
 

@@ -11,26 +11,15 @@ Where the pieces of a restart end: `communicator` includes the start of the proc
 
 from dataclasses import dataclass, field
 
-import msgspec
-
 from perdure.model.events import JournalEntry
 from perdure.model.progress import RankAccount
 from perdure.model.report import ACCOUNTS, Account, Report
+from perdure.telemetry.group_ledger import GroupLedger
 from perdure.telemetry.history import Generation, History, Incident, RankHistory
 from perdure.telemetry.incidents import find_recoveries, find_state
+from perdure.telemetry.segments import Segment as Segment
 
 _RE = "reconfiguration."
-
-
-class Segment(msgspec.Struct, frozen=True):
-    """A stretch of one rank's time and what it was spent on."""
-
-    rank: int
-    generation: int
-    begin_s: float
-    end_s: float
-    seconds: tuple[tuple[str, float], ...]
-    """Account -> seconds. Together at most `end_s - begin_s`."""
 
 
 class LedgerFold:
@@ -39,10 +28,13 @@ class LedgerFold:
     def __init__(self) -> None:
         """Begin before the first entry."""
         self.history = History()
+        self.groups = GroupLedger()
+        """Of a torchft job, whose groups have no generation in common."""
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry of the journal."""
         self.history.add(entry)
+        self.groups.add(entry)
 
     def report(self, now: float) -> Report:
         """Return the report; `now` matters only while the job runs."""
@@ -56,21 +48,28 @@ class LedgerFold:
         for segment in self.segments(now):
             for account, seconds in segment.seconds:
                 sums[account] += seconds
-        sums["idle"] += wall_s * spec.spares
+        of_groups = spec.torchft.replicas > 0
+        sums["idle"] += wall_s * (spec.spares % spec.nproc if of_groups else spec.spares)
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
         times = sorted(history.step_times_s)
+        step_s = times[len(times) // 2] if times else None
+        steps, recoveries = find_committed(history), find_recoveries(history, end_s)
+        if of_groups:
+            parts = tuple(r for r in recoveries if r.rung == "none")
+            step_s, steps = self.groups.step_s(), max(self.groups.step, 0)
+            recoveries = (*parts, *self.groups.recoveries(end_s))
         return Report(
             job=spec.name,
             state=find_state(history),
             wall_s=wall_s,
             slot_s=slot_s,
-            steps_committed=find_committed(history),
+            steps_committed=steps,
             ranks=spec.world_size,
             ledger={name: Account(s, s * fraction) for name, s in sums.items()},
             goodput=sums["useful"] * fraction,
-            step_s=times[len(times) // 2] if times else None,
-            recoveries=find_recoveries(history, end_s),
+            step_s=step_s,
+            recoveries=recoveries,
             reason=history.reason,
         )
 
@@ -80,6 +79,8 @@ class LedgerFold:
         assert history.spec is not None, "a journal begins with JobSubmitted"
         end_s = history.ended.at_s if history.ended else max(now, history.last_s)
         kept = find_kept(history)
+        if history.spec.torchft.replicas:
+            return self.groups.segments(end_s)
         found: list[Segment] = []
         for rank in range(history.spec.world_size):
             found += _Timeline(history, rank, end_s, kept).build()

@@ -29,7 +29,7 @@ from typing import Any
 
 from perdure.model.actions import FenceAbort
 from perdure.model.events import AnyEvent, ReplicaWaiting
-from perdure.model.ring import PHASE_INDEX
+from perdure.worker.replica_account import ReplicaAccount
 from perdure.worker.replica_config import settings
 from perdure.worker.replica_fence import Fences
 from perdure.worker.ring import RingWriter
@@ -54,7 +54,7 @@ class Replica:
         self._since: dict[int, float] = {}
         """Thread -> since when it waits in a collective."""
         self._told: tuple[int, int] = (-1, -1)
-        self._step_ns = 0
+        self.account = ReplicaAccount()
         self._watching = False
         self._commits = 0
 
@@ -75,8 +75,7 @@ class Replica:
         self._manager = weakref.ref(manager)
         warm_up()
         if self._ring is not None:
-            self._ring.start_steps(manager.current_step())
-            self._step_ns = time.monotonic_ns()
+            self.account.begin(self._ring, manager.current_step())
         if self._emit is not None and not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name="perdure-replica", daemon=True).start()
@@ -107,16 +106,14 @@ class Replica:
 
     def begin_step(self, manager: Any) -> None:
         """Come to a step, before its quorum is asked for. May wait for a decision about it."""
+        begin = time.monotonic_ns()
         settings.begin_step(manager, committed=self._commits > 0)
+        self.account.add_gate(time.monotonic_ns() - begin)
 
-    def commit(self, step: int) -> None:
-        """Show a committed step."""
-        self._commits += 1
-        if self._ring is not None:
-            begin, now = self._step_ns, time.monotonic_ns()
-            spent = (now - begin, 0, 0, 0)
-            self._ring.commit(step, begin, now, spent, phase=PHASE_INDEX["step"])
-            self._step_ns = now
+    def end_step(self, manager: Any, *, committed: bool, healing: bool) -> None:
+        """An attempt at a step is over."""
+        self._commits += committed
+        self.account.end_attempt(manager, committed=committed, healing=healing)
 
     # --- who does not come --------------------------------------------------------------------
 
@@ -164,6 +161,7 @@ def install(torchft: ModuleType) -> None:
     _wrap(manager.Manager, "__init__", _adopting)
     _wrap(manager.Manager, "report_error", _spreading)
     _wrap(manager.Manager, "start_quorum", _steering)
+    _wrap(manager.Manager, "wait_quorum", _waiting)
     _wrap(manager.Manager, "should_commit", _showing)
     if hasattr(manager, "_ManagedWork"):
         _wrap(manager._ManagedWork, "wait", _timing)
@@ -215,12 +213,23 @@ def _steering(original: Callable[..., None]) -> Callable[..., None]:
 
 def _showing(original: Callable[..., bool]) -> Callable[..., bool]:
     def should_commit(self: Any, *args: Any, **kwargs: Any) -> bool:
+        healing = bool(getattr(self, "_healing", False))
         committed = original(self, *args, **kwargs)
-        if committed:
-            replica.commit(self.current_step())
+        replica.end_step(self, committed=committed, healing=healing)
         return committed
 
     return should_commit
+
+
+def _waiting(original: Callable[..., None]) -> Callable[..., None]:
+    def wait_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin = replica.account.begin_wait()
+        try:
+            original(self, *args, **kwargs)
+        finally:
+            replica.account.end_wait(begin)
+
+    return wait_quorum
 
 
 def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
@@ -236,6 +245,7 @@ def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
 
 def _noting_connections(original: Callable[..., Any]) -> Callable[..., Any]:
     def _create_pg(self: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        replica.account.note_quorum()
         replica.fences.begin(self, _find_quorum(self), _find_store(store))
         try:
             return original(self, store, *args, **kwargs)

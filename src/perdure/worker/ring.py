@@ -188,6 +188,16 @@ class RingWriter:
         words[layout.W_NUM_MARKS] = number + 1
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def set_group_accounts(self, sums: tuple[int, int, int]) -> None:
+        """Show what a rank of a replica group has lost, spent on quorums, and on healing (ns)."""
+        words = self._words
+        words[layout.W_PROGRESS_SEQ] += 1
+        for number, (mark, ns) in enumerate(zip(layout.GROUP_MARKS, sums, strict=True)):
+            at = layout.W_MARKS + 2 * number
+            words[at], words[at + 1] = mark, ns
+        words[layout.W_NUM_MARKS] = len(sums)
+        words[layout.W_PROGRESS_SEQ] += 1
+
     def add_stages(self, step: int, begin: int, end: int, parts: tuple[int, ...]) -> None:
         """Record where a step went: ns of data, forward, backward, optimizer, wait, other."""
         words = self._words
