@@ -5,7 +5,8 @@
 *Stall*: from the failure to the first step committed without the victim, on the slowest survivor.
 *Full*: until a group in the victim's place has committed a step with all the others. Hashes of
 parameters and moments of all groups are compared at every tenth step. Prints JSON lines, then a
-table. `--kills N` adds N kills of perdure's groups for the tail.
+table. `--kills N` adds N kills of perdure's groups for the tail; with `--rounds` the systems take
+turns, so that all of them meet the same load.
 """
 
 import argparse
@@ -189,12 +190,11 @@ def summarize(results: list[dict[str, Any]]) -> None:
     for system, failure in sorted(keys, key=lambda key: (key[1], key[0])):
         mine = [r for r in results if (r["system"], r["failure"]) == (system, failure)]
         if failure == "hashes":
-            print(
-                f"| {failure} | {system} | {mine[0]['compared']} | wrong: {mine[0]['wrong']} | | |"
-            )
+            compared, wrong = (sum(r[key] for r in mine) for key in ("compared", "wrong"))
+            print(f"| {failure} | {system} | {compared} | wrong: {wrong} | | |")
             continue
         cells = []
-        for key in ("stall_s", "full_s") if "stall_s" in mine[0] else ("gap_s", "usual_s"):
+        for key in ("gap_s", "usual_s") if "gap_s" in mine[0] else ("stall_s", "full_s"):
             known = sorted(r[key] for r in mine if r.get(key) is not None)
             lost = f", {len(mine) - len(known)} never" if len(known) < len(mine) else ""
             median = f"{statistics.median(known):.3f} s ({known[-1]:.3f})" if known else "never"
@@ -214,12 +214,21 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=10)
     parser.add_argument("--slow-trials", type=int, default=2, help="of those that take a minute")
     parser.add_argument("--kills", type=int, default=0)
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="kills only: each system again and again, in turn"
+    )
     parser.add_argument("--replicas", type=int, default=3)
     parser.add_argument("--pause-s", type=float, default=0.02)
     parser.add_argument("--only", default=",".join([*SYSTEMS, "torchrun"]))
     args = parser.parse_args()
     wanted = [name.strip() for name in args.only.split(",")]
     results: list[dict[str, Any]] = []
+    if args.rounds > 1:
+        each = -(-args.trials // args.rounds)
+        for name in [n for _ in range(args.rounds) for n in SYSTEMS if n in wanted]:
+            results += run_trials(name, SYSTEMS[name], args, {"kill -9": each})
+        summarize(results)
+        return
     for name, kind in SYSTEMS.items():
         if name not in wanted:
             continue

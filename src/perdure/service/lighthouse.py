@@ -241,6 +241,8 @@ class LighthouseService:
         if beat is not None:
             stopped = any(rank.proc.state in ("T", "t") for rank in beat.ranks)
             self.machine.note_stopped(beat.generation, stopped)
+            if stopped:
+                self._wake.set()  # Its silence counts sooner now.
 
     def _decode(self, data: bytes, type_: Any) -> Any:
         """Return the message in `data`; None where it is none."""

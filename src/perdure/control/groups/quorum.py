@@ -5,7 +5,7 @@ requests, heartbeats, deaths and what the controller orders, and returns who is 
 quorum is formed as soon as everyone who is waited for has asked. Waited for are the members of
 the last one, unless they are dead, silent, or late:
 
-- *silent*: no heartbeat for `silent_s`; its process is stopped, or its machine is gone;
+- *silent*: no heartbeat for `silent_s` (of one that its agent has seen run, for `hung_s`);
 - *late*: its heartbeats go on, but it neither asks nor waits in a collective while others have
   waited for `hung_s` beyond the usual time between quorums.
 
@@ -127,10 +127,11 @@ class Replica:
     """Since when it waits in a collective of the quorum in force, where it said so."""
     stopped: bool = False
     """Its process is in state T."""
+    lives: bool = False
+    """Its agent sees it run."""
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
-    told: bool = False
-    """That it is held, and asks."""
+    told: bool = False  # That it is held, and asks.
     took: tuple[int, int] = (-1, 0)
     """Step and commit failures of its request that the last quorum answered."""
 
@@ -209,7 +210,7 @@ class Quorums:
         """Note whether the process of a group is in state T."""
         replica = self._find(generation)
         if replica is not None:
-            replica.stopped = stopped
+            replica.stopped, replica.lives = stopped, not stopped
 
     def end(self, now: float, generation: int, reason: str, *, fence: bool) -> list[Output]:
         """A rank of this generation has ended: its replica is gone for good."""
@@ -477,7 +478,8 @@ class Quorums:
     def _silent_s(self, replica: Replica) -> float:
         if replica.stopped:
             return self.config.silent_s
-        return max(self.config.silent_s, _GAPS * replica.gap_s)
+        least_s = max(self.config.silent_s, self.config.hung_s if replica.lives else 0.0)
+        return max(least_s, _GAPS * replica.gap_s)
 
     def _impatient_since(self) -> float | None:
         """Return since when somebody waits whose waiting counts: a member, or else a newcomer.
