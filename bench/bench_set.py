@@ -57,6 +57,7 @@ async def change(bus: NatsBus, id_: str, value: float) -> CommandReply:
 async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[str, object]:
     bus = await NatsBus.connect(load_endpoint(paths_of(home, JOB)), name="bench", timeout_s=30)
     calm, kills, after, refused = [], 0, [], dict[str, int]()
+    epochs = [0]
     began = time.monotonic()
     for number in range(changes):
         killed = bool(kill_every) and number % kill_every == kill_every - 1
@@ -68,11 +69,14 @@ async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[st
         sent = time.monotonic()
         reply = await change(bus, f"c{number}", (number % 9 + 1) / 10)
         (after if killed else calm).append(time.monotonic() - sent)
+        epochs.append(int(reply.result.get("epoch", epochs[-1])))
         if not reply.ok:
             refused[reply.reason] = refused.get(reply.reason, 0) + 1
     wall = time.monotonic() - began
     await bus.close()
     return {
+        "tries_a_change": round(epochs[-1] / changes, 2),
+        "first_try": round(sum(b - a == 1 for a, b in itertools.pairwise(epochs)) / changes, 2),
         "changes": changes, "refused": refused, "kills": kills, "wall_s": round(wall, 1),
         "changes_per_s": round(changes / wall, 2),
         "latency_ms_median": round(1e3 * statistics.median(calm), 1),

@@ -33,6 +33,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.progress import RankAccount
 from perdure.model.settings import Steering
+from perdure.model.steering import Pace
 from perdure.worker.boundary import BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.settings import plan_steering
@@ -165,7 +166,23 @@ class Cluster:
     def command(self, kind: Any, **args: Any) -> None:
         self.commands += 1
         id_ = f"{kind}{self.commands}"
-        self.do(CommandReceived(id=id_, kind=kind, args=args, who="me", at_s=self.now))
+        self.do(
+            CommandReceived(
+                id=id_, kind=kind, args=args, who="me", at_s=self.now, pace=self.guess()
+            )
+        )
+
+    def guess(self) -> Pace | None:
+        """Return what heartbeats might say of the ranks: nothing, the truth, or far from it."""
+        step = max(r.committed for r in self.ranks) + self.random.choice((-3, 0, 0, 1, 40))
+        step_s = self.random.choice((0.001, 0.01, 5.0))
+        told = Pace(
+            generation=self.machine.state.generation,
+            step=max(0, step),
+            at_s=self.now,
+            step_s=step_s,
+        )
+        return self.random.choice((None, told, told))
 
     def act(self) -> None:
         self.now += 0.001

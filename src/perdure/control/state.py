@@ -47,6 +47,8 @@ class OpenBoundary:
     planned: set[int] = field(default_factory=set)
     """Ranks that have heard the decision."""
     reached: set[int] = field(default_factory=set)
+    asked_s: float = 0.0
+    """When this try began."""
 
 
 @dataclass(slots=True)

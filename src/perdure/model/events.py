@@ -29,6 +29,7 @@ from perdure.model.steering import (
 from perdure.model.steering import (
     KeysDeclared as KeysDeclared,
 )
+from perdure.model.steering import Pace, Verb
 from perdure.model.steering import (
     SettingsChanged as SettingsChanged,
 )
@@ -306,24 +307,12 @@ class CommandReceived(Event, frozen=True, kw_only=True):
     """An operator (or a signal) asks for something. Idempotent by `id`."""
 
     id: str
-    kind: Literal[
-        "checkpoint",
-        "stop",
-        "inject",
-        "kill",
-        "probe",
-        "set",
-        "pause",
-        "resume",
-        "drain",
-        "cordon",
-        "evict",
-        "restore",
-        "notify",
-    ]
+    kind: Verb
     args: dict[str, Any] = msgspec.field(default_factory=dict)
     who: str = ""
     at_s: float = 0.0
+    pace: Pace | None = None
+    """Of the ranks, where a step is to be agreed upon: what follows is then near."""
 
 
 class QuorumFormed(Event, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """Events of agreements on a step, of live configuration and of pauses."""
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -9,6 +9,43 @@ from perdure.model.settings import Change, KeySpec
 
 RESUMED = ".resumed"
 """Added to the id of a pause or drain in `BoundaryReached`: the rank goes on."""
+
+
+Verb = Literal[
+    "checkpoint",
+    "stop",
+    "inject",
+    "kill",
+    "probe",
+    "set",
+    "pause",
+    "resume",
+    "drain",
+    "cordon",
+    "evict",
+    "restore",
+    "notify",
+]
+"""What an operator may ask for."""
+
+
+AGREED_VERBS = ("checkpoint", "stop", "set", "pause", "drain")
+"""Those that all ranks do at one step."""
+
+
+class Pace(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the ranks are and how fast they go, from heartbeats, which no journal has."""
+
+    generation: int
+    step: int
+    """Committed by the furthest rank at `at_s`."""
+    at_s: float
+    step_s: float
+    """What a step takes, by the last few seconds; above 0."""
+
+    def find_step(self, now: float) -> float:
+        """Return where that rank should be at `now`, parts of a step included."""
+        return self.step + max(0.0, now - self.at_s) / self.step_s
 
 
 class BoundaryAnswered(Event, frozen=True, kw_only=True):

@@ -40,6 +40,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
+from perdure.model.steering import AGREED_VERBS
 from perdure.model.wire import (
     Command,
     CommandReply,
@@ -276,8 +277,10 @@ class ControllerService:
                 self._waiting.setdefault(command.id, []).append(reply)
                 if command.id not in state.commands:
                     event = CommandReceived(
-                        id=command.id, kind=kind, args=command.args, who=command.who, at_s=turn.now
-                    )
+                        id=command.id, kind=kind, args=command.args, who=command.who,
+                        at_s=turn.now,
+                        pace=self._memory.fold.find_pace() if kind in AGREED_VERBS else None,
+                    )  # fmt: skip
                     self._add(turn, event)
 
     def _derive(self, turn: _Turn, events: list[AnyEvent]) -> None:

@@ -12,6 +12,7 @@ from perdure.model.events import JournalEntry, ProgressNoted, RankExited, RanksS
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat, RankProgress
 from perdure.model.report import RankRow
+from perdure.model.steering import Pace
 from perdure.telemetry.history import Generation
 
 SPEED_WINDOW_S = 10.0
@@ -91,6 +92,22 @@ class RankRows:
     def joined(self) -> bool:
         """Whether any rank's script has called `perdure.init`."""
         return any(track.progress.account.init_s > 0 for track in self._tracks.values())
+
+    def find_pace(self, generation: int) -> Pace | None:
+        """Return how far the furthest rank is and how fast it goes; None where none moves."""
+        furthest: Track | None = None
+        for track in self._tracks.values():
+            step = track.progress.account.step
+            if furthest is None or step > furthest.progress.account.step:
+                furthest = track
+        speed = furthest.find_speed() if furthest is not None else 0.0
+        if furthest is None or speed <= 0.0 or furthest.progress.phase != "step":
+            return None
+        step_s = 1.0 / speed
+        # What was not committed when the heartbeat was sent has at least that step to go.
+        at_s = max(furthest.last_s, furthest.sent_s - step_s)
+        step = furthest.progress.account.step
+        return Pace(generation=generation, step=step, at_s=at_s, step_s=step_s)
 
     def begin(self) -> None:
         """Forget what older generations have said."""

@@ -22,6 +22,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
 from perdure.model.report import RankRow, Snapshot
+from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_state
@@ -144,6 +145,10 @@ class SnapshotFold:
         if generation > self._beat_generation and not self._spec.torchft.replicas:
             self._beat_generation = generation
             self._rows.begin()
+
+    def find_pace(self) -> Pace | None:
+        """Return how far and fast the newest generation's ranks are; None where none moves."""
+        return None if self._spec.torchft.replicas else self._rows.find_pace(self._beat_generation)
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""

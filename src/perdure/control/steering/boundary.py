@@ -4,10 +4,16 @@
                       --a veto, or silence until the deadline--> abort, then again with a later S
 
 A prepared rank that reaches S waits for the decision, so no rank can pass S before the others
-have agreed; a bare look-ahead without that wait put ranks on different steps. The look-ahead
-grows with every try, for jobs whose steps are shorter than a message's way.
+have agreed; a bare look-ahead without that wait put ranks on different steps.
+
+S is the step that the ranks will come to once they have heard the question. The journal knows
+only now and then how far they are, so a command brings with it what the newest heartbeats say
+(`Pace`), and that is carried on to the moment when the question should be there. A guess that is
+too low costs a veto, which tells more, and another try further ahead; one that is too high costs
+waiting. Neither can harm.
 """
 
+import math
 from typing import Literal
 
 from msgspec import structs
@@ -19,10 +25,16 @@ from perdure.control.steering.pauses import commit_pause
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.settings import Change
+from perdure.model.steering import Pace
 
 _ANSWER_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 600.0
 _TRIES_MAX = 12
+_PACE_S = 1.0
+"""Older than this and a step, a pace is not carried on: the ranks may have stood meanwhile."""
+_JITTER_STEPS = 0.1
+"""Steps are not all of one length."""
+_LEAD_S_MIN, _LEAD_S_MAX = 0.004, 1.0
 
 
 def open_boundary(
@@ -52,19 +64,47 @@ def open_boundary(
         not_before=not_before,
         at_step=at_step,
     )
-    _choose_step(state, state.boundary)
+    _choose_step(state, now, state.boundary)
     return [send_boundary(state, reason)]
 
 
-def _choose_step(state: ControllerState, boundary: OpenBoundary) -> None:
-    """Set the step of a try: the one asked for, that of a pause, or a look-ahead that grows."""
-    pause = state.steering.pause
+def note_pace(state: ControllerState, pace: Pace | None) -> None:
+    """Take what a command has brought; another generation's is worth nothing."""
+    if pace is not None:
+        state.steering.pace = pace if pace.generation == state.generation else None
+
+
+def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tries: int) -> int:
+    """Return the step that the ranks should come to next, `lead_s` from `now`.
+
+    `known` is a step that some rank is known to have committed. Each further try looks twice as
+    far ahead, by time and by steps.
+
+    >>> pace = Pace(generation=0, step=100, at_s=10.0, step_s=0.1)
+    >>> find_next_step(pace, known=90, now=10.12, lead_s=0.01, tries=1)
+    102
+    >>> find_next_step(None, known=90, now=10.12, lead_s=0.01, tries=1)
+    92
+    """
+    if pace is None or now - pace.at_s > _PACE_S + pace.step_s:
+        return known + (1 << min(tries, 10))
+    there_s = now + lead_s * (1 << (tries - 1))
+    expected = math.floor(pace.find_step(there_s) + _JITTER_STEPS)
+    return max(expected + 1, known + (1 << min(tries - 1, 10)))
+
+
+def _choose_step(state: ControllerState, now: float, boundary: OpenBoundary) -> None:
+    """Set the step of a try: the one asked for, that of a pause, or the next that can be."""
+    boundary.asked_s = now
+    steering = state.steering
+    pause = steering.pause
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
     elif pause is not None and pause.step >= boundary.not_before:
         boundary.step = pause.step
     else:
-        ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
+        lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
+        ahead = find_next_step(steering.pace, max(state.step, 0), now, lead_s, boundary.tries)
         boundary.step = max(ahead, boundary.not_before)
     if boundary.change is not None:
         boundary.change = structs.replace(boundary.change, step=boundary.step)
@@ -105,10 +145,12 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
         state.boundary = None
         return actions + refuse_change(state, boundary.command, event.rank, event.reason)
     if not event.ok:
+        _correct_pace(state, now, event.step)
         return retry_boundary(state, now, event.reason or f"rank {event.rank} had passed the step")
     boundary.yes.add(event.rank)
     if len(boundary.yes) < len(state.world):
         return []
+    state.steering.answer_s += 0.3 * (now - boundary.asked_s - state.steering.answer_s)
     boundary.move = "commit"
     boundary.deadline_s = now + _REACH_TIMEOUT_S
     actions = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
@@ -120,6 +162,13 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     elif boundary.kind == "pause":
         actions += commit_pause(state, now, boundary)
     return actions
+
+
+def _correct_pace(state: ControllerState, now: float, step: int) -> None:
+    """A rank was further than expected: go on from there."""
+    pace = state.steering.pace
+    if pace is not None and pace.find_step(now) < step + 1:
+        state.steering.pace = structs.replace(pace, step=step, at_s=now)
 
 
 def _release(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
@@ -146,7 +195,7 @@ def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyA
     if boundary.change is not None:  # An epoch that was sent once is never used again.
         state.steering.epoch += 1
         boundary.change = structs.replace(boundary.change, epoch=state.steering.epoch)
-    _choose_step(state, boundary)
+    _choose_step(state, now, boundary)
     boundary.deadline_s = now + _ANSWER_TIMEOUT_S
     return [*actions, send_boundary(state, f"again at a later step: {reason}")]
 

@@ -5,7 +5,7 @@ from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.control.steering.boundary import open_boundary
+from perdure.control.steering.boundary import note_pace, open_boundary
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
@@ -60,6 +60,7 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
         return []
     if state.phase in ("ending", "ended"):
         return answer(state, event.id, event.kind in ("stop", "kill"), "the job is ending", {})
+    note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
     match event.kind:
         case "kill":

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from perdure.model.settings import Change, KeySpec, Value
+from perdure.model.steering import Pace
 
 
 @dataclass(slots=True)
@@ -74,5 +75,9 @@ class SteeringState:
     kept: int = 0
     """Newest epoch whose share for controller and detector is in force."""
     open: list[OpenChange] = field(default_factory=list)
+    pace: Pace | None = None
+    """What the newest command has brought, corrected by what ranks have answered since."""
+    answer_s: float = 0.01
+    """How long an agreement's question takes until all have answered it, of late."""
     pause: Pause | None = None
     resume: Resume | None = None
