@@ -127,13 +127,27 @@ def test_a_promise_from_a_newer_quorum_is_void_until_that_quorum_is_known() -> N
     assert sorted(sent(lab, "prepare")) == ["b2.1@0", "b2.1@2", "b2.1@3"]
 
 
-def test_who_dies_is_waited_for_no_more_and_its_next_life_is_told() -> None:
+def test_one_who_dies_without_an_answer_may_have_healed_others_so_it_is_begun_again() -> None:
     lab = training()
-    lab.ask("set", id_="s", changes={"lr": 0.2})
+    lab.ask("set", changes={"lr": 0.2})
     orders = sent(lab, "prepare")
     say(lab, orders["b1.1@0"])
     say(lab, orders["b1.1@2"])
     lab.exit(1, signal=9)
+    assert sorted(sent(lab, "abort")) == ["b1.1@0", "b1.1@2"]
+    assert not sent(lab, "prepare")
+    lab.form(0, 2)
+    assert sorted(sent(lab, "prepare")) == ["b2.1@0", "b2.1@2"]
+
+
+def test_one_who_dies_after_its_promise_is_no_hindrance_and_its_next_life_is_told() -> None:
+    lab = training()
+    lab.ask("set", id_="s", changes={"lr": 0.2})
+    orders = sent(lab, "prepare")
+    say(lab, orders["b1.1@1"])
+    lab.exit(1, signal=9)
+    say(lab, orders["b1.1@0"])
+    say(lab, orders["b1.1@2"])
     decided = sent(lab, "commit")
     assert sorted(decided) == ["b1.1@0", "b1.1@2"]
     run = next(a for a in lab.start(1) if isinstance(a, AssignNodes)).assignment

@@ -3,8 +3,8 @@
 As in `steering.boundary`, each rank that trains promises while its step is below S, and one that
 comes to S waits for the decision. Groups come and go meanwhile, each with a generation of its own:
 
-- Asked are the members of the quorum in force. One that dies, or is left out, is asked no more:
-  it heals from one that was asked, with the values and the promises of that moment.
+- Asked are all members of the quorum in force, and all have to answer. With one that dies first
+  the try is given up: somebody may have healed from it. The next one waits for the quorum without.
 - A member that joins by healing is bound by the promises in the state that it heals from. A
   promise names the quorum it was made in, so that one made after the state was handed out is told
   apart: the try is given up, and begun anew once that quorum is known here.
@@ -59,8 +59,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
     if state.the_spec().torchft.lighthouse != "perdure":
         why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
         return answer(state, command.id, False, f"{why} can a step be agreed upon", {})
-    members = _find_members(state)
-    if not members or steering.generation < 0 or quorum.quorum_id < quorum.needed:
+    if steering.generation < 0 or not _is_whole(state):
         return []
     first = max(steering.high, state.step, int(command.args.get("not_before", 0)))
     wanted = int(command.args.get("at", -1))
@@ -168,6 +167,13 @@ def _find_members(state: ControllerState) -> list[GroupState]:
     ]
 
 
+def _is_whole(state: ControllerState) -> bool:
+    """Whether the quorum in force is known, and every member of it can be asked."""
+    quorum = state.quorum
+    known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
+    return known and len(_find_members(state)) == len(quorum.members)
+
+
 def _find_asked(state: ControllerState) -> set[int]:
     """Return the ranks that were asked and still count."""
     asked, spec = state.quorum.asked, state.the_spec()
@@ -228,15 +234,17 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
         if asked <= boundary.planned | reached:
             state.boundary = None
         return []
-    if not asked:
-        actions = _decide(state, boundary, "abort", "those who were asked are gone")
-        state.boundary = None  # It is begun again with those who train then.
+    spec = state.the_spec()
+    all_asked = {rank for group in state.quorum.asked for rank in spec.ranks_of(group)}
+    if not all_asked - boundary.yes <= asked:
+        actions = _decide(state, boundary, "abort", "one who was asked is gone")
+        state.boundary = None  # Begun again with the quorum without it.
         return actions
-    if not asked <= boundary.yes:
+    if not all_asked <= boundary.yes:
         overdue = now >= boundary.deadline_s
         return _retry(state, now, "not all ranks have answered in time") if overdue else []
     boundary.move = "commit"
-    reason = f"ranks {sorted(asked)} agreed on step {boundary.step}"
+    reason = f"ranks {sorted(all_asked)} agreed on step {boundary.step}"
     actions = _decide(state, boundary, "commit", reason)
     command = state.commands.get(boundary.command)
     if command is not None:
@@ -245,10 +253,10 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
 
 
 def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
-    boundary, quorum = state.boundary, state.quorum
+    boundary = state.boundary
     assert boundary is not None
     actions = _decide(state, boundary, "abort", reason)
-    if quorum.quorum_id < quorum.needed:
+    if not _is_whole(state):
         state.boundary = None  # Begun again once that quorum is known.
         return actions
     passed = boundary.at_step is not None and state.step >= boundary.at_step
