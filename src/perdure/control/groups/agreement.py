@@ -47,7 +47,7 @@ def declare_group_keys(state: ControllerState, event: KeysDeclared) -> None:
 
 def start_group_set(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a change, if it can begin now; refuse what cannot be."""
-    steering, quorum = state.steering, state.quorum
+    steering = state.steering
     try:
         undoes, values = find_values(state, command)
     except ConfigError as error:
