@@ -24,6 +24,8 @@ from perdure.model.events import (
 )
 from perdure.model.verdicts import Culprit, Verdict
 
+_SLOW = ("CommSlow", "Straggler")
+
 
 def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:
     """Return the verdict on a rank that left with exit code 0 while others needed it."""
@@ -135,6 +137,8 @@ class VerdictFold:
         first, record = ordered[0], ordered[0].record
         for verdict in self.reached.values():
             blamed = verdict.generation == generation and verdict.actionable
+            if verdict.kind in _SLOW or is_withdrawn(verdict):
+                continue  # Nobody dies of slowness, nor of what was over.
             if (
                 blamed
                 and verdict.first_seen_s <= record.at_s

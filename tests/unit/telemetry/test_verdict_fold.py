@@ -1,4 +1,5 @@
 import msgspec
+import pytest
 from tests.journals import Story, tell
 
 from perdure.model.events import (
@@ -9,6 +10,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
+from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry import find_verdicts
 
 
@@ -39,6 +41,22 @@ def test_ranks_that_die_of_a_known_hang_are_no_crash():
     story.hang(1)
     story.exit(0, story.now + 1, code=1, error="RuntimeError: Timed out")
     assert [v.kind for v in find_verdicts(story.entries)] == ["ComputeHang"]
+
+
+@pytest.mark.parametrize(("kind", "withdrawn"), [("Straggler", False), ("ComputeHang", True)])
+def test_a_crash_is_told_though_the_rank_was_slow_or_had_stood_before(kind, withdrawn):
+    story = Story()
+    story.start()
+    story.train(2)
+    verdict = Verdict(
+        kind=kind, culprit=Culprit(rank=0), generation=0, first_seen_s=story.now - 0.2,
+        confirmed_s=story.now - 0.1, confidence=0.9, reason="slow", actionable=True,
+    )  # fmt: skip
+    story.write(VerdictReached(verdict=verdict))
+    if withdrawn:
+        story.write(VerdictWithdrawn(verdict=verdict, at_s=story.now, reason="it moved"))
+    story.crash(1)
+    assert [v.kind for v in find_verdicts(story.entries)] == [kind, "Crash"]
 
 
 def test_stacks_and_withdrawals_become_evidence():
