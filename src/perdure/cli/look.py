@@ -15,6 +15,7 @@ from perdure.cli.jobs import Job, find_job, find_jobs
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
+from perdure.dash.watch import find_telling
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.report import DeviceRow, Snapshot
 from perdure.telemetry import (
@@ -101,7 +102,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
     if snapshot.checkpoints:
         newest = snapshot.checkpoints[-1]
         lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]
-    lines += [describe_verdict(v) for v in snapshot.verdicts[-3:]]
+    lines += [describe_verdict(v) for v in find_telling(snapshot)]
     return "\n".join(lines)
 
 

@@ -14,7 +14,8 @@ _WAITS_MAX = 12
 
 def describe_verdict(verdict: Verdict) -> str:
     """Return a verdict as one line."""
-    return f"{verdict.kind} of {verdict.culprit}: {verdict.reason}"
+    over = " (withdrawn)" if "withdrawn" in verdict.evidence else ""
+    return f"{verdict.kind} of {verdict.culprit}: {verdict.reason}{over}"
 
 
 def render_verdict(verdict: Verdict, start_s: float) -> str:

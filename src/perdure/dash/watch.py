@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from perdure.dash.live import render_status
+from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
 from perdure.model.settings import render_value
 from perdure.model.verdicts import Verdict
@@ -41,7 +42,7 @@ def render_watch(
     width, height = max(WIDTH_MIN, width), max(HEIGHT_MIN, height)
     head = _render_head(snapshot, width, height, speeds)
     around = [
-        _section("Verdicts", [_describe(v, snapshot) for v in snapshot.verdicts[-3:]][::-1]),
+        _section("Verdicts", [_describe(v, snapshot) for v in find_telling(snapshot)]),
         _section("Incidents", _render_incidents(snapshot)),
         _section("Replica groups", _render_replicas(snapshot)),
         _section("Configuration", _render_settings(snapshot, width)),
@@ -215,12 +216,20 @@ def _render_incidents(snapshot: Snapshot) -> list[Line]:
     return lines
 
 
+def find_telling(snapshot: Snapshot, most: int = 3) -> list[Verdict]:
+    """Return the verdicts to show: those that hold now, then the newest of the others."""
+    newest = sorted(snapshot.verdicts, key=lambda v: v.confirmed_s, reverse=True)
+    return sorted(newest, key=lambda v: not _holds(v, snapshot))[:most]
+
+
+def _holds(verdict: Verdict, snapshot: Snapshot) -> bool:
+    return verdict.generation == snapshot.generation and "withdrawn" not in verdict.evidence
+
+
 def _describe(verdict: Verdict, snapshot: Snapshot) -> Line:
-    withdrawn = "withdrawn" in verdict.evidence
     age = _render_age(snapshot, verdict.confirmed_s)
-    text = f"{age}  {verdict.kind} of {verdict.culprit}: {verdict.reason}"
-    current = verdict.generation == snapshot.generation and not withdrawn
-    return Line(text + (" (withdrawn)" if withdrawn else ""), "bold red" if current else "dim")
+    style = "bold red" if _holds(verdict, snapshot) else "dim"
+    return Line(f"{age}  {describe_verdict(verdict)}", style)
 
 
 def _render_replicas(snapshot: Snapshot) -> list[Line]:

@@ -3,8 +3,9 @@
 import msgspec
 import pytest
 
-from perdure.dash.watch import render_ranks, render_span, render_watch
+from perdure.dash.watch import find_telling, render_ranks, render_span, render_watch
 from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
+from perdure.model.settings import Change, KeySpec
 from perdure.model.verdicts import Culprit, Verdict
 
 
@@ -79,3 +80,42 @@ def test_a_control_character_in_a_reason_does_nothing_to_the_terminal():
 
 def test_spans():
     assert render_span([1, 2, 3, 9, 11, 12, 20, 30]) == "1-3,9,11-12,... (8)"
+
+
+def test_verdicts_that_hold_come_first_and_withdrawn_ones_last():
+    def verdict(at_s, generation=1, **evidence):
+        return Verdict(kind="Straggler", culprit=Culprit(rank=3), generation=generation,
+                       first_seen_s=at_s, confirmed_s=at_s, confidence=1.0,
+                       reason=f"at {at_s:.0f}", evidence=evidence)  # fmt: skip
+
+    snapshot = picture(
+        4,
+        verdicts=(
+            verdict(50.0, 0),
+            verdict(60.0),
+            verdict(70.0, withdrawn="over"),
+            verdict(80.0, 0),
+        ),
+    )
+    assert [v.confirmed_s for v in find_telling(snapshot)] == [60.0, 80.0, 70.0]
+    text = "\n".join(line.text for line in render_watch(snapshot, 120, 40))
+    assert "Straggler of rank 3: at 70 (withdrawn)" in text
+
+
+def test_what_is_to_come_is_told_and_what_nobody_changed_is_not():
+    own = KeySpec(name="log_level", type="str", default="", owner="perdure")
+    coming = Change(epoch=3, step=500, values={"lr": 0.5})
+    snapshot = picture(2, settings={"lr": 0.1, "log_level": ""}, keys=(own,), coming=(coming,))
+    lines = [line.text for line in render_watch(snapshot, 120, 40)]
+    assert lines[lines.index("Configuration") + 1 :] == ["lr=0.1", "from step 500 on: lr=0.5"]
+    changed = msgspec.structs.replace(snapshot, settings={"lr": 0.1, "log_level": "debug"})
+    assert any("log_level=debug" in line.text for line in render_watch(changed, 120, 40))
+
+
+@pytest.mark.parametrize(
+    ("width", "columns"),
+    [(200, "ranks nodes state phase step steps/s collective"), (38, "ranks state step steps/s"),
+     (26, "ranks state step")],
+)  # fmt: skip
+def test_columns_that_say_least_go_first(width, columns):
+    assert render_ranks([rank(0), rank(1)], 10, width)[0].text.split() == columns.split()
