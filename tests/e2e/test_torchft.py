@@ -20,8 +20,10 @@ Start = Callable[..., Job]
 class Training:
     """What the groups of a job write."""
 
-    def __init__(self, start: Start, home: Path, *options: str, steps: int = 10_000_000) -> None:
-        self.log = home / "log"
+    def __init__(
+        self, start: Start, home: Path, *options: str, steps: int = 10_000_000, log: str = "log"
+    ) -> None:
+        self.log = home / log
         self.log.mkdir()
         script = (str(SCRIPTS / "torchft_groups.py"), str(steps), str(self.log))
         words = ("--torchft", "--replicas", "3", "-n", "1", *options)
@@ -181,9 +183,21 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.job.wait()
 
 
-def test_a_job_of_groups_ends_when_all_have_finished(start: Start, tmp_path: Path) -> None:
-    training = Training(start, tmp_path, "--spares", "1", steps=40)
+def test_a_job_goes_on_from_its_checkpoint_and_ends_when_all_have_finished(
+    start: Start, tmp_path: Path
+) -> None:
+    first = Training(start, tmp_path, "--spares", "1")
+    first.wait_trusted()
+    saved = json.loads(first.job.cli("checkpoint", "ft", "--json").stdout)
+    assert saved["step"] > 20
+    first.job.process.send_signal(signal.SIGTERM)
+    first.job.wait()
+    first.check()
+
+    end = saved["step"] + 40
+    training = Training(start, tmp_path, "--spares", "1", steps=end, log="again")
     assert training.job.wait() == 0, training.job.text()[-4000:]
-    assert [training.rows(g)[-1]["step"] for g in range(3)] == [40, 40, 40]
+    assert min(training.rows(g)[0]["step"] for g in range(3)) == saved["step"] + 1
+    assert [training.rows(g)[-1]["step"] for g in range(3)] == [end] * 3
     assert not training.rows(3)
     training.check()

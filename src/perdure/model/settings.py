@@ -66,6 +66,8 @@ class Steering(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pause: str = ""
     """Id of the pause that is in force; empty for none."""
     pause_step: int = -1
+    heals: bool = False
+    """torchft: others train, from whom the state comes; no checkpoint is loaded."""
 
 
 def is_kept_elsewhere(name: str) -> bool:

@@ -121,25 +121,10 @@ class Attachment:
     def start_replica(self) -> None:
         """Repair torchft as soon as the script has imported it (see `worker.replica`)."""
         from perdure.worker.after_import import after_import
-        from perdure.worker.replica import find_hung_s, install, is_replica, replica
-        from perdure.worker.replica_config import settings
-        from perdure.worker.settings import read_steering
+        from perdure.worker.replica import install, is_replica, join_replica
 
         if is_replica() and self.control is not None:
-            hung_s = find_hung_s(os.environ.get("PERDURE_SPEC", ""))
-            replica.join(self.ring, self.emit, self.now, hung_s)
-            self.control.on_fence = replica.take_fence
-            settings.join(
-                rank=self.ring.rank,
-                generation=self.ring.generation,
-                nproc=int(os.environ["WORLD_SIZE"]),
-                emit=self.emit,
-                ask=self.control.query,
-                now=self.now,
-                quorum_id=replica.find_quorum_id,
-                steering=read_steering(),
-            )
-            self.on_boundary = settings.take
+            join_replica(self)
             after_import("torchft", install)
 
     def stop(self) -> None:

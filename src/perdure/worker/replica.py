@@ -28,11 +28,16 @@ from types import ModuleType
 from typing import Any
 
 from perdure.model.actions import FenceAbort
+from perdure.model.codec import decode
+from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, ReplicaWaiting
+from perdure.model.job import JobSpec
 from perdure.worker.replica_account import ReplicaAccount
+from perdure.worker.replica_checkpoint import ReplicaCheckpoints
 from perdure.worker.replica_config import settings
 from perdure.worker.replica_fence import Fences
 from perdure.worker.ring import RingWriter
+from perdure.worker.settings import read_steering
 
 _LOOK_S = 0.1
 _WAITS = 15
@@ -302,18 +307,41 @@ def mend_hook(torchft: ModuleType) -> None:
 # --- perdure's own wiring -----------------------------------------------------------------------
 
 
-def find_hung_s(spec_path: str) -> float:
-    """Return the job's `torchft.hung_s`; its default where there is no job file."""
-    from perdure.model.codec import decode
-    from perdure.model.errors import ProtocolError
-    from perdure.model.job import JobSpec, TorchftConfig
+def join_replica(attachment: Any) -> None:
+    """Connect this process's replica with what perdure holds inside the rank."""
+    spec = _find_spec(os.environ.get("PERDURE_SPEC", ""))
+    ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
+    replica.join(ring, attachment.emit, attachment.now, spec.torchft.hung_s)
+    attachment.control.on_fence = replica.take_fence
+    settings.join(
+        rank=ring.rank,
+        generation=ring.generation,
+        nproc=nproc,
+        emit=attachment.emit,
+        ask=attachment.control.query,
+        now=attachment.now,
+        quorum_id=replica.find_quorum_id,
+        steering=read_steering(),
+        checkpoints=ReplicaCheckpoints(
+            rank=ring.rank,
+            generation=ring.generation,
+            nproc=nproc,
+            emit=attachment.emit,
+            now=attachment.now,
+            config=spec.checkpoint,
+        ),
+    )
+    attachment.on_boundary = settings.take
 
+
+def _find_spec(path: str) -> JobSpec:
+    """Return the job's specification; the defaults where there is no job file."""
     try:
-        with open(spec_path, "rb") as file:
+        with open(path, "rb") as file:
             spec: JobSpec = decode(file.read(), JobSpec)
     except (OSError, ProtocolError):
-        return TorchftConfig().hung_s
-    return spec.torchft.hung_s
+        return JobSpec(script="")
+    return spec
 
 
 def is_replica(environ: Any = os.environ) -> bool:

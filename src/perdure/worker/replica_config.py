@@ -24,6 +24,7 @@ from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached, Ke
 from perdure.model.settings import Change, Steering
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config
+from perdure.worker.replica_checkpoint import ReplicaCheckpoints
 from perdure.worker.settings import plan_steering
 
 STATE_KEY = "perdure"
@@ -43,7 +44,8 @@ class ReplicaConfig:
         self._quorum_id: Callable[[], int] = lambda: -1
         self._rank = self._generation = -1
         self._group = ""
-        self._declares = False
+        self._declares = self._heals = False
+        self._checkpoints: ReplicaCheckpoints | None = None
         self._begun = False
         self._told = False
         """The controller knows of the keys."""
@@ -62,8 +64,10 @@ class ReplicaConfig:
         now: Callable[[], float],
         quorum_id: Callable[[], int],
         steering: Steering,
+        checkpoints: ReplicaCheckpoints | None = None,
     ) -> None:
         """Take part in the job's agreements as `rank`; `steering` was agreed upon before."""
+        self._checkpoints, self._heals = checkpoints, steering.heals
         self._emit, self._now, self._quorum_id = emit, now, quorum_id
         self._rank, self._generation = rank, generation
         self._group, self._declares = str(rank // nproc), rank % nproc == 0
@@ -109,12 +113,18 @@ class ReplicaConfig:
             if self.config.specs():
                 manager.register_state_dict_fn(STATE_KEY, self.load, self.save)
             self.config.when_declared(_refuse)
+            if self._checkpoints is not None and not self._heals:
+                self._checkpoints.load(manager)
         if gate is None:
             return
         step = int(manager.current_step())
         if gate.advance(step):
             for agreed in gate.arrive(step):
-                self._apply(agreed, step)
+                if agreed.kind == "checkpoint" and self._checkpoints is not None:
+                    self._checkpoints.save(manager, step)
+                    self._reach(agreed, step)
+                else:
+                    self._apply(agreed, step)
         if committed and self._declares and not self._told:
             self._told = True
             self._emit(
@@ -133,6 +143,9 @@ class ReplicaConfig:
             return  # It came with the state that was healed from.
         self.config.apply(change)
         self._applied = [*self._applied[-_APPLIED_MAX:], change.epoch]
+        self._reach(agreed, step)
+
+    def _reach(self, agreed: Agreed, step: int) -> None:
         self._emit(BoundaryReached(id=agreed.id, rank=self._rank, step=step, at_s=self._now()))
 
     # --- healing ------------------------------------------------------------------------------
@@ -140,6 +153,7 @@ class ReplicaConfig:
     def save(self) -> dict[str, str]:
         """Return what a healing peer needs. Called beside training, at the begin of a step."""
         promises = self._gate.promises() if self._gate is not None else ()
+        promises = tuple(p for p in promises if p[0].change is not None)
         state = {
             "epoch": self.config.epoch,
             "values": dict(self.config),

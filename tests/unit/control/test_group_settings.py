@@ -10,6 +10,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
+    CheckpointSaved,
     ControllerStarted,
     KeysDeclared,
     QuorumFormed,
@@ -201,3 +202,24 @@ def test_before_a_script_has_trained_a_set_waits() -> None:
     assert lab.ask("set", changes={"lr": 0.3}) is None
     lab.add(KeysDeclared(generation=0, keys=(LR,), values={"lr": 0.1}, step=1))
     assert len(sent(lab, "prepare")) == 3
+
+
+def test_one_group_saves_for_all_and_another_where_it_is_lost() -> None:
+    lab = training()
+    assert lab.ask("checkpoint", id_="c") is None
+    order = sent(lab, "prepare")["b1.1@0"]
+    assert len(sent(lab, "prepare")) == 1
+    say(lab, order)
+    assert sorted(sent(lab, "commit")) == ["b1.1@0"]
+    lab.exit(0, signal=9)
+    lab.form(1, 2)
+    again = sent(lab, "prepare")["b2.1@1"]
+    say(lab, again)
+    reach(lab, again)
+    saved = {"path": "p", "bytes": 9, "stall_s": 0.0, "save_s": 0.1, "at_s": lab.now}
+    lab.add(CheckpointSaved(generation=1, step=again.step, **saved))
+    answer = lab.answer()
+    assert answer is not None
+    assert answer.ok
+    assert answer.result["step"] == again.step
+    assert lab.machine.state.boundary is None

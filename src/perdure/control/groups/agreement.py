@@ -59,7 +59,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
     if state.the_spec().torchft.lighthouse != "perdure":
         why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
         return answer(state, command.id, False, f"{why} can a step be agreed upon", {})
-    if steering.generation < 0 or not _is_whole(state):
+    if steering.generation < 0 or not is_whole(state):
         return []
     first = max(steering.high, state.step, int(command.args.get("not_before", 0)))
     wanted = int(command.args.get("at", -1))
@@ -90,7 +90,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
         not_before=first,
         at_step=wanted if wanted >= 0 else None,
     )
-    return _ask(state, state.boundary, state.boundary.reason)
+    return ask_members(state, now, state.boundary, state.boundary.reason)
 
 
 def answer_group_boundary(
@@ -113,7 +113,7 @@ def answer_group_boundary(
         return actions + refuse_change(state, boundary.command, event.rank, event.reason)
     if not event.ok:
         return _retry(state, now, event.reason or f"rank {event.rank} had passed the step")
-    if event.quorum_id > quorum.asked_quorum:
+    if boundary.kind == "set" and event.quorum_id > quorum.asked_quorum:
         quorum.needed = max(quorum.needed, event.quorum_id)
         return _retry(state, now, f"quorum {event.quorum_id} was formed meanwhile")
     boundary.yes.add(event.rank)
@@ -124,6 +124,9 @@ def reach_group_change(state: ControllerState, event: BoundaryReached) -> None:
     """Take one rank's report that a change is in force there."""
     name = event.id.partition("@")[0]
     state.step = max(state.step, event.step)
+    boundary = state.boundary
+    if boundary is not None and name == f"{boundary.id}.{boundary.tries}":
+        boundary.reached.add(event.rank)
     for open_ in state.steering.open:
         if name in (open_.boundary, f"e{open_.change.epoch}"):
             open_.reached.add(event.rank)
@@ -140,10 +143,6 @@ def advance_agreement(state: ControllerState, now: float) -> list[AnyAction]:
         actions += _advance_open(state, now, boundary)
     for open_ in list(state.steering.open):
         actions += _close(state, open_)
-    waiting = [c for c in state.commands.values() if c.kind == "set" and "at_step" not in c.args]
-    for command in sorted(waiting, key=lambda c: (c.at_s, c.id)):
-        if state.boundary is None:
-            actions += start_group_set(state, now, command)
     return actions
 
 
@@ -167,7 +166,7 @@ def _find_members(state: ControllerState) -> list[GroupState]:
     ]
 
 
-def _is_whole(state: ControllerState) -> bool:
+def is_whole(state: ControllerState) -> bool:
     """Whether the quorum in force is known, and every member of it can be asked."""
     quorum = state.quorum
     known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
@@ -181,16 +180,24 @@ def _find_asked(state: ControllerState) -> set[int]:
     return {rank for g in members for rank in spec.ranks_of(g.group)}
 
 
-def _ask(state: ControllerState, boundary: OpenBoundary, reason: str) -> list[AnyAction]:
-    """Choose the step of a try, and ask the members of the quorum in force."""
+def ask_members(
+    state: ControllerState, now: float, boundary: OpenBoundary, reason: str
+) -> list[AnyAction]:
+    """Choose the step of a try, and ask the members of the quorum in force.
+
+    To save asks one group of them only, since all have the same state at a step.
+    """
+    members = _find_members(state)
+    asked = members[:1] if boundary.kind == "checkpoint" else members
+    boundary.deadline_s = now + _ANSWER_TIMEOUT_S
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
     else:
         ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
         boundary.step = max(ahead, boundary.not_before)
-    assert boundary.change is not None
-    boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
-    state.quorum.asked = {g.group: g.generation for g in _find_members(state)}
+    if boundary.change is not None:
+        boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
+    state.quorum.asked = {g.group: g.generation for g in asked}
     state.quorum.asked_quorum = state.quorum.quorum_id
     return _decide(state, boundary, "prepare", reason)
 
@@ -201,18 +208,19 @@ def _decide(
     move: Literal["prepare", "commit", "abort"],
     reason: str,
 ) -> list[AnyAction]:
-    """Return a move for each group: those that were asked, or with a decision all that run."""
+    """Return a move for each group: those that were asked, or, of `set`, a decision to all."""
     spec, quorum = state.the_spec(), state.quorum
     sent: list[AnyAction] = []
     for number, group in sorted(state.groups.items()):
         if group.phase not in ("starting", "running"):
             continue
-        if move == "prepare" and quorum.asked.get(number) != group.generation:
+        mine = move == "prepare" or boundary.kind == "checkpoint"
+        if mine and quorum.asked.get(number) != group.generation:
             continue
         order = SendBoundary(
             id=f"{boundary.id}.{boundary.tries}@{number}",
             move=move,
-            kind="set",
+            kind=boundary.kind,
             step=boundary.step,
             ranks=tuple(spec.ranks_of(number)),
             generation=group.generation,
@@ -230,7 +238,7 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
     asked = _find_asked(state)
     if boundary.move == "commit":
         found = next((o for o in state.steering.open if o.command == boundary.command), None)
-        reached = found.reached if found is not None else asked
+        reached = found.reached if found is not None else boundary.reached
         if asked <= boundary.planned | reached:
             state.boundary = None
         return []
@@ -249,14 +257,18 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
     command = state.commands.get(boundary.command)
     if command is not None:
         command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
-    return actions + commit_open(state, boundary)
+    if boundary.kind == "set":
+        return actions + commit_open(state, boundary)
+    if command is not None:
+        command.args["generation"] = next(iter(state.quorum.asked.values()))
+    return actions
 
 
 def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
     boundary = state.boundary
     assert boundary is not None
     actions = _decide(state, boundary, "abort", reason)
-    if not _is_whole(state):
+    if not is_whole(state):
         state.boundary = None  # Begun again once that quorum is known.
         return actions
     passed = boundary.at_step is not None and state.step >= boundary.at_step
@@ -266,11 +278,10 @@ def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
         return actions + answer_open(state, boundary.command, False, why, {})
     boundary.tries += 1
     boundary.yes.clear()
-    assert boundary.change is not None
-    state.steering.epoch += 1  # One that was sent once is never used again.
-    boundary.change = msgspec.structs.replace(boundary.change, epoch=state.steering.epoch)
-    boundary.deadline_s = now + _ANSWER_TIMEOUT_S
-    return actions + _ask(state, boundary, f"again at a later step: {reason}")
+    if boundary.change is not None:
+        state.steering.epoch += 1  # One that was sent once is never used again.
+        boundary.change = msgspec.structs.replace(boundary.change, epoch=state.steering.epoch)
+    return actions + ask_members(state, now, boundary, f"again at a later step: {reason}")
 
 
 def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:

@@ -1,7 +1,9 @@
 """Operators' commands to a torchft job."""
 
 from perdure.control.answers import answer
+from perdure.control.groups.agreement import start_group_set
 from perdure.control.groups.pauses import end_group_pause, start_group_pause
+from perdure.control.groups.saving import reopen_lost, start_group_checkpoint
 from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.commands import receive_command
@@ -37,10 +39,12 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return start_group_pause(state, now, event)
         case "resume":
             return end_group_pause(state, now, event)
-        case "set":
+        case "set" | "checkpoint" as kind:
+            if state.phase in ("ending", "ended"):
+                return answer(state, event.id, False, "the job is ending", {})
             args = dict(event.args)
-            state.commands[event.id] = OpenCommand(event.id, "set", args, event.who, now)
-            return []  # Begun by `advance_agreement`, now or once it can be.
+            state.commands[event.id] = OpenCommand(event.id, kind, args, event.who, now)
+            return []  # Begun by `start_waiting`, now or once it can be.
         case "inject":
             return _inject(state, now, event)
         case "drain" | "cordon" | "evict" | "restore":
@@ -50,6 +54,21 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
         case _:
             why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
             return answer(state, event.id, False, why, {})
+
+
+def start_waiting(state: ControllerState, now: float) -> list[AnyAction]:
+    """Begin the oldest command that waits for an agreement, if it can begin now."""
+    if state.phase in ("ending", "ended"):
+        return []
+    reopen_lost(state)
+    kinds = ("set", "checkpoint")
+    waiting = [c for c in state.commands.values() if c.kind in kinds and "at_step" not in c.args]
+    actions: list[AnyAction] = []
+    for command in sorted(waiting, key=lambda c: (c.at_s, c.id)):
+        if state.boundary is None:
+            start = start_group_set if command.kind == "set" else start_group_checkpoint
+            actions += start(state, now, command)
+    return actions
 
 
 def _inject(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:

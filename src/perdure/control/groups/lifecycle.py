@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+import msgspec
+
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.state import GroupState
 from perdure.control.recovery.formation import end_job
@@ -55,10 +57,17 @@ def assign_group(
         restart_count=len(group.failures),
         placement=(group.group,),
         replica=group.group,
-        steering=find_steering(state) if phase == "run" else Steering(),
+        steering=_find_steering(state, group) if phase == "run" else Steering(),
         reason=reason,
     )
     return AssignNodes(nodes=(group.group,), assignment=group.assignment, reason=reason)
+
+
+def _find_steering(state: ControllerState, group: GroupState) -> Steering:
+    """Return what its ranks have to know before their first step."""
+    others = (g for g in state.groups.values() if g is not group and g.alive and not g.absent)
+    heals = any(g.replica in state.quorum.members for g in others if g.replica)
+    return msgspec.structs.replace(find_steering(state), heals=heals)
 
 
 def fail_group(

@@ -17,7 +17,7 @@ from perdure.control.groups.agreement import (
     declare_group_keys,
     reach_group_change,
 )
-from perdure.control.groups.commands import receive_group_command
+from perdure.control.groups.commands import receive_group_command, start_waiting
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.lifecycle import (
     FORM_TIMEOUT_S,
@@ -29,6 +29,7 @@ from perdure.control.groups.lifecycle import (
 )
 from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
 from perdure.control.groups.pauses import advance_pause, note_group_pause, pauses_again
+from perdure.control.groups.saving import note_group_checkpoint
 from perdure.control.groups.state import GroupState
 from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.recovery.placement import cordon_again, note_cordon
@@ -39,6 +40,8 @@ from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
+    CheckpointFailed,
+    CheckpointSaved,
     CommandReceived,
     ControllerStarted,
     FaultInjected,
@@ -65,6 +68,7 @@ from perdure.model.events import (
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     """Return what to do about `event` in a job of replica groups."""
     actions = _react(state, now, event) + advance_agreement(state, now)
+    actions += start_waiting(state, now)
     if state.quorum.moves:
         actions += advance_group_moves(state, now)
     return actions + advance_pause(state) if state.quorum.paused else actions
@@ -119,6 +123,8 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
         case KeysDeclared():
             declare_group_keys(state, event)
             return []
+        case CheckpointSaved() | CheckpointFailed():
+            return note_group_checkpoint(state, event)
         case SettingsChanged():
             note_change(state, event)
             return []
