@@ -14,7 +14,7 @@ import msgspec
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, RequestError, SafetyError
-from perdure.model.events import JournalEntry
+from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
@@ -109,6 +109,11 @@ def find_job(name: str) -> Job:
         near = get_close_matches(name, names, n=3) or names[-3:]
         hint = f"there is {', '.join(near)}" if near else f"there are no jobs under {home}"
         raise ConfigError(f"unknown job `{name}`", hint=hint) from None
+
+
+def find_start(first: JournalEntry) -> float:
+    """Return when the job was begun, by the first entry of its journal: as `report` counts."""
+    return first.body.at_s if isinstance(first.body, JobSubmitted) else first.at_s
 
 
 def find_jobs() -> list[Job]:

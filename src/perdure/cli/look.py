@@ -11,7 +11,7 @@ import typer
 
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
-from perdure.cli.jobs import Job, find_job, find_jobs
+from perdure.cli.jobs import Job, find_job, find_jobs, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
@@ -207,7 +207,7 @@ def diagnose(
         for name, value in vanished.evidence.items():
             print("\n".join(render_evidence(name, value)))
         print()
-    start_s = entries[0].at_s if entries else 0.0
+    start_s = find_start(entries[0]) if entries else 0.0
     if verdicts:
         print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))
     else:

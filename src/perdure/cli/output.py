@@ -13,7 +13,7 @@ import msgspec
 import typer
 
 from perdure.cli.act import JobName
-from perdure.cli.jobs import Job, find_job
+from perdure.cli.jobs import Job, find_job, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
 from perdure.model.codec import decode
@@ -150,7 +150,7 @@ def events(
             if entry.seq <= state["seq"]:
                 continue
             if not state["start_s"]:
-                state["start_s"] = entry.at_s
+                state["start_s"] = find_start(entry)
             state["seq"] = entry.seq
             if as_json:
                 print_json(describe_entry(entry))
