@@ -105,11 +105,6 @@ def test_network_faults_are_refused_where_the_network_is_the_machines_own(tmp_pa
     assert "docs/lab.md" in NetworkFaults({}).find_objection({"to": 0})
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="where the others already wait in a later collective, no record shows both calls of "
-    "the same one, and what is said is CommHang of nobody",
-)
 def test_a_rank_that_calls_another_operation_is_named(job: LabJob) -> None:
     outcome = harm(job, "wrong-op", 1, patience_s=8.0)
     assert (outcome.kind, outcome.culprit) == ("Desync", "rank 1"), outcome

@@ -38,7 +38,10 @@ SPANS_A_BEAT = 8
 """Of each communicator, about; a faster one is thinned."""
 STAGES_A_BEAT = 8
 PENDING_S = 0.25
-"""A send or receive that is under way for longer is reported in each heartbeat until it ends."""
+"""What is under way for longer is reported in each heartbeat until it ends: sends and receives,
+and collectives behind which others of their communicator were begun."""
+PENDING_MAX = 16
+"""Of one rank, the oldest."""
 _EASE_BEATS = 10
 """After so many heartbeats with less to say, twice as much is kept again."""
 _RUN_GAP = 32
@@ -141,7 +144,7 @@ class RingFollower:
                 self._newest[comm] = found[-1] if found[-1].seq % step else None
             elif (newest := self._newest.pop(comm, None)) is not None:
                 chosen.append(newest)
-        return tuple(chosen + pending)
+        return tuple(chosen + pending[:PENDING_MAX])
 
     def _parse(
         self, fd: int, numbers: list[int], reading: RingReading
@@ -174,10 +177,11 @@ class RingFollower:
 
 
 def _is_late(span: CollectiveSpan, reading: RingReading, now: float) -> bool:
-    """Whether a send or receive has been under way for long; collectives show in their slot."""
-    comms = reading.comms
-    name = comms[span.comm].name if span.comm < len(comms) else ""
-    return name.endswith(P2P_SUFFIX) and now - span.start_s > PENDING_S
+    """Whether `span` has been under way for long and no slot shows it: those have the newest."""
+    if now - span.start_s <= PENDING_S or span.comm >= len(reading.comms):
+        return False
+    comm = reading.comms[span.comm]
+    return comm.name.endswith(P2P_SUFFIX) or span.seq < comm.started_seq
 
 
 def _find_runs(numbers: Iterable[int]) -> list[list[int]]:

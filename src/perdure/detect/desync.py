@@ -24,7 +24,7 @@ COUNT_STEPS = 3
 COUNT_WITHIN = 20
 """... of so many: a ring that was read between two of its words shows one now and then."""
 KNOWN_MAX = 256
-ENDED_KEPT = 64
+PASSED_KEPT = 64
 BOUND = ("compiled", "python")
 """Recorders that write sequence, operation and size as one."""
 POLLED_S = 1.2
@@ -65,8 +65,9 @@ class _Comm:
     """Step -> (largest sequence seen in it, by which rank)."""
     at: dict[int, tuple[Signature, int]] = field(default_factory=dict)
     """Sequence -> what the first rank seen in it did, and which it was."""
-    ended: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """Sequence -> (rank, operation) of those that were ended, as the first two ranks tell."""
+    passed: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """Sequence -> (rank, operation) of those that were ended, or behind which others were begun,
+    as the first two ranks tell."""
     wrong: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """(ahead, behind) -> the steps in which it showed."""
 
@@ -84,7 +85,7 @@ class DesyncWatch:
         """Learn from a rank whose record binds step, sequence and operation together."""
         if watch.recorder not in BOUND:
             return
-        self._take_ended(watch, spans)
+        self._take_passed(watch, spans)
         step, rank = watch.account.step, watch.rank
         for c in watch.comms:
             if c.size < 2 or c.started_seq <= 0 or c.peer >= 0 or is_point_to_point(c.op):
@@ -106,18 +107,18 @@ class DesyncWatch:
                 steps.add(step)
                 steps -= {s for s in steps if s < step - COUNT_WITHIN}
 
-    def _take_ended(self, watch: RankWatch, spans: Sequence[CollectiveSpan]) -> None:
-        """Keep which operations were ended: the others may have gone on from a wrong one."""
+    def _take_passed(self, watch: RankWatch, spans: Sequence[CollectiveSpan]) -> None:
+        """Keep which operations a rank has been through: it may be in the next one already."""
         for span in spans:
-            if not span.end_s or span.comm >= len(watch.comms):
+            if span.comm >= len(watch.comms):
                 continue
             c = watch.comms[span.comm]
             if c.size < 2 or watch.rank not in c.ranks[:2] or is_point_to_point(span.op):
                 continue
-            ended = self._of(c).ended
-            ended[span.seq] = (watch.rank, span.op)
-            if len(ended) > ENDED_KEPT:
-                del ended[next(iter(ended))]
+            passed = self._of(c).passed
+            passed[span.seq] = (watch.rank, span.op)
+            if len(passed) > PASSED_KEPT:
+                del passed[next(iter(passed))]
 
     def _sign_in(self, comm: _Comm, c: CommProgress, rank: int) -> None:
         signature = _sign(c)
@@ -162,7 +163,7 @@ class DesyncWatch:
         return (self._find_overtaken(watches) if thorough else None) or self._find_number()
 
     def _find_overtaken(self, watches: Mapping[int, RankWatch]) -> Mismatch | None:
-        """Return who was in another operation where some have ended theirs and gone on.
+        """Return who was in another operation where some have begun theirs and gone on.
 
         One that is left alone is the odd one; of several, the one that went on.
         """
@@ -173,13 +174,13 @@ class DesyncWatch:
                     left.setdefault((*_key(c), c.started_seq), {})[rank] = c
         for (name, _, _, seq), inside in left.items():
             rank, c = next(iter(inside.items()))
-            other, op = self._of(c).ended.get(seq, (rank, c.op))
+            other, op = self._of(c).passed.get(seq, (rank, c.op))
             if other in inside or not c.op or op == c.op:
                 continue
             guilty = rank if len(inside) == 1 else other
             reason = (
                 f"rank {rank} is in {_show(_sign(c))} as collective #{seq} of {name}, where "
-                f"rank {other} has been through {op} and gone on"
+                f"rank {other} has begun {op} and gone on"
             )
             evidence: dict[str, object] = {
                 "communicator": name,

@@ -77,6 +77,20 @@ def test_the_last_collective_before_a_silence_is_told_of_though_thinned_out(path
     assert follower.read(1.4).spans == ()
 
 
+def test_a_collective_that_hangs_behind_a_newer_one_is_reported_while_it_does(path, ring):
+    slot = ring.add_comm("0", 2, (0, 1))
+    follower = RingFollower(path, 0.0)
+    for seq in (1, 2):
+        number = ring.begin_span(seq, ALLREDUCE | slot << 16, 8, 10**9, layout.UNDER_WAY)
+        ring.set_comm(slot, seq, 0, 10**9)
+    assert follower.read(1.1).spans == ()
+    for now in (1.5, 1.7):
+        assert [(one.seq, one.end_s) for one in follower.read(now).spans] == [(1, 0.0)]
+    ring.end_span(number - 1, 2 * 10**9)
+    assert [(one.seq, one.end_s) for one in follower.read(2.1).spans] == [(1, 2.0)]
+    assert follower.read(2.3).spans == ()
+
+
 def test_spans_that_were_overwritten_are_left_out(path, ring):
     follower = RingFollower(path, 0.0)
     lost = ring.begin_span(1, ALLREDUCE, 4, 1, 0)

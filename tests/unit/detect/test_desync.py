@@ -1,3 +1,5 @@
+import pytest
+
 from perdure.detect.cadence import Cadence
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.watch import RankWatch
@@ -36,12 +38,14 @@ def test_equal_numbers_are_no_desync_whatever_the_order_of_sight():
     assert desync.find(1.0, {}, thorough=False) is None
 
 
-def test_a_rank_left_in_another_operation_is_told_though_the_others_went_on():
+@pytest.mark.parametrize("end_s", [1.1, 0.0])
+def test_a_rank_left_in_another_operation_is_told_though_the_others_went_on(end_s):
+    """By ending theirs, or by beginning the next one beside it, as DDP does with its buckets."""
     desync = DesyncWatch()
     for rank in (0, 2):
         watch = make_watch(rank, 1, 426)
         watch.comms = (CommProgress("pg", 3, 426, 425, "allreduce", 1.0, (0, 1, 2), 4),)
-        spans = tuple(CollectiveSpan(0, seq, "allreduce", 4, 1.0, 1.1) for seq in (424, 425))
+        spans = tuple(CollectiveSpan(0, seq, "allreduce", 4, 1.0, end_s) for seq in (424, 425))
         desync.take(watch, spans)
     wrong = make_watch(1, 1, 425)
     wrong.comms = (CommProgress("pg", 3, 425, 424, "allgather", 1.0, (0, 1, 2), 4),)
