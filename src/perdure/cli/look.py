@@ -124,8 +124,8 @@ def map_devices(
         else:
             print(_render_matrix(matrix, width))
         return
-    if watch and not as_json:
-        show_map(found)
+    if watch:
+        show_map(found, as_json=as_json)
         return
     devices = found.snapshot().devices
     if as_json:
@@ -159,7 +159,7 @@ def _find_urgency(row: DeviceRow) -> int:
     return 1 if row.health == "warn" else 2 if row.state not in ("in use", "spare") else 3
 
 
-def show_map(job: Job) -> None:
+def show_map(job: Job, *, as_json: bool = False) -> None:
     """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
     from perdure.cli.watch import look_again, show
     from perdure.dash.watch import Line
@@ -173,11 +173,17 @@ def show_map(job: Job) -> None:
         lines = [head, *render_devices(devices).splitlines(), *([more] if more else [])]
         return [Line(line) for line in lines][:height]
 
-    if sys.stdout.isatty():
+    if sys.stdout.isatty() and not as_json:
         show(job, draw, 0.5)
         return
     shown = ""
+    before: Sequence[DeviceRow] | None = None
     for snapshot in look_again(job, 0.5):
+        if as_json:
+            if snapshot.devices != before:
+                before = snapshot.devices
+                print_json({"devices": before})
+            continue
         text = "\n".join(line.text for line in draw(snapshot, 0, 1 << 20))
         if text != shown:
             shown = text

@@ -6,6 +6,7 @@ terminal that reads what is drawn.
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import select
@@ -223,3 +224,19 @@ def test_the_map_is_followed_too(job: LivingJob, start: Callable[..., Terminal])
     terminal.type(b"q")
     assert terminal.wait() == 0
     assert terminal.is_given_back()
+
+
+def test_programs_follow_the_map_by_its_changes(job: LivingJob) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "perdure", "map", "j", "--watch", "--json"],
+        env=dict(os.environ, PERDURE_HOME=str(job.home)), stdout=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    with process.stdout as out:
+        assert json.loads(out.readline())["devices"][0]["state"] == "in use"
+        job.write(step=8)  # No change of a device.
+        job.write(devices=(msgspec.structs.replace(job.picture.devices[0], state="lost"),))
+        assert json.loads(out.readline())["devices"][0]["state"] == "lost"
+        job.write(state="done")
+        assert out.readline() == b""
+    assert process.wait(PATIENCE_S) == 0
