@@ -134,7 +134,7 @@ def test_silence_leaves_out_and_fences() -> None:
     assert isinstance(left, LeftOut)
     assert left.group == 1
     assert "no heartbeat" in left.reason
-    assert lab.last(Fenced) == Fenced(1, (0, 2), f"train_1: {left.reason}")
+    assert lab.last(Fenced) == Fenced(1, (0, 1, 2), f"train_1: {left.reason}"), "itself as well"
 
 
 def test_one_whose_step_does_not_come_is_left_out_though_its_heart_beats() -> None:

@@ -127,11 +127,10 @@ class Replica:
     """Since when it waits in a collective of the quorum in force, where it said so."""
     stopped: bool = False
     """Its process is in state T."""
-    lives: bool = False
-    """Its agent sees it run."""
+    lives: bool = False  # Its agent sees it run.
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
-    told: bool = False  # That it is held, and asks.
+    told: bool = False
     took: tuple[int, int] = (-1, 0)
     """Step and commit failures of its request that the last quorum answered."""
 
@@ -408,8 +407,9 @@ class Quorums:
         if replica.name not in self.members or not fence:
             return [left]
         self._stand_in()
-        others = tuple(sorted(self.group_of(r) for r in self._present()))
-        return [left, Fenced(self.quorum_id, others, f"{replica.name}: {reason}")]
+        groups = {self.group_of(r) for r in self._present()}
+        groups |= set() if replica.name in self._evicted else {group}  # It may hang as well.
+        return [left, Fenced(self.quorum_id, tuple(sorted(groups)), f"{replica.name}: {reason}")]
 
     def _stand_in(self) -> None:
         """Release the first spare that is ready, as the controller has said once and for all.
