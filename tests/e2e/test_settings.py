@@ -62,7 +62,7 @@ def test_a_change_is_the_same_on_every_rank_from_its_step_on(start: Start, tmp_p
     refused = job.cli("set", "s", "lr=5", check=False)  # Rank 1's own check takes no lr above 1.
     assert (refused.returncode, "rank 1: lr: too high for this rank" in refused.stderr) == (4, True)
 
-    later = say(job, "set", "s", "lr=0.25", "--at-step", str(trail.last() + 1500))[
+    later = say(job, "set", "s", "lr=0.25", "--at-step", str(trail.last() + 9000))[
         "applied_at_step"
     ]
     job.wait_until(lambda: job.state().get("coming"), "a change to come")
