@@ -17,6 +17,7 @@ with gloo mended and a broken quorum given up by all of its members at once.
 
 from typing import Any
 
+from perdure.model.errors import ConfigError
 from perdure.worker.replica import install, replica
 from perdure.worker.replica_config import settings
 
@@ -42,3 +43,27 @@ def attach(manager: Any) -> Any:
     install(torchft)
     replica.adopt(manager)
     return manager
+
+
+def steer_sync_every(local: Any) -> Any:
+    """Make `sync_every` of a `torchft.local_sgd.LocalSGD` a live setting, and return it.
+
+    It changes with a synchronization, for the steps up to the next one, in all groups.
+
+    Raises:
+        ConfigError: it is no LocalSGD; DiLoCo's fragments have their places within `sync_every`.
+    """
+    if not hasattr(local, "_local_step") or hasattr(local, "_fragments"):
+        raise ConfigError(
+            f"sync_every of a {type(local).__name__} cannot be changed while it runs",
+            hint="that of a LocalSGD can",
+        )
+
+    def set_sync_every(value: int) -> None:
+        local._sync_every = value
+
+    note = "Inner steps from one synchronization to the next."
+    config.declare(
+        "sync_every", int, default=local._sync_every, min=1, note=note, on_change=set_sync_every
+    )
+    return local

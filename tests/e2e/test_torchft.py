@@ -21,11 +21,17 @@ class Training:
     """What the groups of a job write."""
 
     def __init__(
-        self, start: Start, home: Path, *options: str, steps: int = 10_000_000, log: str = "log"
+        self,
+        start: Start,
+        home: Path,
+        *options: str,
+        steps: int = 10_000_000,
+        log: str = "log",
+        name: str = "torchft_groups.py",
     ) -> None:
         self.log = home / log
         self.log.mkdir()
-        script = (str(SCRIPTS / "torchft_groups.py"), str(steps), str(self.log))
+        script = (str(SCRIPTS / name), str(steps), str(self.log))
         words = ("--torchft", "--replicas", "3", "-n", "1", *options)
         self.job = start("ft", *words, *script, timeout_s=170.0)
 
@@ -201,3 +207,20 @@ def test_a_job_goes_on_from_its_checkpoint_and_ends_when_all_have_finished(
     assert [training.rows(g)[-1]["step"] for g in range(3)] == [end] * 3
     assert not training.rows(3)
     training.check()
+
+
+def test_groups_that_synchronize_every_few_steps(start: Start, tmp_path: Path) -> None:
+    training = Training(start, tmp_path, name="torchft_local_sgd.py")
+    training.wait_trusted()
+    assert training.rows(0)[-1]["inner"] == 4
+    changed = json.loads(training.job.cli("set", "ft", "sync_every=2", "--json").stdout)
+    step = changed["applied_at_step"] + 2
+    training.job.wait_until(lambda: training.rows(0)[-1]["step"] > step, "shorter intervals")
+    killed = time.time()
+    os.kill(training.pid(1), signal.SIGKILL)
+    training.wait_members(3, killed, 0, 1, 2)
+    last = lambda: {training.rows(g)[-1]["inner"] for g in range(3)}  # noqa: E731
+    training.job.wait_until(lambda: last() == {2}, "one interval, healed with the state")
+    training.check()
+    training.job.process.send_signal(signal.SIGTERM)
+    training.job.wait()
