@@ -20,10 +20,10 @@ def read(trail: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def begin(start: Callable[..., Job], trail: Path, *options: str) -> Job:
+def begin(start: Callable[..., Job], trail: Path, *options: str, steps: int = STEPS) -> Job:
     script = str(SCRIPTS / "elastic.py")
     job = start(
-        "el", "-n", "3", *options, script, "--trail", str(trail), "--steps", str(STEPS),
+        "el", "-n", "3", *options, script, "--trail", str(trail), "--steps", str(steps),
         timeout_s=170,
     )  # fmt: skip
     job.wait_until(lambda: len(read(trail, 0)) >= 10, "ten steps")
@@ -56,12 +56,44 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
 @pytest.mark.serial
 def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
-    job = begin(start, trail)
+    (tmp_path / "job.toml").write_text("[restart]\nreplace = false\n")
+    job = begin(start, trail, "-c", str(tmp_path / "job.toml"))
     os.kill(pid_of(job, 1), signal.SIGKILL)
     job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
     os.kill(pid_of(job, 0), signal.SIGKILL)
     job.wait_until(lambda: read(trail, 2)[-1]["world"] == [2], "the last one's next step")
     check(job, trail, (2,))
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_new_process_takes_the_place_of_a_dead_one(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    trail = tmp_path / "trail"
+    job = begin(start, trail, steps=100_000)
+    for rank, world in ((1, [0, 2, 4]), (4, [0, 2, 7])):
+        os.kill(pid_of(job, rank), signal.SIGKILL)
+        job.wait_until(lambda w=world: read(trail, 1)[-1]["world"] == w, f"world {world}")
+    job.wait_until(lambda: job.state().get("step", -1) > 0, "a step in the picture")
+    newest = {row["rank"]: row for row in job.state()["ranks"]}
+    assert sorted(newest) == [0, 2, 7]
+    job.cli("stop", "el", "--now")
+    job.wait()
+    rows, others = read(trail, 1), {row["step"]: row for row in read(trail, 0)}
+    pids = list(dict.fromkeys(row["pid"] for row in rows))
+    assert len(pids) == 3
+    for pid in pids:  # Each came at some step, left at another, and agreed meanwhile.
+        mine = [row for row in rows if row["pid"] == pid]
+        first = mine[0]["step"]
+        assert [row["step"] for row in mine] == list(range(first, first + len(mine)))
+        for row in mine:
+            same = others.get(row["step"], row)
+            assert (row["losses"], row["hash"]) == (same["losses"], same["hash"])
+    report = job.report()
+    assert [r["rung"] for r in report["recoveries"]] == ["reform", "reform"]
+    ledger = report["ledger"]
+    assert ledger["unattributed"]["s"] <= 0.005 * report["slot_s"]
 
 
 @pytest.mark.slow

@@ -170,7 +170,7 @@ class Agent:
         if wanted is None or keeper is None or state.leaving or state.orphaned:
             return []
         if wanted.phase == "run" and keeper.generation == wanted.generation:
-            return self._report_started(keeper)
+            return self._report_started(keeper) + self._add_members(keeper, wanted)
         requests: list[Request] = []
         older = wanted.generation - 1
         if keeper.stopped < older and keeper.kill_asked < older:
@@ -229,6 +229,20 @@ class Agent:
         state.resume = state.reform = None
         state.faults.clear()
         return [SpawnRanks(wanted)]
+
+    def _add_members(self, keeper: KeeperView, wanted: Assignment) -> list[Request]:
+        """Start the members that the world was given beside its first ranks, each once."""
+        group, spec = wanted.group_of(self.identity.node), self.spec
+        missing = tuple(
+            member
+            for member in wanted.extra
+            if spec.node_of(member % spec.world_size) == group
+            and member not in keeper.running
+            and member not in keeper.members_asked
+            and (wanted.generation, member) not in self.state.exited
+        )
+        keeper.members_asked |= set(missing)
+        return [SpawnRanks(wanted, missing)] if missing else []
 
     def _report_started(self, keeper: KeeperView) -> list[Request]:
         begun = keeper.running or any(g == keeper.generation for g, _ in self.state.exited)
@@ -387,6 +401,8 @@ class Agent:
     def _note_spawned(self, keeper: KeeperView, spawned: KeeperSpawned) -> list[Request]:
         if spawned.generation < keeper.generation:
             return []
+        if spawned.beside:
+            return self._note_members(keeper, spawned)
         keeper.generation = spawned.generation
         keeper.started_s, keeper.warm = spawned.at_s, spawned.warm
         keeper.why_cold = spawned.why_cold
@@ -398,15 +414,27 @@ class Agent:
         if self.state.reported_started >= spawned.generation:
             return []
         self.state.reported_started = spawned.generation
-        event = RanksStarted(
-            node=self.identity.node,
-            generation=spawned.generation,
-            pids=spawned.pids,
-            at_s=spawned.at_s,
-            warm=spawned.warm,
-            why_cold=spawned.why_cold,
+        return [self._tell_started(spawned, spawned.pids)]
+
+    def _note_members(self, keeper: KeeperView, spawned: KeeperSpawned) -> list[Request]:
+        new = {rank: pid for rank, pid in spawned.pids.items() if rank not in keeper.running}
+        if spawned.generation != keeper.generation or not new:
+            return []
+        exited = self.state.exited
+        keeper.running |= {r: p for r, p in new.items() if (spawned.generation, r) not in exited}
+        return [self._tell_started(spawned, new)]
+
+    def _tell_started(self, spawned: KeeperSpawned, pids: dict[int, int]) -> Report:
+        return Report(
+            RanksStarted(
+                node=self.identity.node,
+                generation=spawned.generation,
+                pids=pids,
+                at_s=spawned.at_s,
+                warm=spawned.warm,
+                why_cold=spawned.why_cold,
+            )
         )
-        return [Report(event)]
 
     def _note_exit(self, now: float, ended: RankEnded) -> list[Request]:
         keeper, record = self.state.keeper, ended.record

@@ -148,6 +148,8 @@ class SpawnRanks(msgspec.Struct, frozen=True, tag=True):
     """Render the environments of the node's ranks and have the keeper start them."""
 
     assignment: Assignment
+    members: tuple[int, ...] = ()
+    """Where given, only these, beside the ranks that live."""
 
 
 class TellWorker(msgspec.Struct, frozen=True, tag=True):

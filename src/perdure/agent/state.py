@@ -39,6 +39,8 @@ class KeeperView:
     store_asked: int = -1
     spawn_asked: int = -1
     lost_reported: int = -1
+    members_asked: set[int] = field(default_factory=set)
+    """Members that it was asked to start beside the ranks of `generation`."""
 
 
 @dataclass(slots=True)

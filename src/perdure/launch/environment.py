@@ -83,6 +83,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return the environment of global rank `rank` on `node` in the generation of `assignment`.
 
+    A number beyond the world is a member that came later, in the slot of its predecessors.
     `nccl_plugin` is the path of perdure's profiler plugin, on a node with a GPU; the user's own
     NCCL_PROFILER_PLUGIN, `none` among them, goes before it.
     """
@@ -98,7 +99,9 @@ def rank_environment(
     if assignment.replica >= 0:
         env |= _replica_environment(spec, rank, assignment, base)
     else:
-        env |= _world_environment(rank, spec.world_size, spec.nproc)
+        env |= _world_environment(rank % spec.world_size, spec.world_size, spec.nproc)
+        if rank >= spec.world_size:
+            env["PERDURE_MEMBER"] = str(rank)
     env |= {
         "MASTER_ADDR": assignment.master_addr,
         "MASTER_PORT": str(assignment.master_port),

@@ -43,6 +43,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     replica: int = -1
     """With torchft: the replica group that the node runs, a world of its own with its own
     `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
+    extra: tuple[int, ...] = ()
+    """Members that an elastic world has been given beside its first ranks, ever. Each lives in
+    the slot of its number modulo the world's size; one that has ended is not started again."""
     steering: Steering = Steering()
     """Changes and a pause that the ranks have to know of before their first step."""
     reason: str = ""

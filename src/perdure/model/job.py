@@ -100,6 +100,8 @@ class RestartConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """How long the world waits for a lost node that no spare one can replace; then it ends."""
     grace_s: Annotated[float, Meta(ge=0)] = 2.0
     """Between SIGTERM and SIGKILL when a world is ended that did not crash."""
+    replace: bool = True
+    """In an elastic world: whether a new process takes over the slot of one that died."""
 
 
 Response = Literal["report", "restart", "evict", "stop"]

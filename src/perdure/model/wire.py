@@ -234,7 +234,7 @@ class RankLaunch(msgspec.Struct, frozen=True):
 
 
 class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
-    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation."""
+    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation, and beside by rank."""
 
     generation: int
     ranks: tuple[RankLaunch, ...]
@@ -244,6 +244,8 @@ class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
     no_python: bool
     cwd: str
     cold: bool
+    beside: bool = False
+    """Its ranks join those of the same generation that live."""
 
 
 class KeeperStore(msgspec.Struct, frozen=True, tag=True):
@@ -307,6 +309,7 @@ class KeeperSpawned(msgspec.Struct, frozen=True, tag=True):
     at_s: float
     warm: bool
     why_cold: str = ""
+    beside: bool = False
 
 
 class KeeperStoreReady(msgspec.Struct, frozen=True, tag=True):

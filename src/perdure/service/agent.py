@@ -262,8 +262,8 @@ class AgentService:
                 self._keeper.send(message)
             case EndKeeper(reason=reason):
                 self._keeper.kill(reason)
-            case SpawnRanks(assignment=assignment):
-                self._keeper.send(self._render_spawn(assignment))
+            case SpawnRanks(assignment=assignment, members=members):
+                self._keeper.send(self._render_spawn(assignment, members))
             case TellWorker(rank=rank, message=message):
                 self._workers.send(rank, message)
             case CollectStacks():
@@ -293,11 +293,11 @@ class AgentService:
             self._failed = error
             self._left.set()
 
-    def _render_spawn(self, assignment: Assignment) -> KeeperSpawn:
+    def _render_spawn(self, assignment: Assignment, members: tuple[int, ...]) -> KeeperSpawn:
         spec, paths, generation = self._spec, self._paths, assignment.generation
         write_steering(paths, self._node, assignment)
         launches = []
-        for rank in spec.ranks_of(assignment.slots_of(self._node)):
+        for rank in members or spec.ranks_of(assignment.slots_of(self._node)):
             env = rank_environment(
                 spec,
                 rank,
@@ -320,6 +320,7 @@ class AgentService:
             no_python=spec.no_python,
             cwd=spec.cwd,
             cold=spec.cold,
+            beside=bool(members),
         )
 
     async def _collect(self, order: CollectStacks) -> None:

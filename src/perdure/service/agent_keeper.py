@@ -213,7 +213,7 @@ class KeeperLink:
                     self._up(message)
             else:
                 if isinstance(message, KeeperSpawned):
-                    self._note(message.pids)
+                    self._note(self._ranks | message.pids if message.beside else message.pids)
                 self._said(message)
 
     def _hold(self, pid: int) -> bool:

@@ -43,6 +43,8 @@ COMMAND_BYTES_MAX = 65_536
 """Of a command or a notice: it is journaled as a whole."""
 BACKLOG_MAX = 4
 """Heartbeats kept of one node; older ones are dropped when the loop falls behind."""
+MEMBERS_A_SLOT = 1000
+"""Numbers that an elastic world may give in a slot, one after another."""
 QUERIES = frozenset({"ping", "status"})
 """What those may ask who may only look."""
 _QUIET_S = 1.0
@@ -144,7 +146,7 @@ class Inbox:
         except ProtocolError as error:
             self._refuse(f"heartbeat: {error}")
             return
-        ranks = self._spec.num_nodes * self._spec.nproc
+        ranks = count_numbers(self._spec)
         if not 0 <= beat.node < self._spec.num_nodes:
             self._refuse(f"heartbeat: there is no node {beat.node}")
             return
@@ -189,9 +191,14 @@ class Inbox:
             task.add_done_callback(self._answers.discard)
 
 
+def count_numbers(spec: JobSpec) -> int:
+    """Return below which number every rank is: members of elastic worlds have later ones."""
+    return spec.num_nodes * spec.nproc * (1 if spec.groups else MEMBERS_A_SLOT)
+
+
 def find_stranger(spec: JobSpec, event: AnyEvent) -> str:
     """Return which node or rank of `event` the job does not have; empty where it has them all."""
-    ranks = spec.num_nodes * spec.nproc
+    ranks = count_numbers(spec)
     node = getattr(event, "node", -1)
     rank = event.record.rank if isinstance(event, RankExited) else getattr(event, "rank", 0)
     if not -1 <= node < spec.num_nodes:

@@ -151,7 +151,7 @@ class Node:
                 self.clock.after(_STORE_S, lambda: self._serve_store(agent, store.generation))
             case TellKeeper(message=KeeperExit()):
                 self.clock.after(_KILL_S, self.kill_keeper)
-            case SpawnRanks(assignment=assignment):
+            case SpawnRanks(assignment=assignment, members=()):
                 generation = assignment.generation
                 self.clock.after(_SPAWN_S, lambda: self._spawn(agent, generation))
             case CollectStacks(generation=generation, pids=pids):

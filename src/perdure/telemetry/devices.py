@@ -137,7 +137,8 @@ class DeviceView:
                 continue
             over = row.state in _OVER
             if old is not None:
-                if old.node == row.node and (old.state in _OVER) == over:
+                same = old.node == row.node and old.rank == row.rank
+                if same and (old.state in _OVER) == over:
                     continue
                 here = self._here[old.node]
                 here.pop(old.rank, None)

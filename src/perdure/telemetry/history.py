@@ -84,6 +84,10 @@ class Generation:
     condensed: bool = False
     left: set[int] = field(default_factory=set)
     """Ranks that were lost while the others went on in place."""
+    joined: dict[int, float] = field(default_factory=dict)
+    """Member started beside the first ranks -> when."""
+    formed: set[int] = field(default_factory=set)
+    """Members that were in an epoch formed in place."""
 
     def condense(self) -> None:
         """Put one rank in the place of all: where the generation began, and how far it came."""
@@ -179,6 +183,8 @@ class History:
                 generation.started.setdefault(event.node, event)
                 for rank in event.pids:
                     generation.rank(rank)
+                    if self._comes_later(rank):
+                        generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
                 self._stop(event)
             case GenerationStepping() as event:
@@ -216,6 +222,10 @@ class History:
             kept = [furthest, *kept]
         self.checkpoints = kept
 
+    def _comes_later(self, rank: int) -> bool:
+        spec = self.spec
+        return spec is not None and not spec.groups and rank >= spec.world_size
+
     def _of(self, number: int) -> Generation:
         return self.generations.setdefault(number, Generation(number))
 
@@ -235,6 +245,7 @@ class History:
     def _reform(self, event: WorldReformed) -> None:
         """A member is in a new epoch: the incident that it ends did not end its generation."""
         generation = self._of(event.generation)
+        generation.formed.add(event.rank)
         incident = generation.incident
         if incident is not None:
             reform = Reform(
@@ -290,7 +301,8 @@ class History:
                 history = generation.rank(record.rank)
                 if history.exit is None:
                     history.exit, history.detected_s = record, event.detected_s
-                    if record.failed and not record.asked:
+                    outside = record.rank in generation.joined.keys() - generation.formed
+                    if record.failed and not record.asked and not outside:
                         early = generation.find_early(record) if record.lost_peer else None
                         cause = _crash(event, history.account.step, early)
                         self._blame(generation, cause)

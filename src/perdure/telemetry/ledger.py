@@ -20,6 +20,8 @@ from perdure.telemetry.incidents import find_recoveries, find_state
 from perdure.telemetry.segments import Segment as Segment
 
 _RE = "reconfiguration."
+Stage = tuple[str, float | None, float | None]
+"""Account, begin and end of a stage before training; an absent stamp is None."""
 
 
 class LedgerFold:
@@ -128,6 +130,10 @@ class _Timeline:
     """Up to here the rank's time was dealt with."""
     _before: Generation | None = None
 
+    @property
+    def _size(self) -> int:
+        return self.history.spec.world_size if self.history.spec is not None else 1
+
     def build(self) -> list[Segment]:
         self._cursor = self.history.start_s
         generations = [g for g in self.history.ordered() if g.started or g.ranks]
@@ -152,9 +158,31 @@ class _Timeline:
             self._cursor = end
 
     def _walk(self, generation: Generation, last: bool) -> None:
-        history = generation.ranks.get(self.rank) or RankHistory()
+        """Walk who has had this slot, one after another: one, but in an elastic world."""
+        size = self._size
+        later = [m for m in generation.joined if m % size == self.rank]
+        numbers = [self.rank, *sorted(later)]
+        for number, successor in zip(numbers, [*numbers[1:], None], strict=True):
+            history = generation.ranks.get(number) or RankHistory()
+            until_s = generation.joined[successor] if successor is not None else None
+            if number == self.rank:
+                stages = self._find_stages(generation, history.account, history)
+            else:
+                begun_s, first_s = generation.joined[number], history.account.first_step_s or None
+                stages = [(_RE + "warmup", begun_s, first_s)]
+            self._walk_one(generation, number, stages, last, until_s)
+
+    def _walk_one(
+        self,
+        generation: Generation,
+        number: int,
+        stages: list[Stage],
+        last: bool,
+        until_s: float | None,
+    ) -> None:
+        """Account for one process; `until_s` is when its successor in the slot was started."""
+        history = generation.ranks.get(number) or RankHistory()
         account, incident = history.account, generation.incident
-        stages = self._find_stages(generation, account, history)
         first_s = stages[-1][2]
         fail_s = incident.failure_s if incident else None
         if first_s and (fail_s is None or first_s <= fail_s):
@@ -164,10 +192,16 @@ class _Timeline:
         else:
             worked_s = None
             if not account.last_step_s:  # Else it trained, and when it began to is not known.
-                until_s = fail_s or self._until(history, last)
-                self._take_partial(generation.number, stages, until_s)
+                self._take_partial(generation.number, stages, fail_s or self._until(history, last))
         ended_s = self._find_good_end(history, worked_s)
-        if incident is not None:
+        if history.exit is not None and (until_s is not None or number in generation.left):
+            # The others went on without it.
+            self._take(generation.number, "lost_work", worked_s, history.exit.at_s)
+            away_s = until_s or fail_s or self.end_s
+            self._take(generation.number, "idle", history.exit.at_s, away_s)
+            if until_s is None and incident is not None:
+                self._recover(generation, incident, last)
+        elif incident is not None:
             if ended_s is not None and ended_s <= incident.failure_s:
                 self._take(generation.number, "idle", ended_s, incident.failure_s)
             elif worked_s is not None:
@@ -189,7 +223,7 @@ class _Timeline:
 
     def _find_stages(
         self, generation: Generation, account: RankAccount, history: RankHistory
-    ) -> list[tuple[str, float | None, float | None]]:
+    ) -> list[Stage]:
         """Return (account, begin, end) of the stages before training; an absent stamp is None."""
         first_s: float | None = account.first_step_s or None
         started = next((e for e in generation.started.values() if self.rank in e.pids), None)
@@ -218,7 +252,7 @@ class _Timeline:
     def _take_partial(
         self,
         generation: int,
-        stages: list[tuple[str, float | None, float | None]],
+        stages: list[Stage],
         until_s: float | None,
     ) -> None:
         """It never trained: stages as far as it came, the last of them cut off."""

@@ -87,6 +87,8 @@ class RankRows:
         self._changed: set[int] = set()
         self._suspected: AbstractSet[int] = frozenset()
         self._key: tuple[object, ...] = ()
+        self._newest: dict[int, int] = {}
+        """Slot -> the member that has taken it over, in an elastic world."""
 
     @property
     def joined(self) -> bool:
@@ -112,6 +114,7 @@ class RankRows:
     def begin(self) -> None:
         """Forget what older generations have said."""
         self._tracks = {}
+        self._newest = {}
         self._key = ()
 
     def observe(self, beat: NodeBeat) -> None:
@@ -131,6 +134,9 @@ class RankRows:
                 self._changed.add(event.record.rank)
             case RanksStarted() as event:
                 self._changed.update(event.pids)
+                size = self._spec.world_size
+                later = [] if self._spec.groups else [r for r in event.pids if r >= size]
+                self._newest |= {rank % size: rank for rank in later}
             case ProgressNoted() as event:
                 self._changed.update(event.accounts)
             case _:
@@ -153,13 +159,14 @@ class RankRows:
             self._rows = [_EMPTY] * count
         else:
             ranks = self._changed | (suspected ^ self._suspected)
-        for rank in ranks:
-            if not 0 <= rank < count:
+        for slot in {rank if self._spec.groups else rank % count for rank in ranks}:
+            if not 0 <= slot < count:
                 continue
+            rank = self._newest.get(slot, slot)
             node = homes.get(rank)
-            self._rows[rank] = self._make_row(
+            self._rows[slot] = self._make_row(
                 rank,
-                self._spec.node_of(rank) if node is None else node,
+                self._spec.node_of(slot) if node is None else node,
                 pids.get(rank, 0),
                 newest,
                 stepping,

@@ -168,8 +168,10 @@ class SnapshotFold:
         if self.certain.stopping and history.ended is None:
             state = "stopping"
         rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
-        steps = [row.step for row in rows if row.step >= 0]
-        step = min(steps) if steps and len(steps) == len(rows) else -1
+        away = newest.left | newest.joined.keys() - newest.formed if newest else set()
+        present = [row for row in rows if row.rank not in away]
+        steps = [row.step for row in present if row.step >= 0]
+        step = min(steps) if steps and len(steps) == len(present) else -1
         if step < 0:
             committed = find_committed(history)
             step = -1 if committed is None else committed

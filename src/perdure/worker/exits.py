@@ -1,5 +1,6 @@
 """How a rank ended: its status, and what it left behind about the reason."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import msgspec
 
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord
+from perdure.model.wire import RankLaunch
 
 _TAIL_BYTES = 1 << 16
 _LAST_LINES = 20
@@ -27,6 +29,35 @@ class Evidence(msgspec.Struct, frozen=True):
     stdout_from: int = 0
     """Sizes of the streams before the rank began: they are appended to."""
     stderr_from: int = 0
+
+
+def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
+    """Make the directories of a rank's files, and note where its evidence will lie.
+
+    `own` is perdure's own error file of that rank.
+    """
+    error_file = launch.env.get("TORCHELASTIC_ERROR_FILE", "")
+    traceback_file = f"{own.removesuffix('.json')}.traceback.json"
+    for path in filter(None, (launch.stdout, launch.stderr, launch.ring, error_file, own)):
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+    for path in filter(None, (error_file, traceback_file)):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+    return Evidence(
+        stdout=launch.stdout,
+        stderr=launch.stderr,
+        error_file=error_file,
+        traceback_file=traceback_file,
+        stdout_from=_size(launch.stdout),
+        stderr_from=_size(launch.stderr),
+    )
+
+
+def _size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
 
 
 def make_record(

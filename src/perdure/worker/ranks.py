@@ -4,13 +4,14 @@ At most one generation lives: an order to start a newer one first ends what is o
 generation that was ended is never started again, however late its order arrives.
 """
 
-import contextlib
 import os
 import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from resource import struct_rusage
+
+import msgspec
 
 from perdure.model.errors import ProtocolError
 from perdure.model.events import ExitRecord
@@ -107,6 +108,8 @@ class Ranks:
         self._spawned: KeeperSpawned | None = None
         self._spawn: KeeperSpawn | None = None
         """Ordered and not yet begun."""
+        self._beside: list[KeeperSpawn] = []
+        """Ordered for the generation that lives, and not yet begun."""
         self._store: KeeperStore | None = None
         self._store_ready: KeeperStoreReady | None = None
         self._store_pid = 0
@@ -157,6 +160,8 @@ class Ranks:
         """Start a generation, once everything older is gone and it is known how."""
         if order.generation <= self._ended:
             self._send(KeeperStopped(order.generation))
+        elif order.beside:
+            self._spawn_beside(order)
         elif self._spawned is not None and self._spawned.generation == order.generation:
             self._send(self._spawned)
         elif self._is_under_way(order.generation):
@@ -167,6 +172,16 @@ class Ranks:
             self._spawn = order
             if self.generation >= 0 and self._ended < order.generation - 1:
                 self.kill(order.generation - 1, 0.0, answer=False)
+
+    def _spawn_beside(self, order: KeeperSpawn) -> None:
+        """Start members beside the ranks of the generation that lives, each once."""
+        known = {one.rank for one in order.ranks} & set(self._ranks)
+        if known and self._spawned is not None:
+            pids = {rank: self._ranks[rank].pid for rank in known}
+            self._send(msgspec.structs.replace(self._spawned, pids=pids, beside=True))
+        under_way = [*self._beside, *([self._forking.order] if self._forking else [])]
+        if order.generation == self.generation and not known and order not in under_way:
+            self._beside.append(order)
 
     def serve_store(self, order: KeeperStore) -> None:
         """Serve a store, in the same way."""
@@ -198,6 +213,7 @@ class Ranks:
         self._ended = max(self._ended, upto)
         if self._spawn is not None and self._spawn.generation <= upto:
             self._spawn = None
+        self._beside = [order for order in self._beside if order.generation > upto]
         if self._store is not None and self._store.generation <= upto:
             self._store = None
         deadline_s = time.monotonic() + grace_s
@@ -237,6 +253,8 @@ class Ranks:
             self._begin_store(self._store)
         if self._forking is None and self._spawn is not None:
             self._begin_spawn(self._spawn)
+        elif self._forking is None and self._beside:
+            self._begin_spawn(self._beside[0])
 
     def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
         """Take over the status of a child: a rank, a store, an image, or an orphan."""
@@ -297,7 +315,10 @@ class Ranks:
         why_cold = self._find_why_cold(order)
         if not why_cold and not self._warmth.settled:
             return
-        self._spawn = None
+        if order.beside:
+            self._beside.remove(order)
+        else:
+            self._spawn = None
         self._prepare(order)
         image = self._warmth.current
         if why_cold or self._warmth.why_cold or image is None:
@@ -335,27 +356,15 @@ class Ranks:
 
     def _prepare(self, order: KeeperSpawn) -> None:
         """Make the rings and the streams' directories; note where evidence will lie."""
-        self.generation = order.generation
-        self._ranks = {}
-        self._spawned = None
-        self._evidence = {}
+        if not order.beside:
+            self.generation = order.generation
+            self._ranks = {}
+            self._spawned = None
+            self._evidence = {}
+            self._beside.clear()
         for one in order.ranks:
-            error_file = one.env.get("TORCHELASTIC_ERROR_FILE", "")
             own = self._paths.error_file(order.generation, one.rank)
-            traceback_file = f"{own.removesuffix('.json')}.traceback.json"
-            for path in filter(None, (one.stdout, one.stderr, one.ring, error_file, own)):
-                os.makedirs(os.path.dirname(path), exist_ok=True)
-            for path in filter(None, (error_file, traceback_file)):
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-            self._evidence[one.rank] = exits.Evidence(
-                stdout=one.stdout,
-                stderr=one.stderr,
-                error_file=error_file,
-                traceback_file=traceback_file,
-                stdout_from=_size(one.stdout),
-                stderr_from=_size(one.stderr),
-            )
+            self._evidence[one.rank] = exits.prepare_evidence(one, own)
             if one.ring:
                 RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
 
@@ -383,15 +392,18 @@ class Ranks:
         self, order: KeeperSpawn, pids: dict[int, int], *, warm: bool, why_cold: str
     ) -> None:
         at_s = time.monotonic() + self._offset_s
-        self._first_start = min(
-            (p.start for p in map(reap.read_process, pids.values()) if p), default=0
-        )
+        if not order.beside:
+            self._first_start = min(
+                (p.start for p in map(reap.read_process, pids.values()) if p), default=0
+            )
         for number, pid in pids.items():
             rank = Rank(pid, order.generation, number, self._evidence[number])
             self._ranks[number] = self._by_pid[pid] = rank
             self._roots[pid] = order.generation
-        self._spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold)
-        self._send(self._spawned)
+        spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
+        if not order.beside:
+            self._spawned = spawned
+        self._send(spawned)
         for pid in pids.values():
             if pid in self._unclaimed:
                 status, usage, ended_s = self._unclaimed.pop(pid)
@@ -485,10 +497,3 @@ class Ranks:
         self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
         for generation in sorted(ending.answers):
             self._send(KeeperStopped(generation))
-
-
-def _size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0

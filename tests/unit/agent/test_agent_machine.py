@@ -159,6 +159,29 @@ def test_repeated_orders_change_nothing(node: Node) -> None:
     assert node.hear(KeeperSpawned(0, PIDS, 5.0, True)) == []
 
 
+def test_a_member_is_started_once_beside_the_ranks_that_live(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    (spawn,) = node.assign(0, "run", extra=(4, 6))  # 6 has the place of rank 2, on node 1.
+    assert isinstance(spawn, SpawnRanks)
+    assert spawn.members == (4,)
+    assert node.assign(0, "run", extra=(4, 6)) == []
+    beside = KeeperSpawned(0, {4: 104}, 6.0, True, beside=True)
+    (started,) = events(node.hear(beside))
+    assert started == RanksStarted(node=0, generation=0, pids={4: 104}, at_s=6.0, warm=True)
+    assert node.hear(beside) == []
+    assert node.machine.state.keeper is not None
+    assert node.machine.state.keeper.running == PIDS | {4: 104}
+    assert len(events(node.machine.handle(7.0, exit_of(4)))) == 1
+    assert node.assign(0, "run", extra=(4, 6)) == []  # It has ended, and stays so.
+
+
+def test_a_replaced_agent_asks_again_for_a_member_that_is_not_there(node: Node) -> None:
+    node.up(KeeperState(pid=50, generation=0, running=dict(PIDS), exits=()), newest_on_disk=0)
+    requests = node.assign(0, "run", extra=(4,))
+    assert [r.members for r in requests if isinstance(r, SpawnRanks)] == [(4,)]
+
+
 def test_registers_once_for_each_controller(node: Node) -> None:
     ask = OrderReceived(order=NodeOrder(controller="c2", register=True))
     assert node.machine.handle(1.0, ask) == []  # Not before it knows what its keeper holds.

@@ -18,15 +18,18 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
-from perdure.model.job import JobSpec
+from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 
-def train(ranks: int = 3, *, agent_store: bool = True, elastic: bool = True) -> Controller:
+def train(
+    ranks: int = 3, *, agent_store: bool = True, elastic: bool = True, replace: bool = True
+) -> Controller:
     """Return the controller of a world of `ranks` ranks on one node, which trains."""
     machine = Controller()
-    spec = JobSpec(name="job", script="train.py", nproc=ranks)
+    restart = RestartConfig(replace=replace)
+    spec = JobSpec(name="job", script="train.py", nproc=ranks, restart=restart)
     machine.handle(0.0, JobSubmitted(spec=spec, at_s=0.0))
     node = NodeRegistered(node=0, incarnation="a", host="127.0.0.1", boot_id="b", slots=ranks)
     machine.handle(0.1, node)
@@ -80,6 +83,42 @@ def test_the_others_form_the_next_epoch_of_the_same_generation() -> None:
     for rank in (0, 2):
         machine.handle(1.1, reformed(rank, 1))
     assert machine.next_deadline() is None
+
+
+def extra(actions: list[AnyAction]) -> list[tuple[int, ...]]:
+    return [a.assignment.extra for a in actions if isinstance(a, AssignNodes)]
+
+
+def test_a_new_member_takes_the_place_of_each_lost_one() -> None:
+    machine = train()
+    assert extra(die(machine, 1.0, 1)) == [(4,)]
+    for rank in (0, 2):
+        machine.handle(1.1, reformed(rank, 1))
+    ready = RankJoined(generation=0, rank=4, depth="elastic")
+    (join,) = machine.handle(2.0, ready)
+    assert isinstance(join, ReformWorld)
+    assert (join.ranks, join.urgent) == ((0, 2, 4), False)
+    for rank in (0, 2, 4):
+        machine.handle(2.1, reformed(rank, 2))
+    actions = die(machine, 3.0, 4)  # And of that one.
+    assert orders(actions) == [(3, (0, 2))]
+    assert extra(actions) == [(4, 7)]
+    again = machine.handle(3.1, ControllerStarted(incarnation="c"))
+    assert extra(again) == [(4, 7)]
+
+
+def test_a_member_that_ends_before_it_joins_is_nobodys_failure_and_the_last_of_its_place() -> None:
+    machine = train()
+    die(machine, 1.0, 1)
+    for rank in (0, 2):
+        machine.handle(1.1, reformed(rank, 1))
+    assert die(machine, 1.5, 4) == []
+    assert extra(die(machine, 2.0, 2)) == [(4, 5)]
+
+
+def test_nobody_takes_a_place_where_that_is_not_wanted() -> None:
+    machine = train(replace=False)
+    assert extra(die(machine, 1.0, 1)) == []
 
 
 def test_a_death_while_a_world_is_formed_is_left_out_of_the_next_one() -> None:

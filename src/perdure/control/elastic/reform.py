@@ -6,8 +6,10 @@ ladder is bounded: a world that broke without a loss is formed again a few times
 that does not end in time becomes a restart.
 """
 
+from msgspec import structs
+
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, InjectFault, ReformWorld
+from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
 from perdure.model.events import RankExited, RankJoined, WorldBroken, WorldReformed
 from perdure.model.verdicts import Verdict
 
@@ -59,7 +61,7 @@ def note_world(
         order = elastic.order
         waited = order is not None and event.rank in order.ranks
         if is_elastic(state) and waited and event.rank not in elastic.answered:
-            return _order(state, now, f"rank {event.rank} has finished")
+            return [_order(state, now, f"rank {event.rank} has finished")]
         return []
     if event.epoch == elastic.epoch:
         elastic.answered.add(event.rank)
@@ -85,7 +87,39 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
         elastic.given_up = "no member is left"
         return None
     elastic.reforms += 1
-    return _order(state, now, reason)
+    lost = [rank for rank in elastic.members if rank not in left]
+    return [_order(state, now, reason), *replace_members(state, lost, reason)]
+
+
+def replace_members(state: ControllerState, lost: list[int], reason: str) -> list[AnyAction]:
+    """Return the order that starts a new member in the slot of each lost one.
+
+    The others do not wait for it: it joins between two micro-batches, once it is ready. Whoever
+    takes a slot over has the next number that is the slot's modulo the world's size. A slot whose
+    node is gone stays empty until its node is back; one in which a new member has ended before
+    it could join, for good.
+    """
+    elastic, spec = state.elastic, state.the_spec()
+    if not spec.restart.replace or state.assignment is None:
+        return []
+    new = []
+    for rank in lost:
+        slot = rank % spec.world_size
+        node = state.placement[spec.node_of(slot)]
+        number = max([rank, *(m for m in elastic.extra if m % spec.world_size == slot)])
+        away = node in state.lost or node in state.cordoned or rank in elastic.lost
+        if number == rank and not away:
+            new.append(rank + spec.world_size)
+    if not new:
+        return []
+    elastic.extra += new
+    elastic.coming |= set(new)
+    state.number += 1
+    why = f"ranks {new} in the place of {lost}: {reason}"
+    state.assignment = structs.replace(
+        state.assignment, number=state.number, extra=tuple(elastic.extra), reason=why
+    )
+    return [AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=why)]
 
 
 def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction]:
@@ -97,7 +131,7 @@ def leave_world(state: ControllerState, now: float, event: RankExited) -> list[A
         return []
     if rank in elastic.answered or not _find_living(state):
         return []
-    return _order(state, now, f"rank {rank} has ended")
+    return [_order(state, now, f"rank {rank} has ended")]
 
 
 def has_ended(state: ControllerState) -> bool:
@@ -134,7 +168,7 @@ def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
             elastic.given_up = f"the world broke {elastic.retries} times at step {elastic.step}"
             elastic.deadline_s = elastic.retry_s = None
             return elastic.given_up
-        return _order(state, now, f"the world broke, and nobody is lost: try {elastic.retries}")
+        return [_order(state, now, f"the world broke, and nobody is lost: try {elastic.retries}")]
     return []
 
 
@@ -190,12 +224,10 @@ def _admit(state: ControllerState, now: float) -> list[AnyAction]:
     if not new:
         return []
     elastic.members = (*elastic.members, *new)
-    return _order(state, now, f"ranks {list(new)} join", urgent=False)
+    return [_order(state, now, f"ranks {list(new)} join", urgent=False)]
 
 
-def _order(
-    state: ControllerState, now: float, reason: str, *, urgent: bool = True
-) -> list[AnyAction]:
+def _order(state: ControllerState, now: float, reason: str, *, urgent: bool = True) -> ReformWorld:
     elastic = state.elastic
     elastic.members = _find_living(state)
     elastic.epoch += 1
@@ -209,7 +241,7 @@ def _order(
         urgent=urgent,
         reason=reason,
     )
-    return [elastic.order]
+    return elastic.order
 
 
 def _store_is_apart(state: ControllerState) -> bool:
