@@ -343,7 +343,8 @@ class SlowWatch:
         Whoever waits for a CPU also answers the network late, and nothing is wrong with that.
         """
         taken, most = self._neighbours.sum_up({r for c in slow for r in c.ranks})
-        return most >= STARVED and taken >= ACCOUNTED * self._find_loss(slow)
+        least = ACCOUNTED * self._find_loss(slow)
+        return most >= (min(STARVED, least) or STARVED) and taken >= least
 
     def _find_loss(self, slow: list[Comm]) -> float:
         """Return the share of the time that training loses against its usual pace."""
