@@ -286,6 +286,41 @@ def render_cell(kind: str, severity: str, world: int, cell: list[dict[str, Any]]
     )
 
 
+def print_brief(rows: list[dict[str, Any]]) -> None:
+    """Print a line for each fault (slow ones: and severity): right of all, median, p95 seconds."""
+    rows = [r for r in rows if "error" not in r]
+    worlds = sorted({r["world"] for r in rows})
+    print("| fault | " + " | ".join(f"{w} ranks" for w in worlds) + " | wrong besides |")
+    print("|---" * (len(worlds) + 2) + "|")
+    for kind, (_, severities, unit) in SEVERITIES.items():
+        graded = kind in SLOW_STAGES or kind == "slow-link"
+        for some in [(s,) for s in severities] if graded else [severities]:
+            cells = []
+            mine = [r for r in rows if r["fault"] == kind and r["severity"] in some]
+            for world in worlds:
+                cell = [r for r in mine if r["world"] == world]
+                times = [r["confirm_s"] for r in cell if r["confirm_s"] >= 0]
+                right = sum(is_right(r) for r in cell)
+                said = f"{right}/{len(cell)}" if cell else "-"
+                if times:
+                    said += f", {statistics.median(times):.2f} ({percentile(times, 0.95)})"
+                cells.append(said)
+            wrong = sum(len(r["passing"]) + len(r["after"]) + len(r["idle"]) for r in mine)
+            name = f"{kind} {some[0]:g}{unit}" if graded else kind
+            if mine:
+                print(f"| {name} | " + " | ".join(cells) + f" | {wrong} |")
+    loads = sorted(r["load"] for r in rows)
+    print(f"\n{len(rows)} repetitions at a load of {loads[0]} to {loads[-1]}.\n")
+    print_confusion(rows)
+
+
+def is_right(row: dict[str, Any]) -> bool:
+    """Return whether verdict and culprit are right; memory is harmless, or that rank's doing."""
+    if row["fault"] == "memory":
+        return row["kind"] in ("none", "Straggler")
+    return bool(row["kind_right"] and row["culprit_right"])
+
+
 def print_confusion(rows: list[dict[str, Any]]) -> None:
     """Print fault against the verdict that stood."""
     kinds = [k for k in SEVERITIES if any(r["fault"] == k for r in rows)]
@@ -295,9 +330,7 @@ def print_confusion(rows: list[dict[str, Any]]) -> None:
     print("|---" * (len(columns) + 2) + "|")
     for fault in kinds:
         mine = [r for r in rows if r["fault"] == fault]
-        right = sum(r["kind_right"] and r["culprit_right"] for r in mine)
-        if fault == "memory":  # Harmless, or that rank's own doing.
-            right = sum(r["kind"] in ("none", "Straggler") for r in mine)
+        right = sum(is_right(r) for r in mine)
         numbers = " | ".join(str(counts[fault, kind] or "") for kind in columns)
         print(f"| {fault} | {numbers} | {right} of {len(mine)} |")
 
@@ -313,10 +346,12 @@ def main() -> None:
     parser.add_argument("--out", default="matrix.jsonl")
     parser.add_argument("--healthy", type=float, default=0.0, metavar="MINUTES")
     parser.add_argument("--table", nargs="+", metavar="JSONL")
+    parser.add_argument("--brief", action="store_true", help="of --table: a line a fault")
     parser.add_argument("script", nargs="*", help="more arguments of tests/lab/train.py")
     args = parser.parse_args()
     if args.table:
-        print_table(read_rows([Path(path) for path in args.table]))
+        rows = read_rows([Path(path) for path in args.table])
+        print_brief(rows) if args.brief else print_table(rows)
         return
     if why := network.why_not():
         sys.exit(f"no laboratory here: {why}")
