@@ -14,6 +14,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
+from perdure.telemetry import SnapshotFold
 from perdure.telemetry.ledger import LedgerFold
 
 
@@ -25,8 +26,8 @@ def account(step: int, last_step_s: float) -> RankAccount:
 
 
 def test_it_is_over_when_the_last_member_is_in_the_new_world() -> None:
-    died = ExitRecord(1, 0, 11, 5.0, signal=9)
-    formed = [
+    record = ExitRecord(1, 0, 11, 5.0, signal=9)
+    events = [
         WorldReformed(
             generation=0, epoch=1, rank=rank, step=40, began_s=5.0, ordered_s=5.03,
             formed_s=5.05 + rank / 100, redo=2,
@@ -37,9 +38,9 @@ def test_it_is_over_when_the_last_member_is_in_the_new_world() -> None:
     entries: list[tuple[float, AnyEvent | Decision]] = [
         (0.0, JobSubmitted(spec=JobSpec(name="j", script="t.py", nproc=3), at_s=0.0)),
         (0.5, RanksStarted(node=0, generation=0, pids={0: 1, 1: 2, 2: 3}, at_s=0.5, warm=True)),
-        (5.01, RankExited(node=0, record=died, account=account(40, 4.9), detected_s=5.01)),
+        (5.01, RankExited(node=0, record=record, account=account(40, 4.9), detected_s=5.01)),
         (5.02, Decision(action="ReformWorld", summary="epoch 1", reason="rank 1 died")),
-        *((event.formed_s, event) for event in formed),
+        *((event.formed_s, event) for event in events),
         (9.0, ProgressNoted(generation=0, at_s=9.0, step=90, accounts=accounts)),
         (9.5, JobEnded(status="done", exit_code=0, reason="all done", at_s=9.5)),
     ]
@@ -55,3 +56,65 @@ def test_it_is_over_when_the_last_member_is_in_the_new_world() -> None:
     assert round(recovery.total_s, 3) == 0.07
     assert report.steps_committed == 90
     assert abs(sum(line.s for line in report.ledger.values()) - report.slot_s) < 1e-6
+
+
+def died(rank: int, at_s: float, step: int) -> RankExited:
+    record = ExitRecord(rank, 0, 10 + rank, at_s, signal=9)
+    return RankExited(node=0, record=record, account=account(step, at_s - 0.1), detected_s=at_s)
+
+
+def formed(rank: int, epoch: int, at_s: float) -> WorldReformed:
+    return WorldReformed(
+        generation=0, epoch=epoch, rank=rank, step=40, began_s=at_s - 0.1, ordered_s=at_s - 0.05,
+        formed_s=at_s, redo=0,
+    )  # fmt: skip
+
+
+def started(pids: dict[int, int], at_s: float) -> RanksStarted:
+    return RanksStarted(node=0, generation=0, pids=pids, at_s=at_s, warm=True)
+
+
+def replaced() -> list[tuple[float, AnyEvent]]:
+    """Rank 1 dies after 5 s; rank 4 takes its slot, is ready after 7 s and trains until 9 s."""
+    spec = JobSpec(name="j", script="t.py", nproc=3)
+    late = RankAccount(
+        step=90, start_step=60, init_s=6.8, first_step_s=7.0, last_step_s=9.0, step_s=2.0
+    )
+    accounts = {0: account(90, 9.0), 2: account(90, 9.0), 4: late}
+    return [
+        (0.0, JobSubmitted(spec=spec, at_s=0.0)),
+        (0.5, started({0: 1, 1: 2, 2: 3}, 0.5)),
+        (5.0, died(1, 5.0, 40)),
+        (5.2, formed(0, 1, 5.2)),
+        (5.2, formed(2, 1, 5.2)),
+        (5.5, started({4: 5}, 5.5)),
+        *((7.0, formed(rank, 2, 7.0)) for rank in (0, 2, 4)),
+        (9.0, ProgressNoted(generation=0, at_s=9.0, step=90, accounts=accounts)),
+    ]
+
+
+def test_a_slot_is_accounted_for_whoever_has_it() -> None:
+    fold = LedgerFold()
+    for seq, (at_s, body) in enumerate(replaced(), 1):
+        fold.add(JournalEntry(seq, at_s, body))
+    mine = [s for s in fold.segments(9.0) if s.rank in (1, 4)]
+    spent: dict[str, float] = {}
+    for segment in mine:
+        for name, seconds in segment.seconds:
+            spent[name] = round(spent.get(name, 0.0) + seconds, 3)
+    # Until 5.0 rank 1 (its last step ended at 4.9), until 5.5 nobody, until 7.0 rank 4 begins.
+    assert spent == {
+        "useful": 3.6 + 2.0, "lost_work": 0.1, "idle": 0.5, "reconfiguration.warmup": 1.5,
+    }  # fmt: skip
+
+
+def test_who_ends_before_it_joins_is_nobodys_incident_and_no_row_for_long() -> None:
+    entries = [e for e in replaced() if not (isinstance(e[1], WorldReformed) and e[0] == 7.0)][:-1]
+    entries += [(6.0, died(4, 6.0, -1)), (6.5, started({7: 8}, 6.5))]
+    ledger, screen = LedgerFold(), SnapshotFold(JobSpec(name="j", script="t.py", nproc=3))
+    for seq, (at_s, body) in enumerate(entries, 1):
+        ledger.add(JournalEntry(seq, at_s, body))
+        screen.add(JournalEntry(seq, at_s, body))
+    assert [r.culprit for r in ledger.report(9.0).recoveries] == ["rank 1"]
+    rows = screen.snapshot(7.0).ranks
+    assert [(row.rank, row.pid) for row in rows] == [(0, 1), (7, 8), (2, 3)]
