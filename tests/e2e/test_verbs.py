@@ -59,7 +59,7 @@ def wait_for_entry(job: Job, word: str) -> None:
 def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
     start: Start, tmp_path: Path
 ) -> None:
-    job = launch(start, tmp_path, "drained", step_s=0.15)
+    job = launch(start, tmp_path, "drained", step_s=0.25)
     job.wait_step(10)
     asked = ask(job, "drain", "drained", "rank:1", "--why", "fan")
     wait_for_entry(job, "NodeDraining")
