@@ -11,6 +11,8 @@ import pytest
 from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
 
+pytestmark = pytest.mark.serial  # This process may have no connections but the test's own.
+
 _PEER = """
 import socket, sys
 sock = socket.create_connection((sys.argv[1], int(sys.argv[2])))
