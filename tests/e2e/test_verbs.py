@@ -82,9 +82,9 @@ def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
 
 @pytest.mark.slow
 def test_what_cannot_be_done_in_time_changes_nothing(start: Start, tmp_path: Path) -> None:
-    job = launch(start, tmp_path, "late", step_s=0.3)
+    job = launch(start, tmp_path, "late", step_s=1.5)
     job.wait_step(3)
-    told = answer(ask(job, "drain", "late", "1", "--deadline", "0.2"))
+    told = answer(ask(job, "drain", "late", "1", "--deadline", "0.1"))
     assert told["exit_code"] == 4, told
     assert "nothing was moved" in told["error"]
     dry = answer(ask(job, "evict", "late", "1", "--dry-run"))
