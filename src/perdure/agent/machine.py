@@ -236,7 +236,7 @@ class Agent:
         missing = tuple(
             member
             for member in wanted.extra
-            if spec.node_of(member % spec.world_size) == group
+            if spec.node_of(member) == group
             and member not in keeper.running
             and member not in keeper.members_asked
             and (wanted.generation, member) not in self.state.exited

@@ -18,6 +18,7 @@ from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
+from perdure.model.steering import Verb
 from perdure.model.wire import Command, CommandReply, subject_commands
 from perdure.service.jobfiles import (
     is_alive,
@@ -123,22 +124,7 @@ def find_jobs() -> list[Job]:
 
 def send_command(
     job: Job,
-    kind: Literal[
-        "checkpoint",
-        "stop",
-        "inject",
-        "kill",
-        "probe",
-        "ping",
-        "set",
-        "pause",
-        "resume",
-        "drain",
-        "cordon",
-        "evict",
-        "restore",
-        "notify",
-    ],
+    kind: Verb | Literal["ping"],
     args: dict[str, Any],
     *,
     timeout_s: float,

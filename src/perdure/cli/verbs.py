@@ -8,6 +8,7 @@ from perdure.cli.act import JobName
 from perdure.cli.jobs import find_job, send_command
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
+from perdure.model.steering import LEAVE_DEADLINE_S
 
 Targets = Annotated[
     list[str],
@@ -21,7 +22,6 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; 
 Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the journal.")]
 Wait = Annotated[bool, typer.Option("--wait", help="For a spare node, should none be ready.")]
 
-_DEADLINE_S = 600.0
 _ANSWER_S = 15.0
 
 
@@ -97,7 +97,7 @@ def _send(
     args |= {"dry_run": True} if dry_run else {}
     args |= {"why": why} if why else {}
     args |= {"deadline_s": deadline_s} if deadline_s is not None else {}
-    timeout_s = _ANSWER_S + (deadline_s or _DEADLINE_S)
+    timeout_s = _ANSWER_S + (deadline_s or LEAVE_DEADLINE_S)
     result = send_command(find_job(job), verb, args, timeout_s=timeout_s)
     if as_json:
         print_json({"job": job, "ok": True, **result})

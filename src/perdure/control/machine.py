@@ -63,7 +63,7 @@ from perdure.control.steering.boundary import (
 from perdure.control.steering.changes import changes_again, note_high
 from perdure.control.steering.commands import (
     give_up_stop,
-    inject_action,
+    inject_again,
     receive_command,
     start_waiting_command,
     stop_deadline,
@@ -496,4 +496,4 @@ class Controller:
         actions += [*cordon_again(state), *moves_again(state)]
         actions += [*changes_again(state), *pauses_again(state, now)]
         actions += [*probe_again(state), *reform.reissue(state, reason)]
-        return actions + [inject_action(state, c, reason) for c in state.injects.values()]
+        return actions + inject_again(state, reason)

@@ -254,9 +254,7 @@ class OrderBook:
     def _send(self, open_: _Open) -> list[Sending]:
         if open_.node is not None:
             return [(open_.node, open_.order)]
-        spec = self._spec  # A member that came later has its predecessor's place.
-        world = spec.world_size if not spec.groups else spec.groups * spec.nproc
-        groups = {spec.node_of(rank % world) for rank in open_.ranks}
+        groups = {self._spec.node_of(rank) for rank in open_.ranks}
         return self._address(open_.order, {self._placement[group] for group in groups})
 
     def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:

@@ -11,7 +11,7 @@ from perdure.control.steering.changes import (
     reach_change,
     settle_changes,
 )
-from perdure.control.steering.commands import inject_action, start_waiting_command
+from perdure.control.steering.commands import inject_again, start_waiting_command
 from perdure.control.steering.moves import note_held, note_saved
 from perdure.control.steering.pauses import note_pause, reach_pause, reach_resume, settle_resume
 from perdure.model.actions import AnyAction, SendBoundary
@@ -63,9 +63,7 @@ def note_progress(
             plan_checkpoint(state, now)
             actions = settle_resume(state) + start_waiting_command(state, now)
             reason = f"generation {state.generation} is stepping"
-            return actions + [
-                inject_action(state, command, reason) for command in state.injects.values()
-            ]
+            return actions + inject_again(state, reason)
 
 
 def plan_checkpoint(state: ControllerState, now: float) -> None:

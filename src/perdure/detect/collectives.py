@@ -59,7 +59,7 @@ class Comm:
         self.worst: dict[str, object] = {}
         self.worst_s = 0.0
         self.judged_s = 0.0
-        self.num_judged = self.passed = 0
+        self.passed = 0
 
     def find_pace(self) -> float:
         """Return the time a collective over its learned value, other work included; 0: unknown."""
@@ -195,7 +195,7 @@ class CollectiveWatch:
             base = comm.baselines[(row.op, row.bytes)] = Baseline()
         each_s = self._follow_pace(now, comm, seq, row)
         tolerance = self._config.comm_slow_ratio
-        comm.judged_s, comm.num_judged = now, comm.num_judged + 1
+        comm.judged_s = now
         slow = False
         if base.known:
             excess = least_s / base.value - 1.0

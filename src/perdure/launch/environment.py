@@ -99,8 +99,8 @@ def rank_environment(
     if assignment.replica >= 0:
         env |= _replica_environment(spec, rank, assignment, base)
     else:
-        env |= _world_environment(rank % spec.world_size, spec.world_size, spec.nproc)
-        if rank >= spec.world_size:
+        env |= _world_environment(spec.slot_of(rank), spec.world_size, spec.nproc)
+        if rank != spec.slot_of(rank):
             env["PERDURE_MEMBER"] = str(rank)
     env |= {
         "MASTER_ADDR": assignment.master_addr,

@@ -296,12 +296,19 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         """Slots paid for: ranks and spares."""
         return self.world_size + self.spares
 
+    def slot_of(self, rank: int) -> int:
+        """Return the first rank that had the slot of `rank`; another only in an elastic world.
+
+        There a number beyond the world is a member that came later, in its predecessors' place.
+        """
+        return rank if self.groups else rank % self.world_size
+
     def node_of(self, rank: int) -> int:
         """Return the group rank (GROUP_RANK) of the node that runs global rank `rank`.
 
         It is the node's own number until a spare one stands in (`Assignment.placement`).
         """
-        return rank // self.nproc
+        return self.slot_of(rank) // self.nproc
 
     @property
     def groups(self) -> int:

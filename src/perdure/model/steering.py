@@ -29,6 +29,13 @@ Verb = Literal[
 """What an operator may ask for."""
 
 
+PlaceVerb = Literal["drain", "cordon", "evict", "restore"]
+"""Those that take a place out of the job or back into it: a node, device, rank or replica."""
+
+LEAVE_DEADLINE_S = 600.0
+"""Of a drain or an evict that names none."""
+
+
 AGREED_VERBS = ("checkpoint", "stop", "set", "pause", "drain")
 """Those that all ranks do at one step."""
 

@@ -26,6 +26,7 @@ from perdure.model.actions import (
     WatchClosely,
 )
 from perdure.model.events import AnyEvent, ExitRecord
+from perdure.model.steering import Verb
 
 
 def subject_events(job: str) -> str:
@@ -115,23 +116,7 @@ class Command(msgspec.Struct, frozen=True):
     """An operator's request. `id` makes a retry harmless."""
 
     id: str
-    kind: Literal[
-        "checkpoint",
-        "stop",
-        "inject",
-        "kill",
-        "probe",
-        "set",
-        "pause",
-        "resume",
-        "drain",
-        "cordon",
-        "evict",
-        "restore",
-        "notify",
-        "status",
-        "ping",
-    ]
+    kind: Verb | Literal["status", "ping"]
     args: dict[str, Any] = {}
     who: str = ""
 

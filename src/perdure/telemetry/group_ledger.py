@@ -32,9 +32,8 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.report import Recovery
-from perdure.telemetry.segments import Segment
-
-_RE = "reconfiguration."
+from perdure.telemetry.segments import RECONFIGURATION as _RE
+from perdure.telemetry.segments import Segment, fit_pieces
 
 
 @dataclass(slots=True)
@@ -329,11 +328,7 @@ class _Timeline:
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": stood_s,
         }
-        total_s = sum(pieces.values())
-        if total_s > room_s:  # What was counted twice is shown, and flatters nobody.
-            scale = max(0.0, 2 * room_s - total_s) / total_s
-            pieces = {name: s * scale for name, s in pieces.items()}
-        seconds = tuple((name, s) for name, s in pieces.items() if s > 0)
+        seconds = fit_pieces(pieces, room_s)
         self.found.append(Segment(self.rank, self.generation, self.cursor, last_s, seconds))
         self.cursor = last_s
 

@@ -183,7 +183,7 @@ class History:
                 generation.started.setdefault(event.node, event)
                 for rank in event.pids:
                     generation.rank(rank)
-                    if self._comes_later(rank):
+                    if self.spec is not None and rank != self.spec.slot_of(rank):
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
                 self._stop(event)
@@ -221,10 +221,6 @@ class History:
         if furthest is not None and furthest not in kept:
             kept = [furthest, *kept]
         self.checkpoints = kept
-
-    def _comes_later(self, rank: int) -> bool:
-        spec = self.spec
-        return spec is not None and not spec.groups and rank >= spec.world_size
 
     def _of(self, number: int) -> Generation:
         return self.generations.setdefault(number, Generation(number))

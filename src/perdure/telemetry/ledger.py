@@ -17,9 +17,9 @@ from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.group_ledger import GroupLedger
 from perdure.telemetry.history import Generation, History, Incident, RankHistory
 from perdure.telemetry.incidents import find_recoveries, find_state
-from perdure.telemetry.segments import Segment as Segment
+from perdure.telemetry.segments import RECONFIGURATION as _RE
+from perdure.telemetry.segments import Segment, fit_pieces
 
-_RE = "reconfiguration."
 Stage = tuple[str, float | None, float | None]
 """Account, begin and end of a stage before training; an absent stamp is None."""
 
@@ -130,10 +130,6 @@ class _Timeline:
     """Up to here the rank's time was dealt with."""
     _before: Generation | None = None
 
-    @property
-    def _size(self) -> int:
-        return self.history.spec.world_size if self.history.spec is not None else 1
-
     def build(self) -> list[Segment]:
         self._cursor = self.history.start_s
         generations = [g for g in self.history.ordered() if g.started or g.ranks]
@@ -159,8 +155,9 @@ class _Timeline:
 
     def _walk(self, generation: Generation, last: bool) -> None:
         """Walk who has had this slot, one after another: one, but in an elastic world."""
-        size = self._size
-        later = [m for m in generation.joined if m % size == self.rank]
+        spec = self.history.spec
+        assert spec is not None
+        later = [m for m in generation.joined if spec.slot_of(m) == self.rank]
         numbers = [self.rank, *sorted(later)]
         for number, successor in zip(numbers, [*numbers[1:], None], strict=True):
             history = generation.ranks.get(number) or RankHistory()
@@ -282,11 +279,7 @@ class _Timeline:
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": account.paused_s,
         }
-        room_s, total_s = last_s - begin_s, sum(pieces.values())
-        if total_s > room_s:
-            scale = max(0.0, 2 * room_s - total_s) / total_s
-            pieces = {name: s * scale for name, s in pieces.items()}
-        seconds = tuple((name, s) for name, s in pieces.items() if s > 0)
+        seconds = fit_pieces(pieces, last_s - begin_s)
         self._segments.append(Segment(self.rank, generation.number, begin_s, last_s, seconds))
         self._cursor = last_s
         return last_s

@@ -134,9 +134,8 @@ class RankRows:
                 self._changed.add(event.record.rank)
             case RanksStarted() as event:
                 self._changed.update(event.pids)
-                size = self._spec.world_size
-                later = [] if self._spec.groups else [r for r in event.pids if r >= size]
-                self._newest |= {rank % size: rank for rank in later}
+                slots = {rank: self._spec.slot_of(rank) for rank in event.pids}
+                self._newest |= {slot: rank for rank, slot in slots.items() if rank != slot}
             case ProgressNoted() as event:
                 self._changed.update(event.accounts)
             case _:
@@ -159,14 +158,14 @@ class RankRows:
             self._rows = [_EMPTY] * count
         else:
             ranks = self._changed | (suspected ^ self._suspected)
-        for slot in {rank if self._spec.groups else rank % count for rank in ranks}:
+        for slot in {self._spec.slot_of(rank) for rank in ranks}:
             if not 0 <= slot < count:
                 continue
             rank = self._newest.get(slot, slot)
             node = homes.get(rank)
             self._rows[slot] = self._make_row(
                 rank,
-                self._spec.node_of(slot) if node is None else node,
+                self._spec.node_of(rank) if node is None else node,
                 pids.get(rank, 0),
                 newest,
                 stepping,

@@ -10,7 +10,8 @@ from perdure.model.events import (
     ProgressNoted,
 )
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.ledger import LedgerFold, Segment
+from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.segments import Segment
 from perdure.telemetry.verdicts import VerdictFold
 
 

@@ -28,7 +28,6 @@ from types import ModuleType
 from typing import Any
 
 from perdure.model.actions import FenceAbort
-from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec
@@ -38,6 +37,7 @@ from perdure.worker.replica_config import settings
 from perdure.worker.replica_fence import Fences
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_steering
+from perdure.worker.spec import read_spec
 
 _LOOK_S = 0.1
 _WAITS = 15
@@ -309,7 +309,7 @@ def mend_hook(torchft: ModuleType) -> None:
 
 def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
-    spec = _find_spec(os.environ.get("PERDURE_SPEC", ""))
+    spec = _find_spec()
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
     replica.join(ring, attachment.emit, attachment.now, spec.torchft.hung_s)
     attachment.control.on_fence = replica.take_fence
@@ -334,14 +334,12 @@ def join_replica(attachment: Any) -> None:
     attachment.on_boundary = settings.take
 
 
-def _find_spec(path: str) -> JobSpec:
-    """Return the job's specification; the defaults where there is no job file."""
+def _find_spec() -> JobSpec:
+    """Return the job's specification; the defaults where it cannot be had: torchft goes on."""
     try:
-        with open(path, "rb") as file:
-            spec: JobSpec = decode(file.read(), JobSpec)
+        return read_spec()
     except (OSError, ProtocolError):
         return JobSpec(script="")
-    return spec
 
 
 def is_replica(environ: Any = os.environ) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 
 from perdure.model.events import AnyEvent
 from perdure.model.job import CheckpointConfig
+from perdure.worker.spec import find_checkpoint_url
 
 
 class _State:
@@ -56,7 +57,7 @@ class ReplicaCheckpoints:
             from perdure.worker.checkpoint import Checkpointer
 
             self._made = Checkpointer(
-                url=os.environ.get("PERDURE_CHECKPOINT_URL", "") or self._config.url,
+                url=find_checkpoint_url(self._config),
                 config=self._config,
                 rank=self._local,
                 world_size=self._nproc,
@@ -73,7 +74,7 @@ class ReplicaCheckpoints:
 
     def load(self, manager: Any) -> None:
         """Load the newest checkpoint, where there is one and the script has loaded none itself."""
-        url = os.environ.get("PERDURE_CHECKPOINT_URL", "") or self._config.url
+        url = find_checkpoint_url(self._config)
         if manager.current_step() != 0 or not _holds_any(url):
             return
         from perdure.worker.rng import capture_rng, restore_rng

@@ -12,18 +12,16 @@ keeps the same script running: `steps` counts, `batches` yields the same data in
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, SupportsFloat
 
-from perdure.model.codec import decode
 from perdure.model.errors import ConfigError
 from perdure.model.events import RankJoined
-from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.worker.attach import Attachment, attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
 from perdure.worker.settings import declare_own_keys
+from perdure.worker.spec import find_checkpoint_url, read_spec
 
 
 class Run:
@@ -176,9 +174,9 @@ class Run:
         attachment.enter("init")
         ring = attachment.ring
         self._metrics = MetricsBuffer(ring.generation, attachment.emit)
-        checkpoint = _read_checkpoint_config()
+        checkpoint = read_spec().checkpoint
         self._saver = Checkpointer(
-            url=os.environ.get("PERDURE_CHECKPOINT_URL", "") or checkpoint.url,
+            url=find_checkpoint_url(checkpoint),
             config=checkpoint,
             rank=self.rank,
             world_size=self.world_size,
@@ -210,10 +208,3 @@ def init(config: Mapping[str, Value] | None = None) -> Run:
     run = _run[1]
     run.config.declare_all(config or {})
     return run
-
-
-def _read_checkpoint_config() -> CheckpointConfig:
-    path = os.environ.get("PERDURE_SPEC", "")
-    if not path:
-        return CheckpointConfig()
-    return decode(Path(path).read_bytes(), JobSpec).checkpoint

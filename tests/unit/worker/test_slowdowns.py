@@ -1,5 +1,6 @@
 """Slow stages: the time is spent in the right one, once a step, and everything is put back."""
 
+import itertools
 import time
 
 import pytest
@@ -8,6 +9,7 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 from torch.utils.data import dataloader as loading  # noqa: E402
 
+from perdure.worker import slowdowns  # noqa: E402
 from perdure.worker.slowdowns import Slowdown, arm_forward  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -64,14 +66,32 @@ def test_the_time_is_spent_in_that_stage_once_a_step_and_no_more_afterwards(trai
     assert torch.autograd._engine_run_backward is engine
 
 
-def test_a_factor_is_of_the_step_without_the_fault(training):
-    slowdown = Slowdown("forward", factor=2.0)
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self):
+        self.now_s = 100.0
+
+    def monotonic(self):
+        return self.now_s
+
+    def sleep(self, seconds):
+        self.now_s += seconds
+
+
+def test_a_factor_is_of_the_step_without_the_fault(training, monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(slowdowns, "time", clock)
+    slowdown = Slowdown("forward", factor=2.5)
     slowdown.begin()
-    for _ in range(12):
-        time.sleep(0.02)
+    ends = []
+    for _ in range(6):
+        clock.sleep(0.02)
         training.step()
+        ends.append(clock.now_s)
     slowdown.end()
-    assert 0.015 < slowdown._extra_s < 0.1
+    steps = [after - before for before, after in itertools.pairwise(ends)]
+    assert steps == pytest.approx([0.02] + [0.05] * 4)  # The first is the one it is taken from.
 
 
 def test_a_fault_of_the_training_thread_strikes_in_its_next_forward_pass_once(training):

@@ -38,7 +38,6 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
     """A rank is ready to be a member: of the first world, or of one that exists already."""
     elastic, world = state.elastic, state.world
     elastic.ready.add(event.rank)
-    elastic.coming.discard(event.rank)
     if not elastic.members and elastic.ready >= set(world) and _store_is_apart(state):
         elastic.members = world
     return _admit(state, now)
@@ -104,16 +103,14 @@ def replace_members(state: ControllerState, lost: list[int], reason: str) -> lis
         return []
     new = []
     for rank in lost:
-        slot = rank % spec.world_size
-        node = state.placement[spec.node_of(slot)]
-        number = max([rank, *(m for m in elastic.extra if m % spec.world_size == slot)])
+        slot, node = spec.slot_of(rank), state.placement[spec.node_of(rank)]
+        taken = any(m > rank and spec.slot_of(m) == slot for m in elastic.extra)
         away = node in state.lost or node in state.cordoned or rank in elastic.lost
-        if number == rank and not away:
+        if not (taken or away):
             new.append(rank + spec.world_size)
     if not new:
         return []
     elastic.extra += new
-    elastic.coming |= set(new)
     state.number += 1
     why = f"ranks {new} in the place of {lost}: {reason}"
     state.assignment = structs.replace(
@@ -148,10 +145,7 @@ def has_ended(state: ControllerState) -> bool:
 def is_outside(state: ControllerState, rank: int) -> bool:
     """Return whether an exited rank had not become a member: nobody misses it."""
     elastic = state.elastic
-    if not elastic.members or rank in elastic.members or rank in state.world:
-        return False
-    elastic.coming.discard(rank)
-    return True
+    return bool(elastic.members) and rank not in elastic.members and rank not in state.world
 
 
 def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
@@ -203,7 +197,7 @@ def lose_node(state: ControllerState, node: int) -> None:
     """Count the members of a node that is gone as lost; the store goes with its first node."""
     elastic, spec = state.elastic, state.the_spec()
     group = state.placement.index(node) if node in state.placement else -1
-    elastic.lost |= {m for m in elastic.members if spec.node_of(m % spec.world_size) == group}
+    elastic.lost |= {m for m in elastic.members if spec.node_of(m) == group}
     if group == 0 and elastic.members:
         elastic.given_up = "the store was on the lost node"
 

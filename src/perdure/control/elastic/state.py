@@ -35,5 +35,3 @@ class ElasticState:
     """Why this generation is not formed again in place any more."""
     extra: list[int] = field(default_factory=list)
     """Members that nodes were asked to start in place of lost ones, ever."""
-    coming: set[int] = field(default_factory=set)
-    """Those of them that are neither ready nor lost."""

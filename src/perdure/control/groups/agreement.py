@@ -28,11 +28,11 @@ from perdure.control.steering.changes import (
     refuse_change,
 )
 from perdure.control.steering.state import OpenChange
-from perdure.control.steering.steer import find_values, set_alone
+from perdure.control.steering.steer import draw_change, find_values, set_alone
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
-from perdure.model.settings import Change, is_kept_elsewhere
+from perdure.model.settings import is_kept_elsewhere
 
 _ANSWER_TIMEOUT_S = 5.0
 _TRIES_MAX = 12
@@ -65,17 +65,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
     wanted = int(command.args.get("at", -1))
     if 0 <= wanted < first:
         return answer(state, command.id, False, f"step {wanted} is over: {first} were made", {})
-    steering.epoch += 1
-    change = Change(
-        epoch=steering.epoch,
-        step=0,
-        values=values,
-        undoes=undoes,
-        who=command.who,
-        why=str(command.args.get("why", "")),
-        at_s=now,
-    )
-    words = ", ".join(f"{name}={value}" for name, value in values.items())
+    change, reason = draw_change(state, now, command, undoes, values)
     state.boundaries += 1
     state.boundary = OpenBoundary(
         id=f"b{state.boundaries}",
@@ -84,13 +74,13 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
         move="prepare",
         tries=1,
         deadline_s=now + _ANSWER_TIMEOUT_S,
-        reason=f"{'undo: ' if undoes else ''}{words}, asked for by {command.who or 'an operator'}",
+        reason=reason,
         command=command.id,
         change=change,
         not_before=first,
         at_step=wanted if wanted >= 0 else None,
     )
-    return ask_members(state, now, state.boundary, state.boundary.reason)
+    return ask_members(state, now, state.boundary, reason)
 
 
 def answer_group_boundary(

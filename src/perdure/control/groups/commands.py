@@ -6,8 +6,8 @@ from perdure.control.groups.pauses import end_group_pause, start_group_pause
 from perdure.control.groups.saving import reopen_lost, start_group_checkpoint
 from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.control.steering.commands import receive_command
-from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
+from perdure.control.steering.commands import inject_action, receive_command
+from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import CommandReceived
 
 
@@ -76,17 +76,10 @@ def _inject(state: ControllerState, now: float, event: CommandReceived) -> list[
     group = state.groups.get(rank // state.the_spec().nproc)
     if rank < 0 or group is None:
         return answer(state, event.id, False, f"there is no rank {rank}", {})
-    known = ("rank", "kind", "at_step")
-    order = InjectFault(
-        id=event.id,
-        generation=group.generation,
-        rank=rank,
-        kind=str(event.args.get("kind", "crash")),
-        at_step=int(event.args.get("at_step", -1)),
-        args={key: value for key, value in event.args.items() if key not in known},
-        reason=f"asked for by {event.who or 'an operator'}",
-    )
+    command = OpenCommand(event.id, "inject", dict(event.args), event.who, now)
+    reason = f"asked for by {event.who or 'an operator'}"
+    order = inject_action(command, group.generation, reason)
     if order.at_step >= 0:
         return [order, *answer(state, event.id, True, "armed", dict(event.args))]
-    state.commands[event.id] = OpenCommand(event.id, "inject", event.args, event.who, now)
+    state.commands[event.id] = command
     return [order]

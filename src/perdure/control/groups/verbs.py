@@ -18,10 +18,7 @@ from perdure.control.recovery.placement import bar, release
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_groups
 from perdure.model.actions import AnyAction, NoteDraining
-
-Verb = Literal["drain", "cordon", "evict", "restore"]
-DEADLINE_S = 600.0
-"""Of a drain or an evict that names none."""
+from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 
 
 class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +36,7 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""
 
 
-def plan_group_verb(state: ControllerState, verb: Verb, args: dict[str, Any]) -> GroupPlan:
+def plan_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> GroupPlan:
     """Return what `verb` would do as things stand. Changes nothing."""
     try:
         groups = find_groups(state, [str(target) for target in args.get("targets", ())])
@@ -57,7 +54,7 @@ def plan_group_verb(state: ControllerState, verb: Verb, args: dict[str, Any]) ->
 
 
 def preview_group_verb(
-    state: ControllerState, verb: Verb, args: dict[str, Any]
+    state: ControllerState, verb: PlaceVerb, args: dict[str, Any]
 ) -> tuple[bool, str, dict[str, Any]]:
     """Return the answer to a dry run: (ok, reason, result)."""
     try:
@@ -82,7 +79,7 @@ def render_plan(plan: GroupPlan) -> dict[str, Any]:
 
 def order_replicas(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a verb, refuse it, or say that it is done already; it is answered exactly once."""
-    verb: Verb = command.kind  # type: ignore[assignment]
+    verb: PlaceVerb = command.kind  # type: ignore[assignment]
     args = command.args
     if args.get("dry_run"):
         return answer(state, command.id, *preview_group_verb(state, verb, args))
@@ -121,7 +118,7 @@ def _begin_move(
         who=who,
         why=reason,
         at_s=command.at_s,
-        deadline_s=command.at_s + float(args.get("deadline_s") or DEADLINE_S),
+        deadline_s=command.at_s + float(args.get("deadline_s") or LEAVE_DEADLINE_S),
         wait=bool(args.get("wait")),
     )
     noted = [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.groups]

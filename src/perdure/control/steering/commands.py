@@ -89,25 +89,31 @@ def _receive_inject(state: ControllerState, command: OpenCommand) -> list[AnyAct
     if rank not in state.world:
         return answer(state, command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
-    action = inject_action(state, command, f"asked for by {command.who or 'an operator'}")
+    reason = f"asked for by {command.who or 'an operator'}"
+    action = inject_action(command, state.generation, reason)
     if int(command.args.get("at_step", -1)) >= 0:
         return [action, *answer(state, command.id, True, "armed", dict(command.args))]
     state.commands[command.id] = command
     return [action]
 
 
-def inject_action(state: ControllerState, command: OpenCommand, reason: str) -> InjectFault:
-    """Return the order behind an `inject` command, for the generation that lives now."""
+def inject_action(command: OpenCommand, generation: int, reason: str) -> InjectFault:
+    """Return the order behind an `inject` command, for the generation of its rank."""
     known = ("rank", "kind", "at_step")
     return InjectFault(
         id=command.id,
-        generation=state.generation,
+        generation=generation,
         rank=int(command.args["rank"]),
         kind=str(command.args.get("kind", "crash")),
         at_step=int(command.args.get("at_step", -1)),
         args={key: value for key, value in command.args.items() if key not in known},
         reason=reason,
     )
+
+
+def inject_again(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Return the orders of all faults that are armed or open, for the generation that lives."""
+    return [inject_action(c, state.generation, reason) for c in state.injects.values()]
 
 
 def start_waiting_command(state: ControllerState, now: float) -> list[AnyAction]:

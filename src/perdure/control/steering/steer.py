@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from msgspec import structs
+
 from perdure.control.answers import answer
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import abort_boundary, open_boundary
@@ -50,18 +52,7 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
     if 0 <= wanted < first:
         why = f"step {wanted} is over: {first} were made"
         return answer(state, command.id, False, why, {})
-    steering.epoch += 1
-    change = Change(
-        epoch=steering.epoch,
-        step=0,
-        values=values,
-        undoes=undoes,
-        who=command.who,
-        why=str(args.get("why", "")),
-        at_s=now,
-    )
-    words = ", ".join(f"{name}={value}" for name, value in values.items())
-    reason = f"{'undo: ' if undoes else ''}{words}, asked for by {command.who or 'an operator'}"
+    change, reason = draw_change(state, now, command, undoes, values)
     return open_boundary(
         state,
         now,
@@ -72,6 +63,25 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
         not_before=first,
         at_step=wanted if wanted >= 0 else None,
     )
+
+
+def draw_change(
+    state: ControllerState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
+) -> tuple[Change, str]:
+    """Return a change under an epoch of its own, its step yet open, and what it is in words."""
+    state.steering.epoch += 1
+    change = Change(
+        epoch=state.steering.epoch,
+        step=0,
+        values=values,
+        undoes=undoes,
+        who=command.who,
+        why=str(command.args.get("why", "")),
+        at_s=now,
+    )
+    words = ", ".join(f"{name}={value}" for name, value in values.items())
+    asker = command.who or "an operator"
+    return change, f"{'undo: ' if undoes else ''}{words}, asked for by {asker}"
 
 
 def _is_waiting_for_keys(state: ControllerState) -> bool:
@@ -116,18 +126,9 @@ def set_alone(
     state: ControllerState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> list[AnyAction]:
     """Change what only perdure's own parts look at, at once: there is no step to agree on."""
-    steering = state.steering
-    steering.epoch += 1
-    change = Change(
-        epoch=steering.epoch,
-        step=max(state.step, 0),
-        values=values,
-        before={name: find_value(state, name, state.step) for name in values},
-        undoes=undoes,
-        who=command.who,
-        why=str(command.args.get("why", "")),
-        at_s=now,
-    )
+    before = {name: find_value(state, name, state.step) for name in values}
+    change, _ = draw_change(state, now, command, undoes, values)
+    change = structs.replace(change, step=max(state.step, 0), before=before)
     actions = commit_change(state, change)
     keep_change(state, change)
     result: dict[str, Any] = {

@@ -16,11 +16,8 @@ from perdure.control.state import ControllerState, OpenCommand, OpenMove
 from perdure.control.steering.moves import restore_move
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, NoteDraining
+from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import find_restart_cost_s
-
-Verb = Literal["drain", "cordon", "evict", "restore"]
-DEADLINE_S = 600.0
-"""Of a drain or an evict that names none."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +40,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""
 
 
-def plan_verb(state: ControllerState, verb: Verb, args: dict[str, Any]) -> Plan:
+def plan_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
     """Return what `verb` would do as things stand. Changes nothing."""
     try:
         nodes = find_nodes(state, [str(target) for target in args.get("targets", ())])
@@ -62,7 +59,7 @@ def preview_verb(
     state: ControllerState, kind: str, args: dict[str, Any]
 ) -> tuple[bool, str, dict[str, Any]] | None:
     """Return the answer to a dry run: (ok, reason, result); None where it is none."""
-    verbs: dict[str, Verb] = {v: v for v in ("drain", "cordon", "evict", "restore")}
+    verbs: dict[str, PlaceVerb] = {v: v for v in ("drain", "cordon", "evict", "restore")}
     if not args.get("dry_run") or kind not in verbs or state.spec is None:
         return None
     if state.phase in ("ending", "ended"):
@@ -94,7 +91,7 @@ def render_plan(plan: Plan) -> dict[str, Any]:
 
 def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a verb, refuse it, or say that it is done already."""
-    verb: Verb = command.kind  # type: ignore[assignment]
+    verb: PlaceVerb = command.kind  # type: ignore[assignment]
     if command.args.get("dry_run"):
         ok, reason, result = preview_verb(state, verb, command.args) or (False, "", {})
         return answer(state, command.id, ok, reason, result)
@@ -130,7 +127,7 @@ def _begin_move(
         who=command.who or "an operator",
         why=reason,
         at_s=command.at_s,
-        deadline_s=command.at_s + float(args.get("deadline_s") or DEADLINE_S),
+        deadline_s=command.at_s + float(args.get("deadline_s") or LEAVE_DEADLINE_S),
         force=bool(args.get("force")),
         wait=bool(args.get("wait")),
         instead=plan.words if plan.way != plan.verb else "",

@@ -30,7 +30,7 @@ _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 
 
-_left_behind: list[Any] = []
+_left_behind: set[Any] = set()
 """Groups with a collective that never ends: their destructor would wait for it."""
 
 
@@ -133,7 +133,7 @@ class Group:
                 if direct or work.is_completed():
                     raise
             if self._abandoned:
-                _left_behind.append(self._group)
+                _left_behind.add(self._group)
                 raise Broken("a collective was abandoned")
 
     def abandon(self) -> None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from perdure.model.actions import ReformWorld
 from perdure.model.errors import PlatformError
-from perdure.model.events import AnyEvent, RankJoined, WorldBroken, WorldReformed
+from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.worker.attach import Attachment
 from perdure.worker.interrupt import shut_down_gloo
 
@@ -167,7 +167,3 @@ class Membership:
                 timeout=timedelta(seconds=60),
             )
         return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", self._root)
-
-    def report(self, event: WorldReformed) -> None:
-        """Say how a world was formed."""
-        self.emit(event)

@@ -5,16 +5,13 @@ saves step *s* when step *s+1* has been reduced and is not yet applied: that eve
 part in it proves that all have applied *s*, and what lies on disk was everyone's state.
 """
 
-import os
 import time
-from pathlib import Path
 
-from perdure.model.codec import decode
 from perdure.model.errors import PerdureError
-from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.replica import Replica
+from perdure.worker.spec import find_checkpoint_url, read_spec
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""
@@ -26,7 +23,7 @@ class Saving:
     def __init__(self, membership: Membership, replica: Replica) -> None:
         """Save nothing yet."""
         self._membership, self._replica = membership, replica
-        self._config = _read_config()
+        self._config = read_spec().checkpoint
         self._wanted = membership.supervised and membership.attachment is not None
         self._saver: Checkpointer | None = None
         self._saved = (-1, time.monotonic())
@@ -64,7 +61,7 @@ class Saving:
     def _open(self, rank: int) -> Checkpointer:
         membership = self._membership
         saver = Checkpointer(
-            url=os.environ.get("PERDURE_CHECKPOINT_URL", "") or self._config.url,
+            url=find_checkpoint_url(self._config),
             config=self._config,
             rank=rank,
             world_size=1,
@@ -77,8 +74,3 @@ class Saving:
         if self._replica.scheduler is not None:
             saver.register("scheduler", self._replica.scheduler)
         return saver
-
-
-def _read_config() -> CheckpointConfig:
-    path = os.environ.get("PERDURE_SPEC", "")
-    return decode(Path(path).read_bytes(), JobSpec).checkpoint if path else CheckpointConfig()

@@ -7,7 +7,6 @@ import subprocess
 import sys
 
 import pytest
-from tests.unit.worker.test_control import FakeAgent
 
 from perdure.adapters.rings import read_ring
 from perdure.model.actions import InjectFault, SendBoundary
@@ -22,6 +21,7 @@ from perdure.model.events import (
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.wire import WorkerAck, WorkerEvent, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.worker.ring import RingWriter
+from tests.unit.worker.test_control import FakeAgent
 
 FAKE_CHECKPOINTS = """
 import sys, types

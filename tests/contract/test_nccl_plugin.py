@@ -10,8 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.unit.worker import nccl_driver as driver
-from tests.unit.worker.nccl_driver import V3, V4, V5, V6, Nccl
 
 from perdure.adapters.nccl import read_nccl
 from perdure.model import nccl as model
@@ -20,6 +18,8 @@ from perdure.model.nccl import NcclReading, describe_open, parse_nccl
 from perdure.worker.native.nccl import build as build_module
 from perdure.worker.native.nccl import build_nccl_plugin
 from perdure.worker.ring import RingWriter
+from tests.contract import nccl_driver as driver
+from tests.contract.nccl_driver import V3, V4, V5, V6, Nccl
 
 ALL = (V3, V4, V5, V6)
 
@@ -349,7 +349,7 @@ def test_library_loaded_again_goes_on_in_the_same_file(plugin: str) -> None:
         "import sys, _ctypes\n"
         "from perdure.worker.ring import RingWriter\n"
         "import os\n"
-        "from tests.unit.worker.nccl_driver import Nccl\n"
+        "from tests.contract.nccl_driver import Nccl\n"
         "ring = RingWriter.create(os.environ['PERDURE_RING'], rank=1, generation=0)\n"
         "ring.claim(os.getpid()); ring.close()\n"
         "for seq in (1, 2):\n"
@@ -358,7 +358,7 @@ def test_library_loaded_again_goes_on_in_the_same_file(plugin: str) -> None:
         "    _ctypes.dlclose(nccl.library._handle)\n"
         "    assert 'plugin.so' not in open('/proc/self/maps').read()\n"
     )
-    root = Path(__file__).resolve().parents[3]
+    root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", script, plugin], check=True, cwd=root, timeout=60)
     r = read(plugin)
     assert [op.seq for op in r.ops] == [1, 2]
