@@ -12,6 +12,7 @@ setup:
 
 demo: setup
 	@$(BIN)/python examples/demo.py
+	@$(BIN)/python examples/demo_elastic.py
 	@$(BIN)/python examples/demo_links.py
 
 check: setup
@@ -36,4 +37,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .demo-links .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .demo-elastic .demo-links .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -43,7 +43,8 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
 
 def show(step: perdure.elastic.Step) -> None:
     """Print every step, on the first rank that lives."""
-    print(f"step {step.step:5d}  loss {step.loss:.4f}  world {list(step.world)}")
+    if step.first:
+        print(f"step {step.step:5d}  loss {step.loss:.4f}  world {list(step.world)}", flush=True)
 
 
 def main() -> None:

@@ -47,9 +47,11 @@ def train(
 ) -> torch.nn.Module:
     """Train `blocks`, a module or a list of modules called in order, and return the model.
 
-    `dataset` is map-style and yields (input, target); `loss(output, target)` is a mean over its
-    micro-batch. `optimizer` makes an optimizer of the parameters, `scheduler` a schedule of the
-    optimizer, stepped once a step. `on_step` is called on every rank after each committed step.
+    `dataset` is map-style and yields (input, target); one without a length is an endless stream
+    that gives the same sample for the same position on every rank. `loss(output, target)` is a
+    mean over its micro-batch. `optimizer` makes an optimizer of the parameters, `scheduler` a
+    schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
+    committed step.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
 
     Raises:

@@ -1,9 +1,13 @@
 """The samples of one micro-batch: a function of (seed, step, micro-batch) alone.
 
+A dataset with a length is shuffled anew for each pass; one without is an endless stream, whose
+sample at each position is asked for by its number.
+
 Loaded where it is computed, by whichever rank that is; a redone micro-batch is loaded again and
 is the same, augmentation included, because each sample's randomness depends on its position.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,21 +30,23 @@ class MicroBatches:
         shuffle: bool,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        """Order `dataset` by (seed, pass).
+        """Order `dataset` by (seed, pass); without a length, take its samples one after another.
 
         Raises:
-            ConfigError: its samples cannot be had by their index.
+            ConfigError: its samples cannot be had by their index, or there are none.
         """
         if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
                 f"elastic: {type(dataset).__name__} has no samples by index, so that a lost "
                 "micro-batch could not be redone",
-                hint="use a map-style dataset",
+                hint="use a map-style dataset, or a stream with __getitem__(position)",
             )
-        if not len(dataset):
-            raise ConfigError("elastic: the dataset is empty")
         self._plan = plan
-        self._order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
+        self._order: SampleOrder | range = range(sys.maxsize)
+        if hasattr(dataset, "__len__"):
+            if not len(dataset):
+                raise ConfigError("elastic: the dataset is empty")
+            self._order = SampleOrder(len(dataset), seed=seed, shuffle=shuffle)
         self._samples = seed_samples(dataset, seed)
         self._collate = collate_fn or default_collate
 

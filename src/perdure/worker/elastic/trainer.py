@@ -34,7 +34,7 @@ BUCKET_BYTES = 8 << 20
 
 
 class Step(msgspec.Struct, frozen=True):
-    """A committed step, the same on every rank."""
+    """A committed step; but for `first`, the same on every rank."""
 
     step: int
     loss: float
@@ -44,6 +44,8 @@ class Step(msgspec.Struct, frozen=True):
     world: tuple[int, ...]
     """Who was there."""
     epoch: int
+    first: bool
+    """Whether this rank is the first of that world: the one to print and to log."""
 
 
 class Trainer:
@@ -222,6 +224,7 @@ class Trainer:
             losses=tuple(losses),
             world=group.members,
             epoch=self._membership.epoch,
+            first=group.members[0] == self._membership.me,
         )
         self._finished.append(step)
         self._applied += 1
