@@ -17,12 +17,13 @@ import pytest
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, RequestError
-from perdure.model.events import CommandReceived, JournalEntry, NodeRegistered
+from perdure.model.events import AnyEvent, CommandReceived, JournalEntry, NodeRegistered
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
 from perdure.model.wire import (
     CommandReply,
     Endpoint,
+    EventBatch,
     EventMessage,
     subject_beats,
     subject_commands,
@@ -224,6 +225,10 @@ async def ask(bus: NatsBus, subject: str, data: bytes) -> CommandReply:
     return reply
 
 
+def render_events(source: str, node: int, *events: AnyEvent) -> bytes:
+    return encode(EventMessage(node, (EventBatch(source, 1, events),)))
+
+
 def command(kind: str, **args: object) -> bytes:
     return json.dumps({"id": f"x-{time.monotonic_ns()}", "kind": kind, "args": args}).encode()
 
@@ -254,12 +259,12 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
         strange = NodeRegistered(node=77, incarnation="a", host="h", boot_id="b", slots=1)
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
         subject = subject_events(JOB)
-        for data in (b"{}", b"garbage", encode(EventMessage("e", 77, 1, (strange,)))):
+        for data in (b"{}", b"garbage", render_events("e", 77, strange)):
             with pytest.raises(RequestError, match="no answer"):
                 await agent.request(subject, data, timeout_s=0.2)
         await agent.publish(subject_beats(JOB), b'{"node":10000000}')
-        told = await agent.request(subject, encode(EventMessage("a", 0, 1, (honest,))), timeout_s=5)
-        assert told == b'{"seq":1}'
+        told = await agent.request(subject, render_events("a", 0, honest), timeout_s=5)
+        assert told == b'{"seqs":{"a":1}}'
         assert (await ask(operator, subject_commands(JOB), command("ping"))).ok
         assert service.inbox.refused >= 10
     assert "refused: " in caplog.text

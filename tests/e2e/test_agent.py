@@ -104,13 +104,14 @@ class Driver:
 
     def _take(self, data: bytes, reply: Reply) -> None:
         message: EventMessage = decode(data, EventMessage)
-        for number, event in enumerate(message.events, message.first_seq):
-            if number == self.taken.get(message.source, 0) + 1:
-                self.taken[message.source] = number
-                self.events.append(event)
-                self.received_s.append(time.monotonic())
+        for batch in message.batches:
+            for number, event in enumerate(batch.events, batch.first_seq):
+                if number == self.taken.get(batch.source, 0) + 1:
+                    self.taken[batch.source] = number
+                    self.events.append(event)
+                    self.received_s.append(time.monotonic())
         self.changed.set()
-        ack = encode(EventAck(self.taken.get(message.source, 0)))
+        ack = encode(EventAck(dict(self.taken)))
         self._task = asyncio.ensure_future(reply(ack))  # type: ignore[arg-type]
 
     async def order(self, **fields: Any) -> None:

@@ -40,6 +40,14 @@ def test_every_checkpoint_that_was_asked_for_is_at_one_step_of_all_ranks() -> No
     assert agreed(simulations) >= 70
 
 
+def test_a_step_is_asked_for_that_the_ranks_come_to_next() -> None:
+    """Heartbeats say how far they are; by the journal alone, most questions came too late."""
+    simulations = [run(s, faults=0, save_s=2.0, commands=("checkpoint",)) for s in range(10)]
+    events = [entry.body for simulation in simulations for entry in simulation.journal]
+    vetoes = sum(isinstance(event, BoundaryAnswered) and not event.ok for event in events)
+    assert vetoes < agreed(simulations) / 4
+
+
 @pytest.mark.parametrize("first", range(0, 120, 40))
 def test_agreements_survive_any_fault(first: int) -> None:
     assert agreed([run(seed, faults=6) for seed in range(first, first + 40)]) > 80

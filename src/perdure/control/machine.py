@@ -16,6 +16,7 @@ from perdure.control.progress import (
     note_steering,
     plan_checkpoint,
     reach,
+    save_if_due,
 )
 from perdure.control.recovery.culprits import correct_culprit
 from perdure.control.recovery.evidence import (
@@ -55,7 +56,7 @@ from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import (
     abort_boundary,
     answer_boundary,
-    open_boundary,
+    note_pace,
     retry_boundary,
     send_boundary,
     send_boundary_again,
@@ -125,6 +126,7 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
+from perdure.model.steering import Pace
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 
@@ -205,7 +207,7 @@ class Controller:
                 error = event.error
                 return answer_open(self.state, event.id, not error, error or "done", dict(result))
             case TimerFired():
-                return self._fire(now)
+                return self._fire(now, event.pace)
             case JobEnded():
                 return note_end(self.state)
             case PreemptionNoticed():
@@ -427,9 +429,10 @@ class Controller:
 
     # --- time --------------------------------------------------------------------------------
 
-    def _fire(self, now: float) -> list[AnyAction]:
+    def _fire(self, now: float, pace: Pace | None) -> list[AnyAction]:
         """Do what is due; the machine's own deadline and nothing else brings it here."""
         state = self.state
+        note_pace(state, pace)
         if state.phase == "ending":
             return advance_end(state, now)
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
@@ -450,11 +453,7 @@ class Controller:
         boundary = state.boundary
         if boundary is not None:
             return self._boundary_overdue(now) if now >= boundary.deadline_s else []
-        due = state.checkpoint_due_s
-        if due is not None and now >= due:
-            state.checkpoint_due_s = None
-            return open_boundary(state, now, "checkpoint", reason="the interval has passed")
-        return []
+        return save_if_due(state, now)
 
     def _phase_overdue(self, now: float) -> list[AnyAction]:
         state = self.state

@@ -106,6 +106,12 @@ class Memory:
         event = entry.body
         return [] if isinstance(event, Decision) else self.machine.handle(entry.at_s, event)
 
+    def make_timer(self, now: float) -> TimerFired:
+        """Return what a passed deadline is to the machine."""
+        due_s = self.machine.state.checkpoint_due_s
+        paced = due_s is not None and due_s <= now
+        return TimerFired(pace=self.fold.find_pace() if paced else None)
+
     def recent(self) -> list[tuple[float, AnyEvent]]:
         """Return what a new detector has to hear of, each event with its time."""
         entries = find_recent(self._recent)

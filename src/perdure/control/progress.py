@@ -3,7 +3,7 @@
 from perdure.control.answers import answer
 from perdure.control.elastic.reform import note_ready
 from perdure.control.state import ControllerState
-from perdure.control.steering.boundary import reach_boundary
+from perdure.control.steering.boundary import open_boundary, reach_boundary
 from perdure.control.steering.changes import (
     declare_keys,
     note_change,
@@ -81,6 +81,15 @@ def plan_checkpoint(state: ControllerState, now: float) -> None:
         optimum=daly,
     )
     state.checkpoint_due_s = None if interval_s is None else now + interval_s
+
+
+def save_if_due(state: ControllerState, now: float) -> list[AnyAction]:
+    """Begin the controller's own checkpoint if it is time for it."""
+    due_s = state.checkpoint_due_s
+    if due_s is None or now < due_s:
+        return []
+    state.checkpoint_due_s = None
+    return open_boundary(state, now, "checkpoint", reason="the interval has passed")
 
 
 def note_checkpoint(

@@ -408,6 +408,9 @@ class PreemptionNoticed(Event, frozen=True, kw_only=True):
 class TimerFired(Event, frozen=True, kw_only=True):
     """The machine's own deadline passed."""
 
+    pace: Pace | None = None
+    """Where all ranks shall do something at one step now."""
+
 
 class JobEnded(Event, frozen=True, kw_only=True):
     """The last event of a journal that ended in good order."""

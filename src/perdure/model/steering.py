@@ -36,14 +36,11 @@ LEAVE_DEADLINE_S = 600.0
 """Of a drain or an evict that names none."""
 
 
-AGREED_VERBS = ("checkpoint", "stop", "set", "pause", "drain")
-"""Those that all ranks do at one step."""
-
-
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
     """How far the ranks are and how fast they go, from heartbeats, which no journal has."""
 
     generation: int
+    """-1 in a torchft job: of all groups, each of which has one of its own."""
     step: int
     """Committed by the furthest rank at `at_s`."""
     at_s: float

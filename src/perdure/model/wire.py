@@ -73,20 +73,26 @@ def stream_journal(job: str) -> str:
     return f"PERDURE_{job.replace('.', '_')}_JOURNAL"
 
 
-class EventMessage(msgspec.Struct, frozen=True):
-    """Events from one sender, in order; `first_seq` numbers the first of them."""
+class EventBatch(msgspec.Struct, frozen=True):
+    """Events of one source, in order; `first_seq` numbers the first of them."""
 
     source: str
-    """The agent's incarnation."""
-    node: int
+    """A rank's process, or the incarnation of who sends."""
     first_seq: int
     events: tuple[AnyEvent, ...]
 
 
-class EventAck(msgspec.Struct, frozen=True):
-    """Everything up to `seq` of this source is in the journal."""
+class EventMessage(msgspec.Struct, frozen=True):
+    """What a node has to tell, in the order in which it happened there."""
 
-    seq: int
+    node: int
+    batches: tuple[EventBatch, ...]
+
+
+class EventAck(msgspec.Struct, frozen=True):
+    """Everything of these sources up to these numbers is in the journal."""
+
+    seqs: dict[str, int]
 
 
 class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):

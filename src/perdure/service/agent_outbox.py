@@ -1,26 +1,34 @@
 """Events on their way to the journal: kept, in order, until the controller has them on disk.
 
+One message is under way at a time, and each costs the controller one sync of its disk. So a
+message takes along what all sources have to tell, and what ranks say to an agreement waits a
+moment for the others of the node, who are asked, and come to the step, at the same time.
+
 What a rank says keeps the rank's own numbers (source `gG-rR-pPID`), so that an agent that dies
 between passing an event on and telling the rank so loses nothing and doubles nothing: the rank
 repeats it to the next agent, and the controller knows the number.
 """
 
 import asyncio
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
-from perdure.model.events import AnyEvent
-from perdure.model.wire import EventAck, EventMessage
+from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.wire import EventAck, EventBatch, EventMessage
 from perdure.service.ports import Bus
 
 log = logging.getLogger("perdure.agent")
 
 ACK_TIMEOUT_S = 0.5
 _RETRY_S = 0.05
-_BATCH_MAX = 32
+_EVENTS_MAX = 32
+"""In a message."""
+_COMPANY_S = 0.001
+"""How long an answer waits for those of the node's other ranks."""
 
 
 class Outbox:
@@ -35,6 +43,8 @@ class Outbox:
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
+        self.company = 1
+        """Ranks that answer together."""
 
     def put(self, event: AnyEvent, done: Callable[[], None] | None = None) -> None:
         """Queue an event of the agent's own; `done` is called once it is in the journal."""
@@ -64,7 +74,8 @@ class Outbox:
             await self._wake.wait()
             self._wake.clear()
             while self._queue:
-                if not await self._send_batch():
+                await self._await_company()
+                if not await self._send():
                     await asyncio.sleep(_RETRY_S)
             self._empty.set()
 
@@ -76,33 +87,41 @@ class Outbox:
         self._empty.clear()
         self._wake.set()
 
-    async def _send_batch(self) -> bool:
-        source, first, _, _ = self._queue[0]
-        events: list[AnyEvent] = []
-        for other, seq, event, _ in self._queue:
-            if other != source or seq != first + len(events) or len(events) == _BATCH_MAX:
-                break
-            events.append(event)
-        message = EventMessage(
-            source=source, node=self._node, first_seq=first, events=tuple(events)
-        )
+    async def _await_company(self) -> None:
+        """Give the node's other ranks the time to answer as well, if nothing else is to be told."""
+        events = [event for _, _, event, _ in self._queue]
+        if not all(isinstance(event, BoundaryAnswered | BoundaryReached) for event in events):
+            return
+        if len({source for source, _, _, _ in self._queue}) < self.company:
+            await asyncio.sleep(_COMPANY_S)
+
+    async def _send(self) -> bool:
+        batches: list[EventBatch] = []
+        for source, seq, event, _ in itertools.islice(self._queue, _EVENTS_MAX):
+            last = batches[-1] if batches else None
+            if last and last.source == source and last.first_seq + len(last.events) == seq:
+                batches[-1] = EventBatch(source, last.first_seq, (*last.events, event))
+            else:
+                batches.append(EventBatch(source, seq, (event,)))
+        message = EventMessage(node=self._node, batches=tuple(batches))
         try:
             answer = await self._bus.request(
                 self._subject, encode(message), timeout_s=ACK_TIMEOUT_S
             )
-            seq = decode(answer, EventAck).seq
+            ack: EventAck = decode(answer, EventAck)
         except RequestError:
             return False  # Nobody there now; the same again.
         except ProtocolError as error:
             log.error("acknowledgement refused: %s", error)
             return False
-        return self._settle(source, seq)
+        return self._settle(ack.seqs)
 
-    def _settle(self, source: str, upto: int) -> bool:
+    def _settle(self, seqs: dict[str, int]) -> bool:
         """Drop what the journal has; False where that is nothing new."""
-        self._taken[source] = max(upto, self._taken.get(source, 0))
+        for source, seq in seqs.items():
+            self._taken[source] = max(seq, self._taken.get(source, 0))
         progress = False
-        while self._queue and self._queue[0][0] == source and self._queue[0][1] <= upto:
+        while self._queue and self._queue[0][1] <= self._taken.get(self._queue[0][0], 0):
             done = self._queue.popleft()[3]
             progress = True
             if done is not None:

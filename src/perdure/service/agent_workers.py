@@ -105,6 +105,7 @@ class WorkerServer:
         finally:
             if line is not None and self._lines.get(line.hello.rank) is line:
                 del self._lines[line.hello.rank]
+                self._outbox.company = len(self._lines)
             writer.close()
 
     def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _Line:
@@ -114,6 +115,7 @@ class WorkerServer:
         held = self._lines.get(message.rank)
         if held is None or held.hello.generation <= message.generation:
             self._lines[message.rank] = line
+            self._outbox.company = len(self._lines)
         return line
 
     def _take(self, line: _Line, message: FromWorker) -> None:

@@ -36,11 +36,9 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    TimerFired,
 )
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.model.steering import AGREED_VERBS
 from perdure.model.wire import (
     Command,
     CommandReply,
@@ -75,7 +73,7 @@ class _Turn:
     sendings: list[Sending] = field(default_factory=list)
     answers: list[AnswerCommand] = field(default_factory=list)
     replies: list[tuple[Reply, bytes]] = field(default_factory=list)
-    acks: list[tuple[Reply, str]] = field(default_factory=list)
+    acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
 
 
 class ControllerService:
@@ -220,7 +218,7 @@ class ControllerService:
         turn = _Turn(self._clock())
         for message, reply in inbox.messages:
             self._take_events(turn, message)
-            turn.acks.append((reply, message.source))
+            turn.acks.append((reply, {batch.source for batch in message.batches}))
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
         for node in sorted(inbox.beats):
@@ -237,7 +235,7 @@ class ControllerService:
         due_s = self._timer_due()
         if due_s is not None and due_s <= turn.now:
             self._timer_at_s = turn.now + _TIMER_PAUSE_S
-            self._add(turn, TimerFired())
+            self._add(turn, self._memory.make_timer(turn.now))
         turn.sendings += self._orders.repeat(turn.now)
         await self._finish(turn)
 
@@ -252,9 +250,10 @@ class ControllerService:
 
     def _take_events(self, turn: _Turn, message: EventMessage) -> None:
         """Take what is new; a gap is left for the sender to fill."""
-        for number, event in enumerate(message.events, message.first_seq):
-            if number == self._memory.taken.get(message.source, 0) + 1:
-                self._add(turn, event, message.source, number)
+        for batch in message.batches:
+            for number, event in enumerate(batch.events, batch.first_seq):
+                if number == self._memory.taken.get(batch.source, 0) + 1:
+                    self._add(turn, event, batch.source, number)
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
         match command.kind:
@@ -278,8 +277,7 @@ class ControllerService:
                 if command.id not in state.commands:
                     event = CommandReceived(
                         id=command.id, kind=kind, args=command.args, who=command.who,
-                        at_s=turn.now,
-                        pace=self._memory.fold.find_pace() if kind in AGREED_VERBS else None,
+                        at_s=turn.now, pace=self._memory.fold.find_pace(),
                     )  # fmt: skip
                     self._add(turn, event)
 
@@ -338,8 +336,9 @@ class ControllerService:
             self._note(turn.entries)
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
-        for reply, source in turn.acks:
-            await reply(encode(EventAck(seq=self._memory.taken.get(source, 0))))
+        for reply, sources in turn.acks:
+            seqs = {source: self._memory.taken.get(source, 0) for source in sorted(sources)}
+            await reply(encode(EventAck(seqs)))
         for action in turn.answers:
             answer = CommandReply(
                 id=action.id, ok=action.ok, reason=action.reason, result=action.result

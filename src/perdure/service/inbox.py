@@ -105,11 +105,12 @@ class Inbox:
         except ProtocolError as error:
             self._refuse(f"event: {error}")
             return
-        for event in message.events:
-            strange = find_stranger(self._spec, event)
-            if strange:
-                self._refuse(f"{type(event).__name__} of {message.source}: {strange}")
-                return
+        for batch in message.batches:
+            for event in batch.events:
+                strange = find_stranger(self._spec, event)
+                if strange:
+                    self._refuse(f"{type(event).__name__} of {batch.source}: {strange}")
+                    return
         self._arrived.messages.append((message, reply))
         self._wake.set()
 

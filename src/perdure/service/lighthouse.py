@@ -222,7 +222,8 @@ class LighthouseService:
     def _take_events(self, data: bytes) -> None:
         message: EventMessage | None = self._decode(data, EventMessage)
         now = self._clock()
-        for event in message.events if message is not None else ():
+        batches = message.batches if message is not None else ()
+        for event in (event for batch in batches for event in batch.events):
             match event:
                 case RankExited(record=record):
                     why = f"rank {record.rank}: {record.cause}"

@@ -29,6 +29,8 @@ from perdure.model.events import AnyEvent, ExitRecord, RankJoined
 from perdure.model.job import JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
 from perdure.model.wire import (
+    EventAck,
+    EventBatch,
     EventMessage,
     KeeperExit,
     KeeperKill,
@@ -368,17 +370,17 @@ class Node:
             return
         events: tuple[AnyEvent, ...] = tuple(o.report.event for o in self.outbox[:200])
         incarnation = self.agent.identity.incarnation
-        self.send(EventMessage(incarnation, self.node, self.first_seq, events))
+        batch = EventBatch(incarnation, self.first_seq, events)
+        self.send(EventMessage(self.node, (batch,)))
 
     def _resend(self, agent: Agent) -> None:
         if agent is self.agent and not (self.left and not self.outbox):
             self._send_batch()
             self.clock.after(0.5, lambda: self._resend(agent))
 
-    def acknowledge(self, source: str, seq: int) -> None:
-        """Take the controller's word that it has everything up to `seq`."""
-        if self.agent is None or source != self.agent.identity.incarnation:
-            return
+    def acknowledge(self, ack: EventAck) -> None:
+        """Take the controller's word of what it has."""
+        seq = ack.seqs.get(self.agent.identity.incarnation, 0) if self.agent is not None else 0
         while self.outbox and self.first_seq <= seq:
             outgoing = self.outbox.pop(0)
             self.first_seq += 1

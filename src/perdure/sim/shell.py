@@ -23,11 +23,10 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    TimerFired,
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
-from perdure.model.wire import Command, CommandReply, EventMessage
+from perdure.model.wire import Command, CommandReply, EventAck, EventMessage
 from perdure.sim.clock import VirtualClock
 
 SNAPSHOT_EVERY = 40
@@ -164,16 +163,19 @@ class Shell:
 
     # --- what arrives --------------------------------------------------------------------------
 
-    def take(self, message: EventMessage) -> int:
-        """Take a batch from an agent, each event once and in order; return what is on disk."""
-        for seq, event in enumerate(message.events, message.first_seq):
-            if seq == self.memory.taken.get(message.source, 0) + 1:
-                self.append(event, message.source, seq)
+    def take(self, message: EventMessage) -> EventAck:
+        """Take what an agent tells, each event once and in order; return what is on disk."""
+        for batch in message.batches:
+            for seq, event in enumerate(batch.events, batch.first_seq):
+                if seq == self.memory.taken.get(batch.source, 0) + 1:
+                    self.append(event, batch.source, seq)
         self._rest()
-        return self.memory.taken.get(message.source, 0)
+        taken = self.memory.taken
+        return EventAck({batch.source: taken.get(batch.source, 0) for batch in message.batches})
 
     def observe(self, beat: NodeBeat) -> None:
         """Take a heartbeat."""
+        self.memory.fold.observe(self.clock.now, beat)
         for event in self.detector.observe(self.clock.now, beat):
             self.append(event)
 
@@ -187,7 +189,10 @@ class Shell:
         self.waiting.setdefault(command.id, []).append(answer)
         if command.id not in state.commands:
             fields: dict[str, Any] = {"id": command.id, "kind": command.kind, "who": command.who}
-            self.append(CommandReceived(args=command.args, at_s=self.clock.now, **fields))
+            pace = self.memory.fold.find_pace()
+            self.append(
+                CommandReceived(args=command.args, at_s=self.clock.now, pace=pace, **fields)
+            )
 
     def tick(self) -> None:
         """Look after time: the detector's, the machine's, the orders'."""
@@ -196,6 +201,6 @@ class Shell:
             self.append(event)
         deadline_s = self.memory.machine.next_deadline()
         if deadline_s is not None and now >= deadline_s:
-            self.append(TimerFired())
+            self.append(self.memory.make_timer(now))
         self._send(self.orders.repeat(now))
         self._rest()

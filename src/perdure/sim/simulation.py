@@ -249,9 +249,9 @@ class Simulation:
         """Take a batch from an agent; acknowledge what is on disk."""
         if self.shell is None or self.ended is not None:
             return
-        seq, source, node = self.shell.take(message), message.source, message.node
+        ack, node = self.shell.take(message), message.node
         if self.ended is None:
-            self.network.send(lambda: self.nodes[node].acknowledge(source, seq))
+            self.network.send(lambda: self.nodes[node].acknowledge(ack))
 
     def _tick(self, shell: Shell) -> None:
         if shell is self.shell and self.ended is None:

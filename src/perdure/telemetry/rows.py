@@ -18,6 +18,8 @@ from perdure.telemetry.history import Generation
 SPEED_WINDOW_S = 10.0
 _WAITING_SHOWN_S = 0.1
 _WAITING_S = 1.0
+_SILENT_S = 1.0
+"""Of whom nothing was heard for so long may be gone, while others go on."""
 _IN_LOOP = frozenset({"step", "checkpoint", "boundary", "paused"})
 
 
@@ -98,7 +100,10 @@ class RankRows:
     def find_pace(self, generation: int) -> Pace | None:
         """Return how far the furthest rank is and how fast it goes; None where none moves."""
         furthest: Track | None = None
+        heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
         for track in self._tracks.values():
+            if track.sent_s < heard_s - _SILENT_S:
+                continue
             step = track.progress.account.step
             if furthest is None or step > furthest.progress.account.step:
                 furthest = track

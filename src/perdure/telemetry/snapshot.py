@@ -148,7 +148,8 @@ class SnapshotFold:
 
     def find_pace(self) -> Pace | None:
         """Return how far and fast the newest generation's ranks are; None where none moves."""
-        return None if self._spec.torchft.replicas else self._rows.find_pace(self._beat_generation)
+        apart = self._spec.torchft.replicas > 0
+        return self._rows.find_pace(-1 if apart else self._beat_generation)
 
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""

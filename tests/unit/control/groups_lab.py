@@ -19,6 +19,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.progress import RankAccount
+from perdure.model.steering import Pace
 
 
 class Lab:
@@ -77,10 +78,13 @@ class Lab:
     def find(self, kind: type) -> Any:
         return next((a for a in self.actions if isinstance(a, kind)), None)
 
-    def ask(self, kind: Any, *targets: str, id_: str = "", **args: Any) -> AnswerCommand | None:
+    def ask(
+        self, kind: Any, *targets: str, id_: str = "", pace: Pace | None = None, **args: Any
+    ) -> AnswerCommand | None:
         """Give a command; return its answer, if there is one already."""
         given = {"targets": list(targets), **args} if targets else args
-        self.add(CommandReceived(id=id_ or f"{kind}-{self.now}", kind=kind, args=given, who="me"))
+        id_ = id_ or f"{kind}-{self.now}"
+        self.add(CommandReceived(id=id_, kind=kind, args=given, who="me", pace=pace))
         return self.answer()
 
     def answer(self) -> AnswerCommand | None:

@@ -18,6 +18,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.settings import KeySpec
+from perdure.model.steering import Pace
 
 LR = KeySpec(name="lr", type="float", default=0.1, min=0.0, max=1.0)
 
@@ -71,6 +72,19 @@ def test_a_change_is_promised_by_all_then_decided_and_answered_once_in_force() -
     assert answer.result["ranks"] == [0, 1, 2]
     undone = agreed_undo(lab)
     assert undone == {"lr": 0.1}
+
+
+def test_the_step_is_the_one_that_the_groups_come_to_next() -> None:
+    lab = training()
+    pace = Pace(generation=-1, step=40, at_s=lab.now, step_s=0.1)
+    lab.ask("set", id_="s", changes={"lr": 0.2}, pace=pace)
+    orders = sent(lab, "prepare")
+    assert {order.step for order in orders.values()} == {41}
+    say(lab, orders["b1.1@1"], ok=False, step=60)  # It was far too low.
+    assert {order.step for order in sent(lab, "prepare").values()} == {62}
+    for order in sent(lab, "prepare").values():
+        say(lab, order)
+    assert lab.machine.state.steering.answer_s > 0.01  # Four answers, 10 ms apart each.
 
 
 def agreed_undo(lab: Lab) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from perdure.model.codec import decode, encode
-from perdure.model.events import GenerationStopped, RankJoined
+from perdure.model.events import BoundaryAnswered, GenerationStopped, RankJoined
 from perdure.model.wire import EventAck, EventMessage
 from perdure.service.agent_outbox import Outbox
 from perdure.service.ports import FakeBus, FakeServer
@@ -17,21 +17,23 @@ class Journal:
         self.bus = FakeBus(server)
         self.taken: dict[str, int] = {}
         self.got: list[tuple[str, int]] = []
-        self.silent = 0
+        self.silent = self.messages = 0
 
     async def serve(self) -> None:
         await self.bus.serve("s", self._take)
 
     def _take(self, data: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
         message: EventMessage = decode(data, EventMessage)
-        for seq, _ in enumerate(message.events, message.first_seq):
-            if seq == self.taken.get(message.source, 0) + 1:
-                self.taken[message.source] = seq
-                self.got.append((message.source, seq))
+        self.messages += 1
+        for batch in message.batches:
+            for seq, _ in enumerate(batch.events, batch.first_seq):
+                if seq == self.taken.get(batch.source, 0) + 1:
+                    self.taken[batch.source] = seq
+                    self.got.append((batch.source, seq))
         if self.silent:
             self.silent -= 1
             return
-        ack = encode(EventAck(self.taken.get(message.source, 0)))
+        ack = encode(EventAck(dict(self.taken)))
         self.task = asyncio.ensure_future(reply(ack))  # type: ignore[arg-type]
 
 
@@ -41,6 +43,10 @@ def stopped(generation: int) -> GenerationStopped:
 
 def joined(rank: int) -> RankJoined:
     return RankJoined(generation=0, rank=rank)
+
+
+def answered(rank: int) -> BoundaryAnswered:
+    return BoundaryAnswered(id="b1.1", rank=rank, ok=True, step=0)
 
 
 async def test_order_is_kept_over_sources_and_outages() -> None:
@@ -80,4 +86,27 @@ async def test_what_the_journal_has_is_acknowledged_at_once() -> None:
     assert journal.got == [("r", 4)]
     outbox.put_from("r", 3, joined(0), lambda: done.append(33))
     assert done[-1] == 33
+    task.cancel()
+
+
+async def test_ranks_that_answer_together_share_a_message() -> None:
+    """A message costs the controller a sync of its disk; an agreement asks all at once."""
+    server = FakeServer()
+    journal = Journal(server)
+    await journal.serve()
+    outbox = Outbox(FakeBus(server), "s", node=0, source="b")
+    outbox.company = 3
+    task = asyncio.create_task(outbox.run())
+    for rank in range(3):
+        outbox.put_from(f"r{rank}", 1, answered(rank), lambda: None)
+        await asyncio.sleep(0)
+    assert await outbox.flush(5)
+    assert journal.messages == 1
+    outbox.put_from("r0", 2, answered(0), lambda: None)  # The others stay silent.
+    assert await outbox.flush(5)
+    outbox.put(stopped(0))  # Nothing to wait for: it is sent at once.
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert journal.messages == 3
+    assert journal.got == [("r0", 1), ("r1", 1), ("r2", 1), ("r0", 2), ("b", 1)]
     task.cancel()

@@ -26,11 +26,12 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
 
     def take(data: bytes, reply: Reply) -> None:
         message: EventMessage = decode(data, EventMessage)
-        for seq, event in enumerate(message.events, message.first_seq):
-            if seq == taken.get(message.source, 0) + 1:
-                taken[message.source] = seq
-                journal.append((message.source, event))
-        tasks.append(asyncio.ensure_future(reply(encode(EventAck(taken[message.source])))))
+        for batch in message.batches:
+            for seq, event in enumerate(batch.events, batch.first_seq):
+                if seq == taken.get(batch.source, 0) + 1:
+                    taken[batch.source] = seq
+                    journal.append((batch.source, event))
+        tasks.append(asyncio.ensure_future(reply(encode(EventAck(dict(taken))))))
 
     await FakeBus(server).serve("s", take)
     said: asyncio.Queue[WorkerSaid] = asyncio.Queue()

@@ -26,6 +26,7 @@ from perdure.model.wire import (
     Command,
     CommandReply,
     EventAck,
+    EventBatch,
     EventMessage,
     NodeOrder,
     subject_beats,
@@ -91,9 +92,9 @@ class Rig:
     async def send(self, *events: AnyEvent, first_seq: int = 0) -> int:
         if not first_seq:
             first_seq, self.seq = self.seq + 1, self.seq + len(events)
-        message = EventMessage(source="a1", node=0, first_seq=first_seq, events=events)
+        message = EventMessage(node=0, batches=(EventBatch("a1", first_seq, events),))
         data = await self.agent.request(subject_events("job"), encode(message), timeout_s=5)
-        return decode(data, EventAck).seq  # type: ignore[no-any-return]
+        return decode(data, EventAck).seqs["a1"]  # type: ignore[no-any-return]
 
     def assigned(self) -> list[tuple[str, int]]:
         found = [o.assignment for o in self.orders if o.assignment]

@@ -19,6 +19,7 @@ import msgspec
 from perdure.control.answers import answer, answer_open
 from perdure.control.groups.state import GroupState
 from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
+from perdure.control.steering.boundary import correct_pace, look_ahead, note_answered
 from perdure.control.steering.changes import (
     FAR_STEPS,
     commit_open,
@@ -102,6 +103,7 @@ def answer_group_boundary(
         state.boundary = None
         return actions + refuse_change(state, boundary.command, event.rank, event.reason)
     if not event.ok:
+        correct_pace(state, now, event.step)
         return _retry(state, now, event.reason or f"rank {event.rank} had passed the step")
     if boundary.kind == "set" and event.quorum_id > quorum.asked_quorum:
         quorum.needed = max(quorum.needed, event.quorum_id)
@@ -179,12 +181,11 @@ def ask_members(
     """
     members = _find_members(state)
     asked = members[:1] if boundary.kind == "checkpoint" else members
-    boundary.deadline_s = now + _ANSWER_TIMEOUT_S
+    boundary.asked_s, boundary.deadline_s = now, now + _ANSWER_TIMEOUT_S
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
     else:
-        ahead = max(state.step, 0) + 2 ** min(boundary.tries, 10)
-        boundary.step = max(ahead, boundary.not_before)
+        boundary.step = max(look_ahead(state, now, boundary.tries), boundary.not_before)
     if boundary.change is not None:
         boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
     state.quorum.asked = {g.group: g.generation for g in asked}
@@ -241,6 +242,7 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
     if not all_asked <= boundary.yes:
         overdue = now >= boundary.deadline_s
         return _retry(state, now, "not all ranks have answered in time") if overdue else []
+    note_answered(state, now, boundary)
     boundary.move = "commit"
     reason = f"ranks {sorted(all_asked)} agreed on step {boundary.step}"
     actions = _decide(state, boundary, "commit", reason)

@@ -6,6 +6,7 @@ from perdure.control.groups.pauses import end_group_pause, start_group_pause
 from perdure.control.groups.saving import reopen_lost, start_group_checkpoint
 from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.steering.boundary import note_pace
 from perdure.control.steering.commands import inject_action, receive_command
 from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import CommandReceived
@@ -30,6 +31,7 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
         return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
     if event.id in state.commands:
         return []
+    note_pace(state, event.pace)
     match event.kind:
         case "kill" | "stop" | "notify":
             return receive_command(state, now, event)

@@ -7,10 +7,10 @@ A prepared rank that reaches S waits for the decision, so no rank can pass S bef
 have agreed; a bare look-ahead without that wait put ranks on different steps.
 
 S is the step that the ranks will come to once they have heard the question. The journal knows
-only now and then how far they are, so a command brings with it what the newest heartbeats say
-(`Pace`), and that is carried on to the moment when the question should be there. A guess that is
-too low costs a veto, which tells more, and another try further ahead; one that is too high costs
-waiting. Neither can harm.
+only now and then how far they are, so a command, or the timer of a checkpoint, brings with it what
+the newest heartbeats say (`Pace`), and that is carried on to the moment when the question should
+be there. A guess that is too low costs a veto, which tells more, and another try further ahead;
+one that is too high costs waiting. Neither can harm.
 """
 
 import math
@@ -69,9 +69,10 @@ def open_boundary(
 
 
 def note_pace(state: ControllerState, pace: Pace | None) -> None:
-    """Take what a command has brought; another generation's is worth nothing."""
+    """Take what an event has brought; another generation's is worth nothing."""
     if pace is not None:
-        state.steering.pace = pace if pace.generation == state.generation else None
+        known = state.the_spec().torchft.replicas or pace.generation == state.generation
+        state.steering.pace = pace if known else None
 
 
 def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tries: int) -> int:
@@ -93,6 +94,25 @@ def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tri
     return max(expected + 1, known + (1 << min(tries - 1, 10)))
 
 
+def look_ahead(state: ControllerState, now: float, tries: int) -> int:
+    """Return the step to ask for, by what is known of the ranks' pace and of earlier questions."""
+    steering = state.steering
+    lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
+    return find_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
+
+
+def note_answered(state: ControllerState, now: float, boundary: OpenBoundary) -> None:
+    """All have answered: so long does a question take."""
+    state.steering.answer_s += 0.3 * (now - boundary.asked_s - state.steering.answer_s)
+
+
+def correct_pace(state: ControllerState, now: float, step: int) -> None:
+    """A rank was further than expected: go on from there."""
+    pace = state.steering.pace
+    if pace is not None and pace.find_step(now) < step + 1:
+        state.steering.pace = structs.replace(pace, step=step, at_s=now)
+
+
 def _choose_step(state: ControllerState, now: float, boundary: OpenBoundary) -> None:
     """Set the step of a try: the one asked for, that of a pause, or the next that can be."""
     boundary.asked_s = now
@@ -103,9 +123,7 @@ def _choose_step(state: ControllerState, now: float, boundary: OpenBoundary) -> 
     elif pause is not None and pause.step >= boundary.not_before:
         boundary.step = pause.step
     else:
-        lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
-        ahead = find_next_step(steering.pace, max(state.step, 0), now, lead_s, boundary.tries)
-        boundary.step = max(ahead, boundary.not_before)
+        boundary.step = max(look_ahead(state, now, boundary.tries), boundary.not_before)
     if boundary.change is not None:
         boundary.change = structs.replace(boundary.change, step=boundary.step)
 
@@ -145,12 +163,12 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
         state.boundary = None
         return actions + refuse_change(state, boundary.command, event.rank, event.reason)
     if not event.ok:
-        _correct_pace(state, now, event.step)
+        correct_pace(state, now, event.step)
         return retry_boundary(state, now, event.reason or f"rank {event.rank} had passed the step")
     boundary.yes.add(event.rank)
     if len(boundary.yes) < len(state.world):
         return []
-    state.steering.answer_s += 0.3 * (now - boundary.asked_s - state.steering.answer_s)
+    note_answered(state, now, boundary)
     boundary.move = "commit"
     boundary.deadline_s = now + _REACH_TIMEOUT_S
     actions = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
@@ -162,13 +180,6 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     elif boundary.kind == "pause":
         actions += commit_pause(state, now, boundary)
     return actions
-
-
-def _correct_pace(state: ControllerState, now: float, step: int) -> None:
-    """A rank was further than expected: go on from there."""
-    pace = state.steering.pace
-    if pace is not None and pace.find_step(now) < step + 1:
-        state.steering.pace = structs.replace(pace, step=step, at_s=now)
 
 
 def _release(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
