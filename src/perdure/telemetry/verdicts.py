@@ -2,7 +2,8 @@
 
 A crash needs no detector, so nobody journals a verdict about it; it is made here, from the
 exits. The first exit by the clock of its node is the culprit's; what its peers died of
-afterwards is a consequence, and is listed as evidence instead of as further verdicts.
+afterwards is a consequence, and is listed as evidence instead of as further verdicts, unless the
+others had formed their world again in between: who dies after that dies of something else.
 """
 
 from collections.abc import Iterable
@@ -21,6 +22,7 @@ from perdure.model.events import (
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
+    WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -58,7 +60,10 @@ class VerdictFold:
     """The same, one entry at a time."""
 
     reached: dict[str, Verdict] = field(default_factory=dict)
-    exits: dict[int, list[RankExited]] = field(default_factory=dict)
+    exits: dict[int, list[list[RankExited]]] = field(default_factory=dict)
+    """Failures of a generation, those of one world together: see `worlds`."""
+    worlds: dict[int, list[float]] = field(default_factory=dict)
+    """When each world of a generation began that was formed after such a failure."""
     early: dict[int, list[RankExited]] = field(default_factory=dict)
     """Exits with code 0: harmless unless others were still waiting for that rank."""
     stacks: dict[int, StacksTaken] = field(default_factory=dict)
@@ -74,9 +79,14 @@ class VerdictFold:
                 verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
                 self.reached[_key(verdict)] = verdict
             case RankExited() as event if event.record.failed and not event.record.asked:
-                exits = self.exits.setdefault(event.record.generation, [])
-                if all(e.record.rank != event.record.rank for e in exits):
-                    exits.append(event)
+                exits = self.exits.setdefault(event.record.generation, [[]])
+                if all(e.record.rank != event.record.rank for world in exits for e in world):
+                    exits[-1].append(event)
+            case WorldReformed() as event if not event.finished:
+                exits = self.exits.get(event.generation, [[]])
+                if exits[-1]:
+                    exits.append([])
+                    self.worlds.setdefault(event.generation, []).append(event.formed_s)
             case RankExited() as event if not event.record.failed and not event.record.asked:
                 self.early.setdefault(event.record.generation, []).append(event)
             case StacksTaken() as event:
@@ -97,10 +107,12 @@ class VerdictFold:
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""
         found = [self._add_stacks(v) for v in self.reached.values()]
-        for generation, exits in sorted(self.exits.items()):
-            crash = self._find_crash(generation, exits)
-            if crash is not None:
-                found.append(self._add_stacks(crash))
+        for generation, worlds in sorted(self.exits.items()):
+            begins = [0.0, *self.worlds.get(generation, ())]
+            for since_s, exits in zip(begins, worlds, strict=True):
+                crash = self._find_crash(generation, since_s, exits) if exits else None
+                if crash is not None:
+                    found.append(self._add_stacks(crash))
         return tuple(sorted(found, key=lambda v: (v.first_seen_s, v.confirmed_s, str(v.culprit))))
 
     def condense(self, before: int, verdicts: int) -> None:
@@ -113,7 +125,7 @@ class VerdictFold:
         over = [v for v in young if is_withdrawn(v)][:-verdicts]
         young = [v for v in young if v not in over]
         self.reached = {_key(v): v for v in (*old[-verdicts:], *young)}
-        for table in (self.exits, self.early, self.stacks):
+        for table in (self.exits, self.worlds, self.early, self.stacks):
             for generation in [g for g in table if g < before]:
                 del table[generation]
 
@@ -132,7 +144,9 @@ class VerdictFold:
         )
         self.reached[_key(verdict)] = verdict
 
-    def _find_crash(self, generation: int, exits: list[RankExited]) -> Verdict | None:
+    def _find_crash(
+        self, generation: int, since_s: float, exits: list[RankExited]
+    ) -> Verdict | None:
         ordered = sorted(exits, key=lambda e: (e.record.at_s, e.record.rank))
         first, record = ordered[0], ordered[0].record
         for verdict in self.reached.values():
@@ -142,7 +156,7 @@ class VerdictFold:
             if (
                 blamed
                 and verdict.first_seen_s <= record.at_s
-                and verdict.confirmed_s <= record.at_s
+                and since_s <= verdict.confirmed_s <= record.at_s
             ):
                 return None  # They died of the hang that is already explained.
         if record.lost_peer:

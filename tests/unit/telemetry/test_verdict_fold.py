@@ -9,6 +9,7 @@ from perdure.model.events import (
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
+    WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry import find_verdicts
@@ -82,3 +83,23 @@ def test_lost_nodes_and_keepers_are_verdicts_on_the_node():
     lost, keeper = find_verdicts(entries)
     assert (lost.kind, lost.culprit.node, lost.first_seen_s) == ("NodeLost", 3, 15.0)
     assert (keeper.kind, keeper.culprit.node) == ("Crash", 1)
+
+
+def test_who_dies_after_the_others_went_on_in_place_dies_of_something_else():
+    story = Story(nproc=4)
+    story.start()
+    story.train(2)
+    story.exit(2, story.now, signal=9)
+    story.exit(1, story.now + 0.01, code=1, error="RuntimeError: Connection closed by peer")
+    for rank in (0, 3):
+        story.write(
+            WorldReformed(
+                generation=0, epoch=1, rank=rank, step=2, began_s=story.now,
+                ordered_s=story.now, formed_s=story.now + 0.1, redo=1,
+            )
+        )  # fmt: skip
+    story.exit(0, story.now + 5, signal=9)
+    first, second = find_verdicts(story.entries)
+    assert (first.culprit.rank, second.culprit.rank) == (2, 0)
+    assert [c["rank"] for c in first.evidence["consequences"]] == [1]
+    assert "consequences" not in second.evidence
