@@ -241,7 +241,10 @@ def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
     def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
         since_s = replica.begin_wait()
         try:
-            return original(self, *args, **kwargs)
+            if replica.fences.outlast(self._manager._pg, self._work):
+                return original(self, *args, **kwargs)
+            self._manager.report_error(RuntimeError("a collective of a void quorum was given up"))
+            return False
         finally:
             replica.end_wait(since_s)
 

@@ -6,20 +6,29 @@ group's among them, so those of each quorum are told apart by when they appeared
 still being formed it hangs on its rendezvous store, whose connection is then broken as well.
 
 A break is fenced by the quorum's id: one meant for a group that is gone by now touches nothing.
+
+gloo tells a pair's failure to what waits in its queues, and not to the transfer that it was just
+writing, which then waits until its time-out (1 in 200 kills). Such a collective is given up, with
+its group: nothing moves on closed connections, so its tensors are as safe as after an error.
 """
 
 import contextlib
+import ctypes
 import os
 import socket
 import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 from perdure.worker.interrupt import find_gloo_sockets
 
 _FD_DIR = "/proc/self/fd"
+_SLICE = timedelta(seconds=0.25)
+"""How often a collective that is waited for is asked whether its group was broken; and how long
+one may go on in a broken group."""
 
 
 @dataclass(slots=True)
@@ -79,6 +88,28 @@ class Fences:
                     count += sum(_shut(fd) for fd in same)
                     count += _abort_device(group)
         return count
+
+    def outlast(self, group: Any, work: Any) -> bool:
+        """Wait until gloo's `work` has ended, well or not; False where it never will."""
+        held = self.groups.get(group)
+        if held is None or not _is_gloo(group):
+            return True
+        while True:
+            broken = held.broken
+            try:
+                work.wait(_SLICE)
+                return True
+            except RuntimeError:
+                if work.is_completed():
+                    return True
+            if broken:
+                # Its destructor would wait for the collective: it is never called.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(group._pg))
+                return False
+
+
+def _is_gloo(group: Any) -> bool:
+    return type(group).__name__ == "ProcessGroupGloo"
 
 
 def _shut_forming(held: Connections) -> int:
