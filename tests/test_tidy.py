@@ -134,8 +134,16 @@ def test_every_environment_variable_is_documented() -> None:
     assert {name: where for name, where in used.items() if name not in text} == {}
 
 
-def commands() -> dict[str, typing.Any]:
-    return typing.cast(typing.Any, typer.main.get_command(app)).commands
+def commands(group: typing.Any = None) -> dict[str, typing.Any]:
+    """Return all commands by name; those of a group as `group command`."""
+    found = {}
+    root = group or typing.cast(typing.Any, typer.main.get_command(app))
+    for name, command in root.commands.items():
+        if hasattr(command, "commands"):
+            found |= {f"{name} {inner}": c for inner, c in commands(command).items()}
+        else:
+            found[name] = command
+    return found
 
 
 def test_every_command_and_option_says_what_it_does() -> None:

@@ -56,6 +56,8 @@ CASES = {
     "report": ["report", "job"],
     "logs": ["logs", "job"],
     "run-help": ["run", "--help"],
+    "trace-help": ["trace", "--help"],
+    "trace-generate-help": ["trace", "generate", "--help"],
 }
 
 

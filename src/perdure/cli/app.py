@@ -18,6 +18,7 @@ from perdure.cli import (
     run,
     schema,
     steer,
+    trace,
     verbs,
     verify,
     watch,
@@ -86,6 +87,7 @@ for command in (
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
+app.add_typer(trace.app, name="trace")
 
 
 def run_command(args: Sequence[str]) -> int:

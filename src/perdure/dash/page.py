@@ -67,11 +67,16 @@ def render_html(
         for title, content in sections
         if content
     )
+    return render_document(report.job, _render_head(report, snapshot) + body)
+
+
+def render_document(title: str, body: str) -> str:
+    """Return `body` as a page of perdure's, with everything inside it."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>perdure: {escape(report.job)}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{_render_head(report, snapshot)}{body}</main></body></html>\n"
+        f"<title>perdure: {escape(title)}</title><style>{_STYLE}</style></head>"
+        f"<body><main>{body}</main></body></html>\n"
     )
 
 

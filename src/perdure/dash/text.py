@@ -82,9 +82,12 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def render_chart(values: Sequence[float], height: int) -> list[str]:
-    """Return `height` lines of block characters, highest first, one column a value."""
-    low, high = min(values), max(values)
+def render_chart(values: Sequence[float], height: int, *, low: float | None = None) -> list[str]:
+    """Return `height` lines of block characters, highest first, one column a value.
+
+    The lowest block stands for `low`, else for the lowest value.
+    """
+    low, high = min(values) if low is None else low, max(values)
     span = (high - low) or 1.0
     eighths = [1 + round((v - low) / span * (height * 8 - 1)) for v in values]
     lines = []

@@ -1,0 +1,121 @@
+"""A trace's text, and where in it something is wrong: file, line, column, what was expected."""
+
+import json
+import re
+from typing import Any, Never, TypeVar
+
+import msgspec
+
+from perdure.model.errors import ConfigError
+
+T = TypeVar("T")
+Path = list[str | int]
+_PLACE = re.compile(r" - at `\$([^`]*)`$")
+_STEP = re.compile(r"\[(\d+)\]|\.([^.\[]+)")
+_BYTE = re.compile(r" \(byte (\d+)\)$")
+_SPACE = re.compile(r"[ \t\r\n]*")
+_decoder = json.JSONDecoder()
+
+
+class Source:
+    """The text of one file."""
+
+    def __init__(self, name: str, text: str) -> None:
+        """Read `text`, called `name` in errors."""
+        self.name, self.text = name, text.removeprefix("\ufeff")
+
+    def lines(self) -> list[tuple[int, str]]:
+        """Return (number, line) of all that say something; `#` begins a comment."""
+        lines = enumerate(re.split(r"\r\n|\r|\n", self.text), 1)
+        return [
+            (n, line) for n, line in lines if line.strip() and not line.lstrip().startswith("#")
+        ]
+
+    def fail(self, line: int, column: int, what: str) -> Never:
+        """Raise what is wrong at a place; both numbers count from 1."""
+        raise ConfigError(
+            f"{self.name}:{line}:{column}: {what}",
+            hint="docs/traces.md shows each format; --format NAME reads it as that one",
+        )
+
+    def fail_at(self, offset: int, what: str) -> Never:
+        """Raise what is wrong at a character of the text."""
+        before = self.text[:offset]
+        self.fail(before.count("\n") + 1, offset - before.rfind("\n"), what)
+
+    def fail_in(self, path: Path, what: str) -> Never:
+        """Raise what is wrong with the value at `path` of a JSON document."""
+        self.fail_at(find_value(self.text, path), what)
+
+    def decode(self, type_: type[T] | Any) -> T:
+        """Return the text as a JSON document of `type_`.
+
+        Raises:
+            ConfigError: It is not such a document; names the place.
+        """
+        try:
+            value: T = msgspec.json.decode(self.text.encode(), type=type_)
+        except msgspec.ValidationError as error:
+            text, path = split_place(str(error))
+            self.fail_in(path, text)
+        except msgspec.DecodeError as error:
+            offset, text = self._find_byte(str(error))
+            self.fail_at(offset, f"{text}; expected JSON")
+        return value
+
+    def _find_byte(self, message: str) -> tuple[int, str]:
+        match = _BYTE.search(message)
+        if match is None:
+            return len(self.text.rstrip()), message
+        before = self.text.encode()[: int(match[1])]
+        return len(before.decode(errors="ignore")), message[: match.start()]
+
+
+def split_place(message: str) -> tuple[str, Path]:
+    """Return a validation error's words and the path of the value that it is about."""
+    match = _PLACE.search(message)
+    if match is None:
+        return _lower(message), []
+    path: Path = [int(i) if i else name for i, name in _STEP.findall(match[1])]
+    return _lower(message[: match.start()]), path
+
+
+def _lower(text: str) -> str:
+    return text[:1].lower() + text[1:]
+
+
+def find_value(text: str, path: Path) -> int:
+    """Return where in a JSON text the value at `path` begins; as deep as the path leads."""
+    at = _skip(text, 0)
+    for step in path:
+        inner = _find_item(text, at, step) if isinstance(step, int) else _find_key(text, at, step)
+        if inner < 0:
+            return at
+        at = inner
+    return at
+
+
+def _skip(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    assert match is not None
+    return match.end()
+
+
+def _find_item(text: str, at: int, index: int) -> int:
+    at = _skip(text, at + 1)
+    for _ in range(index):
+        _, at = _decoder.raw_decode(text, at)
+        at = _skip(text, _skip(text, at) + 1)
+    return at
+
+
+def _find_key(text: str, at: int, key: str) -> int:
+    at = _skip(text, at + 1)
+    while at < len(text) and text[at] == '"':
+        found, at = _decoder.raw_decode(text, at)
+        at = _skip(text, _skip(text, at) + 1)
+        if found == key:
+            return at
+        _, at = _decoder.raw_decode(text, at)
+        at = _skip(text, _skip(text, at) + 1)
+    return -1
