@@ -1,6 +1,7 @@
 """Three torchft replica groups and everything that can die beside them, really killed."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
@@ -60,12 +62,12 @@ class Training:
     def pid(self, group: int) -> int:
         return int(self.rows(group)[-1]["pid"])
 
-    def check(self) -> None:
+    def check(self, since: float = 0.0, until: float = math.inf) -> None:
         """Wherever several groups hashed one step, parameters and moments were the same."""
         hashes: dict[int, set[str]] = {}
         for group in range(4):
             for row in self.rows(group):
-                if "hash" in row:
+                if "hash" in row and since < row["t"] <= until:
                     hashes.setdefault(row["step"], set()).add(row["hash"])
         assert hashes
         assert {step: found for step, found in hashes.items() if len(found) > 1} == {}
@@ -189,21 +191,48 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.job.wait()
 
 
-def test_a_job_goes_on_from_its_checkpoint_and_ends_when_all_have_finished(
+@pytest.mark.timeout(300)
+def test_a_job_that_saves_by_itself_goes_on_when_all_groups_die_and_when_run_again(
     start: Start, tmp_path: Path
 ) -> None:
-    first = Training(start, tmp_path, "--spares", "1")
-    first.wait_trusted()
-    saved = json.loads(first.job.cli("checkpoint", "ft", "--json").stdout)
-    assert saved["step"] > 20
-    first.job.process.send_signal(signal.SIGTERM)
-    first.job.wait()
-    first.check()
+    (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 20\n")
+    first = Training(start, tmp_path, "--spares", "1", "-c", str(tmp_path / "job.toml"))
+    job, places = first.job, first.job.folder / "checkpoints"
 
-    end = saved["step"] + 40
+    def newest() -> int:
+        return max((int(p.name[5:]) for p in places.glob("step-????????")), default=0)
+
+    job.wait_until(lambda: newest() >= 40, "two checkpoints of its own")
+    first.wait_trusted()
+    known, ranks = newest(), job.find("perdure rank")
+    for process in ranks:
+        process.kill()
+    psutil.wait_procs(ranks, timeout=20)
+    killed = time.time()
+
+    def all_back() -> bool:
+        return sum(bool(r := first.commits(g, killed)) and r[-1]["n"] == 3 for g in range(4)) == 3
+
+    job.wait_until(all_back, "three groups again")
+    back = [first.commits(g, killed)[0] for g in range(4) if first.commits(g, killed)]
+    began = min(row["step"] for row in back)
+    assert (began - 1) % 20 == 0
+    assert began > known, "from a checkpoint that was there, and not from nothing"
+
+    job.wait_until(lambda: newest() > began + 10, "one more of its own")
+    asked = json.loads(job.cli("checkpoint", "ft", "--json").stdout)
+    assert asked["step"] > began
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    first.check(until=killed)
+    first.check(since=killed)
+    saved = newest()
+    assert saved >= asked["step"]
+
+    end = saved + 40
     training = Training(start, tmp_path, "--spares", "1", steps=end, log="again")
     assert training.job.wait() == 0, training.job.text()[-4000:]
-    assert min(training.rows(g)[0]["step"] for g in range(3)) == saved["step"] + 1
+    assert min(training.rows(g)[0]["step"] for g in range(3)) == saved + 1
     assert [training.rows(g)[-1]["step"] for g in range(3)] == [end] * 3
     assert not training.rows(3)
     training.check()

@@ -43,6 +43,8 @@ class OpenBoundary:
     """The earliest step that it may be about."""
     at_step: int | None = None
     """The only step that it may be about."""
+    every: int = 0
+    """It may be about multiples of this step only; 0 for any."""
     yes: set[int] = field(default_factory=set)
     planned: set[int] = field(default_factory=set)
     """Ranks that have heard the decision."""

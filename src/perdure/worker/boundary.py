@@ -25,7 +25,7 @@ ASK_FIRST_S = 0.25
 ASK_EVERY_S = 1.0
 _HOLDS = ("pause", "drain")
 """After these a rank makes no step until it is resumed."""
-_PLANS = ("set", "pause")
+PLANS = ("set", "pause")
 """A rank says that it has heard the decision, so that others may be agreed on meanwhile."""
 
 
@@ -54,11 +54,14 @@ class BoundaryGate:
         ask: Callable[[str], object],
         check: Callable[[Change], str] = lambda change: "",
         now: Callable[[], float] = time.monotonic,
+        plans: tuple[str, ...] = PLANS,
     ) -> None:
         """Answer through `emit`; ask about a missing decision through `ask`.
 
-        `check` returns why a change cannot be made here; `now` is job time.
+        `check` returns why a change cannot be made here; `now` is job time. Of a decision about
+        one of `plans` the rank says that it has heard it.
         """
+        self._plans = plans
         self._rank = rank
         self._emit = emit
         self._ask = ask
@@ -68,6 +71,8 @@ class BoundaryGate:
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
         self._resumed: set[str] = set()
+        self.missed: list[Agreed] = []
+        """Decided upon for steps that this rank did not come to: it has healed past them."""
         self.holds: dict[str, str] = {}
         """Agreements in which the training thread stands still: id -> kind."""
         self._committed = 0
@@ -90,7 +95,7 @@ class BoundaryGate:
                     entry.decision = order.move
                     if order.move == "abort" or order.id in self._resumed:
                         self._remove(order.id)
-                    elif order.kind in _PLANS:
+                    elif order.kind in self._plans:
                         answer = BoundaryAnswered(
                             id=order.id, rank=self._rank, ok=True, step=self._committed,
                             planned=True,
@@ -153,7 +158,9 @@ class BoundaryGate:
             for entry in [e for e in self._open.values() if e.agreed.step <= committed]:
                 self._wait(entry)
                 self._remove(entry.agreed.id)
-                if entry.decision == "commit" and entry.agreed.step == committed:
+                if entry.decision == "commit" and entry.agreed.step < committed:
+                    self.missed.append(entry.agreed)
+                elif entry.decision == "commit":
                     due.append(entry.agreed)
                     if entry.agreed.kind in _HOLDS and entry.agreed.id not in self._resumed:
                         self.holds[entry.agreed.id] = entry.agreed.kind

@@ -20,9 +20,15 @@ import msgspec
 from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError
-from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
+    CheckpointFailed,
+    KeysDeclared,
+)
 from perdure.model.settings import Change, Steering
-from perdure.worker.boundary import Agreed, BoundaryGate
+from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.replica_checkpoint import ReplicaCheckpoints
 from perdure.worker.settings import plan_steering
@@ -72,8 +78,9 @@ class ReplicaConfig:
         self._rank, self._generation = rank, generation
         self._group, self._declares = str(rank // nproc), rank % nproc == 0
         gate = BoundaryGate(
-            rank=rank, emit=self._answer, ask=ask, check=self.config.find_veto, now=now
-        )
+            rank=rank, emit=self._answer, ask=ask, check=self.config.find_veto, now=now,
+            plans=(*PLANS, "checkpoint"),
+        )  # fmt: skip
         plan_steering(gate, self.config, 0, steering)
         self._gate = gate
 
@@ -119,9 +126,12 @@ class ReplicaConfig:
             return
         step = int(manager.current_step())
         if gate.advance(step):
-            for agreed in gate.arrive(step):
-                if agreed.kind == "checkpoint" and self._checkpoints is not None:
-                    self._checkpoints.save(manager, step)
+            due = gate.arrive(step)
+            self._tell_missed(gate)
+            if self._checkpoints is not None and any(a.kind == "checkpoint" for a in due):
+                self._checkpoints.save(manager, step)
+            for agreed in due:
+                if agreed.kind == "checkpoint":
                     self._reach(agreed, step)
                 else:
                     self._apply(agreed, step)
@@ -134,6 +144,18 @@ class ReplicaConfig:
                     epoch=self.config.epoch,
                     values=dict(self.config),
                     step=step,
+                )
+            )
+
+    def _tell_missed(self, gate: BoundaryGate) -> None:
+        """A checkpoint that was promised will not come."""
+        missed = [a.step for a in gate.missed if a.kind == "checkpoint" and self._declares]
+        gate.missed.clear()
+        for step in missed:
+            why = f"the group was left out before step {step}, and has healed past it"
+            self._emit(
+                CheckpointFailed(
+                    generation=self._generation, step=step, error=why, at_s=self._now()
                 )
             )
 

@@ -66,6 +66,16 @@ def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
         ('script="x"\nname="a/b"', "name: Expected `str` matching", ""),
         ('script="x\n', "not TOML", "toml.io"),
         ("nproc=2", "no script", "SCRIPT"),
+        (
+            'script="x"\n[torchft]\nreplicas=2\nlighthouse="stock"\n[checkpoint]\nevery_s=5',
+            "checkpoint.every_s",
+            'torchft.lighthouse = "perdure"',
+        ),
+        (
+            'script="x"\nspares=1\n[torchft]\nreplicas=2\nlighthouse="http://there:1"',
+            "--spares",
+            "one replica more",
+        ),
     ],
 )
 def test_a_wrong_field_is_named_by_its_path(

@@ -35,8 +35,10 @@ class Lab:
             )
         for group in range(self.count):
             self.start(group)
-            self.see(group)
-        self.form(0, 1, 2)
+            if torchft.lighthouse == "perdure":
+                self.see(group)
+        if torchft.lighthouse == "perdure":
+            self.form(0, 1, 2)
 
     def add(self, event: AnyEvent) -> list[AnyAction]:
         self.now += 0.01
@@ -67,12 +69,14 @@ class Lab:
         names = tuple(self.name(group) for group in groups)
         self.add(QuorumFormed(quorum_id=5, step=step, members=names, at_s=self.now))
 
-    def exit(self, group: int, **how: Any) -> list[AnyAction]:
+    def exit(self, group: int, *, step: int = -1, **how: Any) -> list[AnyAction]:
         record = ExitRecord(
             rank=group, generation=self.generation(group), pid=9, at_s=self.now, **how
         )
         return self.add(
-            RankExited(node=group, record=record, account=RankAccount(), detected_s=self.now)
+            RankExited(
+                node=group, record=record, account=RankAccount(step=step), detected_s=self.now
+            )
         )
 
     def find(self, kind: type) -> Any:

@@ -10,7 +10,13 @@ from perdure.model.actions import (
     HoldReplicas,
     InjectFault,
 )
-from perdure.model.events import CommandReceived, ControllerStarted, GenerationStopped, TimerFired
+from perdure.model.events import (
+    CommandReceived,
+    ControllerStarted,
+    GenerationStopped,
+    KeysDeclared,
+    TimerFired,
+)
 
 
 def test_each_group_has_a_generation_and_a_store_of_its_own() -> None:
@@ -105,3 +111,27 @@ def test_a_fault_goes_to_the_generation_of_its_own_group() -> None:
     lab = Lab()
     lab.add(CommandReceived(id="i", kind="inject", args={"rank": 1, "kind": "crash"}))
     assert lab.find(InjectFault).generation == 1
+
+
+def test_with_another_lighthouse_ranks_tell_of_progress_and_the_last_one_ends_the_job() -> None:
+    lab = Lab(lighthouse="stock")
+    for kill in range(1, 7):  # Twice as often as without any progress in between.
+        lab.exit(1, step=100 * kill, signal=9)
+        lab.start(1)
+        assert lab.phases() == ["running"] * 3
+    for group in range(3):
+        lab.add(KeysDeclared(generation=lab.generation(group), keys=(), values={}, step=600))
+    for group in (0, 2):
+        lab.exit(group, step=900, code=0)
+        assert lab.find(EndJob) is None
+        assert lab.machine.state.phase == "running"
+    lab.exit(1, step=900, code=0)
+    assert lab.machine.state.phase == "ending"
+
+
+def test_with_another_lighthouse_a_group_that_achieves_nothing_is_given_up() -> None:
+    lab = Lab(lighthouse="stock")
+    for _ in range(4):
+        lab.start(1)
+        lab.exit(1, signal=9)
+    assert lab.phases() == ["running", "failed", "running"]

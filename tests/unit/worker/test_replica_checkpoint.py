@@ -7,7 +7,12 @@ import pytest
 import torch
 
 from perdure.model.actions import SendBoundary
-from perdure.model.events import BoundaryReached, CheckpointSaved
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CheckpointFailed,
+    CheckpointSaved,
+)
 from perdure.model.job import CheckpointConfig
 from perdure.model.settings import Steering
 from perdure.worker.replica_checkpoint import ReplicaCheckpoints
@@ -55,6 +60,16 @@ def make(manager: Manager, events: list[Any], *, heals: bool = False) -> Replica
     return found
 
 
+def agree(config: ReplicaConfig, step: int) -> None:
+    for move in ("prepare", "commit"):
+        config.take(
+            SendBoundary(
+                id="b1.1@2", move=move, kind="checkpoint", step=step, ranks=(2,), generation=5,
+                reason="",
+            )  # type: ignore[arg-type]
+        )  # fmt: skip
+
+
 def test_what_one_group_saves_the_next_run_goes_on_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,13 +78,7 @@ def test_what_one_group_saves_the_next_run_goes_on_from(
     first = make(manager, events)
     manager.step = 7
     first.begin_step(manager, committed=True)
-    for move in ("prepare", "commit"):
-        first.take(
-            SendBoundary(
-                id="b1.1@2", move=move, kind="checkpoint", step=8, ranks=(2,), generation=5,
-                reason="",
-            )  # type: ignore[arg-type]
-        )  # fmt: skip
+    agree(first, step=8)
     manager.step = 8
     first.begin_step(manager, committed=True)
     assert [e.step for e in events if isinstance(e, BoundaryReached)] == [8]
@@ -94,3 +103,17 @@ def test_what_one_group_saves_the_next_run_goes_on_from(
     own.step = 3  # The script has loaded one itself.
     make(own, [])
     assert own.step == 3
+
+
+def test_a_step_that_was_healed_past_is_told_of_and_the_plan_was_acknowledged() -> None:
+    manager, events = Manager(1.5), list[Any]()
+    group = make(manager, events)
+    agree(group, step=8)
+    planned = [e.planned for e in events if isinstance(e, BoundaryAnswered)]
+    assert planned == [False, True]
+    manager.step = 12  # Left out before step 8, it has healed from a peer.
+    group.begin_step(manager, committed=True)
+    failed = [e for e in events if isinstance(e, CheckpointFailed)]
+    assert [(e.step, e.generation) for e in failed] == [(8, 5)]
+    assert "healed past" in failed[0].error
+    assert not [e for e in events if isinstance(e, BoundaryReached)]

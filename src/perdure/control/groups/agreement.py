@@ -41,9 +41,12 @@ _TRIES_MAX = 12
 
 def declare_group_keys(state: ControllerState, event: KeysDeclared) -> None:
     """Take over the keys of the newest group that has trained."""
+    for group in state.groups.values():
+        group.trained |= group.generation == event.generation
     declare_keys(state, event)
     note_high(state, event.step)
     state.step = max(state.step, event.step)
+    state.mark = max(state.mark, event.step)
 
 
 def start_group_set(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -186,6 +189,8 @@ def ask_members(
         boundary.step = boundary.at_step
     else:
         boundary.step = max(look_ahead(state, now, boundary.tries), boundary.not_before)
+    if boundary.every:
+        boundary.step = -(-boundary.step // boundary.every) * boundary.every
     if boundary.change is not None:
         boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
     state.quorum.asked = {g.group: g.generation for g in asked}

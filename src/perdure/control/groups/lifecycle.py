@@ -104,12 +104,31 @@ def fail_group(
     if group.leaving or group.group in state.barred:
         return [*actions, *park_group(state, now, group, group.leaving or "it is cordoned")]
     actions += promote(state, decision.reason)
+    actions += [] if done else _note_outage(state, now, group)
     if done or decision.rung == "give up":
         why = "others have finished" if done else decision.reason
         group.phase, group.deadline_s, group.active = "failed", None, False
         actions += [assign_group(state, group, "stop", why), hold_groups(state, why)]
         return [*actions, *finish_if_over(state, now)]
     return [*actions, *start_group(state, now, group, decision.reason)]
+
+
+def _note_outage(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:
+    """Count it where `group` was the last that is known to have the state.
+
+    Where there is a checkpoint, who waits to heal (a spare, too) is started again and goes on from
+    it: it has loaded none, or an older one. Should it have healed this very moment, the steps
+    since the checkpoint are lost.
+    """
+    others = [g for _, g in sorted(state.groups.items()) if g is not group and g.alive]
+    if not group.trained or any(g.trained and not g.absent for g in others):
+        return []
+    state.quorum.outages += 1
+    if max(state.saved_step, state.resumed_step) <= 0:
+        return []
+    started = [g for g in others if g.phase in ("starting", "running")]
+    why = "nobody is left to heal from: it goes on from the newest checkpoint"
+    return [a for other in started for a in start_group(state, now, other, why)]
 
 
 def park_group(

@@ -29,7 +29,11 @@ from perdure.control.groups.lifecycle import (
 )
 from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
 from perdure.control.groups.pauses import advance_pause, note_group_pause, pauses_again
-from perdure.control.groups.saving import note_group_checkpoint
+from perdure.control.groups.saving import (
+    find_save_deadline,
+    note_group_checkpoint,
+    open_due_checkpoint,
+)
 from perdure.control.groups.state import GroupState
 from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.recovery.placement import cordon_again, note_cordon
@@ -41,6 +45,7 @@ from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
     CheckpointFailed,
+    CheckpointRestored,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
@@ -68,6 +73,7 @@ from perdure.model.events import (
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     """Return what to do about `event` in a job of replica groups."""
     actions = _react(state, now, event) + advance_agreement(state, now)
+    open_due_checkpoint(state, now)
     actions += start_waiting(state, now)
     if state.quorum.moves:
         actions += advance_group_moves(state, now)
@@ -123,8 +129,11 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
         case KeysDeclared():
             declare_group_keys(state, event)
             return []
+        case CheckpointRestored():
+            state.resumed_step = max(state.resumed_step, event.step)
+            return []
         case CheckpointSaved() | CheckpointFailed():
-            return note_group_checkpoint(state, event)
+            return note_group_checkpoint(state, now, event)
         case SettingsChanged():
             note_change(state, event)
             return []
@@ -144,7 +153,7 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
 def find_group_deadline(state: ControllerState) -> float | None:
     """Return the job time at which `TimerFired` is wanted."""
     times = [group.deadline_s for group in state.groups.values()]
-    times += [state.phase_deadline_s, group_moves_deadline(state)]
+    times += [state.phase_deadline_s, group_moves_deadline(state), find_save_deadline(state)]
     if state.boundary is not None and state.boundary.move == "prepare":
         times.append(state.boundary.deadline_s)
     return min((time for time in times if time is not None), default=None)
@@ -207,6 +216,9 @@ def _note_exit(state: ControllerState, now: float, event: RankExited) -> list[An
     if group is None or record.rank in group.exits or group.phase not in ("starting", "running"):
         return []
     group.exits[record.rank] = record
+    account = event.account
+    group.trained |= account.step > account.start_step
+    state.step, state.mark = max(state.step, account.step), max(state.mark, account.step)
     if record.failed and not record.asked:
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"

@@ -1,7 +1,12 @@
-"""`perdure checkpoint` of a torchft job: one group saves, for all have the same state at a step.
+"""Checkpoints of a torchft job: one group saves, for all have the same state at a step.
 
 What is saved is what its Manager would hand to a healing peer. The group's ranks agree on the step;
 should it be lost before the checkpoint is verified, another group does it.
+
+An operator asks for one, or the job's own interval does: by steps (`checkpoint.every_steps`), by
+time (`every_s`), or, where nothing but the place is given (`url`), by what a checkpoint costs and
+how often all groups were lost at once. A script that was told nothing of checkpoints gets none: a
+later run under the same name would go on from them.
 """
 
 from typing import Any
@@ -11,17 +16,65 @@ from perdure.control.groups.agreement import ask_members, is_whole
 from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
 from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
+from perdure.plan.interval import daly
+from perdure.policy import decide_checkpoint_interval
+
+_OWN = "own-checkpoint"
+"""Id of the one command that the controller gives itself."""
+
+
+def find_save_deadline(state: ControllerState) -> float | None:
+    """Return when the job's next checkpoint by time is due; None for none, or while one is made."""
+    since_s = state.quorum.save_since_s
+    if since_s is None or not _saves_itself(state) or _OWN in state.commands:
+        return None
+    interval_s = decide_checkpoint_interval(
+        state.the_spec().checkpoint,
+        stall_s=state.stall_s,
+        failures=state.quorum.outages,
+        elapsed_s=since_s - state.submitted_s,
+        optimum=daly,
+    )
+    return None if interval_s is None else since_s + interval_s
+
+
+def open_due_checkpoint(state: ControllerState, now: float) -> None:
+    """Ask for a checkpoint of the job's own where one is due. Called after every event."""
+    quorum = state.quorum
+    if not _saves_itself(state) or not quorum.members or _OWN in state.commands:
+        return
+    if quorum.save_since_s is None:
+        quorum.save_since_s = now
+    due_s = find_save_deadline(state)
+    every = state.the_spec().checkpoint.every_steps
+    if not every and (due_s is None or now < due_s):
+        return
+    quorum.save_since_s = now
+    if every or not quorum.paused:  # By time, nothing comes about while all stand still.
+        state.commands[_OWN] = OpenCommand(_OWN, "checkpoint", {}, "", now)
+
+
+def _saves_itself(state: ControllerState) -> bool:
+    spec = state.the_spec()
+    config = spec.checkpoint
+    wanted = bool(config.every_steps or config.every_s or config.url)
+    return wanted and spec.torchft.lighthouse == "perdure" and state.phase == "running"
 
 
 def start_group_checkpoint(
     state: ControllerState, now: float, command: OpenCommand
 ) -> list[AnyAction]:
     """Begin a checkpoint, if it can begin now."""
-    if state.the_spec().torchft.lighthouse != "perdure":
+    spec = state.the_spec()
+    if spec.torchft.lighthouse != "perdure":
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
         return answer(state, command.id, False, why, {})
     if not is_whole(state):
         return []
+    reason, every = f"asked for by {command.who or 'an operator'}", 0
+    if command.id == _OWN:
+        every = spec.checkpoint.every_steps
+        reason = f"due every {every} steps" if every else "the interval has passed"
     state.boundaries += 1
     state.boundary = OpenBoundary(
         id=f"b{state.boundaries}",
@@ -30,24 +83,28 @@ def start_group_checkpoint(
         move="prepare",
         tries=1,
         deadline_s=now,
-        reason=f"asked for by {command.who or 'an operator'}",
+        reason=reason,
         command=command.id,
+        every=every,
     )
     return ask_members(state, now, state.boundary, state.boundary.reason)
 
 
 def note_group_checkpoint(
-    state: ControllerState, event: CheckpointSaved | CheckpointFailed
+    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
 ) -> list[AnyAction]:
     """Take what became of it, and answer who asked."""
     actions: list[AnyAction] = []
     if isinstance(event, CheckpointSaved):
         state.saved_step = max(state.saved_step, event.step)
+        state.stall_s, state.saved_s = event.stall_s, event.at_s
+    state.quorum.save_since_s = now
     for command in sorted(state.commands.values(), key=lambda c: c.id):
-        args = command.args
-        if command.kind != "checkpoint" or args.get("at_step") != event.step:
+        if command.kind != "checkpoint" or command.args.get("at_step") != event.step:
             continue
-        if isinstance(event, CheckpointSaved):
+        if command.id == _OWN:
+            del state.commands[_OWN]
+        elif isinstance(event, CheckpointSaved):
             result: dict[str, Any] = {"step": event.step, "path": event.path, "bytes": event.bytes}
             actions += answer(state, command.id, True, "saved and verified", result)
         else:

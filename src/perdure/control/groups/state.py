@@ -97,5 +97,9 @@ class QuorumState:
     """The quorum that was known then."""
     needed: int = -1
     """A quorum that was formed, and that has to be known before anybody is asked again."""
+    save_since_s: float | None = None
+    """Since when no checkpoint of the job's own was begun."""
+    outages: int = 0
+    """How often the last group that had the state was lost."""
     aborted: list[SendBoundary] = field(default_factory=list)
     """The newest abort, to each group."""
