@@ -272,13 +272,13 @@ def _find_quorum(group: Any) -> int:
     return -1
 
 
-def _find_store(store: Any) -> str:
-    """Return `host:port` of a rendezvous store; empty where it has none."""
+def _find_store(store: Any) -> int:
+    """Return the port of a rendezvous store; 0 where it has none."""
     inner = getattr(store, "underlying_store", store)
     try:
-        return f"{inner.host}:{inner.port}"
+        return int(inner.port)
     except (AttributeError, RuntimeError):
-        return ""
+        return 0
 
 
 def mend_hook(torchft: ModuleType) -> None:

@@ -38,8 +38,8 @@ class Connections:
     quorum_id: int
     before: dict[int, str]
     """Sockets that were there before it: descriptor -> the kernel's name of it."""
-    store: str = ""
-    """`host:port` of its rendezvous, while it is being formed."""
+    store: int = 0
+    """Port of its rendezvous, while it is being formed. Its host has several names."""
     sockets: dict[int, str] | None = None
     """Its own, once it is formed."""
     broken: bool = False
@@ -54,8 +54,8 @@ class Fences:
     )
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, group: Any, quorum_id: int, store: str) -> None:
-        """A group is about to be formed."""
+    def begin(self, group: Any, quorum_id: int, store: int) -> None:
+        """A group is about to be formed, at the rendezvous on port `store`."""
         with self.lock:
             self.groups[group] = Connections(quorum_id, list_sockets(), store)
 
@@ -67,7 +67,7 @@ class Fences:
                 return
             links = list_sockets()
             mine = (fd for fd in find_gloo_sockets() if links.get(fd) != held.before.get(fd))
-            held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, ""
+            held.sockets, held.store = {fd: links[fd] for fd in mine if fd in links}, 0
 
     def break_up(self, quorum_id: int) -> int:
         """Break what belongs to this quorum and nothing else; return how many sockets there were.
@@ -116,7 +116,7 @@ def _shut_forming(held: Connections) -> int:
     links = list_sockets()
     new = {fd for fd, name in links.items() if held.before.get(fd) != name}
     pairs = new.intersection(find_gloo_sockets())
-    stores = {fd for fd in new - pairs if _peer_of(fd) == held.store}
+    stores = {fd for fd in new - pairs if held.store and _port_of(fd) == held.store}
     return sum(_shut(fd) for fd in sorted(pairs | stores))
 
 
@@ -168,9 +168,11 @@ def _shut(fd: int) -> int:
     return int(bool(_borrow(fd, shut)))
 
 
-def _peer_of(fd: int) -> str:
-    def peer(found: socket.socket) -> str:
-        host, port = found.getpeername()[:2]
-        return f"{host.removeprefix('::ffff:')}:{port}"
+def _port_of(fd: int) -> int:
+    """Return the port at the other end; 0 where there is none."""
 
-    return _borrow(fd, peer)
+    def port(found: socket.socket) -> str:
+        inet = found.family in (socket.AF_INET, socket.AF_INET6)
+        return str(found.getpeername()[1]) if inet else ""
+
+    return int(_borrow(fd, port) or 0)

@@ -41,7 +41,7 @@ def is_open(sock: socket.socket) -> bool:
 def test_only_the_quorums_own_sockets_are_broken_and_only_once(pairs: list[int]) -> None:
     fences, group = Fences(), Group()
     older, older_end = connect()
-    fences.begin(group, 7, "127.0.0.1:1")
+    fences.begin(group, 7, 1)
     mine, mine_end = connect()
     pairs += [older.fileno(), mine.fileno()]
     fences.end(group)
@@ -56,7 +56,7 @@ def test_only_the_quorums_own_sockets_are_broken_and_only_once(pairs: list[int])
 
 def test_a_descriptor_that_is_somebody_elses_by_now_is_left_alone(pairs: list[int]) -> None:
     fences, group = Fences(), Group()
-    fences.begin(group, 7, "127.0.0.1:1")
+    fences.begin(group, 7, 1)
     mine, mine_end = connect()
     pairs.append(mine.fileno())
     fences.end(group)
@@ -75,7 +75,7 @@ def test_a_group_that_is_being_formed_lets_go_of_its_store(pairs: list[int]) -> 
         host, port = server.getsockname()
         kept = socket.create_connection((host, port))
         kept_end, _ = server.accept()
-        fences.begin(group, 8, f"{host}:{port}")
+        fences.begin(group, 8, port)
         rendezvous = socket.create_connection((host, port))
         rendezvous_end, _ = server.accept()
         assert fences.break_up(8) == 1
