@@ -6,12 +6,15 @@
 *Full*: until a group in the victim's place has committed a step with all the others. Hashes of
 parameters and moments of all groups are compared at every tenth step. Prints JSON lines, then a
 table. `--kills N` adds N kills of perdure's groups for the tail; with `--rounds` the systems take
-turns, so that all of them meet the same load.
+turns, so that all of them meet the same load. `torchrun` restarts the whole world instead, a
+plain script that saves every 50 steps: its stall is the time to the next step, its full strength
+that to the step which was lost.
 """
 
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -23,11 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from bench_restart import measure
-from torchft_systems import Groups, Mended, Perdure, PerdureSpare, Stock, Tuned
+from torchft_systems import Groups, Mended, Perdure, PerdureSpare, PerdureStock, Stock, Tuned
 
 SYSTEMS: dict[str, type[Groups]] = {
     "perdure": Perdure,
     "perdure + spare": PerdureSpare,
+    "perdure, stock lighthouse": PerdureStock,
     "torchft": Stock,
     "torchft mended": Mended,
     "torchft mended + tuned": Tuned,
@@ -180,6 +184,39 @@ def one_trial(groups: Groups, what: str, trial: int) -> dict[str, Any]:
             return gap_after(groups, kill_part(groups, "nats-server"))
 
 
+def describe(values: list[float | None]) -> str:
+    """Return median and maximum, from 100 trials on also the 99th percentile (nearest rank)."""
+    known = sorted(value for value in values if value is not None)
+    if not known:
+        return "never"
+    text = f"{statistics.median(known):.3f} s ({known[-1]:.3f})"
+    if len(known) >= 100:
+        text += f", p99 {known[math.ceil(0.99 * len(known)) - 1]:.3f}"
+    return text + (f", {len(values) - len(known)} never" if len(known) < len(values) else "")
+
+
+def restart_torchrun(replicas: int) -> dict[str, Any]:
+    """Kill one rank of a plain script under torchrun; return how long its restart takes."""
+    found = measure("torchrun", replicas, 50, 120)
+    result = {"system": "torchrun", "failure": "kill -9"}
+    times = {"stall_s": found.get("first_step_s"), "full_s": found.get("same_step_s")}
+    rounded = {key: None if value is None else round(value, 4) for key, value in times.items()}
+    row = {**result, **rounded, "load": round(os.getloadavg()[0], 1)}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def run_rounds(args: argparse.Namespace, wanted: list[str]) -> list[dict[str, Any]]:
+    """Kill groups of each system in turn, again and again; return all results."""
+    each, results = -(-args.trials // args.rounds), []
+    for _ in range(args.rounds):
+        for name in [n for n in SYSTEMS if n in wanted]:
+            results += run_trials(name, SYSTEMS[name], args, {"kill -9": each})
+        if "torchrun" in wanted:
+            results += [restart_torchrun(args.replicas) for _ in range(each)]
+    return results
+
+
 def summarize(results: list[dict[str, Any]]) -> None:
     """Print the medians and maxima of every system and failure."""
     keys = list(dict.fromkeys((r["system"], r["failure"]) for r in results))
@@ -193,15 +230,8 @@ def summarize(results: list[dict[str, Any]]) -> None:
             compared, wrong = (sum(r[key] for r in mine) for key in ("compared", "wrong"))
             print(f"| {failure} | {system} | {compared} | wrong: {wrong} | | |")
             continue
-        cells = []
-        for key in ("gap_s", "usual_s") if "gap_s" in mine[0] else ("stall_s", "full_s"):
-            known = sorted(r[key] for r in mine if r.get(key) is not None)
-            lost = f", {len(mine) - len(known)} never" if len(known) < len(mine) else ""
-            median = f"{statistics.median(known):.3f} s ({known[-1]:.3f})" if known else "never"
-            cells.append(median + (lost if known else ""))
-        if len(mine) >= 100:
-            known = sorted(r["stall_s"] for r in mine)
-            cells[0] += f", p99 {known[int(len(known) * 0.99)]:.3f}"
+        keys_of = ("gap_s", "usual_s") if "gap_s" in mine[0] else ("stall_s", "full_s")
+        cells = [describe([r.get(key) for r in mine]) for key in keys_of]
         crashed = sum(r.get("crashed", 0) for r in mine)
         down = sum(bool(r.get("down")) for r in mine)
         note = f"{crashed} survivors crashed" if crashed else ""
@@ -224,10 +254,7 @@ def main() -> None:
     wanted = [name.strip() for name in args.only.split(",")]
     results: list[dict[str, Any]] = []
     if args.rounds > 1:
-        each = -(-args.trials // args.rounds)
-        for name in [n for _ in range(args.rounds) for n in SYSTEMS if n in wanted]:
-            results += run_trials(name, SYSTEMS[name], args, {"kill -9": each})
-        summarize(results)
+        summarize(run_rounds(args, wanted))
         return
     for name, kind in SYSTEMS.items():
         if name not in wanted:
@@ -245,7 +272,7 @@ def main() -> None:
             for slow in ("hung thread", "lighthouse killed"):
                 results += run_trials(name, kind, args, {slow: 1})
     if "torchrun" in wanted:
-        results += [{"system": "torchrun", **measure("torchrun", 3, 50, 120)}]
+        results.append(restart_torchrun(args.replicas))
     if args.kills:
         results += run_trials("perdure: many kills", Perdure, args, {"kill -9": args.kills})
     summarize(results)

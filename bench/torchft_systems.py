@@ -134,9 +134,11 @@ class Groups:
 class Perdure(Groups):
     """`perdure run --torchft`."""
 
+    config = "[restart]\nwindow_max = 100000\n"
+
     def start(self) -> None:
         job = self.folder / "job.toml"
-        job.write_text("[restart]\nwindow_max = 100000\n")
+        job.write_text(self.config)
         words = ["--torchft", "--replicas", str(self.count), "-n", "1", "--name", "bench"]
         words += ["--spares", str(self.spares)] if self.spares else []
         script = (str(SCRIPT), str(STEPS), str(self.log))
@@ -163,6 +165,12 @@ class PerdureSpare(Perdure):
     """The same with a warm spare group."""
 
     spares = 1
+
+
+class PerdureStock(Perdure):
+    """The same at torchft's own lighthouse, which perdure starts with its defaults."""
+
+    config = Perdure.config + '[torchft]\nlighthouse = "stock"\n'
 
 
 class Stock(Groups):
