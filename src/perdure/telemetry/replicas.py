@@ -118,14 +118,18 @@ class ReplicaFold:
         steps: dict[int, int] = {}
         for row in picture.ranks:
             steps[row.rank // spec.nproc] = row.step
-        rows = tuple(self._make_row(group, steps.get(group, -1)) for group in range(spec.groups))
+        told = spec.torchft.lighthouse == "perdure"
+        rows = tuple(
+            self._make_row(group, steps.get(group, -1), told=told) for group in range(spec.groups)
+        )
         states = {row.group: row.state for row in rows}
         training = sum(row.state in ("training", "healing") for row in rows)
         state = picture.state
         if state not in _OVER:
             left = sum(row.state == "left" for row in rows)
             full = training >= min(spec.torchft.replicas, spec.groups - left)
-            state = "running" if full else "recovering" if self.members else "forming"
+            began = bool(self.members) or self.losses > 0
+            state = "running" if full else "recovering" if began else "forming"
         step = max([self.step, *(row.step for row in rows if row.state == "training")])
         speeds = [
             r.steps_per_s for r in picture.ranks if states[r.rank // spec.nproc] == "training"
@@ -142,9 +146,12 @@ class ReplicaFold:
             replicas=rows,
         )
 
-    def _make_row(self, group: int, step: int) -> ReplicaRow:
+    def _make_row(self, group: int, step: int, *, told: bool) -> ReplicaRow:
+        """Return one group; of quorums nothing is `told` by a lighthouse that is not perdure's."""
         view = self.groups.get(group)
-        if view is None or not view.replica:
+        if not told and view is not None and not view.away:
+            state = "training" if step > 0 else "starting"
+        elif view is None or not view.replica:
             state = view.away if view is not None and view.away else "starting"
         elif view.away:
             state = view.away

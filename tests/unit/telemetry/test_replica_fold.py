@@ -20,8 +20,8 @@ SPEC = JobSpec(script="x.py", nodes=3, spares=1, torchft=TorchftConfig(replicas=
 
 
 class Lab:
-    def __init__(self) -> None:
-        self.fold, self.seq = SnapshotFold(SPEC), 0
+    def __init__(self, spec: JobSpec = SPEC) -> None:
+        self.fold, self.seq = SnapshotFold(spec), 0
         for group in range(4):
             self.start(group, group)
 
@@ -92,13 +92,31 @@ def test_one_left_out_that_comes_back() -> None:
     assert lab.states()[2] == "training"
 
 
+def beat(lab: Lab, group: int, step: int, generation: int) -> None:
+    account = RankAccount(step=step, first_step_s=1.0)
+    progress = RankProgress(
+        rank=group, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=1.0, account=account
+    )
+    ranks = (progress,)
+    lab.fold.observe(150.0, NodeBeat(group, "a", 1, 150.0, generation=generation, ranks=ranks))
+
+
 def test_steps_of_all_groups_come_with_heartbeats_of_their_own_generations() -> None:
     lab = running()
     for group in range(3):
-        account = RankAccount(step=20 + group, first_step_s=1.0)
-        progress = RankProgress(
-            rank=group, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=1.0, account=account
-        )
-        beat = NodeBeat(group, "a", 1, 150.0, generation=2 - group, ranks=(progress,))
-        lab.fold.observe(150.0, beat)
+        beat(lab, group, 20 + group, generation=2 - group)
     assert [row.step for row in lab.picture().replicas][:3] == [20, 21, 22]
+
+
+def test_without_word_from_the_lighthouse_steps_say_who_trains() -> None:
+    torchft = TorchftConfig(replicas=3, lighthouse="stock")
+    lab = Lab(JobSpec(script="x.py", nodes=3, spares=1, torchft=torchft))
+    assert lab.picture().state == "forming"
+    for group in range(3):
+        beat(lab, group, 20, generation=group)
+    assert lab.states() == ["training", "training", "training", "starting"]
+    assert (lab.picture().state, lab.picture().step) == ("running", 20)
+    record = ExitRecord(rank=1, generation=1, pid=10, at_s=2.0, signal=9)
+    lab.add(RankExited(node=1, record=record, account=RankAccount(), detected_s=2.0))
+    assert lab.states()[1] == "failed"
+    assert lab.picture().state == "recovering"
