@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from perdure.model.actions import ReformWorld
 from perdure.model.codec import decode, encode
-from perdure.model.events import AnyEvent, WorldBroken, WorldReformed
+from perdure.model.events import AnyEvent, RankJoined, WorldBroken, WorldReformed
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
@@ -165,7 +165,7 @@ class World:
         self.deaths: list[float] = []
         self.retry_s = 0.0
         self.joined = 0
-        self.events: list[AnyEvent] = []
+        self.stores: dict[int, str] = {}
 
     def fork(self, me: int, joins: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -190,8 +190,9 @@ class World:
         self.epoch += 1
         self.retry_s = 0.0
         order = ReformWorld(
-            generation=0, epoch=self.epoch, ranks=self.members, urgent=urgent, reason="test"
-        )
+            generation=0, epoch=self.epoch, ranks=self.members, urgent=urgent, reason="test",
+            store=next((self.stores[m] for m in self.members if m in self.stores), ""),
+        )  # fmt: skip
         for member in self.members:
             try:
                 self.socks[member].sendall(encode(order) + b"\n")
@@ -228,6 +229,8 @@ class World:
                 self.hear(by_sock[sock], decode(line, AnyEvent))
 
     def hear(self, me: int, event: AnyEvent) -> None:
+        if isinstance(event, RankJoined):
+            self.stores[me] = event.store
         if isinstance(event, WorldBroken) and event.epoch == self.epoch:
             self.retry_s = self.retry_s or time.monotonic() + 0.3
         if isinstance(event, WorldReformed) and event.finished:

@@ -24,7 +24,8 @@ def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
 
 def fixed() -> list[dict[str, Any]]:
     kills = [(place, {str(i % 3): f"{place} 4"}) for i, place in enumerate(PLACES)]
-    nested = [(p, {"0": "reduced 3", "2": f"{p} 1"}) for p in KILLED_AT[6:]]
+    # The second to die serves the store at which the others meet after the first one's death.
+    nested = [(p, {"0": "reduced 3", "1": f"{p} 1"}) for p in KILLED_AT[6:]]
     return [
         scenario("whole", 2),
         *(scenario(f"kill-{place}", 3, kill=kill) for place, kill in kills),

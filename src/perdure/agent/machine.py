@@ -213,36 +213,52 @@ class Agent:
         if keeper.generation > generation or keeper.spawn_asked >= generation:
             return []
         store = (keeper.store_generation, keeper.store_port)
-        group = wanted.group_of(self.identity.node)
-        if not 0 <= group < self.spec.nodes:
+        group, members = wanted.group_of(self.identity.node), self._find_missing(keeper, wanted)
+        placed = 0 <= group < self.spec.nodes
+        if not placed and not wanted.extra_of(self.identity.node):
             return []  # A spare node stands ready, its image warm.
-        serves = wanted.agent_store and group == 0
+        serves = wanted.agent_store and group == 0 and not wanted.extra
         begun = generation <= state.newest_spawned and state.spawned_by != keeper.pid
+        begun = begun or any(
+            (generation, m) in state.begun for m in wanted.extra_of(self.identity.node)
+        )
         if begun or (serves and store != (generation, wanted.master_port)):
-            if keeper.lost_reported >= generation:
+            if keeper.lost_reported < generation:
+                keeper.lost_reported = generation
+                return [self._report_lost(now, generation)]
+            if not members:
                 return []
-            keeper.lost_reported = generation
-            return [self._report_lost(now, generation)]
+        elif placed:
+            members = ()
+        self._begin(keeper, generation)
+        keeper.members_asked |= set(members)
+        return [SpawnRanks(wanted, members)]
+
+    def _begin(self, keeper: KeeperView, generation: int) -> None:
+        """Note that the keeper is asked for the first processes of `generation`."""
+        state = self.state
         keeper.spawn_asked = state.newest_spawned = generation
         state.spawned_by = keeper.pid
         state.boundaries.clear()
         state.resume = state.reform = None
         state.faults.clear()
-        return [SpawnRanks(wanted)]
 
     def _add_members(self, keeper: KeeperView, wanted: Assignment) -> list[Request]:
         """Start the members that the world was given beside its first ranks, each once."""
-        group, spec = wanted.group_of(self.identity.node), self.spec
-        missing = tuple(
-            member
-            for member in wanted.extra
-            if spec.node_of(member) == group
-            and member not in keeper.running
-            and member not in keeper.members_asked
-            and (wanted.generation, member) not in self.state.exited
-        )
+        missing = self._find_missing(keeper, wanted)
         keeper.members_asked |= set(missing)
-        return [SpawnRanks(wanted, missing)] if missing else []
+        return [SpawnRanks(wanted, missing, beside=True)] if missing else []
+
+    def _find_missing(self, keeper: KeeperView, wanted: Assignment) -> tuple[int, ...]:
+        """Return the newest member of each slot here that was never started."""
+        newest = {self.spec.slot_of(m): m for m in wanted.extra_of(self.identity.node)}
+        return tuple(
+            member
+            for member in newest.values()
+            if member not in keeper.running
+            and member not in keeper.members_asked
+            and (wanted.generation, member) not in self.state.exited | self.state.begun
+        )
 
     def _report_started(self, keeper: KeeperView) -> list[Request]:
         begun = keeper.running or any(g == keeper.generation for g, _ in self.state.exited)
@@ -266,8 +282,11 @@ class Agent:
 
     def _report_lost(self, now: float, generation: int) -> Report:
         cause, self.state.lost_cause = self.state.lost_cause, ""
-        lost = KeeperLost(node=self.identity.node, generation=generation, at_s=now, cause=cause)
-        return Report(lost)
+        begun = tuple(sorted(rank for g, rank in self.state.begun if g == generation))
+        node = self.identity.node
+        return Report(
+            KeeperLost(node=node, generation=generation, at_s=now, cause=cause, begun=begun)
+        )
 
     def _end(self, now: float, wanted: Assignment) -> list[Request]:
         """Leave once the controller knows that nothing is left here."""
@@ -318,6 +337,7 @@ class Agent:
             store_port=held.store_port,
         )
         state.newest_spawned = max(state.newest_spawned, up.newest_on_disk, held.generation)
+        state.begun |= set(up.begun)
         requests: list[Request] = []
         if not state.registered:
             state.registered = True
@@ -383,7 +403,7 @@ class Agent:
             return []
         match said.message:
             case KeeperSpawned() as spawned:
-                return self._note_spawned(keeper, spawned)
+                return [*self._note_spawned(keeper, spawned), *self._reconcile(now)]
             case KeeperStoreReady(generation=generation, port=port):
                 if self.state.assignment is None or self.state.assignment.generation != generation:
                     return []

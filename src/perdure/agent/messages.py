@@ -53,6 +53,9 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """When the youngest rank of `state` was spawned, from the rings."""
     newest_on_disk: int = -1
     """The newest generation of which this node has a ring: it was started once, by whomever."""
+    begun: tuple[tuple[int, int], ...] = ()
+    """(generation, rank) of every ring of the newest generation that this machine has, which may
+    be other nodes' as well."""
 
 
 class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -149,7 +152,9 @@ class SpawnRanks(msgspec.Struct, frozen=True, tag=True):
 
     assignment: Assignment
     members: tuple[int, ...] = ()
-    """Where given, only these, beside the ranks that live."""
+    """Where given, only these."""
+    beside: bool = False
+    """They come to ranks that live, and no older generation is ended for them."""
 
 
 class TellWorker(msgspec.Struct, frozen=True, tag=True):

@@ -70,8 +70,10 @@ def relay_fault(
     keeper = state.keeper
     if keeper is None or keeper.generation != order.generation or order.id in state.faults:
         return []
-    group = state.assignment.slots_of(identity.node) if state.assignment else -1
-    if order.rank not in spec.ranks_of(group):
+    wanted = state.assignment
+    group = wanted.slots_of(identity.node) if wanted else -1
+    home = wanted.homes.get(order.rank) if wanted else None
+    if order.rank not in spec.ranks_of(group) if home is None else home != identity.node:
         return []
     state.faults[order.id] = order
 

@@ -74,6 +74,8 @@ class AgentState:
     silence: Silence | None = None
     newest_spawned: int = -1
     """No generation up to this one is ever started (again) on this node."""
+    begun: set[tuple[int, int]] = field(default_factory=set)
+    """(generation, rank) that some keeper of this machine has started, by what lies on disk."""
     spawned_by: int = 0
     """Pid of the keeper that was asked for it; asking that one again does no harm."""
     registered: bool = False

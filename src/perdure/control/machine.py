@@ -241,19 +241,23 @@ class Controller:
             if len(state.nodes) < state.the_spec().num_nodes:
                 return []
             return form_world(state, now, f"all {len(state.nodes)} nodes are there")
+        actions: list[AnyAction] = []
         placed = event.node in state.placement
         if placed and state.phase == "running" and event.generation < state.generation:
             group = state.placement.index(event.node)
             lost = [r for r in state.the_spec().ranks_of(group) if r not in state.exits]
-            if lost:
+            outside = reform.lose_outside(state, event.node, ())
+            if lost and outside is None:
                 return self._fail(
                     now, f"node {event.node}", "its ranks are gone, keeper and all", code=1
                 )
+            actions += outside or []
         if state.assignment is None:
             return []
         reason = f"node {event.node} registered"
+        actions += reform.return_node(state, event)
         again = AssignNodes(nodes=(event.node,), assignment=state.assignment, reason=reason)
-        actions: list[AnyAction] = [again]
+        actions.append(again)
         if state.boundary is not None:
             actions.append(send_boundary(state, reason))
         return actions
@@ -280,8 +284,9 @@ class Controller:
         state.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
-        if reform.is_outside(state, record.rank):
-            return []
+        outside = reform.leave_outside(state, event)
+        if outside is not None:
+            return outside
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
             left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
@@ -315,18 +320,22 @@ class Controller:
         if isinstance(event, KeeperLost):
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
+            outside = reform.lose_outside(state, event.node, event.begun)
+            if outside is not None:
+                return outside
             why = f": it {event.cause}" if event.cause else ""
-            reform.lose_node(state, event.node)
             return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1)
         state.lost.setdefault(event.node, event.at_s)
-        if event.node not in state.placement:
+        outside = reform.lose_outside(state, event.node)
+        if outside is not None:
+            return outside
+        if event.node not in state.placement and not reform.is_elastic(state):
             return []
         state.blames[event.node] = state.blames.get(event.node, 0) + 1
         if state.phase == "forming" and state.spares:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
-        reform.lose_node(state, event.node)
         return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:

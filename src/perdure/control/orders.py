@@ -84,6 +84,8 @@ class OrderBook:
         self._assignments: dict[int, Assignment] = {}
         nodes = spec.num_nodes if spec.torchft.replicas else spec.nodes
         self._placement: tuple[int, ...] = tuple(range(nodes))
+        self._homes: dict[int, int] = {}
+        """Member of an elastic world that was started beside its first ranks -> node."""
         self._hold: NodeOrder | None = None
         """To the lighthouse, which answers nothing: repeated for ever."""
         self._registered: set[int] = set()
@@ -172,6 +174,7 @@ class OrderBook:
         assignment = action.assignment
         if assignment.replica < 0:
             self._placement = assignment.placement or self._placement
+            self._homes = assignment.homes
         for node in action.nodes:
             held = self._assignments.get(node)
             if held is None or held.number <= assignment.number:
@@ -254,8 +257,11 @@ class OrderBook:
     def _send(self, open_: _Open) -> list[Sending]:
         if open_.node is not None:
             return [(open_.node, open_.order)]
-        groups = {self._spec.node_of(rank) for rank in open_.ranks}
-        return self._address(open_.order, {self._placement[group] for group in groups})
+        return self._address(open_.order, {self._find_node(rank) for rank in open_.ranks})
+
+    def _find_node(self, rank: int) -> int:
+        home = self._homes.get(rank)
+        return self._placement[self._spec.node_of(rank)] if home is None else home
 
     def _address(self, order: NodeOrder, nodes: set[int]) -> list[Sending]:
         if len(nodes) == self._spec.num_nodes > 1:

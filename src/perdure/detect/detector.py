@@ -31,6 +31,7 @@ from perdure.model.events import (
     RanksStarted,
     VerdictReached,
     VerdictWithdrawn,
+    WorldBroken,
     WorldReformed,
 )
 from perdure.model.job import DetectConfig, JobSpec
@@ -128,7 +129,10 @@ class Detector:
                 self._notes.mark_stepping()
             case VerdictReached() | VerdictWithdrawn():
                 self._note_verdict(event)
+            case WorldBroken() if event.generation == self._generation:
+                self._nodes.doubt(now)
             case WorldReformed() if event.generation == self._generation:
+                self._nodes.trust()
                 self._go_on(event)
             case ProbeJudged():
                 return self._note_probe(now, event)
@@ -174,6 +178,7 @@ class Detector:
         self._open, self._closed, self._failed = None, False, False
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
         self._waiting, self._early = (), frozenset()
+        self._nodes.trust()
         self._notes.begin(generation, now)
 
     def _take(

@@ -16,6 +16,12 @@ from perdure.model.events import NodeLost
 from perdure.model.job import DetectConfig
 from perdure.model.progress import NodeBeat
 
+DOUBT_S = 3.0
+"""A node without a heartbeat for this long is lost where an elastic world has broken, too: fifteen
+heartbeats, and its ranks' peers have seen their connections end."""
+_ANY_S = 1.0
+"""And some other node was heard of within this time: it is not the controller that is cut off."""
+
 
 @dataclass(slots=True)
 class _Node:
@@ -34,6 +40,7 @@ class NodeWatch:
         # The last heartbeats of nodes that fall silent together are not of one moment.
         self._quiet_s = node_lost_s / 2
         self._nodes: dict[int, _Node] = {}
+        self._doubted = False
         self._due_s: float | None = None
 
     def take_beat(self, now: float, beat: NodeBeat) -> bool:
@@ -73,6 +80,15 @@ class NodeWatch:
             self.restart(now)
         self._heard_s = now
 
+    def doubt(self, now: float) -> None:
+        """An elastic world has broken, and waits to know who is lost."""
+        self._doubted = True
+        self._due_s = min(self._due_s or now, now) + _ANY_S
+
+    def trust(self) -> None:
+        """It is whole again."""
+        self._doubted = False
+
     def mark_lost(self, node: int) -> None:
         """It is in the journal that this node was lost."""
         if node in self._nodes:
@@ -98,12 +114,14 @@ class NodeWatch:
         if self._quiet_s <= all_silent_s < self._all_lost_s:
             self._due_s = now + self._quiet_s
             return lost
-        later = []
+        later, limit_s = [], self._node_lost_s
+        if self._doubted and all_silent_s < _ANY_S:
+            limit_s = min(limit_s, DOUBT_S)
         for number, node in sorted(self._nodes.items()):
             silence_s = now - node.received_s
-            if not node.lost and silence_s >= self._node_lost_s:
+            if not node.lost and silence_s >= limit_s:
                 alive_s = find_alive_s(number)
-                if now - alive_s < self._node_lost_s:
+                if now - alive_s < limit_s:
                     later.append(alive_s)
                     continue
                 node.lost = True
@@ -114,4 +132,6 @@ class NodeWatch:
         waiting = [n.received_s for n in self._nodes.values() if not n.lost]
         known = [at_s for at_s in waiting if now - at_s < self._node_lost_s] + later
         self._due_s = min(known) + self._node_lost_s if known else None
+        if self._doubted:
+            self._due_s = min(self._due_s or now + _ANY_S, now + _ANY_S)
         return lost

@@ -91,10 +91,12 @@ class ProgressNotes:
         self._noted_s, self._moved = now, False
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
         live = [w for w in watches.values() if not w.gone]
+        size = self._spec.world_size  # Beyond it are members that came later, or are held.
+        steps = [a.step for r, a in accounts.items() if r < size or a.step >= 0]
         return ProgressNoted(
             generation=self._generation,
             at_s=now,
-            step=min((a.step for a in accounts.values()), default=-1),
+            step=min(steps, default=-1),
             accounts=accounts,
             collectives=min((_ended(w) for w in live), default=0),
         )

@@ -100,8 +100,9 @@ def rank_environment(
         env |= _replica_environment(spec, rank, assignment, base)
     else:
         env |= _world_environment(spec.slot_of(rank), spec.world_size, spec.nproc)
-        if rank != spec.slot_of(rank):
+        if rank >= spec.world_size:
             env["PERDURE_MEMBER"] = str(rank)
+            env["LOCAL_RANK"] = str(spec.local_rank_of(rank))
     env |= {
         "MASTER_ADDR": assignment.master_addr,
         "MASTER_PORT": str(assignment.master_port),

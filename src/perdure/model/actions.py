@@ -45,7 +45,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
     extra: tuple[int, ...] = ()
     """Members that an elastic world has been given beside its first ranks, ever. Each lives in
-    the slot of its number modulo the world's size; one that has ended is not started again."""
+    the slot of its number modulo the job's slots; one that has ended is not started again."""
+    homes: dict[int, int] = {}
+    """Node of each of `extra`: of its slot, where that is one of the world's, else a spare one."""
     steering: Steering = Steering()
     """Changes and a pause that the ranks have to know of before their first step."""
     reason: str = ""
@@ -59,6 +61,10 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         if not self.placement:
             return node
         return self.placement.index(node) if node in self.placement else -1
+
+    def extra_of(self, node: int) -> tuple[int, ...]:
+        """Return those of `extra` that live on `node`, the oldest first."""
+        return tuple(member for member in self.extra if self.homes.get(member) == node)
 
 
 class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
@@ -221,6 +227,8 @@ class ReformWorld(Action, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
     urgent: bool = True
     """Break the collective in flight; else each leaves when it is between two micro-batches."""
+    store: str = ""
+    """`host:port` of the member's store at which they meet; empty: the generation's own."""
 
 
 class InjectFault(Action, frozen=True, kw_only=True):

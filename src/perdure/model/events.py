@@ -117,6 +117,8 @@ class KeeperLost(Event, frozen=True, kw_only=True):
     at_s: float
     cause: str = ""
     """Why, where perdure itself ended it."""
+    begun: tuple[int, ...] = ()
+    """Ranks of the generation that this machine had started until then, other nodes' among them."""
 
 
 class NodeLost(Event, frozen=True, kw_only=True):
@@ -137,6 +139,8 @@ class RankJoined(Event, frozen=True, kw_only=True):
     start_step: int = 0
     depth: str = "resumable"
     """Or `elastic`: it can be a member of a world that is formed again in place."""
+    store: str = ""
+    """`host:port` of a store that an elastic rank serves: worlds may meet there while it lives."""
 
 
 class ProgressNoted(Event, frozen=True, kw_only=True):

@@ -297,18 +297,24 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.world_size + self.spares
 
     def slot_of(self, rank: int) -> int:
-        """Return the first rank that had the slot of `rank`; another only in an elastic world.
+        """Return the slot of `rank`: its own number, but in an elastic world.
 
-        There a number beyond the world is a member that came later, in its predecessors' place.
+        There slots beyond the world are spare ones, and a number beyond all slots is a member
+        that came later, in its predecessors' place.
         """
-        return rank if self.groups else rank % self.world_size
+        return rank if self.groups else rank % self.slots
 
     def node_of(self, rank: int) -> int:
         """Return the group rank (GROUP_RANK) of the node that runs global rank `rank`.
 
-        It is the node's own number until a spare one stands in (`Assignment.placement`).
+        It is the node's own number until a spare one stands in (`Assignment.placement`). Spare
+        slots that make no whole node are on the last one.
         """
-        return self.slot_of(rank) // self.nproc
+        return min(self.slot_of(rank) // self.nproc, self.num_nodes - 1)
+
+    def local_rank_of(self, rank: int) -> int:
+        """Return the number of the slot of `rank` among those of its node (LOCAL_RANK)."""
+        return self.slot_of(rank) - self.node_of(rank) * self.nproc
 
     @property
     def groups(self) -> int:

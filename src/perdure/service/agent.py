@@ -43,7 +43,6 @@ from perdure.agent.messages import (
     TellWorker,
 )
 from perdure.launch.environment import rank_environment
-from perdure.model.actions import Assignment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import TimerFired
@@ -211,7 +210,7 @@ class AgentService:
 
     def _greet_keeper(self, state: KeeperState) -> None:
         ranks, reader = self._spec.ranks_of(self._node), self._reader
-        newest = reader.find_newest(ranks)
+        newest, begun = reader.find_newest(ranks)
         exits = [reader.read_end(record) for record in state.exits]
         if newest > state.generation:  # An earlier keeper's, which no agent saw die.
             exits += reader.read_lost(newest, ranks, self.now())
@@ -221,6 +220,7 @@ class AgentService:
                 exits=tuple(exits),
                 started_s=reader.find_spawned(state.generation, state.running),
                 newest_on_disk=newest,
+                begun=begun,
             )
         )
         log.info("keeper %d: generation %d, %s", state.pid, state.generation, state.running)
@@ -262,8 +262,8 @@ class AgentService:
                 self._keeper.send(message)
             case EndKeeper(reason=reason):
                 self._keeper.kill(reason)
-            case SpawnRanks(assignment=assignment, members=members):
-                self._keeper.send(self._render_spawn(assignment, members))
+            case SpawnRanks():
+                self._keeper.send(self._render_spawn(request))
             case TellWorker(rank=rank, message=message):
                 self._workers.send(rank, message)
             case CollectStacks():
@@ -293,7 +293,8 @@ class AgentService:
             self._failed = error
             self._left.set()
 
-    def _render_spawn(self, assignment: Assignment, members: tuple[int, ...]) -> KeeperSpawn:
+    def _render_spawn(self, request: SpawnRanks) -> KeeperSpawn:
+        assignment, members = request.assignment, request.members
         spec, paths, generation = self._spec, self._paths, assignment.generation
         write_steering(paths, self._node, assignment)
         launches = []
@@ -320,7 +321,7 @@ class AgentService:
             no_python=spec.no_python,
             cwd=spec.cwd,
             cold=spec.cold,
-            beside=bool(members),
+            beside=request.beside,
         )
 
     async def _collect(self, order: CollectStacks) -> None:

@@ -111,11 +111,16 @@ class RankReader:
         readings = [read_ring(self._paths.ring(generation, rank), self._offset_s) for rank in ranks]
         return max((r.account.spawned_s for r in readings if r is not None), default=0.0)
 
-    def find_newest(self, ranks: range) -> int:
-        """Return the newest generation of which one of `ranks` has a ring; -1 for none."""
+    def find_newest(self, ranks: range) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Return the newest generation of which one of `ranks` has a ring; -1 for none.
+
+        And (generation, rank) of all rings of the newest generation that this machine has seen.
+        """
         try:
             names = os.listdir(os.path.dirname(self._paths.ring(0, 0)))
         except OSError:
-            return -1
-        found = [match for name in names if (match := _RING_NAME.match(name))]
-        return max((int(m[1]) for m in found if int(m[2]) in ranks), default=-1)
+            return -1, ()
+        found = [(int(m[1]), int(m[2])) for name in names if (m := _RING_NAME.match(name))]
+        last = max((generation for generation, _ in found), default=-1)
+        newest = max((generation for generation, rank in found if rank in ranks), default=-1)
+        return newest, tuple(sorted(pair for pair in found if pair[0] == last))

@@ -86,8 +86,10 @@ class Generation:
     """Ranks that were lost while the others went on in place."""
     joined: dict[int, float] = field(default_factory=dict)
     """Member started beside the first ranks -> when."""
-    formed: set[int] = field(default_factory=set)
-    """Members that were in an epoch formed in place."""
+    ready: dict[int, float] = field(default_factory=dict)
+    """Rank -> when its script was ready to train."""
+    formed: dict[int, float] = field(default_factory=dict)
+    """Member that was in an epoch formed in place -> when it was first ordered into one."""
 
     def condense(self) -> None:
         """Put one rank in the place of all: where the generation began, and how far it came."""
@@ -183,7 +185,7 @@ class History:
                 generation.started.setdefault(event.node, event)
                 for rank in event.pids:
                     generation.rank(rank)
-                    if self.spec is not None and rank != self.spec.slot_of(rank):
+                    if self._came_later(rank):
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
                 self._stop(event)
@@ -203,7 +205,9 @@ class History:
             case CheckpointRestored() as event:
                 self._of(event.generation).restored[event.rank] = event.step
             case RankJoined() as event:
-                self._of(event.generation).rank(event.rank)
+                generation = self._of(event.generation)
+                generation.rank(event.rank)
+                generation.ready.setdefault(event.rank, entry.at_s)
             case _:
                 self._add_cause(entry)
 
@@ -221,6 +225,11 @@ class History:
         if furthest is not None and furthest not in kept:
             kept = [furthest, *kept]
         self.checkpoints = kept
+
+    def _came_later(self, rank: int) -> bool:
+        """Return whether `rank` is no rank of a first world, but a member started beside it."""
+        spec = self.spec
+        return spec is not None and not spec.groups and rank >= spec.world_size
 
     def _of(self, number: int) -> Generation:
         return self.generations.setdefault(number, Generation(number))
@@ -241,7 +250,7 @@ class History:
     def _reform(self, event: WorldReformed) -> None:
         """A member is in a new epoch: the incident that it ends did not end its generation."""
         generation = self._of(event.generation)
-        generation.formed.add(event.rank)
+        generation.formed.setdefault(event.rank, event.ordered_s)
         incident = generation.incident
         if incident is not None:
             reform = Reform(
@@ -297,7 +306,7 @@ class History:
                 history = generation.rank(record.rank)
                 if history.exit is None:
                     history.exit, history.detected_s = record, event.detected_s
-                    outside = record.rank in generation.joined.keys() - generation.formed
+                    outside = record.rank in generation.joined.keys() - generation.formed.keys()
                     if record.failed and not record.asked and not outside:
                         early = generation.find_early(record) if record.lost_peer else None
                         cause = _crash(event, history.account.step, early)

@@ -51,7 +51,8 @@ class LedgerFold:
             for account, seconds in segment.seconds:
                 sums[account] += seconds
         of_groups = spec.torchft.replicas > 0
-        sums["idle"] += wall_s * (spec.spares % spec.nproc if of_groups else spec.spares)
+        unused = spec.spares % spec.nproc if of_groups else spec.slots - self._find_slots()
+        sums["idle"] += wall_s * unused
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
         times = sorted(history.step_times_s)
@@ -84,9 +85,16 @@ class LedgerFold:
         if history.spec.torchft.replicas:
             return self.groups.segments(end_s)
         found: list[Segment] = []
-        for rank in range(history.spec.world_size):
-            found += _Timeline(history, rank, end_s, kept).build()
+        for slot in range(self._find_slots()):
+            found += _Timeline(history, slot, end_s, kept).build()
         return tuple(found)
+
+    def _find_slots(self) -> int:
+        """Return how many slots have ever had a process: spare ones only in an elastic world."""
+        spec = self.history.spec
+        assert spec is not None
+        later = [m for g in self.history.generations.values() for m in g.joined]
+        return max([spec.world_size, *(spec.slot_of(m) + 1 for m in later)])
 
 
 def find_kept(history: History) -> dict[int, int | None]:
@@ -157,17 +165,32 @@ class _Timeline:
         """Walk who has had this slot, one after another: one, but in an elastic world."""
         spec = self.history.spec
         assert spec is not None
-        later = [m for m in generation.joined if spec.slot_of(m) == self.rank]
-        numbers = [self.rank, *sorted(later)]
+        numbers = sorted(m for m in generation.joined if spec.slot_of(m) == self.rank)
+        if self.rank < spec.world_size:
+            numbers = [self.rank, *numbers]
+        else:
+            until_s = generation.joined[numbers[0]] if numbers else self.end_s if last else None
+            self._take(generation.number, "idle", self._cursor, until_s)
         for number, successor in zip(numbers, [*numbers[1:], None], strict=True):
             history = generation.ranks.get(number) or RankHistory()
             until_s = generation.joined[successor] if successor is not None else None
-            if number == self.rank:
+            if number < spec.world_size:
                 stages = self._find_stages(generation, history.account, history)
             else:
-                begun_s, first_s = generation.joined[number], history.account.first_step_s or None
-                stages = [(_RE + "warmup", begun_s, first_s)]
+                stages = self._find_late_stages(generation, number, history.account)
             self._walk_one(generation, number, stages, last, until_s)
+
+    def _find_late_stages(
+        self, generation: Generation, number: int, account: RankAccount
+    ) -> list[Stage]:
+        """Return the stages of a member that came later: it may be held as a spare at first."""
+        ready_s, called_s = generation.ready.get(number), generation.formed.get(number)
+        first_s, over_s = account.first_step_s or None, called_s or self.end_s
+        return [
+            (_RE + "warmup", generation.joined[number], ready_s or account.first_step_s or None),
+            ("idle", ready_s, over_s),
+            (_RE + "state", called_s, first_s),
+        ]
 
     def _walk_one(
         self,

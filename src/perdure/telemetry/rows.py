@@ -140,7 +140,8 @@ class RankRows:
             case RanksStarted() as event:
                 self._changed.update(event.pids)
                 slots = {rank: self._spec.slot_of(rank) for rank in event.pids}
-                self._newest |= {slot: rank for rank, slot in slots.items() if rank != slot}
+                later = {slot: r for r, slot in slots.items() if r >= self._spec.world_size}
+                self._newest |= {} if self._spec.groups else later
             case ProgressNoted() as event:
                 self._changed.update(event.accounts)
             case _:
@@ -154,7 +155,8 @@ class RankRows:
         pids: dict[int, int],
     ) -> tuple[RankRow, ...]:
         """Return all rows; `homes` and `pids` are by rank, as last started."""
-        count = self._spec.groups * self._spec.nproc or self._spec.world_size
+        count = self._spec.groups * self._spec.nproc
+        count = count or max([self._spec.world_size, *(slot + 1 for slot in self._newest)])
         stepping = newest is not None and newest.stepping is not None
         key = (count, newest and newest.number, stepping)
         if key != self._key or len(self._rows) != count:

@@ -16,21 +16,32 @@ def open_store(bind: str, world_size: int, answer: int) -> object:
     Its port, which the system chooses, goes to the pipe `answer`; or else, after an exclamation
     mark, the reason why there is none, and the process ends.
     """
-    import torch.distributed
-
-    make: Any = vars(torch.distributed)["TCPStore"]
     try:
-        listener = socket.create_server((bind, 0), backlog=4096)
-        port = listener.getsockname()[1]
-        store: object = make(
-            bind, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store, port = serve_store(bind, world_size)
     except (OSError, RuntimeError) as error:
         os.write(answer, f"! {error}".encode()[:4000])
         os._exit(1)
     os.write(answer, str(port).encode())
     os.close(answer)
     return store
+
+
+def serve_store(bind: str, world_size: int) -> tuple[object, int]:
+    """Return a TCPStore that a thread of this process serves on `bind` only, and its port.
+
+    Raises:
+        OSError: no port can be had.
+        RuntimeError: it cannot be served.
+    """
+    import torch.distributed
+
+    make: Any = vars(torch.distributed)["TCPStore"]
+    listener = socket.create_server((bind, 0), backlog=4096)
+    port: int = listener.getsockname()[1]
+    store = make(
+        bind, port, world_size, True, wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+    return store, port
 
 
 def wait_for_ever(store: object) -> None:

@@ -51,6 +51,7 @@ from perdure.model.wire import (
 )
 
 NEW = KeeperState(pid=50, generation=-1, running={}, exits=())
+MORE: Any = {"extra": (4, 6), "homes": {4: 0, 6: 1}}
 PIDS = {0: 100, 1: 101}
 
 
@@ -162,10 +163,10 @@ def test_repeated_orders_change_nothing(node: Node) -> None:
 def test_a_member_is_started_once_beside_the_ranks_that_live(node: Node) -> None:
     node.up()
     node.run_generation(0)
-    (spawn,) = node.assign(0, "run", extra=(4, 6))  # 6 has the place of rank 2, on node 1.
+    (spawn,) = node.assign(0, "run", **MORE)  # 6 has the place of rank 2, on node 1.
     assert isinstance(spawn, SpawnRanks)
     assert spawn.members == (4,)
-    assert node.assign(0, "run", extra=(4, 6)) == []
+    assert node.assign(0, "run", **MORE) == []
     beside = KeeperSpawned(0, {4: 104}, 6.0, True, beside=True)
     (started,) = events(node.hear(beside))
     assert started == RanksStarted(node=0, generation=0, pids={4: 104}, at_s=6.0, warm=True)
@@ -173,12 +174,12 @@ def test_a_member_is_started_once_beside_the_ranks_that_live(node: Node) -> None
     assert node.machine.state.keeper is not None
     assert node.machine.state.keeper.running == PIDS | {4: 104}
     assert len(events(node.machine.handle(7.0, exit_of(4)))) == 1
-    assert node.assign(0, "run", extra=(4, 6)) == []  # It has ended, and stays so.
+    assert node.assign(0, "run", **MORE) == []  # It has ended, and stays so.
 
 
 def test_a_replaced_agent_asks_again_for_a_member_that_is_not_there(node: Node) -> None:
     node.up(KeeperState(pid=50, generation=0, running=dict(PIDS), exits=()), newest_on_disk=0)
-    requests = node.assign(0, "run", extra=(4,))
+    requests = node.assign(0, "run", extra=(4,), homes={4: 0})
     assert [r.members for r in requests if isinstance(r, SpawnRanks)] == [(4,)]
 
 
@@ -320,3 +321,41 @@ def test_stacks_of_its_own_ranks_only(node: Node) -> None:
     other = TakeStacks(generation=1, ranks=(1,), reason="")
     ask = OrderReceived(order=NodeOrder(controller="c1", stacks=other))
     assert node.machine.handle(14.0, ask) == []
+
+
+def spawned(requests: list[Request]) -> list[tuple[tuple[int, ...], bool]]:
+    return [(r.members, r.beside) for r in requests if isinstance(r, SpawnRanks)]
+
+
+def test_a_spare_node_starts_the_spare_members_that_are_its_own() -> None:
+    node = Node(2)
+    node.up()
+    world: Any = {"placement": (0, 1)}
+    assert node.assign(0, "run", **world) == []  # Nothing to do for a spare node yet.
+    more = world | {"extra": (4, 5), "homes": {4: 2, 5: 0}}
+    assert spawned(node.assign(0, "run", **more)) == [((4,), False)]
+    assert spawned(node.assign(0, "run", **more)) == []
+    more = world | {"extra": (4, 5, 8), "homes": {4: 2, 5: 0, 8: 2}}
+    assert spawned(node.assign(0, "run", **more)) == []  # One after another.
+    assert spawned(node.hear(KeeperSpawned(0, {4: 104}, 5.0, True))) == [((8,), True)]
+
+
+def test_after_a_keepers_end_only_new_members_are_started(node: Node) -> None:
+    node.up()
+    node.run_generation(0)
+    node.machine.handle(20.0, KeeperGone(exits=(exit_of(0), exit_of(1))))
+    node.up(msgspec.structs.replace(NEW, pid=51))
+    more: Any = {"extra": (4, 5), "homes": {4: 0, 5: 0}}
+    assert spawned(node.assign(0, "run", **more)) == [((4, 5), False)]
+    assert spawned(node.assign(0, "run", **more)) == []
+
+
+def test_what_died_with_keeper_and_agent_is_not_started_again() -> None:
+    node = Node(2)
+    node.up(begun=((0, 0), (0, 4)))
+    more: Any = {"placement": (0, 1), "extra": (4,), "homes": {4: 2}}
+    lost = KeeperLost(node=2, generation=0, at_s=10.0, begun=(0, 4))
+    assert events(node.assign(0, "run", **more)) == [lost]
+    assert node.assign(0, "run", **more) == []
+    more = {"placement": (0, 1), "extra": (4, 8), "homes": {4: 2, 8: 2}}
+    assert spawned(node.assign(0, "run", **more)) == [((8,), False)]

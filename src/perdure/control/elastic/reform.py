@@ -6,11 +6,28 @@ ladder is bounded: a world that broke without a loss is formed again a few times
 that does not end in time becomes a restart.
 """
 
+from collections.abc import Collection
+
 from msgspec import structs
 
+from perdure.control.elastic.members import (
+    call_spares,
+    end_rank,
+    end_strays,
+    fill_slots,
+    find_home,
+    find_living,
+    lose_node,
+)
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
-from perdure.model.events import RankExited, RankJoined, WorldBroken, WorldReformed
+from perdure.model.actions import AnyAction, ReformWorld
+from perdure.model.events import (
+    NodeRegistered,
+    RankExited,
+    RankJoined,
+    WorldBroken,
+    WorldReformed,
+)
 from perdure.model.verdicts import Verdict
 
 REFORM_TIMEOUT_S = 30.0
@@ -38,9 +55,13 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
     """A rank is ready to be a member: of the first world, or of one that exists already."""
     elastic, world = state.elastic, state.world
     elastic.ready.add(event.rank)
-    if not elastic.members and elastic.ready >= set(world) and _store_is_apart(state):
+    if event.store:
+        elastic.stores[event.rank] = event.store
+    started: list[AnyAction] = []
+    if not elastic.members and elastic.ready >= set(world) and _has_stores(state):
         elastic.members = world
-    return _admit(state, now)
+        started = fill_slots(state, "spare slots")
+    return [*started, *_admit(state, now)]
 
 
 def note_world(
@@ -51,7 +72,7 @@ def note_world(
     if event.generation != state.generation:
         return []
     if isinstance(event, WorldBroken):
-        known = elastic.order is not None or event.epoch < elastic.epoch
+        known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
             elastic.retry_s = elastic.retry_s or now + RETRY_S
         return []
@@ -75,48 +96,24 @@ def note_world(
 
 
 def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAction] | None:
-    """Return the order that leaves out who is lost; None where that cannot be done in place."""
+    """Return the order that leaves out who is lost; None where that cannot be done in place.
+
+    Spares come in with it, so that the world is at its full strength at once.
+    """
     elastic = state.elastic
     if not is_elastic(state):
         return None
-    left = _find_living(state)
+    left = find_living(state)
     if left == elastic.members:
         return None
     if not left:
         elastic.given_up = "no member is left"
         return None
     elastic.reforms += 1
-    lost = [rank for rank in elastic.members if rank not in left]
-    return [_order(state, now, reason), *replace_members(state, lost, reason)]
-
-
-def replace_members(state: ControllerState, lost: list[int], reason: str) -> list[AnyAction]:
-    """Return the order that starts a new member in the slot of each lost one.
-
-    The others do not wait for it: it joins between two micro-batches, once it is ready. Whoever
-    takes a slot over has the next number that is the slot's modulo the world's size. A slot whose
-    node is gone stays empty until its node is back; one in which a new member has ended before
-    it could join, for good.
-    """
-    elastic, spec = state.elastic, state.the_spec()
-    if not spec.restart.replace or state.assignment is None:
-        return []
-    new = []
-    for rank in lost:
-        slot, node = spec.slot_of(rank), state.placement[spec.node_of(rank)]
-        taken = any(m > rank and spec.slot_of(m) == slot for m in elastic.extra)
-        away = node in state.lost or node in state.cordoned or rank in elastic.lost
-        if not (taken or away):
-            new.append(rank + spec.world_size)
-    if not new:
-        return []
-    elastic.extra += new
-    state.number += 1
-    why = f"ranks {new} in the place of {lost}: {reason}"
-    state.assignment = structs.replace(
-        state.assignment, number=state.number, extra=tuple(elastic.extra), reason=why
-    )
-    return [AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=why)]
+    nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
+    spares = call_spares(state, nodes) if not elastic.finished else ()
+    why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
+    return [_order(state, now, why, new=spares), *fill_slots(state, reason)]
 
 
 def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction]:
@@ -126,7 +123,7 @@ def leave_world(state: ControllerState, now: float, event: RankExited) -> list[A
     elastic.finished.add(rank)
     if not is_elastic(state) or order is None or rank not in order.ranks:
         return []
-    if rank in elastic.answered or not _find_living(state):
+    if rank in elastic.answered or not find_living(state):
         return []
     return [_order(state, now, f"rank {rank} has ended")]
 
@@ -142,10 +139,40 @@ def has_ended(state: ControllerState) -> bool:
     )
 
 
-def is_outside(state: ControllerState, rank: int) -> bool:
-    """Return whether an exited rank had not become a member: nobody misses it."""
-    elastic = state.elastic
-    return bool(elastic.members) and rank not in elastic.members and rank not in state.world
+def leave_outside(state: ControllerState, event: RankExited) -> list[AnyAction] | None:
+    """Return what follows where who has ended was no member; None where it was one.
+
+    Nobody misses it. A spare that was ready is started again; whoever did not get that far would
+    not get further the next time.
+    """
+    elastic, rank = state.elastic, event.record.rank
+    if not elastic.members or rank in elastic.members:
+        return None
+    if rank not in elastic.ready and rank not in elastic.lost:
+        elastic.barren.add(state.the_spec().slot_of(rank))
+    return fill_slots(state, f"rank {rank} has ended")
+
+
+def lose_outside(
+    state: ControllerState, node: int, begun: Collection[int] | None = None
+) -> list[AnyAction] | None:
+    """Count what a node ran as lost; None where a member was among it, and the world has to form.
+
+    The same loss may be told twice: by the keeper's end, and by a node that registers anew.
+    """
+    if not is_elastic(state):
+        return None
+    if lose_node(state, node, begun):
+        return None
+    return fill_slots(state, f"node {node} lost its processes")
+
+
+def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction]:
+    """Begin anew on a node that was away."""
+    if not is_elastic(state):
+        return []
+    strays = end_strays(state, event.node, event.running)
+    return [*strays, *fill_slots(state, f"node {event.node} is back")]
 
 
 def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
@@ -169,77 +196,67 @@ def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
 def reissue(state: ControllerState, reason: str) -> list[AnyAction]:
     """Return the open order again: a controller has just taken over."""
     order = state.elastic.order
-    if order is None:
-        return []
-    return [
-        ReformWorld(
-            generation=order.generation,
-            epoch=order.epoch,
-            ranks=order.ranks,
-            urgent=order.urgent,
-            reason=reason,
-        )
-    ]
+    return [] if order is None else [structs.replace(order, reason=reason)]
 
 
 def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction] | None:
-    """Return the order that ends a hung member, so that the others go on; None without one."""
+    """Return the order that ends a hung process, so that the others go on; None without one."""
     rank = verdict.culprit.rank
-    left = _find_living(state)
-    if not is_elastic(state) or rank not in left or len(left) < 2:
+    if not is_elastic(state) or rank is None:
         return None
-    id_ = f"end-g{state.generation}-r{rank}"
+    left = find_living(state)
+    alone = rank in left and len(left) < 2
+    if alone or rank in state.exits or rank not in {*left, *state.elastic.extra}:
+        return None
     why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
-    return [InjectFault(id=id_, generation=state.generation, rank=rank, kind="crash", reason=why)]
-
-
-def lose_node(state: ControllerState, node: int) -> None:
-    """Count the members of a node that is gone as lost; the store goes with its first node."""
-    elastic, spec = state.elastic, state.the_spec()
-    group = state.placement.index(node) if node in state.placement else -1
-    elastic.lost |= {m for m in elastic.members if spec.node_of(m) == group}
-    if group == 0 and elastic.members:
-        elastic.given_up = "the store was on the lost node"
-
-
-def _find_living(state: ControllerState) -> tuple[int, ...]:
-    elastic = state.elastic
-    gone = elastic.lost | elastic.finished | set(state.exits)
-    return tuple(rank for rank in elastic.members if rank not in gone)
+    return [end_rank(state, rank, why)]
 
 
 def _admit(state: ControllerState, now: float) -> list[AnyAction]:
-    """Take in who is ready, once the world is whole: it joins between two micro-batches."""
+    """Take in who is ready, up to the world's size: it joins between two micro-batches."""
     elastic = state.elastic
     if not is_elastic(state) or elastic.order is not None or elastic.finished:
         return []
-    gone = elastic.lost | set(state.exits)
-    new = tuple(sorted(elastic.ready - set(elastic.members) - gone - set(state.world)))
+    new = call_spares(state)
     if not new:
         return []
-    elastic.members = (*elastic.members, *new)
-    return [_order(state, now, f"ranks {list(new)} join", urgent=False)]
+    return [_order(state, now, f"ranks {list(new)} join", new=new, urgent=False)]
 
 
-def _order(state: ControllerState, now: float, reason: str, *, urgent: bool = True) -> ReformWorld:
+def _order(
+    state: ControllerState,
+    now: float,
+    reason: str,
+    *,
+    new: tuple[int, ...] = (),
+    urgent: bool = True,
+) -> ReformWorld:
+    """Return the order of the next epoch: who is left, and `new`.
+
+    They meet at the store of a member, so that no loss but the last member's is the end of the
+    world: a store that is lost with its member is followed by another one's in the next epoch.
+    """
     elastic = state.elastic
-    elastic.members = _find_living(state)
+    elastic.members = (*find_living(state), *new)
     elastic.epoch += 1
     elastic.answered.clear()
     elastic.retry_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S
+    stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]
     elastic.order = ReformWorld(
         generation=state.generation,
         epoch=elastic.epoch,
         ranks=elastic.members,
         urgent=urgent,
+        store=stores[elastic.retries % len(stores)] if stores else "",
         reason=reason,
     )
     return elastic.order
 
 
-def _store_is_apart(state: ControllerState) -> bool:
-    """Return whether the store is no rank's: it has to outlive any of them."""
-    if state.store is None or not state.store.agent_store:
+def _has_stores(state: ControllerState) -> bool:
+    """Return whether the members have a store to meet at that is not a rank's only one."""
+    apart = state.store is not None and state.store.agent_store
+    if not apart and not state.elastic.stores:
         state.elastic.given_up = "rank 0 serves the store"
     return not state.elastic.given_up

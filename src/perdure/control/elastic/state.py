@@ -34,4 +34,10 @@ class ElasticState:
     given_up: str = ""
     """Why this generation is not formed again in place any more."""
     extra: list[int] = field(default_factory=list)
-    """Members that nodes were asked to start in place of lost ones, ever."""
+    """Members that nodes were asked to start in spare slots or in place of lost ones, ever."""
+    homes: dict[int, int] = field(default_factory=dict)
+    """Node of each of them."""
+    barren: set[int] = field(default_factory=set)
+    """Slots in which a member ended before it could join: nobody is started there any more."""
+    stores: dict[int, str] = field(default_factory=dict)
+    """Address of the store that each ready member serves."""

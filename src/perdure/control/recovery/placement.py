@@ -4,6 +4,7 @@ A node that is left out keeps its place in the order of group ranks for the one 
 every other node keeps its ranks, and what it has warm.
 """
 
+from perdure.control.elastic.members import find_home
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
@@ -51,17 +52,17 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     Of a link, the evidence may name one end (a probe's result does); else it is the end that was
     blamed more often before, and nobody where that settles nothing.
     """
-    culprit, spec = verdict.culprit, state.the_spec()
+    culprit = verdict.culprit
     if culprit.node is not None:
         return culprit.node
     if culprit.rank is not None:
-        return state.placement[spec.node_of(culprit.rank)] if state.placement else None
+        return find_home(state, culprit.rank) if state.placement else None
     if culprit.device is not None:
         named = verdict.evidence.get("node")
         return named if isinstance(named, int) else None
     if culprit.link is None:
         return None
-    ends = [state.placement[spec.node_of(rank)] for rank in culprit.link]
+    ends = [find_home(state, rank) for rank in culprit.link]
     named = verdict.evidence.get("node")
     if named in ends:
         return int(named)

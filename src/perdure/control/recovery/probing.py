@@ -5,6 +5,7 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 """
 
 from perdure.control.answers import answer
+from perdure.control.elastic.members import find_home
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, NoteFinding, RunProbe
 from perdure.model.events import ProbeEnded
@@ -21,7 +22,7 @@ def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[
     nodes = [node for node in wanted if node in state.nodes]
     links = []
     if verdict.culprit.link is not None:
-        src, dst = (state.placement[state.the_spec().node_of(r)] for r in verdict.culprit.link)
+        src, dst = (find_home(state, r) for r in verdict.culprit.link)
         links = [(src, dst)] if src != dst else []
     why = f"{verdict.kind} of {verdict.culprit} leaves open what is slow"
     return _begin(state, now, nodes, links, why)

@@ -8,7 +8,7 @@ waits by looking, so that a newer order can end it, which a blocking wait would 
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -187,27 +187,31 @@ def exchange_standings(
     Raises:
         Broken: `overtaken()` became true first: there is a newer epoch.
     """
-    store.set(f"standing/{me}", encode(standing))
     keys = [f"standing/{rank}" for rank in members]
+    store.set(f"standing/{me}", encode(standing))
     wait_for(store, keys, overtaken)
-    return {
-        rank: decode(value, Standing)
-        for rank, value in zip(members, store.multi_get(keys), strict=True)
-    }
+    values = store.multi_get(keys)
+    return {rank: decode(value, Standing) for rank, value in zip(members, values, strict=True)}
 
 
 def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:
     """Wait until all `keys` are in the store.
 
     Raises:
-        Broken: `overtaken()` became true first, or the store is gone.
+        Broken: `overtaken()` became true first.
     """
     pause_s = _LOOK_S
+    while not store.check(keys):
+        if overtaken():
+            raise Broken("a newer epoch was ordered")
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
+
+
+@contextlib.contextmanager
+def reaching_store() -> Iterator[None]:
+    """Turn the loss of a store into `Broken`: its member is lost."""
     try:
-        while not store.check(keys):
-            if overtaken():
-                raise Broken("a newer epoch was ordered")
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
+        yield
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise Broken(f"the store is gone: {error}") from None

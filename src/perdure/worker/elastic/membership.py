@@ -7,6 +7,7 @@ and wherever it would wait. Alone, or under torchrun, the first world is the onl
 
 import contextlib
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,12 +21,15 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.worker.attach import Attachment
 from perdure.worker.interrupt import shut_down_gloo
+from perdure.worker.store import serve_store
 
 _TCPStore: Any = vars(dist)["TCPStore"]
 _PrefixStore: Any = vars(dist)["PrefixStore"]
 
 _ORDER_S = 60.0
 """How long a broken world waits for the next one before its ranks give up."""
+_CONNECT_S = 10.0
+_TRY_S = 0.5
 _LOOK_S = 0.05
 _BREAK_S_MAX = 0.5
 
@@ -49,10 +53,11 @@ class Membership:
         self._order: ReformWorld | None = None
         self._coming = False
         """An order has come, and is being carried out before it can be read."""
-        self._root: Any = None
+        self._meet = ""
+        """Address of the store of the world that this rank has formed, or is forming."""
+        self._stores: dict[str, Any] = {}
         control = attachment.control if attachment is not None else None
-        agent_store = env.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-        self.supervised = control is not None and agent_store
+        self.supervised = control is not None
         if not self.joins:
             size = int(env.get("WORLD_SIZE", "1"))
             self._order = ReformWorld(
@@ -75,7 +80,10 @@ class Membership:
 
     def announce(self) -> None:
         """Say that this rank is ready to be a member."""
-        self.emit(RankJoined(generation=self.generation, rank=self.me, depth="elastic"))
+        address = self._serve() if self.supervised else ""
+        self.emit(
+            RankJoined(generation=self.generation, rank=self.me, depth="elastic", store=address)
+        )
 
     def take(self, order: ReformWorld) -> None:
         """Take an order. Called in the control thread; never waits."""
@@ -152,18 +160,66 @@ class Membership:
             assert order is not None
             if self.me not in order.ranks:
                 raise PlatformError(f"epoch {order.epoch} goes on without rank {self.me}")
-            self.epoch = order.epoch
+            self.epoch, self._meet = order.epoch, order.store
         return order
 
     def store(self) -> Any:
-        """Return this epoch's part of the generation's store."""
-        if self._root is None:
-            env = os.environ
-            self._root = _TCPStore(
-                env.get("MASTER_ADDR", "127.0.0.1"),
-                int(env.get("MASTER_PORT", "0") or 0),
-                is_master=self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True",
-                wait_for_workers=False,
-                timeout=timedelta(seconds=60),
-            )
-        return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", self._root)
+        """Return this epoch's part of the store at which its members meet.
+
+        That is one member's, so that no loss but the last member's leaves nowhere to meet; at
+        first it is the generation's. No two epochs have a key in common.
+
+        Raises:
+            DistNetworkError: it cannot be reached: its member is lost as well.
+        """
+        if self._meet not in self._stores:
+            self._stores[self._meet] = self._reach() if self._meet else self._reach_first()
+        root = self._stores[self._meet]
+        return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", root)
+
+    def _serve(self) -> str:
+        """Serve a store of this rank's own; return its address, an empty string without one."""
+        host = find_host()
+        try:
+            store, port = serve_store(host, int(os.environ.get("WORLD_SIZE", "1")))
+        except (OSError, RuntimeError) as error:
+            print(f"perdure: no store at {host}: {error}")
+            return ""
+        address = f"{host}:{port}"
+        self._stores[address] = store
+        return address
+
+    def _reach_first(self) -> Any:
+        """Connect to the generation's store, which may be still to come."""
+        env = os.environ
+        return _TCPStore(
+            env.get("MASTER_ADDR", "127.0.0.1"),
+            int(env.get("MASTER_PORT", "0") or 0),
+            is_master=self.me == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE", "") != "True",
+            wait_for_workers=False,
+            timeout=timedelta(seconds=60),
+        )
+
+    def _reach(self) -> Any:
+        """Connect to a member's store.
+
+        It is there if its member lives. That is seen here first: TCPStore itself would go on
+        trying for its whole time-out, and not hear of a newer order.
+        """
+        host, _, port = self._meet.rpartition(":")
+        deadline = time.monotonic() + _CONNECT_S
+        while True:
+            try:
+                socket.create_connection((host, int(port)), timeout=_TRY_S).close()
+                break
+            except OSError as error:
+                gone = not isinstance(error, TimeoutError) or time.monotonic() > deadline
+                if gone or self.overtaken():
+                    raise dist.DistNetworkError(f"{self._meet}: {error}") from None
+        timeout = timedelta(seconds=_CONNECT_S)
+        return _TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+def find_host() -> str:
+    """Return the address at which other nodes reach this process."""
+    return os.environ.get("PERDURE_NODE_ADDRESS", "") or "127.0.0.1"

@@ -29,6 +29,11 @@ class Progress:
         if self._attachment is not None and not self._started:
             self._attachment.enter("group")
 
+    def hold(self) -> None:
+        """It is ready, and waits until the world has a place for it."""
+        if self._attachment is not None:
+            self._attachment.ring.set_phase("paused")
+
     def stall(self) -> None:
         """The rank is between two worlds."""
         self._stalled_at = self._stalled_at or time.monotonic_ns()

@@ -21,7 +21,13 @@ from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.microbatches import assign
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
-from perdure.worker.elastic.group import Broken, Group, exchange_standings, make_device
+from perdure.worker.elastic.group import (
+    Broken,
+    Group,
+    exchange_standings,
+    make_device,
+    reaching_store,
+)
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.replica import Replica
@@ -110,6 +116,9 @@ class Trainer:
         if restored:
             self.start_at(restored)
         self._membership.announce()
+        if self._membership.joins:
+            self._progress.hold()
+            self._join()
         while not self._over:
             self._progress.begin(self._applied)
             self._keep_trying()
@@ -120,6 +129,12 @@ class Trainer:
         self._progress.finish()
 
     # --- one step -----------------------------------------------------------------------------
+
+    def _join(self) -> None:
+        """Wait until the world has a place, and come into it: no step begins before."""
+        why = ""
+        while self._group is None:
+            why = self._reform(why)
 
     def _keep_trying(self) -> None:
         """Advance by a step, in a new world each time that the old one broke."""
@@ -259,7 +274,8 @@ class Trainer:
         order = self._membership.wait(why)
         ordered = time.monotonic()
         try:
-            plan = self._form(order.ranks)
+            with reaching_store():
+                plan = self._form(order.ranks)
         except Broken as error:
             self._leave()
             return str(error)

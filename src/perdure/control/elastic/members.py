@@ -1,0 +1,126 @@
+"""Who can be a member, and where: slots, the nodes that they are on, spares, new processes.
+
+A slot is a place for one process. Those beyond the world's size are spare: their members are
+started once the world is there, get as far as training would begin, and are held. Whoever is
+ready while the world has all its members is held in the same way, so that a process that takes
+the slot of a lost one becomes the next spare where a spare has taken its part meanwhile.
+"""
+
+from collections.abc import Collection
+
+from msgspec import structs
+
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction, AssignNodes, InjectFault
+
+
+def find_home(state: ControllerState, member: int) -> int:
+    """Return the node that runs `member`."""
+    home = state.elastic.homes.get(member)
+    if home is not None or not state.placement:
+        return home if home is not None else state.the_spec().node_of(member)
+    spec = state.the_spec()
+    others = sorted(set(range(spec.num_nodes)) - set(state.placement))
+    return (*state.placement, *others)[spec.node_of(member)]
+
+
+def find_living(state: ControllerState) -> tuple[int, ...]:
+    """Return the members of the newest epoch that are neither lost nor done."""
+    elastic = state.elastic
+    gone = elastic.lost | elastic.finished | set(state.exits)
+    return tuple(rank for rank in elastic.members if rank not in gone)
+
+
+def find_spares(state: ControllerState, far_from: Collection[int] = ()) -> list[int]:
+    """Return who is ready and not a member, in the order in which they are called upon.
+
+    First those on nodes other than `far_from`, where somebody was just lost.
+    """
+    elastic, world = state.elastic, set(state.world)
+    gone = elastic.lost | set(state.exits) | set(elastic.members) | world
+    ready = [m for m in elastic.ready if m not in gone]
+    return sorted(ready, key=lambda m: (find_home(state, m) in far_from, m))
+
+
+def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple[int, ...]:
+    """Return the spares that fill the world up to its size."""
+    room = state.the_spec().world_size - len(find_living(state))
+    return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))
+
+
+def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
+    """Return the order that starts a new member in each slot that has nobody.
+
+    Nobody waits for them. Whoever takes a slot over has the next number that is the slot's modulo
+    the number of slots. A slot whose node is gone stays empty until the node is back.
+    """
+    elastic, spec = state.elastic, state.the_spec()
+    if state.assignment is None or elastic.given_up or elastic.finished:
+        return []
+    new: dict[int, int] = {}
+    for slot in range(spec.slots):
+        newest = max((m for m in elastic.extra if spec.slot_of(m) == slot), default=None)
+        if newest is None and slot < spec.world_size:
+            newest = slot
+        member = slot if newest is None else newest + spec.slots
+        home = find_home(state, slot)
+        away = home in state.lost or home in state.cordoned or home not in state.nodes
+        if away or slot in elastic.barren or (newest is not None and not _is_empty(state, newest)):
+            continue
+        if newest is None or spec.restart.replace:
+            new[member] = home
+    if not new:
+        return []
+    elastic.extra += new
+    elastic.homes |= new
+    state.number += 1
+    why = f"ranks {list(new)} are started beside the others: {reason}"
+    state.assignment = structs.replace(
+        state.assignment,
+        number=state.number,
+        extra=tuple(elastic.extra),
+        homes=dict(elastic.homes),
+        reason=why,
+    )
+    return [AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=why)]
+
+
+def lose_node(state: ControllerState, node: int, begun: Collection[int] | None = None) -> bool:
+    """Count what `node` ran as lost; return whether a member is newly lost by it.
+
+    With `begun`, members that were not even started by then are not lost: they will be.
+    """
+    elastic = state.elastic
+    before = find_living(state)
+    known = {*elastic.members, *state.world, *elastic.ready}
+    known |= set(elastic.extra) if begun is None else set(elastic.extra) & set(begun)
+    elastic.lost |= {m for m in known - set(state.exits) if find_home(state, m) == node}
+    return find_living(state) != before
+
+
+def end_strays(state: ControllerState, node: int, running: Collection[int]) -> list[AnyAction]:
+    """Return the orders that end what a node still runs that was counted as lost.
+
+    The others have gone on without it. Its slot is filled once it has ended.
+    """
+    elastic = state.elastic
+    return [
+        end_rank(state, rank, f"node {node} was counted as lost, and the world goes on without it")
+        for rank in sorted(running)
+        if rank in elastic.lost and rank not in state.exits
+    ]
+
+
+def end_rank(state: ControllerState, rank: int, reason: str) -> InjectFault:
+    """Return the order that ends one process."""
+    id_ = f"end-g{state.generation}-r{rank}"
+    return InjectFault(id=id_, generation=state.generation, rank=rank, kind="crash", reason=reason)
+
+
+def _is_empty(state: ControllerState, member: int) -> bool:
+    """Return whether the process of `member` is gone, and was needed to the end."""
+    record = state.exits.get(member)
+    if record is not None:
+        return record.failed
+    node = state.nodes.get(find_home(state, member))
+    return member in state.elastic.lost and node is not None and member not in node.running

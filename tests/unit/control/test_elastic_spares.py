@@ -1,0 +1,225 @@
+"""Events in, orders out: spare slots, nodes that are lost and come back, and where members meet."""
+
+import pytest
+
+from perdure.control import Controller
+from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
+from perdure.model.events import (
+    ExitRecord,
+    GenerationStopped,
+    JobSubmitted,
+    KeeperLost,
+    NodeLost,
+    NodeRegistered,
+    RankExited,
+    RankJoined,
+    RanksStarted,
+    StoreReady,
+    TimerFired,
+    WorldBroken,
+    WorldReformed,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import RankAccount
+
+
+class Lab:
+    """The controller of an elastic job, told what nodes and ranks would say."""
+
+    def __init__(self, nproc: int = 1, nodes: int = 3, spares: int = 1) -> None:
+        self.machine, self.now, self.epoch = Controller(), 0.0, 0
+        self.spec = JobSpec(name="job", script="train.py", nproc=nproc, nodes=nodes, spares=spares)
+        self.say(JobSubmitted(spec=self.spec, at_s=0.0))
+        for node in range(self.spec.num_nodes):
+            self.register(node)
+        for node in range(self.spec.num_nodes):
+            self.say(GenerationStopped(node=node, generation=-1, at_s=0.2))
+        self.say(StoreReady(generation=0, host="127.0.0.1", port=1, agent_store=True))
+        for node in range(nodes):
+            pids = {rank: 100 + rank for rank in self.spec.ranks_of(node)}
+            self.say(RanksStarted(node=node, generation=0, pids=pids, at_s=0.4, warm=True))
+        self.begun: list[AnyAction] = []
+        for rank in range(self.spec.world_size):
+            self.begun += self.ready(rank)
+
+    def say(self, event: object) -> list[AnyAction]:
+        self.now += 0.01
+        return self.machine.handle(self.now, event)  # type: ignore[arg-type]
+
+    def register(
+        self, node: int, running: tuple[int, ...] = (), generation: int = -1
+    ) -> list[AnyAction]:
+        return self.say(
+            NodeRegistered(
+                node=node, incarnation="a", host="127.0.0.1", boot_id="b",
+                slots=self.spec.nproc, running=running, generation=generation,
+            )
+        )  # fmt: skip
+
+    def ready(self, rank: int) -> list[AnyAction]:
+        store = f"127.0.0.1:{9000 + rank}"
+        return self.say(RankJoined(generation=0, rank=rank, depth="elastic", store=store))
+
+    def formed(self) -> list[AnyAction]:
+        """All members of the newest order have formed their world."""
+        actions: list[AnyAction] = []
+        elastic = self.machine.state.elastic
+        epoch = elastic.epoch
+        for rank in elastic.members:
+            event = WorldReformed(
+                generation=0, epoch=epoch, rank=rank, step=5, began_s=0.0, ordered_s=0.0,
+                formed_s=0.0,
+            )  # fmt: skip
+            actions += self.say(event)
+        return actions
+
+    def die(self, rank: int, code: int = 0) -> list[AnyAction]:
+        record = ExitRecord(rank, 0, 100 + rank, self.now, code=code, signal=0 if code else 9)
+        account = RankAccount(step=5)
+        return self.say(RankExited(node=0, record=record, account=account, detected_s=self.now))
+
+
+def order_of(actions: list[AnyAction]) -> ReformWorld:
+    (order,) = [a for a in actions if isinstance(a, ReformWorld)]
+    return order
+
+
+def started(actions: list[AnyAction]) -> dict[int, int]:
+    """Return the newest members that nodes were asked to run, and where."""
+    return next((dict(a.assignment.homes) for a in actions if isinstance(a, AssignNodes)), {})
+
+
+def restarts(actions: list[AnyAction]) -> bool:
+    return any(isinstance(a, AssignNodes) and a.assignment.generation == 1 for a in actions)
+
+
+def test_spare_slots_are_filled_once_the_world_is_there_and_their_members_are_held() -> None:
+    lab = Lab(spares=2)
+    assert started(lab.begun) == {3: 3, 4: 4}
+    assert lab.ready(3) == []
+    assert lab.ready(4) == []
+    assert lab.machine.state.elastic.epoch == 0
+
+
+def test_spare_slots_that_make_no_node_are_beside_the_ranks() -> None:
+    assert started(Lab(nproc=2, nodes=1, spares=1).begun) == {2: 0}
+
+
+def test_a_spare_stands_in_at_once_and_the_lost_ones_successor_is_the_next_spare() -> None:
+    lab = Lab()
+    lab.ready(3)
+    actions = lab.die(1)
+    assert order_of(actions).ranks == (0, 2, 3)
+    assert order_of(actions).urgent
+    assert started(actions) == {3: 3, 5: 1}  # Slot 1 again, four slots on.
+    assert lab.formed() == []
+    assert lab.ready(5) == []
+    assert order_of(lab.die(3)).ranks == (0, 2, 5)
+
+
+def test_a_spare_on_another_node_than_the_dead_goes_first() -> None:
+    lab = Lab(nproc=2, nodes=2, spares=2)
+    lab.ready(4)
+    lab.ready(5)
+    lab.die(0)  # 4 stands in, and 6 is started in slot 0 on node 0.
+    lab.formed()
+    lab.ready(6)
+    assert order_of(lab.die(4)).ranks == (1, 2, 3, 6)  # 5 is on node 2, as 4 was.
+
+
+def test_a_late_spare_joins_a_world_that_has_room() -> None:
+    lab = Lab()
+    assert order_of(lab.die(1)).ranks == (0, 2)
+    assert lab.ready(3) == []  # Not while a world is being formed.
+    order = order_of(lab.formed())
+    assert (order.ranks, order.urgent) == ((0, 2, 3), False)
+
+
+def test_a_spare_that_dies_harms_nobody_and_is_started_again() -> None:
+    lab = Lab()
+    lab.ready(3)
+    actions = lab.die(3)
+    assert started(actions) == {3: 3, 7: 3}
+    assert not [a for a in actions if isinstance(a, ReformWorld)]
+
+
+def test_a_spare_that_never_gets_ready_is_not_started_for_ever() -> None:
+    lab = Lab()
+    assert lab.die(3, code=1) == []
+
+
+@pytest.mark.parametrize("cause", ["node", "keeper"])
+def test_a_lost_node_costs_its_members_and_the_spare_stands_in(cause: str) -> None:
+    lab = Lab(nproc=2, nodes=2, spares=2)
+    lab.ready(4)
+    lab.ready(5)
+    lost = (
+        NodeLost(node=0, at_s=1.0, reason="silent")
+        if cause == "node"
+        else KeeperLost(node=0, generation=0, at_s=1.0)
+    )
+    actions = lab.say(lost)
+    order = order_of(actions)
+    assert order.ranks == (2, 3, 4, 5)
+    assert order.store == "127.0.0.1:9002"  # The first node had the generation's.
+    assert not restarts(actions)
+    assert started(actions) == ({} if cause == "node" else {4: 2, 5: 2, 6: 0, 7: 0})
+
+
+def test_a_node_that_comes_back_gets_new_members_and_they_join() -> None:
+    lab = Lab(spares=0)
+    assert order_of(lab.say(NodeLost(node=0, at_s=1.0, reason="silent"))).ranks == (1, 2)
+    lab.formed()
+    actions = lab.register(0)
+    assert started(actions) == {3: 0}
+    assert not restarts(actions)
+    assert order_of(lab.ready(3)).ranks == (1, 2, 3)
+
+
+def test_what_a_lost_node_still_runs_is_ended_before_its_slots_are_filled() -> None:
+    lab = Lab(spares=0)
+    lab.say(NodeLost(node=0, at_s=1.0, reason="cut off"))
+    lab.formed()
+    actions = lab.register(0, running=(0,), generation=0)
+    assert [(a.rank, a.kind) for a in actions if isinstance(a, InjectFault)] == [(0, "crash")]
+    assert started(actions) == {}
+    actions = lab.die(0)
+    assert started(actions) == {3: 0}
+    assert not restarts(actions)
+
+
+def test_a_node_whose_agent_and_keeper_died_is_told_of_twice_and_filled_once() -> None:
+    lab = Lab(spares=0)
+    actions = lab.register(0)
+    assert (order_of(actions).ranks, started(actions)) == ((1, 2), {3: 0})
+    late = KeeperLost(node=0, generation=0, at_s=1.0, begun=(0, 1, 2))
+    assert lab.say(late) == []
+    died = lab.say(KeeperLost(node=0, generation=0, at_s=2.0, begun=(0, 1, 2, 3)))
+    assert started(died) == {3: 0, 6: 0}
+
+
+def test_a_loss_that_is_told_twice_is_one() -> None:
+    lab = Lab(spares=0)
+    actions = lab.say(KeeperLost(node=1, generation=0, at_s=1.0))
+    assert (order_of(actions).ranks, started(actions)) == ((0, 2), {4: 1})
+    assert not restarts(lab.die(1))
+    assert lab.machine.state.elastic.extra == [4]
+
+
+def test_a_lost_spare_node_costs_the_world_nothing() -> None:
+    lab = Lab()
+    lab.ready(3)
+    assert lab.say(NodeLost(node=3, at_s=1.0, reason="silent")) == []
+    assert order_of(lab.die(1)).ranks == (0, 2)
+    assert started(lab.register(3)) == {3: 3, 5: 1, 7: 3}
+
+
+def test_a_world_that_breaks_again_meets_at_another_members_store() -> None:
+    lab = Lab(spares=0)
+    stores = []
+    for epoch in range(3):
+        broken = WorldBroken(generation=0, epoch=epoch, rank=1, at_s=lab.now, error="reset")
+        assert lab.say(broken) == []
+        lab.now = lab.machine.next_deadline() or 0.0
+        stores.append(order_of(lab.machine.handle(lab.now, TimerFired())).store)
+    assert len(set(stores)) == 3  # And each try broke while it was still being formed.
