@@ -241,21 +241,13 @@ class Controller:
             if len(state.nodes) < state.the_spec().num_nodes:
                 return []
             return form_world(state, now, f"all {len(state.nodes)} nodes are there")
-        actions: list[AnyAction] = []
-        placed = event.node in state.placement
-        if placed and state.phase == "running" and event.generation < state.generation:
-            group = state.placement.index(event.node)
-            lost = [r for r in state.the_spec().ranks_of(group) if r not in state.exits]
-            outside = reform.lose_outside(state, event.node, ())
-            if lost and outside is None:
-                return self._fail(
-                    now, f"node {event.node}", "its ranks are gone, keeper and all", code=1
-                )
-            actions += outside or []
+        actions = reform.return_node(state, event)
+        if actions is None:
+            why = "its ranks are gone, keeper and all"
+            return self._fail(now, f"node {event.node}", why, code=1)
         if state.assignment is None:
             return []
         reason = f"node {event.node} registered"
-        actions += reform.return_node(state, event)
         again = AssignNodes(nodes=(event.node,), assignment=state.assignment, reason=reason)
         actions.append(again)
         if state.boundary is not None:

@@ -167,12 +167,22 @@ def lose_outside(
     return fill_slots(state, f"node {node} lost its processes")
 
 
-def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction]:
-    """Begin anew on a node that was away."""
+def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction] | None:
+    """Return what follows where a node registers; None where ranks of the world are gone with it.
+
+    An elastic world has new members started on a node that was away.
+    """
+    outside: list[AnyAction] | None = []
+    running = state.phase == "running" and event.node in state.placement
+    if running and event.generation < state.generation:
+        ranks = state.the_spec().ranks_of(state.placement.index(event.node))
+        outside = lose_outside(state, event.node, ())
+        if outside is None and any(rank not in state.exits for rank in ranks):
+            return None
     if not is_elastic(state):
         return []
     strays = end_strays(state, event.node, event.running)
-    return [*strays, *fill_slots(state, f"node {event.node} is back")]
+    return [*(outside or []), *strays, *fill_slots(state, f"node {event.node} is back")]
 
 
 def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
