@@ -64,6 +64,8 @@ class InvariantViolated(Exception):
 class Simulation:
     """One run of one scenario."""
 
+    node_type: type[Node] = Node
+
     def __init__(self, scenario: Scenario) -> None:
         """Set everything up; `run` lets time pass."""
         self.scenario = scenario
@@ -97,7 +99,7 @@ class Simulation:
         """How long a controller that dies halfway is missed."""
         self.start_s = self.clock.now
         self.nodes = [
-            Node(
+            self.node_type(
                 self.spec,
                 node,
                 self.clock,

@@ -1,0 +1,406 @@
+"""A played member of an elastic world: what `worker.elastic` does, in virtual time.
+
+The rules are its own: an order is looked for between two micro-batches, what was finished is kept,
+a step is applied once its reduction has ended and not before, the reduced result is kept for one
+step more. The decision (`plan.commit`) and the assignment (`plan.microbatches`) are the real ones.
+Whatever a real medium may do, the played one does by chance: a reduction ends at each member at a
+moment of its own, or, if one dies in it, at some and not at others; a death is felt by those who
+wait for the dead, and through them by those who wait for them, or only told by the controller.
+
+A gradient is a hash of the parameters that it was computed from, the step and the micro-batch, and
+the parameters are a hash of all that was applied. `Fabric` sees every member at once: a gradient
+of other parameters, a micro-batch that counts twice or not at all, and two members that differ at
+the same step are found at once.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from perdure.model.actions import ReformWorld
+from perdure.model.elastic import WorldBroken, WorldReformed
+from perdure.model.events import AnyEvent, CheckpointSaved, RankJoined
+from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.microbatches import assign
+from perdure.sim.clock import VirtualClock
+from perdure.sim.ranks import Broken
+from perdure.sim.training import Disk
+
+COUNT = 12
+"""Micro-batches of a step."""
+_MICRO_BATCH_S, _REDUCE_S, _LINE_S, _FEEL_S = 0.01, 0.005, 0.003, 0.3
+_ORDER_S = 60.0
+_MASK = (1 << 61) - 1
+
+
+def mix(*parts: int) -> int:
+    """Return a number that depends on all of `parts`, the same in every process."""
+    value = 0x9E3779B97F4A7C15
+    for part in parts:
+        value = ((value ^ (part + 1)) * 0xBF58476D1CE4E5B9) & _MASK
+        value ^= value >> 29
+    return value
+
+
+@dataclass(slots=True)
+class Reduction:
+    """One all-reduce: who takes part with what."""
+
+    given: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Member -> micro-batch -> gradient."""
+
+
+@dataclass(slots=True)
+class Fabric:
+    """The store and the connections of one generation, and the witness of its training."""
+
+    generation: int
+    clock: VirtualClock
+    chance: random.Random
+    disk: Disk
+    truth: dict[int, int]
+    """Steps applied -> parameters: of all generations, for a step has one outcome."""
+    target: int
+    save_every: int
+    members: dict[int, "Member"] = field(default_factory=dict)
+    standings: dict[int, dict[int, Standing]] = field(default_factory=dict)
+    connected: dict[int, set[int]] = field(default_factory=dict)
+    reductions: dict[tuple[int, int], Reduction] = field(default_factory=dict)
+    furthest: int = 0
+    """Steps that some member has applied."""
+    formed: int = 0
+    """Epochs that all their members have formed."""
+
+    def soon(self, at_most_s: float, call: Callable[[], None]) -> None:
+        """Have `call` made within that time."""
+        self.clock.after(self.chance.random() * at_most_s, call)
+
+    def feel(self, epoch: int, but: int) -> None:
+        """Member `but` of an epoch is gone: whoever waits for it is told, sooner or later."""
+        for member in self.members.values():
+            if member.number != but and member.epoch == epoch and member.alive:
+                self.soon(_FEEL_S, member.make_breaker())
+
+
+@dataclass(slots=True)
+class Member:
+    """One rank and its trainer."""
+
+    number: int
+    fabric: Fabric
+    emit: Callable[[AnyEvent], None]
+    end: Callable[[int], None]
+    """Has the process end with that exit code."""
+    joins: bool
+    size: int
+    """Ranks of the first world."""
+    applied: int = 0
+    value: int = 0
+    done: dict[int, int] = field(default_factory=dict)
+    kept: dict[int, int] = field(default_factory=dict)
+    """The reduced result of the step before."""
+    holds: bool = False
+    fresh: bool = True
+    todo: list[int] = field(default_factory=list)
+    epoch: int = -1
+    world: tuple[int, ...] = ()
+    newest: ReformWorld | None = None
+    alive: bool = True
+    over: bool = False
+    turn: int = 0
+    """Whatever was begun in an earlier turn is void."""
+    waits: bool = False
+    """In a reduction, or for the others of an epoch."""
+    computes: bool = False
+    left_s: float = 0.0
+    ordered_s: float = 0.0
+
+    # --- beginning and end --------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Restore, say that it is ready, and go into the first world."""
+        if not self.alive:
+            return
+        fabric = self.fabric
+        if fabric.disk.verified:
+            self.applied, self.value, self.fresh = (
+                fabric.disk.verified,
+                fabric.truth[fabric.disk.verified],
+                False,
+            )
+        fabric.truth.setdefault(0, 0)
+        self.emit(RankJoined(generation=fabric.generation, rank=self.number, depth="elastic"))
+        if not self.joins:
+            first = ReformWorld(
+                generation=fabric.generation, epoch=0, ranks=tuple(range(self.size)), reason="first"
+            )
+            self.take(first)
+
+    def die(self) -> None:
+        """The process has ended; connections close with it."""
+        self.alive = False
+        self.turn += 1
+        if not self.over:
+            self.fabric.feel(self.epoch, self.number)
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def take(self, order: ReformWorld) -> None:
+        """Take an order: at once where it waits, else between two micro-batches."""
+        if not self.alive or self.over:
+            return
+        if self.newest is not None and order.epoch <= self.newest.epoch:
+            return
+        self.newest = order
+        self.ordered_s = self.fabric.clock.now
+        if self.computes or (self.waits and not order.urgent):
+            return
+        self.form()
+
+    def make_breaker(self) -> Callable[[], None]:
+        """Return what happens when this member feels that a peer is gone."""
+        turn = self.turn
+
+        def break_up() -> None:
+            if self.turn == turn and self.waits:
+                self.break_world("a connection was reset")
+
+        return break_up
+
+    def break_world(self, why: str) -> None:
+        """Leave the world that broke, and wait for the next one."""
+        self.leave()
+        if self._overtaken():
+            self.form()
+            return
+        fabric = self.fabric
+        self.emit(
+            WorldBroken(
+                generation=fabric.generation,
+                epoch=self.epoch,
+                rank=self.number,
+                at_s=fabric.clock.now,
+                error=why,
+            )
+        )
+        turn = self.turn
+
+        def give_up() -> None:
+            if self.turn == turn and self.alive and not self._overtaken():
+                self.end(1)
+
+        fabric.clock.after(_ORDER_S, give_up)
+
+    def leave(self) -> None:
+        """Disconnect; whoever waits for this member learns of it."""
+        self.turn += 1
+        self.waits = self.computes = False
+        self.left_s = self.fabric.clock.now
+        self.fabric.feel(self.epoch, self.number)
+
+    def _overtaken(self) -> bool:
+        return self.newest is not None and self.newest.epoch > self.epoch
+
+    # --- forming a world ----------------------------------------------------------------------
+
+    def form(self) -> None:
+        """Publish how far it is, and wait for the others to do so."""
+        order, fabric = self.newest, self.fabric
+        assert order is not None
+        self.leave()
+        self.epoch, self.world = order.epoch, order.ranks
+        if self.number not in order.ranks:
+            self.end(1)
+            return
+        applied = FRESH if self.fresh else self.applied
+        mine = Standing(applied, tuple(sorted(self.done)), self.holds)
+        standings = fabric.standings.setdefault(order.epoch, {})
+        standings[self.number] = mine
+        self.waits = True
+        if set(standings) >= set(order.ranks):
+            for number in order.ranks:
+                fabric.soon(_LINE_S, fabric.members[number].make_next(order.epoch, "connect"))
+
+    def make_next(self, epoch: int, what: str) -> Callable[[], None]:
+        """Return the next move in forming `epoch`, void if it is left before."""
+        turn = self.turn
+
+        def move() -> None:
+            if not self.alive or self.turn != turn or self.epoch != epoch or not self.waits:
+                return
+            if self._overtaken() and self.newest is not None and self.newest.urgent:
+                self.form()
+            elif what == "connect":
+                self._connect(epoch)
+            else:
+                self._come_together(epoch)
+
+        return move
+
+    def _connect(self, epoch: int) -> None:
+        fabric = self.fabric
+        there = fabric.connected.setdefault(epoch, set())
+        there.add(self.number)
+        if there >= set(self.world):
+            for number in self.world:
+                fabric.soon(_LINE_S, fabric.members[number].make_next(epoch, "bring"))
+
+    def _come_together(self, epoch: int) -> None:
+        """Take what it lacks from who has it, if that one still lives in this epoch."""
+        fabric = self.fabric
+        standings = {number: fabric.standings[epoch][number] for number in self.world}
+        plan = decide_reformation(COUNT, standings)
+        givers = [plan.holder] if self.number in plan.forward else []
+        if self.number in plan.fresh:
+            givers = list(plan.donors)
+        gone = [g for g in givers if not self._is_there(fabric.members[g], epoch)]
+        if gone:
+            self.break_world(f"rank {gone[0]} was lost")
+            return
+        if self.number in plan.forward:
+            self._apply(fabric.members[plan.holder].kept)
+        elif self.number in plan.fresh:
+            donor = fabric.members[plan.donors[0]]
+            if donor.applied != plan.step:
+                raise Broken(f"rank {donor.number} went on while it had a state to give")
+            self.applied, self.value, self.holds = donor.applied, donor.value, False
+            self.done = {}
+        if self.applied != plan.step:
+            raise Broken(f"rank {self.number} is at {self.applied}, the epoch at {plan.step}")
+        self.fresh = False
+        self.todo = list(plan.todo[self.number])
+        self._tell_formed(plan)
+        self.waits = False
+        self._compute()
+
+    def _is_there(self, other: "Member", epoch: int) -> bool:
+        return other.alive and other.epoch == epoch
+
+    def _tell_formed(self, plan: Reformation | None, *, finished: bool = False) -> None:
+        fabric = self.fabric
+        self.emit(
+            WorldReformed(
+                generation=fabric.generation,
+                epoch=self.epoch,
+                rank=self.number,
+                step=self.applied,
+                began_s=self.left_s,
+                ordered_s=self.ordered_s,
+                formed_s=fabric.clock.now,
+                redo=len(self.todo) if plan is not None and plan.redone else 0,
+                reason=plan.reason if plan is not None else "",
+                finished=finished,
+            )
+        )
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def _compute(self) -> None:
+        """Do the next micro-batch, or begin to reduce."""
+        if self._overtaken():
+            self.form()
+            return
+        if not self.todo:
+            self._begin_reduction()
+            return
+        self.computes = True
+        turn, micro_batch = self.turn, self.todo[0]
+
+        def finish() -> None:
+            if self.turn != turn or not self.alive:
+                return
+            self.computes = False
+            last = len(self.todo) == 1
+            if not (last and self._overtaken() and self.fabric.chance.random() < 0.5):
+                self.done[micro_batch] = mix(self.value, self.applied, micro_batch)
+                self.todo.pop(0)
+            self._compute()
+
+        self.fabric.soon(2 * _MICRO_BATCH_S, finish)
+
+    def _begin_reduction(self) -> None:
+        """Take part; once all do, it ends for each of them at a moment of its own."""
+        fabric, step = self.fabric, self.applied
+        mine = dict(self.done) if step < fabric.target else {}
+        reduction = fabric.reductions.setdefault((self.epoch, step), Reduction())
+        reduction.given[self.number] = mine
+        self.waits = True
+        if set(reduction.given) >= set(self.world):
+            for number in self.world:
+                member = fabric.members[number]
+                fabric.soon(_REDUCE_S, member.make_end(self.epoch, step, reduction))
+
+    def make_end(self, epoch: int, step: int, reduction: Reduction) -> Callable[[], None]:
+        """Return the end of a reduction here: it may fail if a peer has died in it."""
+        turn = self.turn
+
+        def finish() -> None:
+            if not self.alive or self.turn != turn or self.epoch != epoch:
+                return
+            members = [self.fabric.members[n] for n in self.world]
+            # Who has come to the end of it has sent all that others need.
+            whole = all(m.over or self._is_there(m, epoch) for m in members)
+            if not whole and self.fabric.chance.random() < 0.5:
+                return  # It waits for what the dead one still had to send.
+            self.waits = False
+            if step >= self.fabric.target:
+                self._finish()
+                return
+            self._save(step)
+            self._apply(self._sum(reduction))
+            if self._overtaken():
+                self.form()
+                return
+            self.todo = list(assign(COUNT, self.world)[self.number])
+            self._compute()
+
+        return finish
+
+    def _sum(self, reduction: Reduction) -> dict[int, int]:
+        total: dict[int, int] = {}
+        for number in self.world:
+            for micro_batch, gradient in reduction.given[number].items():
+                if micro_batch in total:
+                    raise Broken(f"micro-batch {micro_batch} counts twice: {self.applied}")
+                total[micro_batch] = gradient
+        return total
+
+    def _apply(self, gradients: dict[int, int]) -> None:
+        """Apply a step: every micro-batch once, each of these very parameters."""
+        fabric = self.fabric
+        if sorted(gradients) != list(range(COUNT)):
+            raise Broken(f"step {self.applied} was made of {sorted(gradients)}")
+        stale = [m for m, g in gradients.items() if g != mix(self.value, self.applied, m)]
+        if stale:
+            raise Broken(f"rank {self.number}, step {self.applied}: of other parameters: {stale}")
+        self.value = mix(self.value, *(gradients[m] for m in range(COUNT)))
+        self.applied += 1
+        self.kept, self.holds, self.done = dict(gradients), True, {}
+        if fabric.truth.setdefault(self.applied, self.value) != self.value:
+            raise Broken(f"rank {self.number} differs after step {self.applied}")
+        fabric.furthest = max(fabric.furthest, self.applied)
+
+    def _save(self, step: int) -> None:
+        """The first member saves what all have applied: the step before is reduced by all."""
+        fabric = self.fabric
+        if step % fabric.save_every or self.number != self.world[0] or step <= fabric.disk.verified:
+            return
+        fabric.disk.verified = step
+        self.emit(
+            CheckpointSaved(
+                generation=fabric.generation,
+                step=step,
+                path="disk",
+                bytes=1,
+                stall_s=0.0,
+                save_s=0.1,
+                at_s=fabric.clock.now,
+            )
+        )
+
+    def _finish(self) -> None:
+        """Everyone has applied the last step."""
+        self.over = True
+        self._tell_formed(None, finished=True)
+        turn = self.turn
+        self.fabric.soon(0.05, lambda: self.end(0) if self.alive and self.turn == turn else None)
