@@ -32,6 +32,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--shard", type=int, help="spread each copy of the state over N ranks")
     parser.add_argument("--exact", action="store_true", help="the same losses in every world")
     return parser.parse_args()
 
@@ -62,6 +63,7 @@ def main() -> None:
         steps=args.steps,
         seed=args.seed,
         exact=args.exact,
+        shard=args.shard,
         on_step=show,
     )
 

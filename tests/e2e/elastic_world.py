@@ -107,7 +107,6 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
         nn.Linear(16, width), nn.Dropout(0.1), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
         nn.Linear(width, 1),
     )  # fmt: skip
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     plan = plan_batches(scenario["batch"], scenario["micro_batch"])
     data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
     used: list[list[int]] = []
@@ -117,22 +116,16 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
         inputs, targets = data.load(step, number)
         used.append([step, number, *data.indices(step, number)])
         time.sleep(scenario.get("pace_s", 0.0))
-        return nn.functional.mse_loss(model(inputs), targets)
+        outputs = replica.model(inputs)
+        outputs.register_hook(lambda grad: killer.pass_by("backward"))
+        return nn.functional.mse_loss(outputs, targets)
 
-    model[3].weight.register_hook(lambda grad: killer.pass_by("backward"))
-    trainer = Trainer(
-        Replica(model, optimizer, clip_norm=1.0),
-        compute,
-        count=plan.count,
-        seed=3,
-        exact=scenario.get("exact", False),
-        membership=Line(me, joins, sock),
-        bucket_bytes=4096,
-    )
+    replica, trainer = make_trainer(scenario, model, compute, Line(me, joins, sock))
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(trainer._replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
-    killer.wrap(trainer, "_bring_together", "connect", "bring")
+    bring = "_take_shard" if "shard" in scenario else "_bring_together"
+    killer.wrap(trainer, bring, "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
             row = {
@@ -143,12 +136,36 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "at": time.monotonic(),
                 "used": used[:],
                 # Of the newest state: a rank that rolls forward yields two steps at once.
-                "hash": hash_tensors(Replica(model, optimizer).tensors()),
+                "hash": hash_state(replica),
                 "hash_of": trainer.applied,
+                "shard": getattr(replica, "shard", None) and str(replica.shard),
             }
             used.clear()
             out.write(json.dumps(row) + "\n")
             out.flush()
+
+
+def make_trainer(
+    scenario: dict[str, Any], model: nn.Module, compute: Any, membership: Line
+) -> tuple[Any, Trainer]:
+    """Return what is trained, replicated or sharded, and its loop."""
+    common = {"count": scenario["batch"] // scenario["micro_batch"], "seed": 3}
+    common |= {"membership": membership, "bucket_bytes": 4096}
+    if "shard" not in scenario:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        replica = Replica(model, optimizer, clip_norm=1.0)
+        return replica, Trainer(replica, compute, exact=scenario.get("exact", False), **common)
+    from perdure.worker.elastic.shard_trainer import ShardTrainer
+    from perdure.worker.elastic.sharded import ShardedReplica
+
+    sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
+    return sharded, ShardTrainer(sharded, compute, minimum=scenario["shard"], **common)
+
+
+def hash_state(replica: Any) -> str:
+    if isinstance(replica, Replica):
+        return hash_tensors(replica.tensors())
+    return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
 
 
 class World:

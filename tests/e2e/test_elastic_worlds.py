@@ -37,6 +37,11 @@ def fixed() -> list[dict[str, Any]]:
             "exact-killed", 4, exact=True, joins=1, join_epoch=1,
             kill={"0": "reduced 3", "2": "optimizer 5"},
         ),
+        *(
+            scenario(f"shard-{n}", 4, shard=2, joins=1, join_epoch=1, kill={str(n): place})
+            for n, place in enumerate(("forward 5", "backward 9", "reduced 41", "applied 3"))
+        ),
+        scenario("shard-none", 3, shard=0),
     ]  # fmt: skip
 
 
@@ -91,10 +96,10 @@ def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: s
     assert set(ends.values()) == {0}, outcome["log"][-2000:]
     survivors = [rank for rank in ends if int(rank) < ranks]
     assert all([row["step"] for row in rows[r]] == list(range(STEPS)) for r in survivors)
-    hashes: dict[int, set[str]] = {}
+    hashes: dict[tuple[int, str], set[str]] = {}
     losses: dict[int, set[tuple[str, ...]]] = {}
     for row in (row for of_rank in rows.values() for row in of_rank):
-        hashes.setdefault(row["hash_of"], set()).add(row["hash"])
+        hashes.setdefault((row["hash_of"], row["shard"]), set()).add(row["hash"])
         losses.setdefault(row["step"], set()).add(tuple(row["losses"]))
     assert [len(found) for found in hashes.values()] == [1] * len(hashes)
     assert [len(found) for found in losses.values()] == [1] * STEPS
@@ -127,3 +132,17 @@ def test_exact_losses_and_parameters_are_bitwise_equal(outcomes: dict[str, Any])
                 curves.add(tuple(tuple(row["losses"]) for row in rows))
                 ends.add(rows[-1]["hash"])
     assert len(curves) == len(ends) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+def test_sharded_losses_are_the_replicated_ones(outcomes: dict[str, Any]) -> None:
+    """But for the order in which gradients of another number of ranks are added."""
+
+    def curve(name: str) -> list[float]:
+        rows = next(rows for rows in outcomes[name]["rows"].values() if len(rows) == STEPS)
+        return [float.fromhex(loss) for row in rows for loss in row["losses"]]
+
+    for name in (n for n in NAMES if n.startswith("shard")):
+        assert curve(name) == pytest.approx(curve("whole"), rel=1e-4), name

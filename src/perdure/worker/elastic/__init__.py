@@ -10,12 +10,14 @@ the same script trains. What a step computes depends on (seed, step, micro-batch
 how many ranks there are.
 """
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from perdure.model.errors import ConfigError
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.attach import attach_rank
 from perdure.worker.elastic.data import MicroBatches
@@ -24,7 +26,10 @@ from perdure.worker.elastic.replica import Replica, make_model
 from perdure.worker.elastic.state import hash_tensors as hash_tensors
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 
-__all__ = ["Step", "Trainer", "hash_tensors", "open_trainer", "train"]
+if TYPE_CHECKING:
+    from perdure.worker.elastic.shard_trainer import ShardTrainer
+
+__all__ = ["Step", "Trainer", "hash_tensors", "open_sharded_trainer", "open_trainer", "train"]
 
 
 def train(
@@ -39,6 +44,7 @@ def train(
     seed: int = 0,
     shuffle: bool = True,
     exact: bool = False,
+    shard: int | Literal["full"] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
     device: str | torch.device = "cpu",
@@ -53,6 +59,8 @@ def train(
     schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
     committed step.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
+    With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
+    more, or one copy over all (`"full"`); the model that is returned is sharded.
 
     Raises:
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
@@ -61,26 +69,31 @@ def train(
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
-    made = optimizer(model.parameters())
 
-    def compute(step: int, number: int) -> Tensor:
+    def run(model: Callable[[Any], Any], step: int, number: int) -> Tensor:
         inputs, targets = data.load(step, number)
         return loss(model(move_to(inputs, device)), move_to(targets, device))
 
-    trainer = open_trainer(
-        model,
-        made,
-        compute,
-        micro_batches=plan.count,
-        seed=seed,
-        exact=exact,
-        scheduler=scheduler(made) if scheduler is not None else None,
-        clip_norm=clip_norm,
-    )
+    common: Any = {
+        "micro_batches": plan.count,
+        "seed": seed,
+        "exact": exact,
+        "clip_norm": clip_norm,
+    }
+    trainer: Trainer
+    if shard is not None:
+        trainer = open_sharded_trainer(
+            model, optimizer, run, shard=shard, scheduler=scheduler, **common
+        )
+    else:
+        made = optimizer(model.parameters())
+        schedule = scheduler(made) if scheduler is not None else None
+        compute = functools.partial(run, model)
+        trainer = open_trainer(model, made, compute, scheduler=schedule, **common)
     for step in trainer.steps(steps):
         if on_step is not None:
             on_step(step)
-    return model
+    return trainer.model
 
 
 def open_trainer(
@@ -111,6 +124,54 @@ def open_trainer(
         seed=seed,
         exact=exact,
         membership=Membership(attachment),
+        bucket_bytes=bucket_bytes,
+    )
+
+
+def open_sharded_trainer(
+    model: torch.nn.Module,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    compute: Callable[[torch.nn.Module, int, int], Tensor],
+    *,
+    shard: int | Literal["full"],
+    micro_batches: int,
+    seed: int = 0,
+    exact: bool = False,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip_norm: float = 0.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    options: Mapping[str, Any] | None = None,
+) -> "ShardTrainer":
+    """Return a loop over a sharded `model`: what `open_trainer` is to a replicated one.
+
+    The model, its optimizer and its schedule are made anew for each world, so that the last two
+    are given as what makes them, and `compute(model, step, micro_batch)` is given the newest
+    model. It may be called once more for a micro-batch that counts only once, to keep others
+    company. `options` go to `fully_shard`.
+
+    Raises:
+        ConfigError: `shard` is no number of ranks, or `exact` is asked for.
+    """
+    from perdure.worker.elastic.shard_trainer import ShardTrainer
+    from perdure.worker.elastic.sharded import ShardedReplica
+
+    if exact:
+        raise ConfigError("elastic: exact=True is for replicated state", hint="leave out shard=")
+    if shard != "full" and (not isinstance(shard, int) or shard < 1):
+        raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
+    attachment = attach_rank()
+    if attachment is not None:
+        attachment.enter("init")
+    replica = ShardedReplica(
+        model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
+    )
+    return ShardTrainer(
+        replica,
+        lambda step, micro_batch: compute(replica.now(), step, micro_batch),
+        count=micro_batches,
+        seed=seed,
+        membership=Membership(attachment),
+        minimum=0 if shard == "full" else shard,
         bucket_bytes=bucket_bytes,
     )
 

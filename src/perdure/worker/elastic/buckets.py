@@ -22,9 +22,9 @@ class Bucket:
     """Neighbouring parameters of one dtype and device, last ones first."""
 
     params: list[Tensor]
-    flats: tuple[Tensor, Tensor]
-    """For even and odd steps."""
-    views: tuple[list[Tensor], list[Tensor]]
+    flats: tuple[Tensor, ...]
+    """For even and odd steps, or for all."""
+    views: tuple[list[Tensor], ...]
     missing: int = 0
     """Parameters whose gradient the backward pass under way has not finished."""
 
@@ -49,15 +49,15 @@ class _Group:
 class Buckets:
     """The gradients of `params`."""
 
-    def __init__(self, params: Sequence[Tensor], bucket_bytes: int) -> None:
-        """Make buffers for two steps, and watch each parameter's gradient."""
+    def __init__(self, params: Sequence[Tensor], bucket_bytes: int, sets: int = 2) -> None:
+        """Make buffers for two steps (or one), and watch each parameter's gradient."""
         self.params = [p for p in params if p.requires_grad]
-        self.buckets = [_make_bucket(group) for group in _split(self.params, bucket_bytes)]
+        self.buckets = [_make_bucket(group, sets) for group in _split(self.params, bucket_bytes)]
         self._of = {p: b for b in self.buckets for p in b.params}
         self._pass: _Pass | None = None
         self._failure: Exception | None = None
         for param in self.params:
-            param.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+            param.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
 
     @property
     def nbytes(self) -> int:
@@ -66,7 +66,7 @@ class Buckets:
 
     def flats(self, step: int) -> list[Tensor]:
         """Return the buffers of a step."""
-        return [bucket.flats[step % 2] for bucket in self.buckets]
+        return [_of_step(bucket.flats, step) for bucket in self.buckets]
 
     def arm(self, step: int, scale: float, send: Callable[[Tensor], None]) -> None:
         """Hand each bucket, times `scale`, to `send` once the coming backward has filled it."""
@@ -99,7 +99,7 @@ class Buckets:
     def expose(self, step: int) -> None:
         """Make the buffers of `step` the parameters' gradients."""
         for bucket in self.buckets:
-            for param, view in zip(bucket.params, bucket.views[step % 2], strict=True):
+            for param, view in zip(bucket.params, _of_step(bucket.views, step), strict=True):
                 param.grad = view
 
     def drop(self) -> None:
@@ -107,7 +107,8 @@ class Buckets:
         for param in self.params:
             param.grad = None
 
-    def _note(self, param: Tensor) -> None:
+    def note(self, param: Tensor) -> None:
+        """The gradient of `param` is there: in an armed pass, full buckets leave."""
         current = self._pass
         if current is None:
             return
@@ -123,11 +124,11 @@ class Buckets:
 
     def _send(self, current: _Pass, bucket: Bucket) -> None:
         _fill(bucket, current.step, current.scale)
-        current.send(bucket.flats[current.step % 2])
+        current.send(_of_step(bucket.flats, current.step))
 
 
 def _fill(bucket: Bucket, step: int, scale: float) -> None:
-    flat, views = bucket.flats[step % 2], bucket.views[step % 2]
+    flat, views = _of_step(bucket.flats, step), _of_step(bucket.views, step)
     with torch.no_grad():
         for param, view in zip(bucket.params, views, strict=True):
             if param.grad is None:
@@ -151,12 +152,16 @@ def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[_Group]:
     return groups
 
 
-def _make_bucket(group: _Group) -> Bucket:
+def _of_step(sets: tuple[Any, ...], step: int) -> Any:
+    return sets[step % len(sets)]
+
+
+def _make_bucket(group: _Group, sets: int) -> Bucket:
     dtype, device = group.key
     size = sum(p.numel() for p in group.params)
-    flats = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(2))
+    flats = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(sets))
     views: list[list[Tensor]] = []
     for flat in flats:
         parts = torch.split(flat, [p.numel() for p in group.params])
         views.append([part.view_as(p) for part, p in zip(parts, group.params, strict=True)])
-    return Bucket(list(group.params), (flats[0], flats[1]), (views[0], views[1]))
+    return Bucket(list(group.params), flats, tuple(views))

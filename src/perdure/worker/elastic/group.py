@@ -10,14 +10,16 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from perdure.model.codec import decode, encode
 from perdure.plan.commit import Standing
+from perdure.plan.shards import ShardStanding
 from perdure.worker.interrupt import shut_down_gloo
 
 _BUILD_S = 10.0
@@ -29,6 +31,8 @@ _SLICE_S = 0.5
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 
+
+AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding)
 
 _left_behind: set[Any] = set()
 """Groups with a collective that never ends: their destructor would wait for it."""
@@ -88,6 +92,13 @@ class Group:
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
             self._works.append((self._group.broadcast([tensor], options), False))
+
+    def all_gather(self, output: Tensor, part: Tensor) -> None:
+        """Begin to fill `output` with every member's `part`, in order."""
+        options = AllgatherOptions()
+        options.timeout = timedelta(seconds=_COLLECTIVE_S)
+        with _translated():
+            self._works.append((self._group._allgather_base(output, part, options), False))
 
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Begin to send `tensor` to a member."""
@@ -156,6 +167,42 @@ class Group:
         self._group = None
 
 
+class Copy(Group):
+    """The members that together hold one copy of a sharded state.
+
+    It is torch's default process group, because a device mesh asks for that.
+    """
+
+    def __init__(self, members: tuple[int, ...], me: int, store: Any) -> None:
+        """Connect, also where there is but one member.
+
+        Raises:
+            Broken: a member was lost meanwhile.
+        """
+        super().__init__((me,), me, store, None)
+        self.members, self.index = members, members.index(me)
+        timeout = timedelta(seconds=_BUILD_S)
+        with _translated():
+            dist.init_process_group(
+                "gloo", store=store, rank=self.index, world_size=len(members), timeout=timeout
+            )
+        world: Any = dist.group.WORLD
+        self._group = world._get_backend(torch.device("cpu"))
+        self._group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
+
+    def give_up(self) -> None:
+        """Wait until nothing is under way, disconnect, and forget torch's default group.
+
+        Modules and meshes still refer to it, so that its connections would stay open, and those
+        who wait for this member would not learn that it has left.
+        """
+        super().give_up()
+        with contextlib.suppress(OSError):
+            shut_down_gloo()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
 def make_device() -> Any:
     """Return gloo's listener, which all groups of this process share."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "")
@@ -179,9 +226,9 @@ def exchange_standings(
     store: Any,
     members: tuple[int, ...],
     me: int,
-    standing: Standing,
+    standing: AnyStanding,
     overtaken: Callable[[], bool],
-) -> dict[int, Standing]:
+) -> dict[int, AnyStanding]:
     """Return every member's standing; `me` writes `standing`, once.
 
     Raises:
@@ -191,7 +238,8 @@ def exchange_standings(
     store.set(f"standing/{me}", encode(standing))
     wait_for(store, keys, overtaken)
     values = store.multi_get(keys)
-    return {rank: decode(value, Standing) for rank, value in zip(members, values, strict=True)}
+    pairs = zip(members, values, strict=True)
+    return {rank: decode(value, type(standing)) for rank, value in pairs}
 
 
 def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:

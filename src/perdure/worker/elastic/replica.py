@@ -23,7 +23,7 @@ class Replica:
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
         self._clip_norm = clip_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self._versions = [b._version for b in model.buffers()]
+        self._guard = BufferGuard(model)
 
     def update(self) -> None:
         """Apply the gradients that the parameters have now."""
@@ -49,19 +49,34 @@ class Replica:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
-        self._versions = [b._version for b in self.model.buffers()]
+        self._guard = BufferGuard(self.model)
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers, by which replicas are compared."""
         return [t.detach() for t in self.model.state_dict().values() if isinstance(t, Tensor)]
 
     def refuse_buffers(self) -> None:
-        """Refuse a model whose forward pass alters its buffers, as BatchNorm's does.
+        """Refuse a model whose forward pass alters its buffers; see `BufferGuard`."""
+        self._guard.check()
+
+
+class BufferGuard:
+    """Sees whether a model's forward pass alters its buffers, as BatchNorm's does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Watch from now on."""
+        self._model = model
+        self._versions = [b._version for b in model.buffers()]
+
+    def check(self) -> None:
+        """Refuse the model, if it does.
 
         Raises:
             ConfigError: such a state would depend on which rank computed which micro-batch.
         """
-        for (name, buffer), version in zip(self.model.named_buffers(), self._versions, strict=True):
+        for (name, buffer), version in zip(
+            self._model.named_buffers(), self._versions, strict=True
+        ):
             if buffer._version != version:
                 raise ConfigError(
                     f"elastic: the forward pass alters the buffer {name}, which ranks would then "

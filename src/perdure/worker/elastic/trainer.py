@@ -67,6 +67,7 @@ class Trainer:
         exact: bool,
         membership: Membership,
         bucket_bytes: int = BUCKET_BYTES,
+        buckets: Buckets | None = None,
     ) -> None:
         """Train `replica` with `count` micro-batches a step."""
         self._replica, self._compute = replica, compute
@@ -74,7 +75,7 @@ class Trainer:
         self._membership = membership
         self._progress = Progress(membership.attachment)
         self._saving = Saving(membership, replica)
-        self._buckets = Buckets(replica.parameters, bucket_bytes)
+        self._buckets = buckets or Buckets(replica.parameters, bucket_bytes)
         self._tree = GradientTree(count) if exact else None
         self._group: Group | None = None
         membership.abandon = self._abandon
@@ -94,6 +95,11 @@ class Trainer:
         self._total = 0
         self._over = False
         self._checked = False
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """Return what is trained."""
+        return self._replica.model
 
     @property
     def applied(self) -> int:

@@ -1,0 +1,268 @@
+"""One rank of an elastic world whose state is sharded.
+
+What differs from a replicated one:
+
+- Members of a copy run their micro-batches side by side, because each gathers from all. Where the
+  gathering breaks in mid-backward, what that pass has added is taken back.
+- The counts are reduced last. A member that has applied a step knows from them that every other
+  has the step's reduced gradients, of its own rows at least, and can apply them by itself.
+- A new world has other shards. A member keeps those that it had until all have reduced a step in
+  the new world: who is lost before that takes nothing along that others have given up.
+"""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from perdure.model.errors import PlatformError
+from perdure.plan.commit import FRESH
+from perdure.plan.microbatches import assign
+from perdure.plan.shards import (
+    NO_LINE,
+    WHOLE,
+    Shard,
+    ShardReformation,
+    ShardStanding,
+    Source,
+    decide_shards,
+)
+from perdure.worker.data import derive_seed, seed_all
+from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.sharded import ShardedReplica
+from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
+from perdure.worker.elastic.transfer import move_parts, share_plain
+
+_HashStore: Any = vars(dist)["HashStore"]
+_PrefixStore: Any = vars(dist)["PrefixStore"]
+_LINES = 1_000_000
+"""Epochs that a generation may have, for lines to be told apart."""
+
+
+class NoSaving:
+    """Saves nothing."""
+
+    def restore(self) -> int:
+        """Return 0."""
+        return 0
+
+    def look(self, applied: int, members: tuple[int, ...]) -> None:
+        """Save nothing."""
+
+    def close(self) -> None:
+        """Wait for nothing."""
+
+
+class ShardTrainer(Trainer):
+    """Runs `compute(step, micro_batch) -> loss` for every micro-batch of every step, once."""
+
+    def __init__(
+        self,
+        replica: ShardedReplica,
+        compute: Callable[[int, int], Tensor],
+        *,
+        count: int,
+        seed: int,
+        membership: Membership,
+        minimum: int,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Train `replica`, of which `minimum` members have a copy (0: all of them)."""
+        buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
+        super().__init__(
+            cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
+            buckets=buckets,
+        )  # fmt: skip
+        self._saving = NoSaving()  # type: ignore[assignment]
+        self._sharded, self._minimum = replica, minimum
+        self._copy: Copy | None = None
+        self._copies: tuple[tuple[int, ...], ...] = ()
+        self._rounds = 0
+        """Micro-batches of this step that the members of this copy still run side by side."""
+        self._filling = False
+        self._before: dict[str, Tensor | None] = {}
+        """Gradients as they were before the pass under way."""
+        self._line = self._ready = NO_LINE
+        self._old: dict[Shard, Parts] = {}
+        """Shards of the world before, of the same step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model, sharded as the newest world has it."""
+        return self._sharded.now()
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _advance(self, group: Group) -> None:
+        super()._advance(group)
+        self._plan_rounds(assign(self._count, group.members))
+
+    def _plan_rounds(self, todo: dict[int, tuple[int, ...]]) -> None:
+        mine = next(copy for copy in self._copies if self._membership.me in copy)
+        self._rounds = max(len(todo[member]) for member in mine)
+
+    def _reduce(self, group: Group) -> None:
+        """Compute what is missing, and reduce; the counts last."""
+        scale, armed = 1.0 / self._count, False
+        while self._rounds:
+            if self._membership.overtaken():
+                raise Broken("a new world was ordered")
+            armed = self._rounds == 1
+            self._run_round(group, scale, last=armed)
+            if self._todo:
+                self._done.append(self._todo.pop(0))
+            self._rounds -= 1
+            self._progress.mark_work()
+        if not armed:
+            self._buckets.arm(self._applied, scale, group.all_reduce)
+        self._buckets.flush()
+        group.wait()
+        self._ready = self._make_line()
+        self._send_tally(group)
+        group.wait()
+        self._old.clear()
+
+    def _run_round(self, group: Group, scale: float, *, last: bool) -> None:
+        """One micro-batch, forward and backward, or one that only keeps the others company."""
+        self._filling = not self._todo
+        micro_batch = self._todo[0] if self._todo else 0
+        if last and self._filling:
+            self._buckets.arm(self._applied, scale, group.all_reduce)
+            self._buckets.flush()
+        seed_all(derive_seed(self._seed, "micro-batch", self._applied, micro_batch))
+        try:
+            loss = self._compute(self._applied, micro_batch)
+            if not self._filling:
+                self._tally[0, micro_batch] = 1.0
+                self._tally[1, micro_batch] = loss.detach().item()
+                if last:
+                    self._buckets.arm(self._applied, scale, group.all_reduce)
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            for name, gradient in self._before.items():
+                self._sharded.stand_ins[name].grad = gradient
+            raise
+        finally:
+            self._before.clear()
+        if not self._checked:
+            self._checked = True
+            self._replica.refuse_buffers()
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """A gathered parameter's gradient of this pass is there."""
+        if self._filling:
+            return
+        stand_in, gradient = self._sharded.stand_ins[name], parameter.grad
+        assert gradient is not None
+        gradient = gradient.to(stand_in.dtype)
+        self._before.setdefault(name, stand_in.grad)
+        stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
+        self._buckets.note(stand_in)
+
+    def _apply(self, group: Group) -> None:
+        super()._apply(group)
+        self._line, self._ready = self._ready, NO_LINE
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def _make_line(self) -> int:
+        return self._membership.generation * _LINES + self._membership.epoch
+
+    def _leave(self) -> None:
+        self._sharded.release()
+        if self._copy is not None:
+            self._copy.give_up()
+        self._copy = None
+        super()._leave()
+
+    def _abandon(self) -> None:
+        copy = self._copy
+        if copy is not None:
+            copy.abandon()
+        super()._abandon()
+
+    def _form(self, members: tuple[int, ...]) -> Any:
+        me, store = self._membership.me, self._open_store(members)
+        mine = self._stand()
+        overtaken = self._membership.overtaken
+        standings = exchange_standings(store, members, me, mine, overtaken)
+        lengths = self._sharded.skeleton.lengths
+        plan = decide_shards(self._count, lengths, self._minimum, standings)
+        if plan is None:
+            raise PlatformError(
+                "the last copy of a shard is lost, and no snapshot is whole",
+                hint="the world starts again from the newest checkpoint",
+            )
+        self._device = self._device or make_device()
+        self._group = group = Group(members, me, store, self._device)
+        self._progress.enter_group()
+        self._roll_forward(plan, group)
+        self._take_shard(plan, group, store)
+        self._copies = plan.copies
+        self._plan_rounds(plan.todo)
+        return plan
+
+    def _open_store(self, members: tuple[int, ...]) -> Any:
+        if len(members) > 1:
+            return self._membership.store()
+        return _HashStore()
+
+    def _stand(self) -> ShardStanding:
+        shards = tuple(self._old)
+        if self._sharded.shard is not None and self._sharded.shard not in self._old:
+            shards = (*shards, self._sharded.shard)
+        return ShardStanding(
+            node="",
+            applied=FRESH if self._fresh else self._applied,
+            line=self._line,
+            shards=() if self._fresh else shards,
+            done=tuple(self._done),
+            ready=self._ready,
+        )
+
+    def _roll_forward(self, plan: ShardReformation, group: Group) -> None:
+        """Apply what is reduced, where others have: they tell the losses."""
+        me = self._membership.me
+        tally = self._sums[(plan.step - 1) % 2]
+        if me == plan.holder:
+            for member in plan.forward:
+                group.send(tally, member, 0)
+        elif me in plan.forward:
+            group.receive(tally, plan.holder, 0)
+        group.wait()
+        if me in plan.forward:
+            self._apply(group)
+
+    def _take_shard(self, plan: ShardReformation, group: Group, store: Any) -> None:
+        """Become the shard that the plan gives to this member, at the plan's step."""
+        me, replica = self._membership.me, self._sharded
+        shard, overtaken = plan.layout[me], self._membership.overtaken
+        at_step = not self._fresh and (self._applied, self._line) == (plan.step, plan.line)
+        held = dict(self._old) if at_step else {}
+        if at_step and replica.shard is not None:
+            held[replica.shard] = replica.parts()
+        elif not plan.sources and me == min(plan.layout):
+            held[WHOLE] = replica.parts()
+        first = min((s.member for s in plan.sources), default=min(plan.layout))
+        plain = share_plain(group, me, first, replica.plain() if me == first else None, overtaken)
+
+        def read(source: Source) -> Parts:
+            return held[source.shard]
+
+        parts = move_parts(group, me, plan, replica.skeleton.shapes, plain["keys"], read, overtaken)
+        mine = next(copy for copy in plan.copies if me in copy)
+        prefix = _PrefixStore(f"copy/{min(mine)}", store)
+        copy = Copy(mine, me, prefix)
+        self._copy = copy
+        replica.adopt(copy, shard, parts, plain, self._take)
+        self._old = held
+        if not at_step:
+            self._applied, self._line = plan.step, plan.line
+            self._holds = False
+            self._buckets.drop()
+            self._forget()
+        self._ready = NO_LINE
