@@ -62,3 +62,9 @@ def test_a_kept_micro_batch_that_is_redone_is_caught(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(elastic, "decide_reformation", redo_all)
     with pytest.raises(InvariantViolated, match="counts twice"):
         run_all(range(20))
+
+
+def test_spares_stand_in_and_any_node_may_be_lost() -> None:
+    runs = [run(seed, spares=1, faults=6) for seed in range(700, 730)]
+    assert sum(one.reformed for one in runs) > 30
+    assert {max(one.truth) for one in runs} == {100}

@@ -75,10 +75,14 @@ class Fabric:
         """Have `call` made within that time."""
         self.clock.after(self.chance.random() * at_most_s, call)
 
-    def feel(self, epoch: int, but: int) -> None:
-        """Member `but` of an epoch is gone: whoever waits for it is told, sooner or later."""
+    def feel(self, gone: "Member") -> None:
+        """A member has left its epoch: whoever waits for it is told, sooner or later.
+
+        With its process goes the store that it served.
+        """
         for member in self.members.values():
-            if member.number != but and member.epoch == epoch and member.alive:
+            near = member.epoch == gone.epoch or (member.meets_at(gone) and not gone.alive)
+            if member is not gone and member.alive and near:
                 self.soon(_FEEL_S, member.make_breaker())
 
 
@@ -87,6 +91,7 @@ class Member:
     """One rank and its trainer."""
 
     number: int
+    node: int
     fabric: Fabric
     emit: Callable[[AnyEvent], None]
     end: Callable[[int], None]
@@ -115,6 +120,15 @@ class Member:
     left_s: float = 0.0
     ordered_s: float = 0.0
 
+    @property
+    def store(self) -> str:
+        """Return the address of the store that it serves."""
+        return f"member:{self.number}"
+
+    def meets_at(self, other: "Member") -> bool:
+        """Return whether the world that it was ordered into meets at the other one's store."""
+        return self.newest is not None and self.newest.store == other.store
+
     # --- beginning and end --------------------------------------------------------------------
 
     def start(self) -> None:
@@ -129,7 +143,11 @@ class Member:
                 False,
             )
         fabric.truth.setdefault(0, 0)
-        self.emit(RankJoined(generation=fabric.generation, rank=self.number, depth="elastic"))
+        self.emit(
+            RankJoined(
+                generation=fabric.generation, rank=self.number, depth="elastic", store=self.store
+            )
+        )
         if not self.joins:
             first = ReformWorld(
                 generation=fabric.generation, epoch=0, ranks=tuple(range(self.size)), reason="first"
@@ -141,7 +159,7 @@ class Member:
         self.alive = False
         self.turn += 1
         if not self.over:
-            self.fabric.feel(self.epoch, self.number)
+            self.fabric.feel(self)
 
     # --- orders -------------------------------------------------------------------------------
 
@@ -196,7 +214,7 @@ class Member:
         self.turn += 1
         self.waits = self.computes = False
         self.left_s = self.fabric.clock.now
-        self.fabric.feel(self.epoch, self.number)
+        self.fabric.feel(self)
 
     def _overtaken(self) -> bool:
         return self.newest is not None and self.newest.epoch > self.epoch
@@ -211,6 +229,9 @@ class Member:
         self.epoch, self.world = order.epoch, order.ranks
         if self.number not in order.ranks:
             self.end(1)
+            return
+        if any(self.meets_at(m) and not m.alive for m in fabric.members.values()):
+            self.break_world("the store is gone")
             return
         applied = FRESH if self.fresh else self.applied
         mine = Standing(applied, tuple(sorted(self.done)), self.holds)

@@ -1,5 +1,6 @@
 """A whole elastic job under virtual time: the real controller and agents above played members."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ from perdure.agent import Agent
 from perdure.agent.messages import KeeperSaid, Request, SpawnRanks, TellWorker
 from perdure.model.actions import ReformWorld
 from perdure.model.progress import ProcSample, RankAccount, RankProgress
-from perdure.model.wire import KeeperSpawned
+from perdure.model.wire import KeeperSpawned, KeeperStopped
 from perdure.sim.elastic import Fabric, Member
 from perdure.sim.node import Keeper, Node
 from perdure.sim.simulation import Scenario, Simulation
@@ -38,15 +39,13 @@ class ElasticNode(Node):
 
     def members(self, generation: int) -> dict[int, Member]:
         """Return those of a generation that this node has ever started."""
-        mine = self.fabric_of(generation).members
-        return {n: m for n, m in mine.items() if self.spec.node_of(n) == self.node}
+        return {n: m for n, m in self.fabric_of(generation).members.items() if m.node == self.node}
 
     def _do(self, request: Request) -> None:
         agent = self.agent
         match request:
-            case SpawnRanks(assignment=assignment, members=beside) if beside:
-                number = assignment.generation
-                self.clock.after(_SPAWN_S, lambda: self._spawn_beside(agent, number, beside))
+            case SpawnRanks(members=members) if members:
+                self.clock.after(_SPAWN_S, lambda: self._spawn_members(agent, request))
             case TellWorker(rank=rank, message=ReformWorld() as order):
                 self.clock.after(_LINE_S, lambda: self._tell_order(agent, rank, order))
             case _:
@@ -67,33 +66,41 @@ class ElasticNode(Node):
             for rank in sorted(held.running):
                 self._bring_up(held, rank, joins=False)
 
-    def _spawn_beside(self, agent: Agent | None, generation: int, beside: tuple[int, ...]) -> None:
-        held = self.keeper
-        if held is None or generation != held.generation or generation <= held.ended:
+    def _spawn_members(self, agent: Agent | None, request: SpawnRanks) -> None:
+        """Start members that come into a world that exists."""
+        held, generation = self.keeper, request.assignment.generation
+        if held is None or generation < held.generation:
             return
-        known = self.members(generation)
-        for rank in (r for r in beside if r not in known):
+        if generation <= held.ended:
+            self._feed_same(agent, KeeperSaid(message=KeeperStopped(generation)))
+            return
+        if generation > held.generation:
+            held.generation, held.exits, held.spawned_s = generation, {}, self.clock.now
+            self.newest_spawned = max(self.newest_spawned, generation)
+        new = [m for m in request.members if (generation, m) not in self.begun]
+        for rank in new:
             self.pids += 1
+            self.begun.add((generation, rank))
             held.running[rank] = self.pids
             held.ranks[rank] = self._make_rank(rank, generation, self.world_of(generation))
             self._bring_up(held, rank, joins=True)
-        pids = {rank: held.running[rank] for rank in beside if rank in held.running}
-        said = KeeperSpawned(generation, pids, self.clock.now, warm=True, beside=True)
+        pids = {rank: held.running[rank] for rank in request.members if rank in held.running}
+        said = KeeperSpawned(generation, pids, self.clock.now, warm=True, beside=request.beside)
         self._feed_same(agent, KeeperSaid(message=said))
 
     def _bring_up(self, held: Keeper, rank: int, *, joins: bool) -> None:
         generation = held.generation
         fabric = self.fabric_of(generation)
-        member = Member(
+        fabric.members[rank] = Member(
             rank,
+            self.node,
             fabric,
             emit=lambda event: self._emit(generation, rank, event),
             end=lambda code: self.end_member(generation, rank, code),
             joins=joins,
             size=self.spec.world_size,
         )
-        fabric.members[rank] = member
-        self.clock.after(self.world_of(generation).startup_s, member.start)
+        self.clock.after(self.world_of(generation).startup_s, fabric.members[rank].start)
 
     def end_member(self, generation: int, rank: int, code: int) -> None:
         """Let a member of a generation end by itself."""
@@ -115,6 +122,12 @@ class ElasticNode(Node):
         super().kill_keeper()
         for rank in sorted(held.running) if held is not None else ():
             self.members(held.generation)[rank].die()  # type: ignore[union-attr]
+
+    def crash(self, chance: random.Random) -> None:
+        """Lose one of the processes that live here."""
+        running = sorted(self.keeper.running) if self.keeper is not None else []
+        if running:
+            self.end_rank(chance.choice(running), signal=9)
 
     def finish_ranks(self) -> bool:
         """Members end by themselves."""
@@ -180,6 +193,19 @@ class ElasticSimulation(Simulation):
             if epoch
         }
         return len(epochs)
+
+    def _fault(self, kind: str, node: int, rank: int, down_s: float) -> Callable[[], None]:
+        strike, struck = super()._fault(kind, node, rank, down_s), self.nodes[node]
+        if kind != "crash":
+            return strike
+
+        def crash() -> None:
+            if self.ended is None:
+                self.injected.append(f"crash on node {node} at {self.clock.now - self.start_s:.3f}")
+                assert isinstance(struck, ElasticNode)
+                struck.crash(self.chance)
+
+        return crash
 
     def _save(self) -> None:
         """Members tell of their checkpoints themselves."""

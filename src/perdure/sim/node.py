@@ -105,6 +105,8 @@ class Node:
         self.keeper: Keeper | None = None
         self.pids = node * 1_000_000
         self.newest_spawned = -1
+        self.begun: set[tuple[int, int]] = set()
+        """(generation, rank) of every ring that lies on this node."""
         self.agents = 0
         self.agent: Agent | None = None
         self.left = False
@@ -195,6 +197,7 @@ class Node:
                 exits=exits,
                 started_s=held.spawned_s,
                 newest_on_disk=self.newest_spawned,
+                begun=tuple(sorted(self.begun)),
             )
         )
         for rank in sorted(held.running):
@@ -290,6 +293,7 @@ class Node:
             self.pids += 1
             held.running[rank] = self.pids
             held.ranks[rank] = self._make_rank(rank, generation, world)
+            self.begun.add((generation, rank))
             world.spawn(rank, self.clock.now)
         said = KeeperSpawned(generation, dict(held.running), self.clock.now, warm=True)
         self._feed_same(agent, KeeperSaid(message=said))

@@ -35,6 +35,8 @@ class Scenario:
     seed: int
     nodes: int = 8
     nproc: int = 8
+    spares: int = 0
+    """Spare ranks, on nodes of their own."""
     steps: int = 150
     step_s: float = 0.4
     startup_s: float = 0.6
@@ -77,6 +79,7 @@ class Simulation:
             script="train.py",
             nproc=scenario.nproc,
             nodes=scenario.nodes,
+            spares=scenario.spares,
             checkpoint=CheckpointConfig(every_steps=scenario.save_every)
             if scenario.save_s is None
             else CheckpointConfig(every_s=scenario.save_s),
@@ -108,7 +111,7 @@ class Simulation:
                 witness=self.witness,
                 late_s=lambda: 0.5 * self.chance.random() * scenario.step_s,
             )
-            for node in range(scenario.nodes)
+            for node in range(self.spec.num_nodes)
         ]
         self._start_controller()
         self._plan_faults()
@@ -339,8 +342,8 @@ class Simulation:
         for _ in range(self.scenario.faults):
             at_s = self.chance.random() * length_s
             kind = self.chance.choice(kinds)
-            node = self.chance.randrange(self.scenario.nodes)
-            rank = self.chance.choice(self.spec.ranks_of(node))
+            node = self.chance.randrange(self.spec.num_nodes)
+            rank = node * self.spec.nproc + self.chance.randrange(self.spec.nproc)
             down_s = 0.2 + self.chance.random() * 2.0
             self.clock.after(at_s, self._fault(kind, node, rank, down_s))
 

@@ -10,6 +10,7 @@ Where the pieces of a restart end: `communicator` includes the start of the proc
 """
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from perdure.model.events import JournalEntry
 from perdure.model.progress import RankAccount
@@ -171,7 +172,8 @@ class _Timeline:
         else:
             until_s = generation.joined[numbers[0]] if numbers else self.end_s if last else None
             self._take(generation.number, "idle", self._cursor, until_s)
-        for number, successor in zip(numbers, [*numbers[1:], None], strict=True):
+        for number, successor in pairwise([*numbers, None]):
+            assert number is not None
             history = generation.ranks.get(number) or RankHistory()
             until_s = generation.joined[successor] if successor is not None else None
             if number < spec.world_size:
