@@ -2,9 +2,10 @@
 
     python bench/bench_elastic_sim.py [--steps 1000000] [--first-seed 0]
 
-Each seed is a job of 200 steps on 4 or 8 members every fourth with a spare node, with 6 or 12 faults (ranks, agents, keepers,
-controllers between an event and its decision, network outages), every third one in a network that
-loses and doubles a fifth of its messages. A violated invariant ends the run and names the seed.
+Each seed is a job of 200 steps on 4 or 8 members, every fourth with a spare node, with 6 or 12
+faults (ranks, agents, keepers, controllers between an event and its decision, network outages),
+every third one in a network that loses and doubles a fifth of its messages. A violated invariant
+ends the run and names the seed.
 """
 
 import argparse
@@ -23,9 +24,16 @@ def make_scenario(seed: int) -> Scenario:
     weather = Weather(0.02, 0.2, 0.2) if seed % 3 == 2 else Weather(0.003, 0.02, 0.02)
     nproc = 1 + seed % 2
     return Scenario(
-        seed=seed, nodes=4, nproc=nproc, spares=nproc * (seed % 4 == 3), steps=STEPS, step_s=0.05, faults=6 * nproc, kinds=KINDS,
+        seed=seed,
+        nodes=4,
+        nproc=nproc,
+        spares=nproc if seed % 4 == 3 else 0,
+        steps=STEPS,
+        step_s=0.05,
+        faults=6 * nproc,
+        kinds=KINDS,
         weather=weather,
-    )  # fmt: skip
+    )
 
 
 def main() -> None:
