@@ -2,13 +2,17 @@
 
 They are not part of this repository: `PERDURE_EXAMPLES` names a checkout of pytorch/examples
 (tried with commit 77f55b9). The patches beside this file let them run without accelerators.
+`PERDURE_TORCHFT` names one of pytorch/torchft (73dafea), whose DiLoCo example needs no patch.
 """
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +20,8 @@ from tests.e2e.harness import Job
 from tests.third_party.test_third_party import start  # noqa: F401  (a fixture)
 
 PATCHES = Path(__file__).resolve().parent / "patches"
-EXAMPLES = os.environ.get("PERDURE_EXAMPLES", "")
+EXAMPLES, TORCHFT = os.environ.get("PERDURE_EXAMPLES", ""), os.environ.get("PERDURE_TORCHFT", "")
+DILOCO = Path(__file__).resolve().parent / "scripts" / "published_diloco.py"
 pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.torch]
 needs_examples = pytest.mark.skipif(
     not EXAMPLES, reason="PERDURE_EXAMPLES names no checkout of pytorch/examples"
@@ -62,3 +67,37 @@ def test_the_ddp_tutorial_resumes_from_its_snapshot(
     job.kill("perdure rank tutorial g0 r1")
     assert job.wait() == 0, job.text()[-4000:]
     assert "Resuming training from snapshot" in job.text()
+
+
+@pytest.mark.skipif(not TORCHFT, reason="PERDURE_TORCHFT names no checkout of pytorch/torchft")
+@pytest.mark.timeout(300)
+def test_torchfts_diloco_loses_a_group_and_all_outer_states_are_equal(
+    start: Callable[..., Job],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "log"
+    log.mkdir()
+    words = ("--torchft", "--replicas", "3", "-n", "1")
+    example = str(Path(TORCHFT) / "train_diloco.py")
+    job = start("diloco", *words, str(DILOCO), example, str(log), "0.05")
+    job.deadline += 100
+
+    def rows(group: int) -> list[dict[str, Any]]:
+        path = log / f"group-{group}.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.splitlines(True) if line.endswith("\n")]
+
+    job.wait_until(lambda: len(rows(1)) >= 3, "3 steps")
+    first = rows(1)[-1]
+    os.kill(first["pid"], signal.SIGKILL)
+    assert job.wait() == 0, job.text()[-4000:]
+    survivors = [{row["pid"] for row in rows(group)} for group in (0, 2)]
+    assert [len(pids) for pids in survivors] == [1, 1], "no survivor was started again"
+    healed = [row for row in rows(1) if row["pid"] != first["pid"]]
+    assert healed[0]["step"] > first["step"] + 1
+    states: dict[int, list[str]] = {}
+    for group in range(3):
+        for row in rows(group):
+            states.setdefault(row["step"], []).append(row.get("hash", "failed"))
+    assert len(states[healed[-1]["step"]]) == 3
+    assert all(len({h for h in found if h != "failed"}) == 1 for found in states.values())

@@ -82,7 +82,8 @@ class ReplicaFold:
                         view.away = "left"
                     elif record.failed:
                         self._lose(view, "failed", f"group {node}: {record.cause}")
-                    elif not view.away:
+                    else:
+                        self.losses -= view.away == "evicted"  # It was not lost, but leaving.
                         view.away = "finished"
             case KeeperLost(node=node, generation=generation):
                 view = self.groups.get(node)

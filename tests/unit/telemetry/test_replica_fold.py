@@ -92,6 +92,15 @@ def test_one_left_out_that_comes_back() -> None:
     assert lab.states()[2] == "training"
 
 
+def test_one_that_falls_silent_while_it_ends_was_not_lost() -> None:
+    lab = running()
+    lab.see(2, gone=True, reason="no heartbeat")
+    assert (lab.states()[2], lab.picture().restarts) == ("evicted", 1)
+    record = ExitRecord(rank=2, generation=2, pid=10, at_s=2.0)
+    lab.add(RankExited(node=2, record=record, account=RankAccount(), detected_s=2.0))
+    assert (lab.states()[2], lab.picture().restarts) == ("finished", 0)
+
+
 def beat(lab: Lab, group: int, step: int, generation: int) -> None:
     account = RankAccount(step=step, first_step_s=1.0)
     progress = RankProgress(
