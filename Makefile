@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Serial tests time real processes on a machine that others may use: a second try is shown, not hidden.
 SECOND_TRY := --reruns 1 -r R
 
-.PHONY: setup demo test check lab campaign bench clean
+.PHONY: setup demo test check lab nightly campaign bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -30,6 +30,10 @@ test: check
 lab: setup
 	$(BIN)/pytest -q tests/lab
 
+# The tests of torchft with a nightly build of it, which is downloaded.
+nightly: setup
+	@scripts/nightly.sh
+
 campaign: setup
 	$(BIN)/python bench/campaign.py
 
@@ -37,4 +41,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .demo-elastic .demo-links .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .demo-elastic .demo-links .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
