@@ -152,7 +152,7 @@ class Nvml:
             remapped_rows=int(rows[1]) if rows else -1,
             remap_pending=bool(rows and rows[2]),
             remap_failed=bool(rows and rows[3]),
-            throttle=int(ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(whole), 0)),
+            throttle=self._read_throttle(whole),
             sm_clock_mhz=ask(lambda: nvml.nvmlDeviceGetClockInfo(whole, sm), -1),
             sm_clock_max_mhz=ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(whole, sm), -1),
             power_w=ask(lambda: nvml.nvmlDeviceGetPowerUsage(whole) * _UNIT["mW"], -1.0),
@@ -177,6 +177,13 @@ class Nvml:
                     found.add(ranks[pid])
                     break
         return tuple(sorted(found))
+
+    def _read_throttle(self, handle: Any) -> int:
+        """Return the bits of what holds the clock down; the older name goes with CUDA 14."""
+        reasons = self._call("nvmlDeviceGetCurrentClocksEventReasons", handle)
+        if reasons is None:
+            reasons = self._call("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        return int(reasons or 0)
 
     def _count_ecc(self, handle: Any, which: int) -> int:
         volatile = self._nvml.NVML_VOLATILE_ECC

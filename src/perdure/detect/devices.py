@@ -1,9 +1,10 @@
 """A device's own counters to the word that it is sick: errors at once, slow clocks after a while.
 
 What is looked at, and why that: XIDs that are the hardware's and not the script's (NVIDIA's "Xid
-Errors" catalogue tells them apart), uncorrectable memory errors that grow, rows that can no longer
-be remapped, and a clock held down by heat or by the power supply. GPU-Util is not looked at: a
-device on its way out shows 100 % like any other, and a waiting one as well.
+Errors" catalogue tells them apart), uncorrectable memory errors that grow, or pages retired for
+them, rows that can no longer be remapped, and a clock held down by heat or by the power supply.
+GPU-Util is not looked at: a device on its way out shows 100 % like any other, and a waiting one as
+well.
 
 A device that has failed stays so until somebody says otherwise (`perdure restore`, `perdure notify
 device-ok`); a slow one recovers by itself. What was journaled comes back through `note`, so a new
@@ -71,6 +72,7 @@ class _Health:
     """An outside monitor has said so, and only it takes it back."""
     cleared_s: float = float("-inf")
     ecc: int = -1
+    pages: int = -1
     slow_since_s: float | None = None
     well_since_s: float | None = None
     newest: DeviceSample | None = None
@@ -159,9 +161,12 @@ class DeviceJudge:
 
     def _find_error(self, health: _Health, sample: DeviceSample) -> str:
         """Return what the device says is broken; empty for nothing new."""
-        grown, known = sample.ecc_uncorrected, health.ecc
-        if grown >= 0:
-            health.ecc = grown
+        errors = _count_more(health.ecc, sample.ecc_uncorrected)
+        pages = _count_more(health.pages, sample.retired_pages)
+        if sample.ecc_uncorrected >= 0:  # It begins at 0 again when the driver is loaded anew.
+            health.ecc = sample.ecc_uncorrected
+        if sample.retired_pages >= 0:
+            health.pages = sample.retired_pages
         if sample.error.startswith("lost"):
             return f"device lost: {sample.error}"
         for xid in sample.xids:
@@ -169,8 +174,12 @@ class DeviceJudge:
                 return f"XID {xid.code}: {FATAL_XIDS[xid.code]}"
         if sample.remap_failed and health.cleared_s == float("-inf"):
             return "memory rows cannot be remapped any more"
-        if 0 <= known < grown:
-            return f"{grown - known} uncorrectable memory errors more, {grown} in all"
+        if errors:
+            return f"{errors} uncorrectable memory errors more, {sample.ecc_uncorrected} in all"
+        if pages:
+            return (
+                f"{pages} memory page{'s' if pages > 1 else ''} more retired for double-bit errors"
+            )
         return ""
 
     def _weigh_clock(self, health: _Health, sample: DeviceSample) -> tuple[bool, str] | None:
@@ -223,3 +232,8 @@ class DeviceJudge:
         clocks = sorted(peer.sm_clock_mhz for peer in peers)
         powers = sorted(peer.power_w for peer in peers)
         return clocks[len(clocks) // 2], powers[len(powers) // 2]
+
+
+def _count_more(known: int, told: int) -> int:
+    """Return by how much a counter has grown; 0 where either is not known (-1)."""
+    return max(0, told - known) if known >= 0 else 0
