@@ -27,6 +27,8 @@ log = logging.getLogger("perdure.nats")
 
 T = TypeVar("T")
 _GOODBYE_S = 1.0
+_ATTEMPT_S = 5.0
+_RETRY_S = 0.1
 _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
@@ -36,9 +38,21 @@ class NatsBus:
     def __init__(self) -> None:
         """Make one that is not connected; `connect` is the way to get one that is."""
         self.client = Client()
+        """Another one after the server has sent this one away."""
+        self.url = ""
+        """Where the server is."""
         self._lost = asyncio.Event()
         self._refusal = ""
         """The newest permission or login that the server refused."""
+        self._error: Exception | None = None
+        """The newest that nats-py has met."""
+        self._options: dict[str, Any] = {}
+        self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
+        self._reconnects = 0
+        """Of earlier clients."""
+        self._up = False
+        """Connected, or nats-py is about to; not yet, or no more, where this is False."""
+        self._reviving: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -53,46 +67,102 @@ class NatsBus:
             PlatformError: not connected after `timeout_s`; or the credentials cannot be read.
         """
         bus = cls()
-        client = bus.client
+        bus.url = endpoint.url
         login = find_login(endpoint)
         if endpoint.user:
             login["inbox_prefix"] = inbox_prefix(endpoint.user)
-
-        async def note(error: Exception) -> None:
-            """Errors show at the calls, but for a refusal: nobody waits for that one."""
-            text = str(error)
-            if "violation" in text.lower() and text != bus._refusal:
-                bus._refusal = text
-                log.error("refused by the NATS server: %s", text)
-
-        async def lose() -> None:
-            bus._lost.set()
-            bus._lost = asyncio.Event()
-
+        bus._options = {
+            "servers": [endpoint.url],
+            "name": name or None,
+            "tls": _make_tls(endpoint),
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": 0.1,  # Its type says int; fractions work.
+            "connect_timeout": 2,
+            "ping_interval": 10,
+            "max_outstanding_pings": 2,
+            "error_cb": bus._note_error,
+            "disconnected_cb": bus._lose,
+            "closed_cb": bus._note_closed,
+            **login,
+        }
         try:
             async with asyncio.timeout(timeout_s):
-                await client.connect(
-                    [endpoint.url],
-                    name=name or None,
-                    tls=_make_tls(endpoint),
-                    allow_reconnect=True,
-                    max_reconnect_attempts=-1,
-                    reconnect_time_wait=0.1,  # type: ignore[arg-type]  # seconds, floats work
-                    connect_timeout=2,
-                    ping_interval=10,
-                    max_outstanding_pings=2,
-                    error_cb=note,
-                    disconnected_cb=lose,
-                    **login,
-                )
-        except _LOST as error:
-            await client.close()
-            why = bus._refusal or error or type(error).__name__
-            raise PlatformError(
-                f"no NATS server at {endpoint.url}: {why}",
-                hint="is the job running? With --nats: are the URL and --nats-creds right?",
-            ) from error
+                bus.client = await bus._open()
+        except TimeoutError as error:
+            raise bus._explain() from error
+        bus._up = True
         return bus
+
+    async def _open(self) -> Client:
+        """Return a client that is connected, however long that takes.
+
+        One that was refused is not asked a second time: nats-py may take it for closed by then.
+        """
+        while True:
+            client = Client()
+            try:
+                async with asyncio.timeout(_ATTEMPT_S):
+                    await client.connect(**self._options)
+            except Exception as error:  # Also of a file that is just being written.
+                await self._note_error(error)
+            finally:
+                if not client.is_connected:
+                    await client.close()
+            if client.is_connected:
+                return client
+            await asyncio.sleep(_RETRY_S)
+
+    async def _note_error(self, error: Exception) -> None:
+        """Errors show at the calls, but for a refusal: nobody waits for that one."""
+        text = str(error).removeprefix("nats: ").strip("'")
+        if text or self._error is None:
+            self._error = error
+        if "violation" in text.lower() and text != self._refusal:
+            self._refusal = text
+            log.error("refused by the NATS server: %s", text)
+
+    async def _lose(self) -> None:
+        self._lost.set()
+        self._lost = asyncio.Event()
+
+    async def _note_closed(self) -> None:
+        """Begin anew where nats-py gives up: a server has sent it away.
+
+        That happens when credentials expire or are revoked; a file of them is read anew.
+        """
+        if self._up:
+            self._up = False
+            log.error("sent away by the NATS server (%s); connecting again", self._error)
+            self._reviving = asyncio.create_task(self._revive())
+
+    async def _revive(self) -> None:
+        before, client = self.reconnects, await self._open()
+        for subject, receive in self._subscriptions:
+            await client.subscribe(subject, cb=receive)
+        self.client, self._reconnects, self._up = client, before + 1, True
+
+    def _explain(self) -> PlatformError:
+        """Return why there is no connection, and what to do about it."""
+        cause, url = self._error, self.url
+        if self._refusal:
+            return PlatformError(
+                f"the NATS server at {url} refuses the credentials: {self._refusal}",
+                hint="with --nats: is --nats-creds of this server's account, and not expired?",
+            )
+        if isinstance(cause, ssl.SSLError):
+            why = getattr(cause, "verify_message", "") or cause.reason or cause
+            return PlatformError(
+                f"no safe connection to the NATS server at {url}: {why}",
+                hint="--nats-tls-ca FILE: the authority that has signed its certificate",
+            )
+        why = str(cause or "") or "no answer"
+        if isinstance(cause, OSError) and cause.errno:
+            why = os.strerror(cause.errno) if cause.errno > 0 else cause.strerror
+        return PlatformError(
+            f"no NATS server at {url}: {why}",
+            hint="is the job running? With --nats: is the URL right?",
+        )
 
     @property
     def connected(self) -> bool:
@@ -102,7 +172,7 @@ class NatsBus:
     @property
     def reconnects(self) -> int:
         """How many times the connection was lost and came back."""
-        return int(self.client.stats["reconnects"])
+        return self._reconnects + int(self.client.stats["reconnects"])
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send `data`; dropped while not connected."""
@@ -150,6 +220,7 @@ class NatsBus:
         async def receive(message: Msg) -> None:
             handler(message.data)
 
+        self._subscriptions.append((subject, receive))
         await self.client.subscribe(subject, cb=receive)
         await self._settle()
 
@@ -167,6 +238,7 @@ class NatsBus:
 
             handler(message.data, reply)
 
+        self._subscriptions.append((subject, receive))
         await self.client.subscribe(subject, cb=receive)
         await self._settle()
 
@@ -179,6 +251,10 @@ class NatsBus:
 
     async def close(self) -> None:
         """Disconnect."""
+        self._up = False
+        if self._reviving is not None:
+            self._reviving.cancel()
+            await asyncio.gather(self._reviving, return_exceptions=True)
         transport = self.client._transport
         await self.client.close()
         if transport is not None:  # Of TLS the goodbye is still under way.

@@ -36,8 +36,11 @@ class NatsStream:
     def __init__(self, bus: NatsBus, job: str) -> None:
         """Use `bus`; the stream must exist."""
         self._bus = bus
-        self._js: JetStreamContext = bus.client.jetstream(timeout=5)
         self._name, self._subject = stream_journal(job), subject_journal(job)
+
+    @property
+    def _js(self) -> JetStreamContext:
+        return self._bus.client.jetstream(timeout=5)
 
     @classmethod
     async def open(cls, bus: NatsBus, job: str) -> "NatsStream":
@@ -57,6 +60,11 @@ class NatsStream:
         )
         try:
             await stream._bus.unless_lost(stream._js.add_stream(config))
+        except nats.js.errors.ServiceUnavailableError as error:
+            raise PlatformError(
+                f"no journal can be kept at {bus.url}: JetStream is not there for this account",
+                hint="it has to be on, in the server and for the account (docs/nats.md)",
+            ) from error
         except nats.js.errors.BadRequestError as error:
             if error.err_code != 10058:  # it is there, with other settings: somebody's choice
                 raise PlatformError(f"cannot make the journal: {error}") from error
