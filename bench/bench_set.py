@@ -6,6 +6,7 @@ Changes are sent over one connection, as a program would (a start of the CLI cos
 change). Latency is from the request to the acknowledgement that all ranks run with it; every
 KILL_EVERY-th change is preceded by a SIGKILL of a rank, every other time of the controller. At the
 end the ranks' own trails are compared: a step on which two ranks, or two runs of it, differ counts.
+Where the time of a first try goes is read off the journal: all stamps are of one clock.
 """
 
 import asyncio
@@ -25,8 +26,14 @@ import psutil
 from perdure.adapters.nats import NatsBus
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CommandReceived,
+    JournalEntry,
+)
 from perdure.model.wire import Command, CommandReply, subject_commands
-from perdure.service.jobfiles import load_endpoint, paths_of
+from perdure.service.jobfiles import load_endpoint, paths_of, read_mirror
 from perdure.worker.config import Config
 
 SCRIPT = Path(__file__).resolve().parent.parent / "tests/e2e/scripts/train_settings.py"
@@ -54,8 +61,44 @@ async def change(bus: NatsBus, id_: str, value: float) -> CommandReply:
             await asyncio.sleep(0.1)
 
 
+def find_phases(home: str, spans: dict[str, tuple[float, float]]) -> dict[str, float]:
+    """Return the median ms of each phase of the changes whose first try succeeded.
+
+    `spans` has (sent, answered) in job time, by the command's id.
+    """
+    phases: dict[str, list[float]] = {}
+    windows: dict[str, list[JournalEntry]] = {}
+    window: list[JournalEntry] = []
+    for entry in read_mirror(paths_of(home, JOB)) or []:
+        if isinstance(entry.body, CommandReceived):
+            window = windows[entry.body.id] = []
+        window.append(entry)
+    for id_, entries in windows.items():
+        answers = [
+            e for e in entries if isinstance(e.body, BoundaryAnswered) and not e.body.planned
+        ]
+        ends = [e for e in entries if isinstance(e.body, BoundaryReached)]
+        both = len(answers) == len(ends) == RANKS
+        if id_ not in spans or not both or not all(e.body.ok for e in answers):
+            continue
+        sent, answered = spans[id_]
+        stamps = {
+            "begin": sent,
+            "command to controller": entries[0].at_s,
+            "synced, asked, all have answered": answers[-1].at_s,
+            "synced, told, all ranks at the step": max(e.body.at_s for e in ends),
+            "their reports at the controller": ends[-1].at_s,
+            "synced, reply": answered,
+        }
+        for (_, before), (name, after) in itertools.pairwise(stamps.items()):
+            phases.setdefault(name, []).append(1e3 * (after - before))
+    return {name: round(statistics.median(ms), 1) for name, ms in phases.items()}
+
+
 async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[str, object]:
-    bus = await NatsBus.connect(load_endpoint(paths_of(home, JOB)), name="bench", timeout_s=30)
+    endpoint = load_endpoint(paths_of(home, JOB))
+    bus = await NatsBus.connect(endpoint, name="bench", timeout_s=30)
+    spans: dict[str, tuple[float, float]] = {}
     calm, kills, after, refused = [], 0, [], dict[str, int]()
     epochs = [0]
     began = time.monotonic()
@@ -68,7 +111,11 @@ async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[st
                 os.kill(victim, signal.SIGKILL)
         sent = time.monotonic()
         reply = await change(bus, f"c{number}", (number % 9 + 1) / 10)
-        (after if killed else calm).append(time.monotonic() - sent)
+        took = time.monotonic() - sent
+        (after if killed else calm).append(took)
+        if not killed:
+            begun = sent + endpoint.clock_offset_s
+            spans[f"c{number}"] = (begun, begun + took)
         epochs.append(int(reply.result.get("epoch", epochs[-1])))
         if not reply.ok:
             refused[reply.reason] = refused.get(reply.reason, 0) + 1
@@ -81,6 +128,7 @@ async def measure(home: str, pid: int, changes: int, kill_every: int) -> dict[st
         "changes_per_s": round(changes / wall, 2),
         "latency_ms_median": round(1e3 * statistics.median(calm), 1),
         "latency_ms_p90": round(1e3 * sorted(calm)[int(0.9 * len(calm))], 1),
+        "phases_ms_median": find_phases(home, spans),
         "latency_after_kill_s": [round(s, 2) for s in after],
     }  # fmt: skip
 
