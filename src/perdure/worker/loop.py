@@ -30,6 +30,9 @@ class Saver(Protocol):
     gate_s: float
     """Seconds waited in gates so far."""
 
+    def find(self) -> tuple[int, dict[str, Any]]:
+        """Return step and objects' states of the checkpoint that `restore` will load."""
+
     def restore(self, extra: dict[str, Any]) -> int:
         """Restore all objects, fill `extra`, return the committed step."""
 
@@ -80,6 +83,15 @@ class StepLoop:
         """Take over SIGTERM and SIGUSR1; they count once the loop runs."""
         if self._attachment.control is not None:
             self._signals.install()
+
+    def find(self) -> tuple[int, dict[str, Any]]:
+        """Return what `begin` will restore: its step (0 for none), the states of its objects.
+
+        For trainers that must know where they go on before there is anything to restore into.
+        """
+        self._attachment.leave_startup()
+        self._ring.set_phase("restore")
+        return self._saver.find()
 
     def begin(self) -> None:
         """Restore, once; every object has been registered by now."""

@@ -47,6 +47,11 @@ class Run:
         return self._loop is not None
 
     @property
+    def loop(self) -> StepLoop | None:
+        """The loop behind `steps`, for adapters of trainers that call back; None where alone."""
+        return self._loop
+
+    @property
     def step(self) -> int:
         """Committed steps so far: inside the loop, the number of the step under way."""
         return self._step if self._loop is None else self._loop.committed

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,18 @@ from perdure.worker.checkpoint.staging import Staging, copy_plain
 from perdure.worker.checkpoint.writing import SaveAbandoned, SaveTask
 from perdure.worker.fingerprint import compare_fingerprints, take_fingerprint
 from perdure.worker.rng import capture_rng, restore_rng
+
+
+class _Found(NamedTuple):
+    """The newest usable checkpoint."""
+
+    step: int
+    """0 where there is none."""
+    folder: Path | None
+    skipped: list[str]
+    """Newer ones, each with the reason why it cannot be used."""
+    own: dict[str, Any]
+    """What this rank has kept of its own."""
 
 
 class Checkpointer:
@@ -60,6 +72,7 @@ class Checkpointer:
         self._cache = SavePlanCache(rank)
         self._writer: threading.Thread | None = None
         self._attempts = 0
+        self._found: _Found | None = None
         self.gate_s = 0.0
         """Seconds waited at gates so far."""
 
@@ -180,21 +193,38 @@ class Checkpointer:
 
     # --- restoring ---------------------------------------------------------------------------
 
-    def restore(self, extra: dict[str, Any]) -> int:
-        """Load the newest usable checkpoint into what was registered; return its step, or 0.
+    def find(self) -> tuple[int, dict[str, Any]]:
+        """Return what `restore` will load: its step (0 for none) and the states of its objects.
 
-        Fills `extra` with what was saved beside it. All ranks take the same one: rank 0 chooses
-        where a process group is up, otherwise each comes to the same choice. One that cannot be
-        used is skipped with a line that says why.
+        Objects are all but models and optimizers. All ranks take the same checkpoint: rank 0
+        chooses where a process group is up, otherwise each comes to the same choice. One that
+        cannot be used is skipped with a line that says why.
+
+        Raises:
+            ConfigError: it holds pickles, and `checkpoint.allow_pickle` is off.
+        """
+        if self._found is None:
+            step, folder, skipped = self._choose()
+            own = self._read_own(folder) if folder is not None else {}
+            self._found = _Found(step, folder, skipped, own)
+        return self._found.step, self._found.own.get("objects", {})
+
+    def restore(self, extra: dict[str, Any]) -> int:
+        """Load what `find` finds into what was registered; return its step, or 0.
+
+        Fills `extra` with what was saved beside it.
 
         Raises:
             ConfigError: the checkpoint is whole but does not fit what was registered.
         """
-        step, folder, skipped = self._choose()
+        self.find()
+        assert self._found is not None
+        step, folder, skipped, own = self._found
+        self._found = None
         why: list[str] = []
         if folder is not None:
             try:
-                why = self._load(folder, extra)
+                why = self._load(folder, own, extra)
             except (RuntimeError, KeyError, ValueError, PerdureError) as error:
                 raise ConfigError(
                     f"{folder.name} does not fit the script: {str(error).strip() or repr(error)}",
@@ -262,15 +292,19 @@ class Checkpointer:
         share = (dist.get_rank(), dist.get_world_size()) if group else (0, 1)
         return find_problem(self._root / name, manifest, *share)
 
-    def _load(self, folder: Path, extra: dict[str, Any]) -> list[str]:
-        """Load one checkpoint; return why the resume is not exact, empty where it is."""
+    def _read_own(self, folder: Path) -> dict[str, Any]:
         path = folder / f"rank-{self._rank}.pt"
         if not path.exists():
             path = folder / "rank-0.pt"
+        plain = not self._config.allow_pickle
         try:
-            own = torch.load(path, map_location="cpu", weights_only=not self._config.allow_pickle)
+            own: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=plain)
         except pickle.UnpicklingError as error:
             raise ConfigError(f"{path.name} needs pickle: set checkpoint.allow_pickle") from error
+        return own
+
+    def _load(self, folder: Path, own: dict[str, Any], extra: dict[str, Any]) -> list[str]:
+        """Load one checkpoint; return why the resume is not exact, empty where it is."""
         why = self._registry.replay(own)
         with torch.no_grad():
             read_tensors(folder, self._registry.targets(own))

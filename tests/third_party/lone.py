@@ -1,0 +1,31 @@
+"""A rank in the test's own process: perdure's real loop and checkpoints, no job around it."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from perdure.model.codec import encode
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.worker import run as run_module
+from perdure.worker.attach import Attachment
+from perdure.worker.config import Config
+from perdure.worker.ring import RingWriter
+from perdure.worker.run import Run
+
+
+class Killed(Exception):
+    """Ends a training in the middle of a step, as a kill would."""
+
+
+def join(home: Path, patch: pytest.MonkeyPatch, every_steps: int, generation: int = 0) -> Run:
+    """Let `perdure.init()` return a run that saves under `home`, as a new process would have it."""
+    home.mkdir(exist_ok=True)
+    spec = JobSpec(script="", checkpoint=CheckpointConfig(every_steps=every_steps))
+    (home / "spec").write_bytes(encode(spec))
+    patch.setenv("PERDURE_SPEC", str(home / "spec"))
+    patch.setenv("PERDURE_CHECKPOINT_URL", str(home / "checkpoints"))
+    ring = RingWriter.create(str(home / f"{generation}.ring"), rank=0, generation=generation)
+    run = Run(Config(), Attachment(ring))
+    patch.setattr(run_module, "_run", (os.getpid(), run))
+    return run

@@ -1,0 +1,73 @@
+"""Trainers with perdure's one line: two ranks, one really killed, and no bit of any loss differs.
+
+The libraries in one process, with their other paths: test_huggingface.py.
+"""
+
+import importlib.util
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.exact import check_equal, find_step
+from tests.e2e.harness import Job, read_trail
+
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
+STEPS, SAMPLES, RANKS = 40, 96, 2
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.torch]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Return a function that starts a job; afterwards nothing of it may be left."""
+    jobs: list[Job] = []
+
+    def start_job(script: str, name: str, every: int, pace_s: float) -> Job:
+        trail = tmp_path / name
+        trail.mkdir()
+        words = ["--trail", str(trail), "--steps", str(STEPS), "--pace-s", str(pace_s)]
+        spec = tmp_path / f"{name}.toml"
+        spec.write_text(
+            f'script = "{SCRIPTS / script}"\nargs = {json.dumps(words)}\n'
+            f"[checkpoint]\nevery_steps = {every}\n"
+        )
+        jobs.append(Job(tmp_path, name, "-n", str(RANKS), "-c", str(spec), timeout_s=150.0))
+        return jobs[-1]
+
+    yield start_job
+    for job in jobs:
+        job.end()
+    assert [line for job in jobs for line in job.leftovers()] == []
+
+
+@pytest.mark.parametrize(("library", "script"), [("transformers", "resumable_hf.py")])
+def test_a_kill_changes_no_bit_of_a_trainers_losses(
+    start: Callable[..., Job], tmp_path: Path, library: str, script: str
+) -> None:
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install -e .[thirdparty]")
+    reference = start(script, "reference", STEPS, 0.0)
+    job = start(script, "killed", 10, 0.05)
+    job.wait_until(lambda: find_step(job) >= 25, "step 25")
+    job.kill("perdure rank killed g0 r1")
+    assert job.wait() == 0, job.text()[-4000:]
+    assert reference.wait() == 0, reference.text()[-4000:]
+    assert f"finished at step {STEPS}" in job.text()
+    check_equal(tmp_path, STEPS, RANKS)
+    check_samples(tmp_path)
+    report = job.report()
+    (recovery,) = report["recoveries"]
+    assert recovery["culprit"] == "rank 1"
+    assert report["steps_committed"] == STEPS
+    assert 0 < recovery["lost_steps"] < STEPS, "the ledger does not know what was lost"
+    assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
+
+
+def check_samples(home: Path) -> None:
+    """Each pass over the data has used every sample once, also the one that was interrupted."""
+    trail = read_trail(home / "killed")
+    stream = [i for s in range(STEPS) for r in range(RANKS) for i in trail[r, s][-1][1]]
+    assert len(stream) > 3 * SAMPLES
+    for begin in range(0, len(stream) - SAMPLES + 1, SAMPLES):
+        assert sorted(stream[begin : begin + SAMPLES]) == list(range(SAMPLES))
