@@ -131,7 +131,8 @@ class Memory:
 def encode_memory(memory: Memory) -> bytes:
     """Return the same bytes for the same journal, in every process."""
     written = memory.write()
-    return encode(dataclasses.replace(written, state=_sort_sets(written.state)))
+    sure = {"state": _sort_sets(written.state), "certain": _sort_sets(written.certain)}
+    return encode(dataclasses.replace(written, **sure))
 
 
 def decode_memory(data: bytes, spec: JobSpec) -> Memory:
