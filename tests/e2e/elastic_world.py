@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -159,7 +160,10 @@ def make_trainer(
     from perdure.worker.elastic.sharded import ShardedReplica
 
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
-    return sharded, ShardTrainer(sharded, compute, minimum=scenario["shard"], **common)
+    return sharded, ShardTrainer(
+        sharded, compute, minimum=scenario["shard"], snapshot_every=scenario.get("every", 0),
+        memory=Path(scenario["memory"]) if "memory" in scenario else None, **common,
+    )  # fmt: skip
 
 
 def hash_state(replica: Any) -> str:

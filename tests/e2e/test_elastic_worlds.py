@@ -1,5 +1,6 @@
 """Ranks of elastic worlds, really killed: survivors go on, replicas stay equal, data is whole."""
 
+import itertools
 import json
 import random
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from perdure.plan.microbatches import plan_batches
 from tests.e2e.elastic_world import KILLED_AT
 
+EVERY = 3
 STEPS, BATCH, MICRO = 8, 16, 2
 PLACES = KILLED_AT[:6]
 """Where a rank of an undisturbed world comes by."""
@@ -41,7 +43,11 @@ def fixed() -> list[dict[str, Any]]:
             scenario(f"shard-{n}", 4, shard=2, joins=1, join_epoch=1, kill={str(n): place})
             for n, place in enumerate(("forward 5", "backward 9", "reduced 41", "applied 3"))
         ),
-        scenario("shard-none", 3, shard=0),
+        *(
+            scenario(f"sole-{n}", 3, shard=0, every=EVERY, joins=n, join_epoch=1,
+                     kill={str(n): place, "2": "bring 2"} if n == 1 else {str(n): place})
+            for n, place in enumerate(("applied 4", "backward 17"))
+        ),
     ]  # fmt: skip
 
 
@@ -61,6 +67,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     scenarios = [*fixed(), *(seeded(seed) for seed in range(12))]
     for one in scenarios:
         one["out"] = str(folder / f"{one['name']}-{{}}.jsonl")
+        one["memory"] = str(folder / "memory" / one["name"] / "n0")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.elastic_world"],
         input="".join(json.dumps(one) + "\n" for one in scenarios),
@@ -86,7 +93,7 @@ NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(12)
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if "sole" not in name])
 def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: str) -> None:
     outcome = outcomes[name]
     answer, rows, ranks = outcome["answer"], outcome["rows"], outcome["scenario"]["ranks"]
@@ -144,5 +151,31 @@ def test_sharded_losses_are_the_replicated_ones(outcomes: dict[str, Any]) -> Non
         rows = next(rows for rows in outcomes[name]["rows"].values() if len(rows) == STEPS)
         return [float.fromhex(loss) for row in rows for loss in row["losses"]]
 
-    for name in (n for n in NAMES if n.startswith("shard")):
+    for name in (n for n in NAMES if "shard" in n):
         assert curve(name) == pytest.approx(curve("whole"), rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", [name for name in NAMES if "sole" in name])
+def test_a_lost_sole_shard_costs_at_most_an_interval(outcomes: dict[str, Any], name: str) -> None:
+    """All go back to one snapshot, take the same steps again, and leave no snapshot behind."""
+    outcome = outcomes[name]
+    assert not outcome["answer"].get("hung"), outcome["log"][-2000:]
+    victims = outcome["scenario"]["kill"]
+    rows = {r: rows for r, rows in outcome["rows"].items() if r not in victims and int(r) < 3}
+    assert rows
+    whole = {r["step"]: r["losses"] for r in outcomes["whole"]["rows"]["0"]}
+    for mine in rows.values():
+        steps = [row["step"] for row in mine]
+        assert set(steps) == set(range(STEPS))
+        back = [a - b + 1 for a, b in itertools.pairwise(steps) if b != a + 1]
+        assert all(0 < steps_back <= EVERY for steps_back in back)
+        for row in mine:
+            got, wanted = (
+                [float.fromhex(x) for x in losses] for losses in (row["losses"], whole[row["step"]])
+            )
+            assert got == pytest.approx(wanted, rel=1e-4)
+    left = list(Path(outcome["scenario"]["memory"]).glob("m*.head"))
+    assert {path.name.split("-")[0] for path in left} <= {f"m{victim}" for victim in victims}

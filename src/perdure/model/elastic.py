@@ -31,6 +31,10 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     formed_s: float
     redo: int = 0
     """Micro-batches of a lost rank that it does instead."""
+    back: int = 0
+    """Steps that were applied and are taken again, because a shard's last copy was lost."""
+    connected_s: float = 0.0
+    """When it was connected; from then on states were brought together."""
     reason: str = ""
     finished: bool = False
     """It has applied the last step, as everyone has, and needs no world any more."""

@@ -12,7 +12,8 @@
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
         lighthouse.json     port and last quorum (torchft)
-Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes).
+Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes),
+snapshots of sharded elastic jobs in shared memory.
 """
 
 from hashlib import sha256
@@ -22,10 +23,12 @@ import msgspec
 
 
 class JobPaths(msgspec.Struct, frozen=True):
-    """Paths of one job, as strings, under `root` (its directory) and `sockets`."""
+    """Paths of one job, as strings, under `root` (its directory), `sockets` and `memory`."""
 
     root: str
     sockets: str
+    memory: str
+    """In shared memory: snapshots of shards, a folder a node. They outlive processes."""
 
     def _at(self, *parts: str) -> str:
         return str(PurePosixPath(self.root, *parts))
@@ -136,4 +139,4 @@ def job_paths(home: str, job: str, uid: int) -> JobPaths:
     """Return the paths of `job` under the absolute directory `home`."""
     root = str(PurePosixPath(home, "jobs", job))
     short = sha256(root.encode()).hexdigest()[:12]
-    return JobPaths(root, f"/tmp/perdure-{uid}/{short}")
+    return JobPaths(root, f"/tmp/perdure-{uid}/{short}", f"/dev/shm/perdure-{uid}/{short}")

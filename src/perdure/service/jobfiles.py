@@ -266,6 +266,7 @@ def make_folders(paths: JobPaths) -> None:
     Raises:
         PlatformError: they cannot be made, or the sockets' folder belongs to somebody else.
     """
+    remove_folders(paths)  # Of a run that was itself killed.
     try:
         for folder in ("logs/ranks", "rings", "exits", "errors", "nats"):
             os.makedirs(os.path.join(paths.root, folder), exist_ok=True)
@@ -277,6 +278,12 @@ def make_folders(paths: JobPaths) -> None:
             os.chmod(folder, 0o700)
     except OSError as error:
         raise PlatformError(f"cannot make {error.filename}: {error.strerror}") from error
+
+
+def remove_folders(paths: JobPaths) -> None:
+    """Remove what a job has outside its directory: sockets, and snapshots in memory."""
+    for folder in (paths.sockets, paths.memory):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_space(paths: JobPaths) -> None:

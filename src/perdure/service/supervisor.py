@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import time
@@ -35,6 +34,7 @@ from perdure.service.jobfiles import (
     load_snapshot,
     make_folders,
     paths_of,
+    remove_folders,
     set_previous_aside,
     write_document,
 )
@@ -106,7 +106,7 @@ def run(
         set_subreaper()
         return asyncio.run(supervisor.run())
     finally:
-        shutil.rmtree(paths.sockets, ignore_errors=True)
+        remove_folders(paths)
         lock.release()
 
 

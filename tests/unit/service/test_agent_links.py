@@ -15,7 +15,7 @@ from perdure.worker.groups import SUFFIX
 
 @pytest.fixture
 def telemetry(tmp_path: Path) -> Iterator[LinkTelemetry]:
-    made = LinkTelemetry(JobPaths(str(tmp_path), str(tmp_path)), 0, alone=False)
+    made = LinkTelemetry(JobPaths(str(tmp_path), str(tmp_path), str(tmp_path)), 0, alone=False)
     yield made
     made.close()
 

@@ -45,6 +45,7 @@ def train(
     shuffle: bool = True,
     exact: bool = False,
     shard: int | Literal["full"] | None = None,
+    snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
     device: str | torch.device = "cpu",
@@ -60,7 +61,8 @@ def train(
     committed step.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
-    more, or one copy over all (`"full"`); the model that is returned is sharded.
+    more, or one copy over all (`"full"`); the model that is returned is sharded. Every
+    `snapshot_every` steps each rank's shard is copied to shared memory, beside training.
 
     Raises:
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
@@ -83,8 +85,9 @@ def train(
     trainer: Trainer
     if shard is not None:
         trainer = open_sharded_trainer(
-            model, optimizer, run, shard=shard, scheduler=scheduler, **common
-        )
+            model, optimizer, run, shard=shard, snapshot_every=snapshot_every,
+            scheduler=scheduler, **common,
+        )  # fmt: skip
     else:
         made = optimizer(model.parameters())
         schedule = scheduler(made) if scheduler is not None else None
@@ -135,6 +138,7 @@ def open_sharded_trainer(
     *,
     shard: int | Literal["full"],
     micro_batches: int,
+    snapshot_every: int = 10,
     seed: int = 0,
     exact: bool = False,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -152,6 +156,7 @@ def open_sharded_trainer(
     Raises:
         ConfigError: `shard` is no number of ranks, or `exact` is asked for.
     """
+    from perdure.worker.elastic.peers import find_memory
     from perdure.worker.elastic.shard_trainer import ShardTrainer
     from perdure.worker.elastic.sharded import ShardedReplica
 
@@ -172,6 +177,8 @@ def open_sharded_trainer(
         seed=seed,
         membership=Membership(attachment),
         minimum=0 if shard == "full" else shard,
+        snapshot_every=snapshot_every,
+        memory=find_memory(),
         bucket_bytes=bucket_bytes,
     )
 

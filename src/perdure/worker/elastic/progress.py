@@ -69,6 +69,10 @@ class Progress:
         self._accounted = self._accounted or now
         self._begin, self._stalled = now, 0
 
+    def repeat(self) -> None:
+        """The step under way was taken before and undone: its time is no progress."""
+        self._stalled = time.monotonic_ns() - self._begin
+
     def mark_work(self) -> None:
         """A micro-batch was done: progress, though no step."""
         if self._attachment is not None:

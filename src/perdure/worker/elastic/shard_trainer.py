@@ -10,13 +10,16 @@ What differs from a replicated one:
   the new world: who is lost before that takes nothing along that others have given up.
 """
 
+import functools
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.plan.commit import FRESH
 from perdure.plan.microbatches import assign
 from perdure.plan.shards import (
@@ -25,6 +28,7 @@ from perdure.plan.shards import (
     Shard,
     ShardReformation,
     ShardStanding,
+    Snapshot,
     Source,
     decide_shards,
 )
@@ -32,6 +36,7 @@ from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.peers import Peers
 from perdure.worker.elastic.sharded import ShardedReplica
 from perdure.worker.elastic.sharding import Parts
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
@@ -43,18 +48,20 @@ _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
 
 
-class NoSaving:
-    """Saves nothing."""
+class _Saving:
+    """What `Saving` is to a replicated state: sharded ones are not saved to disk."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def restore(self) -> int:
-        """Return 0."""
         return 0
 
     def look(self, applied: int, members: tuple[int, ...]) -> None:
-        """Save nothing."""
+        pass
 
     def close(self) -> None:
-        """Wait for nothing."""
+        self._peers.close()
 
 
 class ShardTrainer(Trainer):
@@ -69,15 +76,19 @@ class ShardTrainer(Trainer):
         seed: int,
         membership: Membership,
         minimum: int,
+        snapshot_every: int = 0,
+        memory: Path | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """Train `replica`, of which `minimum` members have a copy (0: all of them)."""
+        """Train `replica`, of which `minimum` members have a copy (0: all of them).
+
+        Every `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
+        """
         buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
         super().__init__(
             cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
             buckets=buckets,
         )  # fmt: skip
-        self._saving = NoSaving()  # type: ignore[assignment]
         self._sharded, self._minimum = replica, minimum
         self._copy: Copy | None = None
         self._copies: tuple[tuple[int, ...], ...] = ()
@@ -89,6 +100,13 @@ class ShardTrainer(Trainer):
         self._line = self._ready = NO_LINE
         self._old: dict[Shard, Parts] = {}
         """Shards of the world before, of the same step."""
+        self._every = snapshot_every
+        self._peers = Peers(memory if snapshot_every else None, membership.me)
+        self._saving = cast(Any, _Saving(self._peers))
+        self._furthest = 0
+        """The most steps that were ever applied."""
+        self._newest = (0, NO_LINE)
+        """Step and line of the newest snapshot."""
 
     @property
     def model(self) -> nn.Module:
@@ -122,6 +140,7 @@ class ShardTrainer(Trainer):
         self._buckets.flush()
         group.wait()
         self._ready = self._make_line()
+        self._peers.wait()
         self._send_tally(group)
         group.wait()
         self._old.clear()
@@ -164,8 +183,25 @@ class ShardTrainer(Trainer):
         self._buckets.note(stand_in)
 
     def _apply(self, group: Group) -> None:
+        if self._applied < self._furthest:
+            self._progress.repeat()
         super()._apply(group)
+        self._furthest = max(self._furthest, self._applied)
         self._line, self._ready = self._ready, NO_LINE
+        if self._every and self._applied % self._every == 0:
+            self._take_snapshot(group.members)
+
+    def _take_snapshot(self, members: tuple[int, ...]) -> None:
+        """Begin this step's snapshot; the one before, of the same world, is whole by now."""
+        step, line = self._newest
+        if line == self._line:
+            self._peers.sweep(members, step)
+        self._newest = self._applied, self._line
+        replica = self._sharded
+        assert replica.shard is not None
+        self._peers.begin(
+            self._applied, self._line, replica.shard, replica.parts(), replica.plain()
+        )
 
     # --- the world ----------------------------------------------------------------------------
 
@@ -199,11 +235,13 @@ class ShardTrainer(Trainer):
             )
         self._device = self._device or make_device()
         self._group = group = Group(members, me, store, self._device)
-        self._progress.enter_group()
+        self._note_connected()
         self._roll_forward(plan, group)
         self._take_shard(plan, group, store)
         self._copies = plan.copies
         self._plan_rounds(plan.todo)
+        if not plan.sources and self._every:
+            self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
 
     def _open_store(self, members: tuple[int, ...]) -> Any:
@@ -216,12 +254,13 @@ class ShardTrainer(Trainer):
         if self._sharded.shard is not None and self._sharded.shard not in self._old:
             shards = (*shards, self._sharded.shard)
         return ShardStanding(
-            node="",
+            node=os.environ.get("PERDURE_NODE", ""),
             applied=FRESH if self._fresh else self._applied,
             line=self._line,
             shards=() if self._fresh else shards,
             done=tuple(self._done),
             ready=self._ready,
+            snapshots=self._peers.list_all(),
         )
 
     def _roll_forward(self, plan: ShardReformation, group: Group) -> None:
@@ -247,12 +286,15 @@ class ShardTrainer(Trainer):
             held[replica.shard] = replica.parts()
         elif not plan.sources and me == min(plan.layout):
             held[WHOLE] = replica.parts()
-        first = min((s.member for s in plan.sources), default=min(plan.layout))
-        plain = share_plain(group, me, first, replica.plain() if me == first else None, overtaken)
-
-        def read(source: Source) -> Parts:
-            return held[source.shard]
-
+        read, plain_of = self._make_reader(plan, held)
+        first = min(
+            plan.sources,
+            key=lambda s: (s.owner >= 0, s.member),
+            default=Source(min(plan.layout), WHOLE),
+        )
+        plain = share_plain(
+            group, me, first.member, plain_of(first) if me == first.member else None, overtaken
+        )
         parts = move_parts(group, me, plan, replica.skeleton.shapes, plain["keys"], read, overtaken)
         mine = next(copy for copy in plan.copies if me in copy)
         prefix = _PrefixStore(f"copy/{min(mine)}", store)
@@ -265,4 +307,26 @@ class ShardTrainer(Trainer):
             self._holds = False
             self._buckets.drop()
             self._forget()
+            self._peers.forget(plan.step)
         self._ready = NO_LINE
+
+    def _make_reader(
+        self, plan: ShardReformation, held: dict[Shard, Parts]
+    ) -> tuple[Callable[[Source], Parts], Callable[[Source], Any]]:
+        """Return what gives a source's tensors, and what all members have alike."""
+
+        @functools.cache
+        def open_snapshot(source: Source) -> tuple[Parts, Any]:
+            one = Snapshot(plan.step, plan.line, source.shard, source.owner)
+            try:
+                return self._peers.read(one)
+            except ProtocolError as error:
+                raise Broken(error.message) from None
+
+        def read(source: Source) -> Parts:
+            return held[source.shard] if source.owner < 0 else open_snapshot(source)[0]
+
+        def plain_of(source: Source) -> Any:
+            return self._sharded.plain() if source.owner < 0 else open_snapshot(source)[1]
+
+        return read, plain_of

@@ -94,6 +94,7 @@ class Trainer:
         self._finished: deque[Step] = deque()
         self._total = 0
         self._over = False
+        self._connected_s = 0.0
         self._checked = False
 
     @property
@@ -304,11 +305,15 @@ class Trainer:
             standings = exchange_standings(store, members, me, mine, membership.overtaken)
         plan = decide_reformation(self._count, standings)
         self._group = Group(members, me, store, self._device)
-        self._progress.enter_group()
+        self._note_connected()
         self._bring_together(plan, self._group)
         kept = {m: r for r in plan.donors for m in standings[r].done}
         self._owner = kept | {m: rank for rank, todo in plan.todo.items() for m in todo}
         return plan
+
+    def _note_connected(self) -> None:
+        self._progress.enter_group()
+        self._connected_s = self._membership.now()
 
     def _bring_together(self, plan: Reformation, group: Group) -> None:
         """Roll forward who is one step behind, and give a state to who has none."""
@@ -352,6 +357,8 @@ class Trainer:
                 ordered_s=now_s - (time.monotonic() - ordered),
                 formed_s=now_s,
                 redo=len(self._todo) if plan is not None and plan.redone else 0,
+                back=getattr(plan, "back", 0),
+                connected_s=self._connected_s,
                 reason=plan.reason if plan is not None else "",
                 finished=finished,
             )

@@ -1,0 +1,241 @@
+"""The peer checkpoint: each member's shard of a recent step, in its node's shared memory.
+
+It outlives the process that wrote it: where the last living copy of a shard is lost, all go back
+to the newest step of which every shard is still somewhere. A member has two snapshots, the newest
+and the one before, because the newest may not be whole yet. The copying runs beside the next
+forward and backward pass, which alter nothing of a shard; before the next step's counts are sent
+it has ended, so that counts that have come prove that everyone's snapshot is there.
+
+A snapshot is a file of raw tensors, and a header that is renamed into place when they are written
+and hashed, and removed before they are overwritten: a header that is there is true.
+"""
+
+import contextlib
+import io
+import mmap
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import xxhash
+from torch import Tensor
+
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.paths import job_paths
+from perdure.plan.shards import Shard, Snapshot
+from perdure.worker.elastic.sharding import Parts
+
+_ALIGN = 64
+
+
+class _Row(msgspec.Struct, frozen=True, array_like=True):
+    """Where a tensor lies in a file."""
+
+    name: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    at: int
+    size: int
+
+
+class _Header(msgspec.Struct, frozen=True):
+    snapshot: Snapshot
+    rows: tuple[_Row, ...]
+    plain: bytes
+    size: int
+    digest: str
+
+
+class Peers:
+    """One member's snapshots, and what it can read of the others' on its node."""
+
+    def __init__(self, folder: Path | None, me: int) -> None:
+        """Keep snapshots in `folder`, which is in memory; without one, keep none."""
+        self._folder, self._me = folder, me
+        self._maps: dict[str, tuple[int, Any]] = {}
+        self._thread: threading.Thread | None = None
+        self.stall_s = 0.0
+        """Seconds that training has waited so far."""
+        self.error = ""
+        """Why the last snapshot came to nothing."""
+        if folder is not None:
+            _make_private(folder)
+
+    # --- writing ------------------------------------------------------------------------------
+
+    def begin(self, step: int, line: int, shard: Shard, parts: Parts, plain: Any) -> None:
+        """Begin to copy `parts`, which may not change before `wait` has returned."""
+        if self._folder is None:
+            return
+        began = time.monotonic()
+        self.wait()
+        buffer = io.BytesIO()
+        torch.save(plain, buffer)
+        rows, at = list[_Row](), 0
+        for name, entries in parts.items():
+            for key, value in entries.items():
+                dtype = str(value.dtype).removeprefix("torch.")
+                rows.append(_Row(name, key, dtype, tuple(value.shape), at, value.nbytes))
+                at += -(-value.nbytes // _ALIGN) * _ALIGN
+        one = Snapshot(step, line, shard, self._me)
+        header = _Header(one, tuple(rows), buffer.getvalue(), at, "")
+        self._thread = threading.Thread(
+            target=self._write, args=(header, parts), name="perdure-peers", daemon=True
+        )
+        self._thread.start()
+        self.stall_s += time.monotonic() - began
+
+    def wait(self) -> None:
+        """Wait until what was begun is copied."""
+        if self._thread is not None:
+            began = time.monotonic()
+            self._thread.join()
+            self._thread = None
+            self.stall_s += time.monotonic() - began
+
+    def forget(self, step: int) -> None:
+        """Drop this member's snapshots of later steps: they are of a past that was undone."""
+        self.wait()
+        for name, header in self._headers():
+            if header.snapshot.owner == self._me and header.snapshot.step > step:
+                self._remove(name + ".head")
+
+    def sweep(self, members: tuple[int, ...], step: int) -> None:
+        """Drop snapshots of who is no member any more; of `step` all members have one."""
+        for name, header in self._headers():
+            if header.snapshot.owner not in members and header.snapshot.step < step:
+                self._remove(name + ".head")
+                self._remove(name)
+
+    def close(self) -> None:
+        """Drop this member's snapshots: training has ended well."""
+        if self._folder is None:
+            return
+        self.wait()
+        for slot in "ab":
+            self._remove(f"m{self._me}-{slot}.head")
+            self._remove(f"m{self._me}-{slot}")
+
+    def _write(self, header: _Header, parts: Parts) -> None:
+        assert self._folder is not None
+        slot = self._choose_slot()
+        try:
+            self._remove(slot + ".head")
+            memory = self._open(slot, header.size)
+            for row in header.rows:
+                _view(memory, row).copy_(parts[row.name][row.key])
+            header = msgspec.structs.replace(header, digest=_hash(memory))
+            path = self._folder / (slot + ".head")
+            temporary = path.with_suffix(".tmp")
+            temporary.write_bytes(msgspec.msgpack.encode(header))
+            temporary.rename(path)
+            self.error = ""
+        except OSError as error:
+            self.error = f"no snapshot of step {header.snapshot.step}: {error}"
+            self._remove(slot)
+
+    def _choose_slot(self) -> str:
+        """Return the slot that has not the newest of this member's snapshots."""
+        names = [f"m{self._me}-{slot}" for slot in "ab"]
+        steps = {n: h.snapshot.step for n, h in self._headers() if n in names}
+        return min(names, key=lambda name: steps.get(name, -1))
+
+    def _open(self, slot: str, size: int) -> Tensor:
+        """Return the slot's memory, which stays mapped; it is all there before it is written.
+
+        Raises:
+            OSError: there is no room. Writing would be a SIGBUS.
+        """
+        assert self._folder is not None
+        known = self._maps.get(slot)
+        if known is None or known[0] != size:
+            path = self._folder / slot
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+            try:
+                os.posix_fallocate(descriptor, 0, max(size, 1))
+                known = (size, mmap.mmap(descriptor, max(size, 1)))
+            finally:
+                os.close(descriptor)
+            self._maps[slot] = known
+        return torch.frombuffer(known[1], dtype=torch.uint8)[:size]
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def list_all(self) -> tuple[Snapshot, ...]:
+        """Return what there is on this node."""
+        self.wait()
+        return tuple(sorted(header.snapshot for _, header in self._headers()))
+
+    def read(self, wanted: Snapshot) -> tuple[Parts, Any]:
+        """Return a snapshot's tensors, where they lie, and what all members have alike.
+
+        Raises:
+            ProtocolError: it is gone or damaged. It is not found again.
+        """
+        assert self._folder is not None
+        for name, header in self._headers():
+            if header.snapshot == wanted:
+                with open(self._folder / name, "rb") as file:
+                    size = max(header.size, 1)
+                    memory = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+                data = torch.frombuffer(memory, dtype=torch.uint8)[: header.size]
+                if _hash(data) != header.digest:
+                    self._remove(name + ".head")
+                    break
+                parts: Parts = {}
+                for row in header.rows:
+                    parts.setdefault(row.name, {})[row.key] = _view(data, row)
+                return parts, torch.load(io.BytesIO(header.plain), weights_only=True)
+        raise ProtocolError(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
+
+    def _headers(self) -> list[tuple[str, _Header]]:
+        found = []
+        for path in sorted(self._folder.glob("m*.head")) if self._folder is not None else ():
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                header = msgspec.msgpack.decode(path.read_bytes(), type=_Header)
+                found.append((path.stem, header))
+        return found
+
+    def _remove(self, name: str) -> None:
+        assert self._folder is not None
+        if not name.endswith(".head"):
+            self._maps.pop(name, None)
+        (self._folder / name).unlink(missing_ok=True)
+
+
+def find_memory() -> Path | None:
+    """Return where this node's ranks keep snapshots; None outside a job."""
+    home, job = os.environ.get("PERDURE_HOME", ""), os.environ.get("PERDURE_JOB", "")
+    if not home or not job or not os.path.isdir("/dev/shm"):
+        return None
+    return Path(job_paths(home, job, os.getuid()).memory, "n" + os.environ.get("PERDURE_NODE", "0"))
+
+
+def _make_private(folder: Path) -> None:
+    """Make `folder`, which nobody else may read.
+
+    Raises:
+        PlatformError: it, or one that it is in, is somebody else's.
+    """
+    try:
+        for one in (folder.parent.parent, folder.parent, folder):
+            one.mkdir(mode=0o700, exist_ok=True)
+            if one.stat().st_uid not in (os.getuid(), 0):
+                raise PlatformError(f"{one} belongs to somebody else")
+    except OSError as error:
+        raise PlatformError(f"no place for snapshots in memory: {error}") from error
+
+
+def _view(memory: Tensor, row: _Row) -> Tensor:
+    part = memory[row.at : row.at + row.size]
+    return part.view(getattr(torch, row.dtype)).view(row.shape)
+
+
+def _hash(memory: Tensor) -> str:
+    data: Any = memory.numpy()
+    return xxhash.xxh3_128(data).hexdigest()
