@@ -2,6 +2,7 @@
 
     PerdureError                exit code
     ├── ConfigError             2   the user: an option, a job file, a script that is not there
+    │   └── MeasureError        2   a cost profile lacks a measure that is needed
     ├── PlatformError           3   the outside: a full disk, a port in use, a tool that is missing
     │   └── RequestError        3   nobody answered on the bus: ask again
     ├── ProtocolError           3   a peer: a message out of order or malformed
@@ -28,6 +29,10 @@ class ConfigError(PerdureError):
     """The user asked for something that cannot be."""
 
     exit_code = 2
+
+
+class MeasureError(ConfigError):
+    """A cost was never measured: nothing is planned with a guess in its place."""
 
 
 class PlatformError(PerdureError):

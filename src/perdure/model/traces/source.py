@@ -1,4 +1,4 @@
-"""A trace's text, and where in it something is wrong: file, line, column, what was expected."""
+"""A file's text, and where in it something is wrong: file, line, column, what was expected."""
 
 import json
 import re
@@ -15,14 +15,15 @@ _STEP = re.compile(r"\[(\d+)\]|\.([^.\[]+)")
 _BYTE = re.compile(r" \(byte (\d+)\)$")
 _SPACE = re.compile(r"[ \t\r\n]*")
 _decoder = json.JSONDecoder()
+_HINT = "docs/traces.md shows each format; --format NAME reads it as that one"
 
 
 class Source:
     """The text of one file."""
 
-    def __init__(self, name: str, text: str) -> None:
-        """Read `text`, called `name` in errors."""
-        self.name, self.text = name, text.removeprefix("\ufeff")
+    def __init__(self, name: str, text: str, hint: str = _HINT) -> None:
+        """Read `text`, called `name` in errors, which end with `hint`."""
+        self.name, self.text, self.hint = name, text.removeprefix("\ufeff"), hint
 
     def lines(self) -> list[tuple[int, str]]:
         """Return (number, line) of all that say something; `#` begins a comment."""
@@ -33,10 +34,7 @@ class Source:
 
     def fail(self, line: int, column: int, what: str) -> Never:
         """Raise what is wrong at a place; both numbers count from 1."""
-        raise ConfigError(
-            f"{self.name}:{line}:{column}: {what}",
-            hint="docs/traces.md shows each format; --format NAME reads it as that one",
-        )
+        raise ConfigError(f"{self.name}:{line}:{column}: {what}", hint=self.hint)
 
     def fail_at(self, offset: int, what: str) -> Never:
         """Raise what is wrong at a character of the text."""
