@@ -6,6 +6,7 @@ one line: what every rank has committed. The part of the controller is played as
 be: whoever dies is left out of the next epoch.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -23,9 +24,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from perdure.model.actions import ReformWorld
+from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.codec import decode, encode
-from perdure.model.events import AnyEvent, RankJoined, WorldBroken, WorldReformed
+from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
@@ -58,7 +59,11 @@ class Line(Membership):
     def _listen(self) -> None:
         with self._sock.makefile("rb") as lines:
             for line in lines:
-                self.take(decode(line, ReformWorld))
+                order = decode(line, ReformWorld | FollowWorld)
+                if isinstance(order, FollowWorld):
+                    self.take_follow(order)
+                else:
+                    self.take(order)
 
 
 class Killer:
@@ -187,6 +192,12 @@ class World:
         self.retry_s = 0.0
         self.joined = 0
         self.stores: dict[int, str] = {}
+        self.feeds: dict[int, str] = {}
+        self.followers: set[int] = set()
+        self.reasons: list[str] = []
+        """What members did to be at the same step."""
+        self.ready: list[int] = []
+        """How far each follower said that it was."""
 
     def fork(self, me: int, joins: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -219,6 +230,16 @@ class World:
                 self.socks[member].sendall(encode(order) + b"\n")
             except OSError:
                 continue  # It is dying: the next order leaves it out.
+        self.order_following()
+
+    def order_following(self) -> None:
+        donors = {m: self.feeds[m] for m in self.members if m in self.feeds}
+        for rank in self.followers - set(self.ends):
+            order = FollowWorld(
+                generation=0, epoch=self.epoch, rank=rank, donors=donors, reason="test"
+            )
+            with contextlib.suppress(OSError):
+                self.socks[rank].sendall(encode(order) + b"\n")
 
     def run(self) -> dict[str, Any]:
         deadline = time.monotonic() + self.scenario.get("timeout_s", 60)
@@ -233,7 +254,13 @@ class World:
             self.reap()
             if self.retry_s and time.monotonic() > self.retry_s:
                 self.order()
-        return {"ends": self.ends, "epoch": self.epoch, "deaths": self.deaths}
+        return {
+            "ends": self.ends,
+            "epoch": self.epoch,
+            "deaths": self.deaths,
+            "ready": self.ready,
+            "reasons": self.reasons,
+        }
 
     def listen(self, wait_s: float) -> None:
         by_sock = {sock: me for me, sock in self.socks.items()}
@@ -251,7 +278,14 @@ class World:
 
     def hear(self, me: int, event: AnyEvent) -> None:
         if isinstance(event, RankJoined):
-            self.stores[me] = event.store
+            self.stores[me], self.feeds[me] = event.store, event.feed
+            if me in self.followers:
+                self.order_following()
+        if isinstance(event, MemberReady) and me in self.followers:
+            self.ready.append(event.step)
+            self.followers.discard(me)
+            self.members = (*self.members, me)
+            self.order(urgent=False)
         if isinstance(event, WorldBroken) and event.epoch == self.epoch:
             self.retry_s = self.retry_s or time.monotonic() + 0.3
         if isinstance(event, WorldReformed) and event.finished:
@@ -259,6 +293,7 @@ class World:
             if len(self.finished) < len(self.members) and event.epoch < self.epoch:
                 self.order()
         if isinstance(event, WorldReformed):
+            self.reasons.append(event.reason)
             self.join_at(event.step)
 
     def join_at(self, step: int) -> None:
@@ -268,6 +303,9 @@ class World:
             self.joined += 1
             me = self.scenario["ranks"] + self.joined - 1
             self.fork(me, joins=True)
+            if self.scenario.get("follow"):
+                self.followers.add(me)
+                return
             self.members = (*self.members, me)
             self.order(urgent=False)
 

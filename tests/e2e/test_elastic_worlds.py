@@ -18,6 +18,14 @@ STEPS, BATCH, MICRO = 8, 16, 2
 PLACES = KILLED_AT[:6]
 """Where a rank of an undisturbed world comes by."""
 
+FOLLOWS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "exact": {"exact": True},
+    "donor-dies": {"kill": {"0": "backward 3"}},
+    "follower-dies": {"kill": {"3": "applied 1"}},
+}
+"""A rank takes the members' state while they train, and keeps up until it is called."""
+
 
 def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
     base = {"name": name, "ranks": ranks, "steps": STEPS, "batch": BATCH, "micro_batch": MICRO}
@@ -35,6 +43,10 @@ def fixed() -> list[dict[str, Any]]:
         scenario("join", 2, joins=1),
         scenario("replace", 3, joins=1, join_epoch=1, kill={"1": "backward 9"}),
         *(scenario(f"exact-{size}", size, exact=True) for size in (1, 2, 4)),
+        *(
+            scenario(f"follow-{name}", 3, joins=1, follow=True, pace_s=0.05, **more)
+            for name, more in FOLLOWS.items()
+        ),
         scenario(
             "exact-killed", 4, exact=True, joins=1, join_epoch=1,
             kill={"0": "reduced 3", "2": "optimizer 5"},
@@ -133,7 +145,7 @@ def test_what_a_micro_batch_has_does_not_depend_on_the_world(outcomes: dict[str,
 @pytest.mark.timeout(1000)
 def test_exact_losses_and_parameters_are_bitwise_equal(outcomes: dict[str, Any]) -> None:
     curves, ends = set(), set()
-    for name in ("exact-1", "exact-2", "exact-4", "exact-killed"):
+    for name in ("exact-1", "exact-2", "exact-4", "exact-killed", "follow-exact"):
         for rows in outcomes[name]["rows"].values():
             if rows and rows[0]["step"] == 0 and len(rows) == STEPS:
                 curves.add(tuple(tuple(row["losses"]) for row in rows))
@@ -179,3 +191,17 @@ def test_a_lost_sole_shard_costs_at_most_an_interval(outcomes: dict[str, Any], n
             assert got == pytest.approx(wanted, rel=1e-4)
     left = list(Path(outcome["scenario"]["memory"]).glob("m*.head"))
     assert {path.name.split("-")[0] for path in left} <= {f"m{victim}" for victim in victims}
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+@pytest.mark.parametrize("name", ["whole", "exact"])
+def test_who_has_followed_the_world_joins_without_a_transfer_of_state(
+    outcomes: dict[str, Any], name: str
+) -> None:
+    outcome = outcomes[f"follow-{name}"]
+    assert [step >= 0 for step in outcome["answer"]["ready"]] == [True]
+    assert not [why for why in outcome["answer"]["reasons"] if "receive the state" in why]
+    assert outcome["rows"]["3"][0]["step"] > 0
+    assert outcome["rows"]["3"][-1]["world"] == [0, 1, 2, 3]

@@ -34,6 +34,7 @@ from perdure.agent.relay import (
     answer_worker,
     relay_boundary,
     relay_fault,
+    relay_follow,
     relay_interrupt,
     relay_reform,
     relay_resume,
@@ -131,6 +132,8 @@ class Agent:
             requests += relay_interrupt(state, order.interrupt)
         if order.reform is not None:
             requests += relay_reform(state, order.reform)
+        if order.follow is not None:
+            requests += relay_follow(state, order.follow)
         if order.resume is not None:
             requests += relay_resume(state, order.resume)
         if order.fence is not None and state.keeper is not None:

@@ -9,6 +9,7 @@ import msgspec
 from perdure.model.actions import (
     Assignment,
     FenceAbort,
+    FollowWorld,
     InjectFault,
     InterruptCollectives,
     ReformWorld,
@@ -167,6 +168,7 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
         | InjectFault
         | InterruptCollectives
         | ReformWorld
+        | FollowWorld
         | FenceAbort
         | DumpTraces
     )

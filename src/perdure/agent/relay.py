@@ -11,6 +11,7 @@ import msgspec
 from perdure.agent.messages import Report, Request, TellKeeper, TellWorker, WorkerSaid
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBoundary
 from perdure.model.actions import (
+    FollowWorld,
     InjectFault,
     InterruptCollectives,
     ReformWorld,
@@ -109,6 +110,14 @@ def relay_reform(state: AgentState, order: ReformWorld) -> list[Request]:
         return []
     state.reform = order
     return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
+
+
+def relay_follow(state: AgentState, order: FollowWorld) -> list[Request]:
+    """Have a rank follow the world. It takes each epoch once, and a repeat comes if it is late."""
+    keeper = state.keeper
+    if keeper is None or keeper.generation != order.generation:
+        return []
+    return [TellWorker(order.rank, order)] if order.rank in keeper.running else []
 
 
 def relay_resume(state: AgentState, order: ResumeRanks) -> list[Request]:

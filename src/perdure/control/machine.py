@@ -100,6 +100,7 @@ from perdure.model.events import (
     KeeperLost,
     KeysDeclared,
     LinksNoted,
+    MemberReady,
     MetricsLogged,
     NodeCordoned,
     NodeDraining,
@@ -220,7 +221,7 @@ class Controller:
                 return note_steering(self.state, now, event)
             case MetricsLogged() | ControllerLost() | NodeDraining():
                 return []
-            case WorldBroken() | WorldReformed():
+            case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)
             case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
                 return []
@@ -276,7 +277,7 @@ class Controller:
         state.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
-        outside = reform.leave_outside(state, event)
+        outside = reform.leave_outside(state, now, event)
         if outside is not None:
             return outside
         if record.failed and not record.asked:

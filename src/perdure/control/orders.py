@@ -17,6 +17,7 @@ from perdure.model.actions import (
     EndJob,
     EvictReplica,
     FenceAbort,
+    FollowWorld,
     HoldReplicas,
     InjectFault,
     InterruptCollectives,
@@ -37,6 +38,7 @@ from perdure.model.events import (
     BoundaryReached,
     CollectivesInterrupted,
     FaultInjected,
+    MemberReady,
     NodeRegistered,
     ProbeEnded,
     RankExited,
@@ -143,6 +145,10 @@ class OrderBook:
                     f"reform {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1),
                 )
+            case FollowWorld():
+                order = NodeOrder(controller=self._controller, follow=action)
+                key = f"follow {action.generation} {action.rank}"
+                return self._keep(key, _Open(order, action.generation, {action.rank}, 1))
             case ResumeRanks():
                 order = NodeOrder(controller=self._controller, resume=action)
                 return self._keep(
@@ -210,7 +216,10 @@ class OrderBook:
                 self._open.pop(f"probe {event.id} {event.round} {event.node}", None)
             case CollectivesInterrupted():
                 self._settle(f"interrupt {event.generation}", event.rank)
+            case MemberReady():
+                self._settle(f"follow {event.generation} {event.rank}", event.rank)
             case WorldReformed():
+                self._settle(f"follow {event.generation} {event.rank}", event.rank)
                 open_ = self._open.get(f"reform {event.generation}")
                 sent = open_.order.reform if open_ is not None else None
                 if sent is not None and sent.epoch == event.epoch:
@@ -295,6 +304,8 @@ def describe_action(action: AnyAction) -> str:
             return f"generation {action.generation}, ranks {action.ranks}"
         case ReformWorld():
             return f"epoch {action.epoch} of generation {action.generation}, ranks {action.ranks}"
+        case FollowWorld():
+            return f"rank {action.rank} follows ranks {sorted(action.donors)}"
         case InjectFault():
             when = f"at step {action.at_step}" if action.at_step >= 0 else "now"
             return f"{action.kind} on rank {action.rank} {when}"

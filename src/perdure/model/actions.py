@@ -231,6 +231,19 @@ class ReformWorld(Action, frozen=True, kw_only=True):
     """`host:port` of the member's store at which they meet; empty: the generation's own."""
 
 
+class FollowWorld(Action, frozen=True, kw_only=True):
+    """Have `rank`, which is no member yet, take the members' state and keep up with them.
+
+    A level: a newer epoch replaces an older one. Answered by `MemberReady`.
+    """
+
+    generation: int
+    epoch: int
+    rank: int
+    donors: dict[int, str]
+    """Member -> address at which it sends its state."""
+
+
 class InjectFault(Action, frozen=True, kw_only=True):
     """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
 
@@ -280,6 +293,7 @@ AnyAction = (
     | CordonNode
     | InterruptCollectives
     | ReformWorld
+    | FollowWorld
     | InjectFault
     | ResumeRanks
     | RestoreNode

@@ -16,6 +16,22 @@ class WorldBroken(Event, frozen=True, kw_only=True):
     error: str
 
 
+class MemberReady(Event, frozen=True, kw_only=True):
+    """A rank that follows the world has nothing left to catch up on, or has given it up."""
+
+    generation: int
+    rank: int
+    at_s: float
+    step: int
+    """Steps applied; -1: it could not follow, and gets the state within the join."""
+    bytes: int = 0
+    """What it was sent."""
+    took_s: float = 0.0
+    """Since it was told to follow."""
+    error: str = ""
+    """Why it could not."""
+
+
 class WorldReformed(Event, frozen=True, kw_only=True):
     """A rank is a member of an epoch: connected, at the same step as all, with their state."""
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.elastic import MemberReady as MemberReady
 from perdure.model.elastic import WorldBroken as WorldBroken
 from perdure.model.elastic import WorldReformed as WorldReformed
 from perdure.model.event import Event as Event
@@ -141,6 +142,9 @@ class RankJoined(Event, frozen=True, kw_only=True):
     """Or `elastic`: it can be a member of a world that is formed again in place."""
     store: str = ""
     """`host:port` of a store that an elastic rank serves: worlds may meet there while it lives."""
+    feed: str = ""  # `host:port` at which it sends its state to ranks that follow.
+    state_bytes: int = 0
+    """About what its replica has; 0: a state that cannot be followed."""
 
 
 class ProgressNoted(Event, frozen=True, kw_only=True):
@@ -460,6 +464,7 @@ AnyEvent = (
     | CollectivesInterrupted
     | WorldBroken
     | WorldReformed
+    | MemberReady
     | NodeCordoned
     | NodeRestored
     | NodeDraining

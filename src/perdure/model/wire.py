@@ -15,6 +15,7 @@ from perdure.model.actions import (
     Assignment,
     EvictReplica,
     FenceAbort,
+    FollowWorld,
     HoldReplicas,
     InjectFault,
     InterruptCollectives,
@@ -108,6 +109,7 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     probe: RunProbe | None = None
     interrupt: InterruptCollectives | None = None
     reform: ReformWorld | None = None
+    follow: FollowWorld | None = None
     resume: ResumeRanks | None = None
     fence: FenceAbort | None = None
     hold: HoldReplicas | None = None
@@ -204,6 +206,7 @@ ToWorker = (
     | InjectFault
     | InterruptCollectives
     | ReformWorld
+    | FollowWorld
     | FenceAbort
     | DumpTraces
 )

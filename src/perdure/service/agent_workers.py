@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from perdure.agent.messages import WorkerSaid
 from perdure.model.actions import (
     FenceAbort,
+    FollowWorld,
     InjectFault,
     InterruptCollectives,
     ReformWorld,
@@ -73,6 +74,7 @@ class WorkerServer:
         | InjectFault
         | InterruptCollectives
         | ReformWorld
+        | FollowWorld
         | FenceAbort
         | DumpTraces,
     ) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from perdure.model.actions import (
     FenceAbort,
+    FollowWorld,
     InjectFault,
     InterruptCollectives,
     ReformWorld,
@@ -65,6 +66,7 @@ class Control:
         self.on_traces: Callable[[DumpTraces], None] | None = None
         self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
         self.on_reform: Callable[[ReformWorld], None] | None = None
+        self.on_follow: Callable[[FollowWorld], None] | None = None
         self.on_fence: Callable[[FenceAbort], None] | None = None
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
@@ -202,6 +204,9 @@ class Control:
             case ReformWorld():
                 if self.on_reform is not None:
                     self.on_reform(message)
+            case FollowWorld():
+                if self.on_follow is not None:
+                    self.on_follow(message)
             case FenceAbort():
                 if self.on_fence is not None:
                     self.on_fence(message)

@@ -3,12 +3,14 @@
 import pytest
 
 from perdure.control import Controller
-from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
+from perdure.model.actions import AnyAction, AssignNodes, FollowWorld, InjectFault, ReformWorld
 from perdure.model.events import (
+    ControllerStarted,
     ExitRecord,
     GenerationStopped,
     JobSubmitted,
     KeeperLost,
+    MemberReady,
     NodeLost,
     NodeRegistered,
     RankExited,
@@ -26,7 +28,10 @@ from perdure.model.progress import RankAccount
 class Lab:
     """The controller of an elastic job, told what nodes and ranks would say."""
 
-    def __init__(self, nproc: int = 1, nodes: int = 3, spares: int = 1) -> None:
+    def __init__(
+        self, nproc: int = 1, nodes: int = 3, spares: int = 1, state_bytes: int = 0
+    ) -> None:
+        self.state_bytes = state_bytes
         self.machine, self.now, self.epoch = Controller(), 0.0, 0
         self.spec = JobSpec(name="job", script="train.py", nproc=nproc, nodes=nodes, spares=spares)
         self.say(JobSubmitted(spec=self.spec, at_s=0.0))
@@ -57,8 +62,13 @@ class Lab:
         )  # fmt: skip
 
     def ready(self, rank: int) -> list[AnyAction]:
-        store = f"127.0.0.1:{9000 + rank}"
-        return self.say(RankJoined(generation=0, rank=rank, depth="elastic", store=store))
+        store, feed = f"127.0.0.1:{9000 + rank}", f"127.0.0.1:{8000 + rank}"
+        return self.say(
+            RankJoined(
+                generation=0, rank=rank, depth="elastic", store=store, feed=feed,
+                state_bytes=self.state_bytes,
+            )
+        )  # fmt: skip
 
     def formed(self) -> list[AnyAction]:
         """All members of the newest order have formed their world."""
@@ -212,6 +222,67 @@ def test_a_lost_spare_node_costs_the_world_nothing() -> None:
     assert lab.say(NodeLost(node=3, at_s=1.0, reason="silent")) == []
     assert order_of(lab.die(1)).ranks == (0, 2)
     assert started(lab.register(3)) == {3: 3, 5: 1, 7: 3}
+
+
+LARGE = 1 << 30
+
+
+def follows(actions: list[AnyAction]) -> list[tuple[int, int, list[int]]]:
+    found = [a for a in actions if isinstance(a, FollowWorld)]
+    return [(a.epoch, a.rank, sorted(a.donors)) for a in found]
+
+
+def caught_up(lab: Lab, rank: int, step: int = 7) -> list[AnyAction]:
+    return lab.say(MemberReady(generation=0, rank=rank, at_s=lab.now, step=step))
+
+
+def test_with_a_large_state_a_spare_follows_the_survivors_before_it_joins_them() -> None:
+    lab = Lab(state_bytes=LARGE)
+    lab.ready(3)
+    actions = lab.die(1)
+    assert order_of(actions).ranks == (0, 2)
+    assert follows(actions) == [(1, 3, [0, 2])]
+    assert lab.formed() == []  # It has been told.
+    order = order_of(caught_up(lab, 3))
+    assert (order.ranks, order.urgent) == ((0, 2, 3), False)
+
+
+def test_who_follows_is_told_of_a_newer_world() -> None:
+    lab = Lab(state_bytes=LARGE)
+    lab.ready(3)
+    lab.die(1)
+    lab.formed()
+    assert follows(lab.die(2)) == [(2, 3, [0])]
+    assert caught_up(lab, 3) == []  # Not while a world is being formed.
+    assert order_of(lab.formed()).ranks == (0, 3)
+
+
+def test_who_cannot_follow_joins_and_gets_the_state_there() -> None:
+    lab = Lab(state_bytes=LARGE)
+    lab.ready(3)
+    lab.die(1)
+    lab.formed()
+    assert order_of(caught_up(lab, 3, step=-1)).ranks == (0, 2, 3)
+
+
+def test_another_follows_where_the_first_one_dies() -> None:
+    lab = Lab(spares=2, state_bytes=LARGE)
+    lab.ready(3)
+    lab.ready(4)
+    lab.die(1)
+    lab.formed()
+    assert follows(lab.die(3)) == [(1, 4, [0, 2])]
+
+
+def test_a_new_controller_tells_again_who_follows() -> None:
+    lab = Lab(state_bytes=LARGE)
+    lab.ready(3)
+    lab.die(1)
+    lab.formed()
+    assert follows(lab.say(ControllerStarted(incarnation="c"))) == [(1, 3, [0, 2])]
+    caught_up(lab, 3)
+    lab.formed()
+    assert follows(lab.say(ControllerStarted(incarnation="d"))) == []
 
 
 def test_a_world_that_breaks_again_meets_at_another_members_store() -> None:

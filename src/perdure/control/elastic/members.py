@@ -11,7 +11,10 @@ from collections.abc import Collection
 from msgspec import structs
 
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, AssignNodes, InjectFault
+from perdure.model.actions import AnyAction, AssignNodes, FollowWorld, InjectFault
+
+DIRECT_BYTES_MAX = 16 << 20
+"""Up to this much state is sent within the join."""
 
 
 def find_home(state: ControllerState, member: int) -> int:
@@ -46,6 +49,37 @@ def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple
     """Return the spares that fill the world up to its size."""
     room = state.the_spec().world_size - len(find_living(state))
     return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))
+
+
+def split_called(
+    state: ControllerState, called: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return who of `called` comes in at once, and who has to follow the world first.
+
+    A small state is had within the join for less than a second join would cost.
+    """
+    elastic = state.elastic
+    small = elastic.state_bytes <= DIRECT_BYTES_MAX or not elastic.feeds
+    now = tuple(m for m in called if small or m in elastic.caught_up)
+    return now, tuple(m for m in called if m not in now)
+
+
+def order_following(state: ControllerState, ranks: tuple[int, ...]) -> list[AnyAction]:
+    """Have `ranks` follow the members of the newest epoch, unless they do already."""
+    elastic, members = state.elastic, find_living(state)
+    donors = {m: elastic.feeds[m] for m in members if m in elastic.feeds}
+    told = [m for m in ranks if elastic.following.get(m) != elastic.epoch]
+    elastic.following |= dict.fromkeys(told, elastic.epoch)
+    return [
+        FollowWorld(
+            generation=state.generation,
+            epoch=elastic.epoch,
+            rank=rank,
+            donors=donors,
+            reason=f"rank {rank} catches up while the others train on",
+        )
+        for rank in told
+    ]
 
 
 def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:

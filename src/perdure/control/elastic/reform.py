@@ -18,10 +18,13 @@ from perdure.control.elastic.members import (
     find_home,
     find_living,
     lose_node,
+    order_following,
+    split_called,
 )
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction, ReformWorld
 from perdure.model.events import (
+    MemberReady,
     NodeRegistered,
     RankExited,
     RankJoined,
@@ -57,6 +60,9 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
     elastic.ready.add(event.rank)
     if event.store:
         elastic.stores[event.rank] = event.store
+    if event.feed:
+        elastic.feeds[event.rank] = event.feed
+    elastic.state_bytes = max(elastic.state_bytes, event.state_bytes)
     started: list[AnyAction] = []
     if not elastic.members and elastic.ready >= set(world) and _has_stores(state):
         elastic.members = world
@@ -65,12 +71,15 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
 
 
 def note_world(
-    state: ControllerState, now: float, event: WorldBroken | WorldReformed
+    state: ControllerState, now: float, event: WorldBroken | WorldReformed | MemberReady
 ) -> list[AnyAction]:
-    """A member has left its world, or has come into the newest one."""
+    """A member has left its world, or has come into the newest one, or could do so."""
     elastic = state.elastic
     if event.generation != state.generation:
         return []
+    if isinstance(event, MemberReady):
+        elastic.caught_up.add(event.rank)
+        return _admit(state, now)
     if isinstance(event, WorldBroken):
         known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
@@ -111,9 +120,11 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
         return None
     elastic.reforms += 1
     nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
-    spares = call_spares(state, nodes) if not elastic.finished else ()
+    called = call_spares(state, nodes) if not elastic.finished else ()
+    spares, followers = split_called(state, called)
     why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
-    return [_order(state, now, why, new=spares), *fill_slots(state, reason)]
+    order = _order(state, now, why, new=spares)
+    return [order, *order_following(state, followers), *fill_slots(state, reason)]
 
 
 def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction]:
@@ -139,7 +150,7 @@ def has_ended(state: ControllerState) -> bool:
     )
 
 
-def leave_outside(state: ControllerState, event: RankExited) -> list[AnyAction] | None:
+def leave_outside(state: ControllerState, now: float, event: RankExited) -> list[AnyAction] | None:
     """Return what follows where who has ended was no member; None where it was one.
 
     Nobody misses it. A spare that was ready is started again; whoever did not get that far would
@@ -150,7 +161,7 @@ def leave_outside(state: ControllerState, event: RankExited) -> list[AnyAction] 
         return None
     if rank not in elastic.ready and rank not in elastic.lost:
         elastic.barren.add(state.the_spec().slot_of(rank))
-    return fill_slots(state, f"rank {rank} has ended")
+    return [*fill_slots(state, f"rank {rank} has ended"), *_admit(state, now)]
 
 
 def lose_outside(
@@ -205,8 +216,12 @@ def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
 
 def reissue(state: ControllerState, reason: str) -> list[AnyAction]:
     """Return the open order again: a controller has just taken over."""
-    order = state.elastic.order
-    return [] if order is None else [structs.replace(order, reason=reason)]
+    order, elastic = state.elastic.order, state.elastic
+    again: list[AnyAction] = [] if order is None else [structs.replace(order, reason=reason)]
+    open_ = [m for m in elastic.following if m not in elastic.caught_up and m not in state.exits]
+    for member in open_:
+        del elastic.following[member]
+    return [*again, *order_following(state, tuple(open_))]
 
 
 def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction] | None:
@@ -227,10 +242,11 @@ def _admit(state: ControllerState, now: float) -> list[AnyAction]:
     elastic = state.elastic
     if not is_elastic(state) or elastic.order is not None or elastic.finished:
         return []
-    new = call_spares(state)
+    new, followers = split_called(state, call_spares(state))
     if not new:
-        return []
-    return [_order(state, now, f"ranks {list(new)} join", new=new, urgent=False)]
+        return order_following(state, followers)
+    order = _order(state, now, f"ranks {list(new)} join", new=new, urgent=False)
+    return [order, *order_following(state, followers)]
 
 
 def _order(

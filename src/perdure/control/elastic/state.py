@@ -41,3 +41,11 @@ class ElasticState:
     """Slots in which a member ended before it could join: nobody is started there any more."""
     stores: dict[int, str] = field(default_factory=dict)
     """Address of the store that each ready member serves."""
+    feeds: dict[int, str] = field(default_factory=dict)
+    """Address at which each ready member sends its state to those who follow."""
+    state_bytes: int = 0
+    """About what a replica's state has."""
+    following: dict[int, int] = field(default_factory=dict)
+    """Rank that was told to follow the world -> epoch that it follows."""
+    caught_up: set[int] = field(default_factory=set)
+    """Ranks that have followed, or given it up: they can be called in."""

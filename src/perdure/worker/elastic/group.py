@@ -8,7 +8,7 @@ waits by looking, so that a newer order can end it, which a blocking wait would 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -234,12 +234,25 @@ def exchange_standings(
     Raises:
         Broken: `overtaken()` became true first: there is a newer epoch.
     """
-    keys = [f"standing/{rank}" for rank in members]
     store.set(f"standing/{me}", encode(standing))
+    return read_standings(store, members, type(standing), overtaken)
+
+
+def read_standings(
+    store: Any,
+    members: Sequence[int],
+    kind: type[AnyStanding],
+    overtaken: Callable[[], bool],
+) -> dict[int, AnyStanding]:
+    """Return the standings of `members`, once they have written them.
+
+    Raises:
+        Broken: `overtaken()` became true first: there is a newer epoch.
+    """
+    keys = [f"standing/{rank}" for rank in members]
     wait_for(store, keys, overtaken)
-    values = store.multi_get(keys)
-    pairs = zip(members, values, strict=True)
-    return {rank: decode(value, type(standing)) for rank, value in pairs}
+    values = store.multi_get(keys) if keys else []
+    return {rank: decode(value, kind) for rank, value in zip(members, values, strict=True)}
 
 
 def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:

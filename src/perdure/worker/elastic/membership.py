@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from perdure.model.actions import ReformWorld
+from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.worker.attach import Attachment
@@ -51,11 +51,14 @@ class Membership:
         """Ends what the shut connections did not end."""
         self._changed = threading.Condition()
         self._order: ReformWorld | None = None
+        self._follow: FollowWorld | None = None
         self._coming = False
         """An order has come, and is being carried out before it can be read."""
         self._meet = ""
         """Address of the store of the world that this rank has formed, or is forming."""
         self._stores: dict[str, Any] = {}
+        self._address = ""
+        """Of the store that this rank serves."""
         control = attachment.control if attachment is not None else None
         self.supervised = control is not None
         if not self.joins:
@@ -68,6 +71,7 @@ class Membership:
             )
         if control is not None and self.supervised:
             control.on_reform = self.take
+            control.on_follow = self.take_follow
 
     def now(self) -> float:
         """Return job time, or some time that only goes on."""
@@ -78,11 +82,19 @@ class Membership:
         if self.attachment is not None and self.supervised:
             self.attachment.emit(event)
 
-    def announce(self) -> None:
-        """Say that this rank is ready to be a member."""
-        address = self._serve() if self.supervised else ""
+    def announce(self, feed: str = "", state_bytes: int = 0) -> None:
+        """Say that this rank is ready to be a member; `feed` is where it gives its state away."""
+        if self.supervised and not self._address:
+            self._address = self._serve()
         self.emit(
-            RankJoined(generation=self.generation, rank=self.me, depth="elastic", store=address)
+            RankJoined(
+                generation=self.generation,
+                rank=self.me,
+                depth="elastic",
+                store=self._address,
+                feed=feed,
+                state_bytes=state_bytes,
+            )
         )
 
     def take(self, order: ReformWorld) -> None:
@@ -104,6 +116,26 @@ class Membership:
             threading.Thread(
                 target=self._keep_breaking, args=(order.epoch,), name="perdure-break", daemon=True
             ).start()
+
+    def take_follow(self, order: FollowWorld) -> None:
+        """Take the word to follow the world. Called in the control thread; never waits."""
+        with self._changed:
+            held = self._follow.epoch if self._follow is not None else -1
+            if order.generation == self.generation and order.epoch > held:
+                self._follow = order
+                self._changed.notify_all()
+
+    def wait_call(self, followed: int) -> FollowWorld | None:
+        """Wait for the order to form a world, or to follow one (of epoch above `followed`).
+
+        Returns the latter; None where the former has come.
+        """
+        with self._changed:
+            while not self.overtaken():
+                if self._follow is not None and self._follow.epoch > followed:
+                    return self._follow
+                self._changed.wait(_LOOK_S)
+        return None
 
     def _keep_breaking(self, epoch: int) -> None:
         """Break the old world again until the training thread has left it.

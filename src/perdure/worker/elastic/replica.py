@@ -25,9 +25,9 @@ class Replica:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self._guard = BufferGuard(model)
 
-    def update(self) -> None:
-        """Apply the gradients that the parameters have now."""
-        if self._clip_norm:
+    def update(self, *, clipped: bool = False) -> None:
+        """Apply the gradients that the parameters have now; `clipped` says that they are."""
+        if self._clip_norm and not clipped:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
         self.optimizer.step()
         if self.scheduler is not None:
@@ -42,6 +42,11 @@ class Replica:
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
         return state
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what its state has, with the two moments of Adam."""
+        return 3 * sum(p.nbytes for p in self.model.parameters())
 
     def load(self, state: dict[str, Any]) -> None:
         """Become `state`."""

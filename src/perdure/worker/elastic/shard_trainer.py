@@ -182,7 +182,11 @@ class ShardTrainer(Trainer):
         stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
         self._buckets.note(stand_in)
 
-    def _apply(self, group: Group) -> None:
+    def _announce(self) -> None:
+        """Nobody follows this world: shards are taken within the join."""
+        self._membership.announce()
+
+    def _apply(self, group: Group, *, sent: bool = False) -> None:
         if self._applied < self._furthest:
             self._progress.repeat()
         super()._apply(group)

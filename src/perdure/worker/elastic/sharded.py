@@ -144,14 +144,16 @@ class ShardedReplica:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def update(self) -> None:
+    def update(self, *, clipped: bool = False) -> None:
         """Apply the gradients that the stand-ins have, whole: this member's rows of them.
+
+        `clipped` says that they are already.
 
         Raises:
             ConfigError: the optimizer communicates.
         """
         assert self.shard is not None
-        if self._clip_norm:
+        if self._clip_norm and not clipped:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
         for name, stand_in in self.stand_ins.items():
             gradient, parameter = stand_in.grad, self._sharded[name]

@@ -5,6 +5,7 @@ share, with a hash of what it has sent. Nothing is loaded before everything has 
 hash was right, so a receiver that is interrupted is what it was.
 """
 
+import functools
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,17 +28,14 @@ def send_state(group: Group, state: Any, me: int, donors: Sequence[int], to: int
     Raises:
         Broken: a member was lost.
     """
-    tensors: list[Tensor] = []
-    skeleton = _strip(state, tensors)
+    skeleton, tensors = pack_state(state)
     share = donors.index(me)
     if share == 0:
-        buffer = io.BytesIO()
-        torch.save(skeleton, buffer)
-        group.store.set(f"state/{to}", buffer.getvalue())
+        group.store.set(f"state/{to}", skeleton)
     digest, total = xxhash.xxh3_128(), 0
-    for number, blob in enumerate(_blobs([t.nbytes for t in tensors])):
+    for number, make in enumerate(list_blobs(tensors)):
         if number % len(donors) == share:
-            data = torch.cat([_bytes_of(tensors[i]) for i in blob])
+            data = make()
             digest.update(_buffer(data))
             total += data.numel()
             group.send(data, to, number)
@@ -56,9 +54,7 @@ def receive_state(
         ProtocolError: what came is not what was sent.
     """
     wait_for(group.store, [f"state/{me}"], overtaken)
-    skeleton = torch.load(io.BytesIO(group.store.get(f"state/{me}")), weights_only=True)
-    tensors: list[Tensor] = []
-    _find_marks(skeleton, tensors)
+    skeleton, tensors = open_state(group.store.get(f"state/{me}"))
     digests = {donor: xxhash.xxh3_128() for donor in donors}
     total = 0
     for number, blob in enumerate(_blobs([t.nbytes for t in tensors])):
@@ -68,15 +64,55 @@ def receive_state(
         group.wait()
         digests[donor].update(_buffer(data))
         total += data.numel()
-        at = 0
-        for i in blob:
-            _bytes_of(tensors[i]).copy_(data[at : at + tensors[i].nbytes])
-            at += tensors[i].nbytes
+        fill_blob([tensors[i] for i in blob], data)
     wait_for(group.store, [f"hash/{me}/{donor}" for donor in donors], overtaken)
     for donor, digest in digests.items():
         if group.store.get(f"hash/{me}/{donor}").decode() != digest.hexdigest():
             raise ProtocolError(f"the state that rank {donor} sent came over damaged")
-    return _restore(skeleton, tensors), total
+    return restore_state(skeleton, tensors), total
+
+
+def pack_state(state: Any) -> tuple[bytes, list[Tensor]]:
+    """Return the plain part of `state`, encoded, and its tensors, which are not copied."""
+    tensors: list[Tensor] = []
+    buffer = io.BytesIO()
+    torch.save(_strip(state, tensors), buffer)
+    return buffer.getvalue(), tensors
+
+
+def open_state(packed: bytes) -> tuple[Any, list[Tensor]]:
+    """Return the plain part of a packed state, and empty tensors to be filled."""
+    skeleton = torch.load(io.BytesIO(packed), weights_only=True)
+    tensors: list[Tensor] = []
+    _find_marks(skeleton, tensors)
+    return skeleton, tensors
+
+
+def restore_state(skeleton: Any, tensors: list[Tensor]) -> Any:
+    """Return the state that was packed, of its plain part and its tensors."""
+    return _restore(skeleton, tensors)
+
+
+def list_blobs(tensors: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
+    """Return, for each group of tensors that travels together, what copies it into bytes."""
+
+    def make(blob: list[int]) -> Tensor:
+        return torch.cat([_bytes_of(tensors[i]) for i in blob])
+
+    return [functools.partial(make, blob) for blob in _blobs([t.nbytes for t in tensors])]
+
+
+def list_targets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Return the groups of tensors that travel together."""
+    return [[tensors[i] for i in blob] for blob in _blobs([t.nbytes for t in tensors])]
+
+
+def fill_blob(tensors: Sequence[Tensor], data: Tensor) -> None:
+    """Copy the bytes of `data` into `tensors`, one after another."""
+    at = 0
+    for tensor in tensors:
+        _bytes_of(tensor).copy_(data[at : at + tensor.nbytes])
+        at += tensor.nbytes
 
 
 def hash_tensors(tensors: Sequence[Tensor]) -> str:

@@ -6,6 +6,7 @@ made again in a new world: what was finished stays in `p.grad` (or in the tree),
 rank owed is given out again. `apply` contains no collective and cannot be interrupted.
 """
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,14 +22,17 @@ from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.microbatches import assign
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.feed import Feed
+from perdure.worker.elastic.follow import CatchUp
 from perdure.worker.elastic.group import (
     Broken,
     Group,
     exchange_standings,
     make_device,
     reaching_store,
+    read_standings,
 )
-from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.membership import Membership, find_host
 from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.replica import Replica
 from perdure.worker.elastic.saving import Saving
@@ -37,6 +41,8 @@ from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.replica import warm_up
 
 BUCKET_BYTES = 8 << 20
+FOLLOW_TRIES_MAX = 3
+_RETRY_S = 0.2
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -77,6 +83,8 @@ class Trainer:
         self._saving = Saving(membership, replica)
         self._buckets = buckets or Buckets(replica.parameters, bucket_bytes)
         self._tree = GradientTree(count) if exact else None
+        self._feed = Feed(membership.generation)
+        self._catching = CatchUp(replica, self._buckets)
         self._group: Group | None = None
         membership.abandon = self._abandon
         self._device: Any = None
@@ -122,7 +130,7 @@ class Trainer:
         restored = self._saving.restore() if self._fresh else 0
         if restored:
             self.start_at(restored)
-        self._membership.announce()
+        self._announce()
         if self._membership.joins:
             self._progress.hold()
             self._join()
@@ -137,11 +145,34 @@ class Trainer:
 
     # --- one step -----------------------------------------------------------------------------
 
+    def _announce(self) -> None:
+        feed = ""
+        if self._membership.supervised:
+            with contextlib.suppress(OSError):  # Then nobody follows it.
+                feed = self._feed.open(find_host())
+        self._membership.announce(feed, self._replica.nbytes)
+
     def _join(self) -> None:
-        """Wait until the world has a place, and come into it: no step begins before."""
-        why = ""
+        """Wait until the world has a place, and come into it: no step begins before.
+
+        Called upon to follow it, this rank first takes the members' state while they train on.
+        """
+        followed, tries, why = -1, 0, ""
         while self._group is None:
-            why = self._reform(why)
+            order = None if why else self._membership.wait_call(followed)
+            if order is None:
+                why = self._reform(why)
+                continue
+            tries += 1
+            follows = self._catching.follow(order, self._membership)
+            self._applied, self._fresh = max(self._catching.applied, 0), self._catching.fresh
+            if follows:
+                continue
+            if tries >= FOLLOW_TRIES_MAX:
+                followed = order.epoch
+                self._catching.give_up(self._membership)
+            else:
+                time.sleep(_RETRY_S)
 
     def _keep_trying(self) -> None:
         """Advance by a step, in a new world each time that the old one broke."""
@@ -172,6 +203,7 @@ class Trainer:
             group.wait()
             self._over = True
             return
+        self._feed.stand(self._applied, self._membership.epoch, self._replica)
         self._reduce(group)
         counts = self._sums[self._applied % 2][0].tolist()
         if any(count != 1.0 for count in counts):
@@ -233,12 +265,20 @@ class Trainer:
             if micro_batch not in self._done:
                 self._tally[:, micro_batch] = 0.0
 
-    def _apply(self, group: Group) -> None:
-        """Apply the reduced gradients of this step: it is committed on this rank."""
+    def _apply(self, group: Group, *, sent: bool = False) -> None:
+        """Apply the reduced gradients of this step: it is committed on this rank.
+
+        `sent` are those of a member that has applied, and so clipped, them before.
+        """
+        if sent:
+            self._feed.cut()
+        else:
+            flats = self._buckets.flats(self._applied)
+            self._feed.release(self._applied, self._membership.epoch, flats, self._replica)
         losses = self._sums[self._applied % 2][1].tolist()
         self._saving.look(self._applied, group.members)
         self._buckets.expose(self._applied)
-        self._replica.update()
+        self._replica.update(clipped=sent)
         self._buckets.drop()
         step = Step(
             step=self._applied,
@@ -295,13 +335,15 @@ class Trainer:
     def _form(self, members: tuple[int, ...]) -> Reformation:
         membership = self._membership
         me = membership.me
-        applied = FRESH if self._fresh else self._applied
-        mine = Standing(applied, tuple(self._done), self._holds)
-        standings = {me: mine}
         store = None
         if len(members) > 1:
             self._device = self._device or make_device()
             store = membership.store()
+            self._catch_up_last(store, members)
+        applied = FRESH if self._fresh else self._applied
+        mine = Standing(applied, tuple(self._done), self._holds)
+        standings = {me: mine}
+        if store is not None:
             standings = exchange_standings(store, members, me, mine, membership.overtaken)
         plan = decide_reformation(self._count, standings)
         self._group = Group(members, me, store, self._device)
@@ -314,6 +356,19 @@ class Trainer:
     def _note_connected(self) -> None:
         self._progress.enter_group()
         self._connected_s = self._membership.now()
+
+    def _catch_up_last(self, store: Any, members: tuple[int, ...]) -> None:
+        """A rank that has followed takes what is still on its way: the members stand still."""
+        if not self._catching.follows:
+            return
+
+        def find_steps(donors: tuple[int, ...]) -> list[int]:
+            there = [donor for donor in donors if donor in members]
+            found = read_standings(store, there, Standing, self._membership.overtaken)
+            return [standing.applied for standing in found.values()]
+
+        self._applied = self._catching.finish(find_steps)
+        self._fresh = self._catching.fresh
 
     def _bring_together(self, plan: Reformation, group: Group) -> None:
         """Roll forward who is one step behind, and give a state to who has none."""
@@ -329,7 +384,7 @@ class Trainer:
             for tag, tensor in enumerate(reduced):
                 group.receive(tensor, plan.holder, tag)
             group.wait()
-            self._apply(group)
+            self._apply(group, sent=True)
         if me in plan.donors:
             for rank in plan.fresh:
                 state = self._replica.state() | {"applied": plan.step}
@@ -337,6 +392,7 @@ class Trainer:
         elif me in plan.fresh:
             overtaken = self._membership.overtaken
             state, _ = receive_state(group, me, plan.donors, overtaken)
+            self._feed.cut()
             self._replica.load(state)
             self._applied, self._holds, self._fresh = plan.step, False, False
             self._buckets.drop()
