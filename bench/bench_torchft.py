@@ -31,7 +31,7 @@ from torchft_systems import Groups, Mended, Perdure, PerdureSpare, PerdureStock,
 SYSTEMS: dict[str, type[Groups]] = {
     "perdure": Perdure,
     "perdure + spare": PerdureSpare,
-    "perdure, stock lighthouse": PerdureStock,
+    "perdure + stock lighthouse": PerdureStock,
     "torchft": Stock,
     "torchft mended": Mended,
     "torchft mended + tuned": Tuned,

@@ -168,7 +168,7 @@ class PerdureSpare(Perdure):
 
 
 class PerdureStock(Perdure):
-    """The same at torchft's own lighthouse, which perdure starts with its defaults."""
+    """The same at torchft's own lighthouse, as perdure starts it."""
 
     config = Perdure.config + '[torchft]\nlighthouse = "stock"\n'
 

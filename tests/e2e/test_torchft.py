@@ -238,6 +238,30 @@ def test_a_job_that_saves_by_itself_goes_on_when_all_groups_die_and_when_run_aga
     training.check()
 
 
+def test_at_torchfts_own_lighthouse_survivors_go_on_and_the_dead_comes_back(
+    start: Start, tmp_path: Path
+) -> None:
+    (tmp_path / "job.toml").write_text('[torchft]\nlighthouse = "stock"\n')
+    training = Training(start, tmp_path, "-c", str(tmp_path / "job.toml"))
+    job = training.job
+    training.wait_trusted()
+    job.wait_state("running")
+    assert [row["state"] for row in job.state()["replicas"]] == ["training"] * 3
+    survivors = [training.pid(g) for g in (0, 2)]
+    killed = time.time()
+    os.kill(training.pid(1), signal.SIGKILL)
+    training.wait_members(2, killed, 0, 2)
+    training.wait_members(3, killed, 0, 1, 2)
+    assert [training.pid(g) for g in (0, 2)] == survivors
+    last = training.rows(1)[-1]["step"]
+    job.wait_until(lambda: training.rows(1)[-1]["step"] > last + 20, "hashes after healing")
+    training.check()
+    refused = job.cli("checkpoint", "ft", check=False)
+    assert "perdure's own lighthouse" in refused.stdout + refused.stderr
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+
+
 def test_groups_that_synchronize_every_few_steps(start: Start, tmp_path: Path) -> None:
     training = Training(start, tmp_path, name="torchft_local_sgd.py")
     training.wait_trusted()

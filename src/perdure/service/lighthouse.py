@@ -464,6 +464,9 @@ async def _main(spec: JobSpec, path: str) -> None:
 def _become_stock(spec: JobSpec, path: str) -> None:
     """Become torchft's own lighthouse, on the port of the one before or a new one.
 
+    Its heartbeat time-out does not adapt to a busy machine, so it is twice `silent_s`; torchft's
+    default of 5 s would be what survivors of a death wait.
+
     Raises:
         ConfigError: torchft is not installed.
     """
@@ -476,5 +479,6 @@ def _become_stock(spec: JobSpec, path: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
     write_document(path, LighthouseFile(port=port))
-    minimum = str(spec.torchft.min_replicas)
-    os.execv(program, [program, "--bind", f"127.0.0.1:{port}", "--min_replicas", minimum])
+    words = ["--bind", f"127.0.0.1:{port}", "--min_replicas", str(spec.torchft.min_replicas)]
+    words += ["--heartbeat_timeout_ms", str(round(2000 * spec.torchft.silent_s))]
+    os.execv(program, [program, *words])

@@ -23,6 +23,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     KeeperLost,
+    KeysDeclared,
     NodeRestored,
     QuorumFormed,
     RankExited,
@@ -113,6 +114,10 @@ class GroupLedger:
                 self._form(event)
                 members = (e for e in self.lives.values() if e.replica in event.members)
                 self._end_standing(list(members), event.at_s)
+            case KeysDeclared() as event if event.generation in self.lives:
+                life = self.lives[event.generation]
+                # Its first commit. Of quorums only perdure's own lighthouse tells.
+                life.joined_s = life.joined_s or entry.at_s
             case RankExited(record=record) as event:
                 self.step = max(self.step, event.account.step)
                 known = self.lives.get(record.generation)

@@ -12,6 +12,7 @@ from perdure.model.events import (
     JobResumed,
     JobSubmitted,
     JournalEntry,
+    KeysDeclared,
     NodeRestored,
     QuorumFormed,
     RankExited,
@@ -141,3 +142,18 @@ def test_a_hung_group_is_being_detected_until_it_is_left_out() -> None:
     assert (loss.cause, loss.culprit) == ("late", "group 1")
     assert ledger["useful"] == pytest.approx(3.0 + 9.5), "what runs is in its quorum"
     assert "unattributed" not in ledger
+
+
+def test_at_another_lighthouse_a_recovery_ends_with_the_first_commit() -> None:
+    journal = Journal()
+    for group in range(2):
+        journal.start(1.0, group, group)
+        journal.at(3.0, KeysDeclared(generation=group, keys=(), values={}, step=1))
+    journal.exit(10.0, 1, 1, RankAccount(step=20, first_step_s=2.0), signal=9)
+    journal.stop(11.0, 1, 1)
+    journal.start(12.0, 1, 2)
+    journal.at(15.0, KeysDeclared(generation=2, keys=(), values={}, step=30))
+    journal.end(90.0)
+    (recovery,) = journal.fold.report(90.0).recoveries
+    assert recovery.total_s == pytest.approx(5.0)
+    assert recovery.communicator_s == pytest.approx(4.0)
