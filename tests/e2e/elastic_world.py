@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -73,11 +74,15 @@ class Killer:
         place, _, number = at.partition(" ")
         assert not place or place in KILLED_AT, place
         self._place, self._left = place, int(number or 0)
+        self.takes_along: Path | None = None
+        """Memory of a node that is lost with it."""
 
     def pass_by(self, place: str) -> None:
         if place and place == self._place:
             self._left -= 1
             if self._left < 0:
+                if self.takes_along is not None:
+                    shutil.rmtree(self.takes_along, ignore_errors=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def wrap(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
@@ -106,7 +111,9 @@ class Numbers:
 def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket) -> None:
     """Train as member `me`, and write what was committed to its file."""
     torch.set_num_threads(1)
+    os.environ["PERDURE_NODE"] = str(me % scenario.get("nodes", 1))
     killer = Killer(scenario.get("kill", {}).get(str(me), ""))
+    killer.takes_along = find_memory(scenario, me) if scenario.get("nodes", 1) > 1 else None
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
     model = nn.Sequential(
@@ -167,7 +174,7 @@ def make_trainer(
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
     return sharded, ShardTrainer(
         sharded, compute, minimum=scenario["shard"], snapshot_every=scenario.get("every", 0),
-        memory=Path(scenario["memory"]) if "memory" in scenario else None, **common,
+        memory=find_memory(scenario, membership.me), **common,
     )  # fmt: skip
 
 
@@ -175,6 +182,13 @@ def hash_state(replica: Any) -> str:
     if isinstance(replica, Replica):
         return hash_tensors(replica.tensors())
     return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
+
+
+def find_memory(scenario: dict[str, Any], me: int) -> Path | None:
+    """Return where a member's snapshots are; with `nodes`, members take turns on them."""
+    if "memory" not in scenario:
+        return None
+    return Path(scenario["memory"], f"n{me % scenario.get('nodes', 1)}")
 
 
 class World:

@@ -60,6 +60,7 @@ def fixed() -> list[dict[str, Any]]:
                      kill={str(n): place, "2": "bring 2"} if n == 1 else {str(n): place})
             for n, place in enumerate(("applied 4", "backward 17"))
         ),
+        scenario("sole-node", 3, shard=0, every=EVERY, nodes=3, kill={"1": "backward 17"}),
     ]  # fmt: skip
 
 
@@ -79,7 +80,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     scenarios = [*fixed(), *(seeded(seed) for seed in range(12))]
     for one in scenarios:
         one["out"] = str(folder / f"{one['name']}-{{}}.jsonl")
-        one["memory"] = str(folder / "memory" / one["name"] / "n0")
+        one["memory"] = str(folder / "memory" / one["name"])
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.elastic_world"],
         input="".join(json.dumps(one) + "\n" for one in scenarios),
@@ -189,7 +190,7 @@ def test_a_lost_sole_shard_costs_at_most_an_interval(outcomes: dict[str, Any], n
                 [float.fromhex(x) for x in losses] for losses in (row["losses"], whole[row["step"]])
             )
             assert got == pytest.approx(wanted, rel=1e-4)
-    left = list(Path(outcome["scenario"]["memory"]).glob("m*.head"))
+    left = list(Path(outcome["scenario"]["memory"]).glob("*/m*.head"))
     assert {path.name.split("-")[0] for path in left} <= {f"m{victim}" for victim in victims}
 
 

@@ -6,6 +6,9 @@ and the one before, because the newest may not be whole yet. The copying runs be
 forward and backward pass, which alter nothing of a shard; before the next step's counts are sent
 it has ended, so that counts that have come prove that everyone's snapshot is there.
 
+Where there are several nodes, a neighbour on another one keeps a second copy, sent after that
+beside training, so that the loss of a node costs no more than that of a process.
+
 A snapshot is a file of raw tensors, and a header that is renamed into place when they are written
 and hashed, and removed before they are overwritten: a header that is there is true.
 """
@@ -27,9 +30,13 @@ from torch import Tensor
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.paths import job_paths
 from perdure.plan.shards import Shard, Snapshot
+from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.mirror import Mirror
 from perdure.worker.elastic.sharding import Parts
 
 _ALIGN = 64
+_LEAVE_S = 5.0
+_LOOK_S = 0.05
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +66,9 @@ class Peers:
         self._folder, self._me = folder, me
         self._maps: dict[str, tuple[int, Any]] = {}
         self._thread: threading.Thread | None = None
+        self._copied = threading.Event()
+        self._copied.set()
+        self._mirror: Mirror | None = None
         self.stall_s = 0.0
         """Seconds that training has waited so far."""
         self.error = ""
@@ -73,7 +83,7 @@ class Peers:
         if self._folder is None:
             return
         began = time.monotonic()
-        self.wait()
+        self._end_thread()
         buffer = io.BytesIO()
         torch.save(plain, buffer)
         rows, at = list[_Row](), 0
@@ -84,6 +94,7 @@ class Peers:
                 at += -(-value.nbytes // _ALIGN) * _ALIGN
         one = Snapshot(step, line, shard, self._me)
         header = _Header(one, tuple(rows), buffer.getvalue(), at, "")
+        self._copied.clear()
         self._thread = threading.Thread(
             target=self._write, args=(header, parts), name="perdure-peers", daemon=True
         )
@@ -91,18 +102,33 @@ class Peers:
         self.stall_s += time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until what was begun is copied."""
-        if self._thread is not None:
+        """Wait until what was begun is copied; a neighbour may not have it yet."""
+        if not self._copied.is_set():
             began = time.monotonic()
-            self._thread.join()
-            self._thread = None
+            self._copied.wait()
             self.stall_s += time.monotonic() - began
 
+    def enter(self, mirror: Mirror | None) -> None:
+        """A world is formed: send snapshots over `mirror` from now on."""
+        self._mirror = mirror
+
+    def leave(self) -> None:
+        """The world is left: nothing is sent any more."""
+        mirror, self._mirror = self._mirror, None
+        if mirror is not None:
+            deadline = time.monotonic() + _LEAVE_S
+            while self._thread is not None and self._thread.is_alive():
+                mirror.group.abandon()
+                self._thread.join(_LOOK_S)
+                if time.monotonic() > deadline:
+                    break
+            mirror.group.give_up()
+
     def forget(self, step: int) -> None:
-        """Drop this member's snapshots of later steps: they are of a past that was undone."""
+        """Drop snapshots of later steps: they are of a past that was undone."""
         self.wait()
         for name, header in self._headers():
-            if header.snapshot.owner == self._me and header.snapshot.step > step:
+            if header.snapshot.step > step:
                 self._remove(name + ".head")
 
     def sweep(self, members: tuple[int, ...], step: int) -> None:
@@ -113,35 +139,82 @@ class Peers:
                 self._remove(name)
 
     def close(self) -> None:
-        """Drop this member's snapshots: training has ended well."""
+        """Drop this member's snapshots, and those that it keeps: training has ended well."""
         if self._folder is None:
             return
-        self.wait()
-        for slot in "ab":
-            self._remove(f"m{self._me}-{slot}.head")
-            self._remove(f"m{self._me}-{slot}")
+        owners = (self._me, *(self._mirror.owners if self._mirror is not None else ()))
+        self._end_thread()
+        for owner in owners:
+            for slot in "ab":
+                self._remove(f"m{owner}-{slot}.head")
+                self._remove(f"m{owner}-{slot}")
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _write(self, header: _Header, parts: Parts) -> None:
-        assert self._folder is not None
-        slot = self._choose_slot()
+        mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
         try:
-            self._remove(slot + ".head")
-            memory = self._open(slot, header.size)
+            slot, data = self._make_room(self._me, header.size)
             for row in header.rows:
-                _view(memory, row).copy_(parts[row.name][row.key])
-            header = msgspec.structs.replace(header, digest=_hash(memory))
-            path = self._folder / (slot + ".head")
-            temporary = path.with_suffix(".tmp")
-            temporary.write_bytes(msgspec.msgpack.encode(header))
-            temporary.rename(path)
+                _view(data, row).copy_(parts[row.name][row.key])
+            header = msgspec.structs.replace(header, digest=_hash(data))
+            self._publish(slot, header)
             self.error = ""
         except OSError as error:
             self.error = f"no snapshot of step {header.snapshot.step}: {error}"
-            self._remove(slot)
+        finally:
+            self._copied.set()
+        if mirror is not None:
+            with contextlib.suppress(Broken):
+                self._exchange(mirror, header, data)
 
-    def _choose_slot(self) -> str:
-        """Return the slot that has not the newest of this member's snapshots."""
-        names = [f"m{self._me}-{slot}" for slot in "ab"]
+    def _exchange(self, mirror: Mirror, mine: _Header, data: Tensor) -> None:
+        """Send this member's snapshot to who keeps it, and take those that this one keeps.
+
+        Raises:
+            Broken: a member was lost, or the world is left.
+        """
+        got = mirror.swap_headers(msgspec.msgpack.encode(mine) if not self.error else b"")
+        headers = {m: msgspec.msgpack.decode(h, type=_Header) for m, h in got.items() if h}
+        rooms: dict[int, tuple[str, Tensor]] = {}
+        for owner, header in headers.items():
+            with contextlib.suppress(OSError):
+                rooms[owner] = self._make_room(owner, header.size)
+        sizes = {owner: header.size for owner, header in headers.items()}
+        mirror.swap_data(
+            data if not self.error else data[:0], sizes, {m: d for m, (_, d) in rooms.items()}
+        )
+        for owner, (slot, memory) in rooms.items():
+            if _hash(memory) == headers[owner].digest:
+                self._publish(slot, headers[owner])
+
+    def _make_room(self, owner: int, size: int) -> tuple[str, Tensor]:
+        """Return the name and the memory of the slot that `owner`'s next snapshot goes to.
+
+        Raises:
+            OSError: there is no room.
+        """
+        slot = self._choose_slot(owner)
+        self._remove(slot + ".head")
+        try:
+            return slot, self._open(slot, size)
+        except OSError:
+            self._remove(slot)
+            raise
+
+    def _publish(self, slot: str, header: _Header) -> None:
+        assert self._folder is not None
+        path = self._folder / (slot + ".head")
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(msgspec.msgpack.encode(header))
+        temporary.rename(path)
+
+    def _choose_slot(self, owner: int) -> str:
+        """Return the slot that has not the newest of `owner`'s snapshots."""
+        names = [f"m{owner}-{slot}" for slot in "ab"]
         steps = {n: h.snapshot.step for n, h in self._headers() if n in names}
         return min(names, key=lambda name: steps.get(name, -1))
 

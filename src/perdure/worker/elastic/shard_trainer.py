@@ -31,11 +31,13 @@ from perdure.plan.shards import (
     Snapshot,
     Source,
     decide_shards,
+    plan_mirrors,
 )
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.mirror import Mirror
 from perdure.worker.elastic.peers import Peers
 from perdure.worker.elastic.sharded import ShardedReplica
 from perdure.worker.elastic.sharding import Parts
@@ -217,6 +219,7 @@ class ShardTrainer(Trainer):
         if self._copy is not None:
             self._copy.give_up()
         self._copy = None
+        self._peers.leave()
         super()._leave()
 
     def _abandon(self) -> None:
@@ -242,11 +245,24 @@ class ShardTrainer(Trainer):
         self._note_connected()
         self._roll_forward(plan, group)
         self._take_shard(plan, group, store)
+        self._peers.enter(self._make_mirror(standings, store))
         self._copies = plan.copies
         self._plan_rounds(plan.todo)
         if not plan.sources and self._every:
             self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
+
+    def _make_mirror(self, standings: dict[int, ShardStanding], store: Any) -> Mirror | None:
+        """Return connections to who keeps this member's snapshots, where that is on another node.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        mirrors = plan_mirrors({member: s.node for member, s in standings.items()})
+        if not mirrors or not self._every:
+            return None
+        me, members = self._membership.me, tuple(sorted(standings))
+        return Mirror(Group(members, me, _PrefixStore("mirror", store), self._device), me, mirrors)
 
     def _open_store(self, members: tuple[int, ...]) -> Any:
         if len(members) > 1:
