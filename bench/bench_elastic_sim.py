@@ -48,7 +48,7 @@ def main() -> None:
         totals["steps"] += STEPS
         totals["formed in place"] += simulation.reformed
         totals["restarts of the world"] += len(simulation.worlds) - 1
-        totals.update(words.split(" of ")[0] for words in simulation.injected)
+        totals.update(words.split()[0] for words in simulation.injected)
         outcomes.add(simulation.truth[STEPS])
         if seed % 500 == 499:
             print(json.dumps(totals), flush=True)

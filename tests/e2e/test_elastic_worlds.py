@@ -1,20 +1,24 @@
 """Ranks of elastic worlds, really killed: survivors go on, replicas stay equal, data is whole."""
 
 import itertools
-import json
-import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from perdure.plan.microbatches import plan_batches
+from tests.e2e.elastic_scenarios import (
+    BATCH,
+    MICRO,
+    STEPS,
+    find_samples,
+    judge,
+    run_scenarios,
+    scenario,
+    seeded,
+)
 from tests.e2e.elastic_world import KILLED_AT
 
 EVERY = 3
-STEPS, BATCH, MICRO = 8, 16, 2
 PLACES = KILLED_AT[:6]
 """Where a rank of an undisturbed world comes by."""
 
@@ -25,11 +29,6 @@ FOLLOWS: dict[str, dict[str, Any]] = {
     "follower-dies": {"kill": {"3": "applied 1"}},
 }
 """A rank takes the members' state while they train, and keeps up until it is called."""
-
-
-def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
-    base = {"name": name, "ranks": ranks, "steps": STEPS, "batch": BATCH, "micro_batch": MICRO}
-    return base | {"timeout_s": 60} | more
 
 
 def fixed() -> list[dict[str, Any]]:
@@ -64,40 +63,10 @@ def fixed() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def seeded(seed: int) -> dict[str, Any]:
-    """Return a world of 3 or 4 ranks of which all but one die, anywhere."""
-    chance = random.Random(seed)
-    ranks = chance.choice([3, 4])
-    victims = chance.sample(range(ranks), ranks - 1)
-    kill = {str(v): f"{chance.choice(KILLED_AT)} {chance.randrange(10)}" for v in victims}
-    return scenario(f"seed-{seed}", ranks, kill=kill, exact=chance.random() < 0.3)
-
-
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Run every scenario in one process: importing torch is what takes long."""
     folder = tmp_path_factory.mktemp("elastic")
-    scenarios = [*fixed(), *(seeded(seed) for seed in range(12))]
-    for one in scenarios:
-        one["out"] = str(folder / f"{one['name']}-{{}}.jsonl")
-        one["memory"] = str(folder / "memory" / one["name"])
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.elastic_world"],
-        input="".join(json.dumps(one) + "\n" for one in scenarios),
-        capture_output=True, text=True, timeout=900, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    found = {}
-    for one, answer in zip(scenarios, answers, strict=True):
-        rows = {
-            path.stem.rsplit("-", 1)[1]: [
-                json.loads(line) for line in path.read_text().splitlines()
-            ]
-            for path in folder.glob(f"{one['name']}-*.jsonl")
-        }
-        found[one["name"]] = {"scenario": one, "answer": answer, "rows": rows, "log": done.stderr}
-    return found
+    return run_scenarios([*fixed(), *(seeded(seed) for seed in range(12))], folder)
 
 
 NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(12)]
@@ -108,21 +77,7 @@ NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(12)
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize("name", [name for name in NAMES if "sole" not in name])
 def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: str) -> None:
-    outcome = outcomes[name]
-    answer, rows, ranks = outcome["answer"], outcome["rows"], outcome["scenario"]["ranks"]
-    assert not answer.get("hung"), (answer, outcome["log"][-2000:])
-    victims = outcome["scenario"].get("kill", {})
-    ends = {rank: code for rank, code in answer["ends"].items() if rank not in victims}
-    assert set(ends.values()) == {0}, outcome["log"][-2000:]
-    survivors = [rank for rank in ends if int(rank) < ranks]
-    assert all([row["step"] for row in rows[r]] == list(range(STEPS)) for r in survivors)
-    hashes: dict[tuple[int, str], set[str]] = {}
-    losses: dict[int, set[tuple[str, ...]]] = {}
-    for row in (row for of_rank in rows.values() for row in of_rank):
-        hashes.setdefault((row["hash_of"], row["shard"]), set()).add(row["hash"])
-        losses.setdefault(row["step"], set()).add(tuple(row["losses"]))
-    assert [len(found) for found in hashes.values()] == [1] * len(hashes)
-    assert [len(found) for found in losses.values()] == [1] * STEPS
+    judge(outcomes[name])
 
 
 @pytest.mark.slow
@@ -130,15 +85,16 @@ def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: s
 @pytest.mark.timeout(1000)
 def test_what_a_micro_batch_has_does_not_depend_on_the_world(outcomes: dict[str, Any]) -> None:
     """And where nobody died, each was computed once, by one rank."""
-    plan = plan_batches(BATCH, MICRO)
-    samples: dict[tuple[int, int], list[int]] = {}
-    for name, outcome in outcomes.items():
-        computed = [u for rows in outcome["rows"].values() for row in rows for u in row["used"]]
-        for step, number, *indices in computed:
-            assert samples.setdefault((step, number), indices) == indices
-        if name == "whole":
-            once = sorted((step, number) for step, number, *_ in computed)
-            assert once == [(s, m) for s in range(STEPS) for m in range(plan.count)]
+    found: dict[tuple[int, int], list[int]] = {}
+    for outcome in outcomes.values():
+        for key, indices in find_samples(outcome).items():
+            assert found.setdefault(key, indices) == indices
+    rows = outcomes["whole"]["rows"].values()
+    once = sorted(
+        (step, number) for of_rank in rows for r in of_rank for step, number, *_ in r["used"]
+    )
+    count = plan_batches(BATCH, MICRO).count
+    assert once == [(step, number) for step in range(STEPS) for number in range(count)]
 
 
 @pytest.mark.slow

@@ -1,0 +1,88 @@
+"""Scenarios of `elastic_world`: how they are made, run, and judged."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.elastic_world import KILLED_AT
+
+STEPS, BATCH, MICRO = 8, 16, 2
+Outcome = dict[str, Any]
+
+
+def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
+    base = {"name": name, "ranks": ranks, "steps": STEPS, "batch": BATCH, "micro_batch": MICRO}
+    return base | {"timeout_s": 60} | more
+
+
+def seeded(seed: int, sizes: tuple[int, ...] = (3, 4), **more: Any) -> dict[str, Any]:
+    """Return a world of which all ranks but one die, anywhere."""
+    chance = random.Random(seed)
+    ranks = chance.choice(sizes)
+    victims = chance.sample(range(ranks), ranks - 1)
+    kill = {str(v): f"{chance.choice(KILLED_AT)} {chance.randrange(10)}" for v in victims}
+    exact = chance.random() < 0.3
+    return scenario(f"seed-{seed}", ranks, kill=kill, exact=exact, **more)
+
+
+def run_scenarios(scenarios: list[dict[str, Any]], folder: Path) -> dict[str, Outcome]:
+    """Run every scenario in one process: importing torch is what takes long."""
+    for one in scenarios:
+        one["out"] = str(folder / f"{one['name']}-{{}}.jsonl")
+        one["memory"] = str(folder / "memory" / one["name"])
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.elastic_world"],
+        input="".join(json.dumps(one) + "\n" for one in scenarios),
+        capture_output=True, text=True, timeout=60 * len(scenarios),
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {}
+    for one, answer in zip(scenarios, answers, strict=True):
+        rows = {
+            path.stem.rsplit("-", 1)[1]: [
+                json.loads(line) for line in path.read_text().splitlines()
+            ]
+            for path in folder.glob(f"{one['name']}-*.jsonl")
+        }
+        found[one["name"]] = {"scenario": one, "answer": answer, "rows": rows, "log": done.stderr}
+    return found
+
+
+def judge(outcome: Outcome) -> None:
+    """Survivors have committed every step, and replicas agree at each of them.
+
+    Raises:
+        AssertionError: they have not.
+    """
+    answer, rows, ranks = outcome["answer"], outcome["rows"], outcome["scenario"]["ranks"]
+    assert not answer.get("hung"), (answer, outcome["log"][-2000:])
+    victims = outcome["scenario"].get("kill", {})
+    ends = {rank: code for rank, code in answer["ends"].items() if rank not in victims}
+    assert set(ends.values()) == {0}, outcome["log"][-2000:]
+    survivors = [rank for rank in ends if int(rank) < ranks]
+    assert all([row["step"] for row in rows[r]] == list(range(STEPS)) for r in survivors)
+    hashes: dict[tuple[int, str], set[str]] = {}
+    losses: dict[int, set[tuple[str, ...]]] = {}
+    for row in (row for of_rank in rows.values() for row in of_rank):
+        hashes.setdefault((row["hash_of"], row["shard"]), set()).add(row["hash"])
+        losses.setdefault(row["step"], set()).add(tuple(row["losses"]))
+    assert [len(found) for found in hashes.values()] == [1] * len(hashes)
+    assert [len(found) for found in losses.values()] == [1] * STEPS
+
+
+def find_samples(outcome: Outcome) -> dict[tuple[int, int], list[int]]:
+    """Return the samples of each (step, micro-batch) that somebody computed.
+
+    Raises:
+        AssertionError: a micro-batch had other samples when it was redone.
+    """
+    samples: dict[tuple[int, int], list[int]] = {}
+    for rows in outcome["rows"].values():
+        for step, number, *indices in (used for row in rows for used in row["used"]):
+            assert samples.setdefault((step, number), indices) == indices
+    return samples
