@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from perdure.agent import Agent
 from perdure.agent.messages import KeeperSaid, Request, SpawnRanks, TellWorker
-from perdure.model.actions import ReformWorld
+from perdure.model.actions import Assignment, ReformWorld
 from perdure.model.progress import ProcSample, RankAccount, RankProgress
 from perdure.model.wire import KeeperSpawned, KeeperStopped
 from perdure.sim.elastic import Fabric, Member
@@ -58,11 +58,11 @@ class ElasticNode(Node):
         if rank in held.running:
             self.members(held.generation)[rank].take(order)
 
-    def _spawn(self, agent: Agent | None, generation: int) -> None:
+    def _spawn(self, agent: Agent | None, assignment: Assignment) -> None:
         before = self.newest_spawned
-        super()._spawn(agent, generation)
+        super()._spawn(agent, assignment)
         held = self.keeper
-        if held is not None and held.generation == generation > before:
+        if held is not None and held.generation == assignment.generation > before:
             for rank in sorted(held.running):
                 self._bring_up(held, rank, joins=False)
 

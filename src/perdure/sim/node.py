@@ -24,7 +24,7 @@ from perdure.agent.messages import (
     WorkerSaid,
 )
 from perdure.agent.state import NodeIdentity
-from perdure.model.actions import SendBoundary
+from perdure.model.actions import Assignment, SendBoundary
 from perdure.model.events import AnyEvent, ExitRecord, RankJoined
 from perdure.model.job import JobSpec
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
@@ -156,8 +156,7 @@ class Node:
             case TellKeeper(message=KeeperExit()):
                 self.clock.after(_KILL_S, self.kill_keeper)
             case SpawnRanks(assignment=assignment, members=()):
-                generation = assignment.generation
-                self.clock.after(_SPAWN_S, lambda: self._spawn(agent, generation))
+                self.clock.after(_SPAWN_S, lambda: self._spawn(agent, assignment))
             case CollectStacks(generation=generation, pids=pids):
                 stacks = dict.fromkeys(sorted(pids), "simulated")
                 answer = StacksCollected(generation=generation, stacks=stacks)
@@ -277,8 +276,9 @@ class Node:
             self.world_of(held.generation).freeze(self.clock.now)
         self.feed(KeeperGone())
 
-    def _spawn(self, agent: Agent | None, generation: int) -> None:
-        held = self.keeper
+    def _spawn(self, agent: Agent | None, assignment: Assignment) -> None:
+        held, generation = self.keeper, assignment.generation
+        ranks = self.spec.ranks_of(assignment.slots_of(self.node))
         if held is None or generation <= held.generation:
             return
         if generation <= held.ended:
@@ -289,7 +289,7 @@ class Node:
         held.stopped.clear()
         world = self.world_of(generation)
         held.ranks = {}
-        for rank in self.spec.ranks_of(self.node):
+        for rank in ranks:
             self.pids += 1
             held.running[rank] = self.pids
             held.ranks[rank] = self._make_rank(rank, generation, world)
@@ -297,7 +297,7 @@ class Node:
             world.spawn(rank, self.clock.now)
         said = KeeperSpawned(generation, dict(held.running), self.clock.now, warm=True)
         self._feed_same(agent, KeeperSaid(message=said))
-        for rank in self.spec.ranks_of(self.node):
+        for rank in ranks:
             self._emit(generation, rank, RankJoined(generation=generation, rank=rank))
 
     def _make_rank(self, rank: int, generation: int, world: World) -> Rank:
