@@ -1,6 +1,7 @@
 """Ranks of elastic worlds, really killed: survivors go on, replicas stay equal, data is whole."""
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
