@@ -7,13 +7,22 @@ from perdure.model.traces import AvailabilityTrace, Stay, TraceNode
 
 @st.composite
 def traces(
-    draw: st.DrawFn, nodes_max: int = 10, notices: tuple[float, ...] = (0.0, 0.0, 5.0, 60.0)
+    draw: st.DrawFn,
+    nodes_max: int = 10,
+    notices: tuple[float, ...] = (0.0, 0.0, 5.0, 60.0),
+    stays_max: int = 5,
+    anchored: bool = False,
 ) -> AvailabilityTrace:
-    """Whole seconds, so that changes meet; at least one node at the beginning."""
+    """Whole seconds, so that changes meet; at least one node at the beginning.
+
+    `anchored`: the first never leaves.
+    """
     nodes = []
     for number in range(draw(st.integers(1, nodes_max))):
-        times = sorted(draw(st.sets(st.integers(1, 2000), max_size=5)))
-        if number == 0 or draw(st.booleans()):
+        times = sorted(draw(st.sets(st.integers(1, 2000), max_size=stays_max)))
+        if number == 0 and anchored:
+            times = [0]
+        elif number == 0 or draw(st.booleans()):
             times = [0, *times]
         stays = []
         for index in range(0, len(times), 2):

@@ -58,6 +58,7 @@ CASES = {
     "run-help": ["run", "--help"],
     "trace-help": ["trace", "--help"],
     "trace-generate-help": ["trace", "generate", "--help"],
+    "trace-simulate-help": ["trace", "simulate", "--help"],
 }
 
 

@@ -19,6 +19,7 @@ from perdure.cli import (
     schema,
     steer,
     trace,
+    trace_simulate,
     verbs,
     verify,
     watch,
@@ -87,6 +88,7 @@ for command in (
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
+trace.app.command()(trace_simulate.simulate)
 app.add_typer(trace.app, name="trace")
 
 

@@ -1,0 +1,92 @@
+"""Every recorded trace under every policy, as a table for bench/RESULTS.md.
+
+    python bench/bench_traces.py TRACES [--tau FILE:MODEL] [--speed 1 10] [--notice S] [--sweep]
+
+TRACES is a folder with traces in any of the formats of docs/traces.md; files that are none are
+named and left out. Traces with more nodes than the table knows are scaled down to it.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from perdure.cli.trace import load_trace
+from perdure.cli.trace_simulate import SWEEP_S, load_throughput
+from perdure.model.errors import ConfigError
+from perdure.model.simulation import Physics
+from perdure.model.traces import AvailabilityTrace, find_intervals
+from perdure.model.traces.faults import add_quiet
+from perdure.model.traces.transform import announce, scale_to, speed_up
+from perdure.plan.policies import POLICIES, change_policy
+from perdure.plan.throughput import Throughput
+from perdure.sim.generate import draw_victims
+from perdure.sim.replay.compare import compare, sweep_communicator
+
+
+def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:
+    """Return every trace below `folder`, with who leaves from seed 0 where it has counts only."""
+    found = []
+    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
+        try:
+            trace = load_trace(path)
+        except ConfigError as error:
+            print(f"... left out: {path.name} ({error.message[-60:]})", file=sys.stderr)
+            continue
+        if path.parent.name == "stepfun":
+            trace = add_quiet(trace, 400)
+        found.append((path.name, trace if trace.named else draw_victims(trace, 0)))
+    return found
+
+
+def fit(trace: AvailabilityTrace, table: Throughput) -> AvailabilityTrace:
+    """Return `trace` on no more nodes than the table knows."""
+    peak = max(len(i.living) for i in find_intervals(trace))
+    return scale_to(trace, table.nodes_max) if peak > table.nodes_max else trace
+
+
+def main() -> int:
+    """Run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--tau", default="linear")
+    parser.add_argument("--speed", type=float, nargs="+", default=[1.0, 10.0])
+    parser.add_argument("--notice", type=float, default=0.0)
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--sweep", action="store_true", help="perdure's communicator, 0.1 to 10 s")
+    args = parser.parse_args()
+    policies = list(POLICIES.values())
+    for setting in args.settings:
+        policies = change_policy(policies, setting)
+    names = [policy.name for policy in policies]
+    print("| trace | faster | U2 of U1 | U2' of U1 | " + " | ".join(names) + " | regret | s |")
+    print("|---" * (len(names) + 6) + "|")
+    for name, recorded in find_traces(args.traces):
+        for speed in args.speed:
+            trace = speed_up(recorded, speed) if speed != 1 else recorded
+            table = load_throughput(args.tau, trace, None)
+            trace = fit(announce(trace, args.notice) if args.notice else trace, table)
+            begun = time.monotonic()
+            result, _ = compare(trace, table, policies, Physics())
+            taken = time.monotonic() - begun
+            shares = " | ".join(f"{row.fraction_of_u1:.3f}" for row in result.policies)
+            perdure = next(row for row in result.policies if row.policy == "perdure")
+            print(
+                f"| {name} | {speed:g} | {result.u2 / result.u1:.4f} | "
+                f"{result.u2_online / result.u1:.4f} | {shares} | "
+                f"{1 - perdure.fraction_of_u2_online:.2%} | {taken:.1f} |",
+                flush=True,
+            )
+            if args.sweep:
+                policy = next(p for p in policies if p.name == "perdure")
+                for row in sweep_communicator(trace, table, policy, Physics(), SWEEP_S):
+                    print(
+                        f"    {row.communicator_s:g} s: {row.fraction_of_u2:.4f} of U2, "
+                        f"U2' {row.u2_online_of_u2:.4f}",
+                        flush=True,
+                    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

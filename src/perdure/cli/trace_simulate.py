@@ -1,0 +1,168 @@
+"""`perdure trace simulate`: policies and oracles on one trace."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from perdure.cli.options import Json
+from perdure.cli.say import print_json
+from perdure.cli.trace import (
+    AllNodes,
+    Coalesce,
+    Duration,
+    File,
+    FormatName,
+    Notice,
+    ScaleTo,
+    Speed,
+    load_trace,
+    write,
+)
+from perdure.model.errors import ConfigError
+from perdure.model.simulation import Physics
+from perdure.model.traces import AvailabilityTrace, find_intervals
+from perdure.plan.policies import POLICIES, Policy, change_policy, find_policies
+from perdure.plan.throughput import MODELS, Throughput, read_throughput
+
+SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+
+def simulate(
+    file: File,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAMES", help="all, or of " + ", ".join(POLICIES))
+    ] = "all",
+    tau: Annotated[
+        str,
+        typer.Option(
+            "--tau",
+            metavar="TABLE",
+            help="Samples a second by shape: FILE, FILE:MODEL, or " + " or ".join(MODELS) + ".",
+        ),
+    ] = "linear",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="POLICY.FIELD=VALUE", help="Change a parameter; repeated."),
+    ] = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep-communicator", help="Also perdure with communicators of 0.1 to 10 s."
+        ),
+    ] = False,
+    state_gb: Annotated[
+        float | None,
+        typer.Option("--state-gb", min=1e-6, help="Model and optimizer state, instead of TABLE's."),
+    ] = None,
+    link_gbit: Annotated[
+        float, typer.Option("--link-gbit", min=1e-6, help="Of each node, per second.")
+    ] = 10.0,
+    draw: Annotated[
+        bool,
+        typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does."),
+    ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")] = 0,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    speed: Speed = 1.0,
+    scale_to: ScaleTo = None,
+    notice: Notice = 0.0,
+    coalesce: Coalesce = 0.0,
+    svg: Annotated[
+        Path | None, typer.Option("--svg", metavar="FILE", help="Also draw throughput over time.")
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Say what each system would have made of a trace, beside what was possible at all.
+
+    U1 is the fastest shape at every moment; U2 the best plan of who knows the future; U2' the same
+    at perdure's measured cost of a change.
+    """
+    trace = load_trace(
+        file, format_name, duration,
+        nodes=nodes, speed=speed, scale=scale_to, notice_s=notice, coalesce_s=coalesce,
+    )  # fmt: skip
+    policies = find_policies(policy)
+    for setting in settings or ():
+        policies = change_policy(policies, setting)
+    drawn = draw or not trace.named
+    if drawn:
+        from perdure.sim.generate import draw_victims
+
+        trace = draw_victims(trace, seed)
+    table = load_throughput(tau, trace, state_gb)
+    physics = Physics(bytes_per_s=link_gbit / 8e-9)
+    _simulate(trace, table, policies, physics, seed if drawn else None, sweep, svg, html, as_json)
+
+
+def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) -> Throughput:
+    """Return the table called `tau`: a built-in one, a file, or a file's model.
+
+    Raises:
+        ConfigError: There is none, or it is malformed.
+    """
+    state_bytes = state_gb * 1e9 if state_gb is not None else None
+    if tau in MODELS:
+        table = MODELS[tau](max(len(i.living) for i in find_intervals(trace)))
+        table.state_bytes = state_bytes or table.state_bytes
+        return table
+    path, model = Path(tau), None
+    if not path.exists() and ":" in tau:
+        name, _, model = tau.rpartition(":")
+        path = Path(name)
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
+        raise ConfigError(f"cannot read a table of throughput from {tau}", hint=hint) from error
+    return read_throughput(text, str(path), model, state_bytes=state_bytes)
+
+
+def _simulate(
+    trace: AvailabilityTrace,
+    table: Throughput,
+    policies: list[Policy],
+    physics: Physics,
+    seed: int | None,
+    sweep: bool,
+    svg: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    from perdure.dash.lines import stand_alone
+    from perdure.dash.simulation import draw_rates, render_comparison, render_simulation_page
+    from perdure.sim.replay.compare import compare, sweep_communicator
+
+    comparison, outcomes = compare(
+        trace, table, policies, physics, seed=seed, progress=_show_progress
+    )
+    if sweep:
+        perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
+        rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, _show_progress)
+        comparison = msgspec.structs.replace(comparison, sweep=rows)
+    _show_progress("", 1.0)
+    rates = {name: outcome.rates for name, outcome in outcomes.items()}
+    if svg is not None:
+        write(svg, stand_alone(draw_rates(comparison, rates)))
+    if html is not None:
+        counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+        write(html, render_simulation_page(comparison, counts, rates))
+    if as_json:
+        print_json(comparison)
+    else:
+        print(render_comparison(comparison))
+
+
+def _show_progress(what: str, share: float) -> None:
+    """Show on a terminal what is being done; an empty `what` clears it."""
+    if not sys.stderr.isatty():
+        return
+    bar = f"{what:<12} {'█' * round(30 * share):<30} {share:4.0%}" if what else ""
+    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Replays a trace of availability under each policy, event by event."""

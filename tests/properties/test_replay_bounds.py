@@ -1,0 +1,152 @@
+"""What must hold of any simulation of policies on any trace (findings, "Sanity of a simulator")."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from tests.traces import traces
+
+from perdure.model.simulation import Physics
+from perdure.model.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.model.traces.transform import announce
+from perdure.plan.oracle import ChangeCosts, find_area, find_best_plan
+from perdure.plan.policies import POLICIES, Phases
+from perdure.plan.throughput import Shape, Throughput, make_linear, make_pipeline
+from perdure.sim.replay.compare import compare
+from perdure.sim.replay.engine import Replay
+
+ALL = list(POLICIES.values())
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Throughput:
+    """Rates need not rise with nodes, and few shapes may be known."""
+    kind = draw(st.sampled_from(["linear", "pipeline", "random"]))
+    if kind != "random":
+        return make_linear(12) if kind == "linear" else make_pipeline(12)
+    shapes = draw(
+        st.dictionaries(
+            st.builds(Shape, st.integers(1, 6), st.integers(1, 4)),
+            st.floats(1.0, 100.0),
+            min_size=1,
+            max_size=8,
+        )
+    )
+    batch, state = draw(st.floats(1.0, 500.0)), draw(st.floats(1e6, 1e11))
+    return Throughput("random", shapes, global_batch=batch, state_bytes=state, source="test")
+
+
+def total(trace: AvailabilityTrace) -> float:
+    return sum(i.length_s * len(i.living) for i in find_intervals(trace))
+
+
+@settings(max_examples=80, deadline=None)
+@given(traces(nodes_max=12, stays_max=9), tables())
+def test_bounds_hold_and_ledgers_close(trace: AvailabilityTrace, table: Throughput) -> None:
+    comparison, outcomes = compare(trace, table, ALL, Physics())
+    u1, u2, online = comparison.u1, comparison.u2, comparison.u2_online
+    assert online <= u2 * (1 + 1e-9)
+    assert u2 <= u1 * (1 + 1e-9)
+    for name, outcome in outcomes.items():
+        assert outcome.committed <= u2 * (1 + 1e-9) + 1e-6, name
+        assert outcome.slot_s == pytest.approx(total(trace))
+        assert abs(outcome.ledger["unattributed"]) <= 1e-9, name
+        assert min(outcome.ledger.values()) >= -1e-9, name
+        assert sum(outcome.ledger.values()) == pytest.approx(1.0) or total(trace) == 0
+    assert outcomes["perdure"].committed <= online * (1 + 1e-9) + 1e-6
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 12), tables())
+def test_without_a_change_all_are_equal_but_for_their_steady_costs(
+    nodes: int, table: Throughput
+) -> None:
+    stays = tuple(TraceNode(f"n{n}", (Stay(0.0),)) for n in range(nodes))
+    trace = AvailabilityTrace("constant", 1000.0, stays)
+    equal = [replace(policy, efficiency=1.0, save_s=0.0) for policy in ALL]
+    comparison, outcomes = compare(trace, table, equal, Physics())
+    assert comparison.u2 == pytest.approx(comparison.u1)
+    assert comparison.u2_online == pytest.approx(comparison.u1)
+    for outcome in outcomes.values():
+        assert outcome.committed == pytest.approx(comparison.u1)
+    for policy, row in zip(ALL, compare(trace, table, ALL, Physics())[0].policies, strict=True):
+        if comparison.u1:
+            steady = policy.efficiency * (
+                1 - row.ledger["checkpoint"] * len(stays) / used(table, nodes)
+            )
+            assert row.fraction_of_u1 == pytest.approx(steady)
+
+
+def used(table: Throughput, nodes: int) -> int:
+    best = table.find_best(nodes)
+    return best.nodes if best else 1
+
+
+@settings(deadline=None)
+@given(traces(anchored=True), st.sampled_from([make_linear(12)]))
+def test_changes_that_cost_nothing_leave_the_whole_area(
+    trace: AvailabilityTrace, table: Throughput
+) -> None:
+    """r = 0, L = 0: no phase takes time, state moves at once, and a step is no time either."""
+    short = Throughput("l", table.rates, global_batch=1e-9, state_bytes=1.0, source="test")
+    free = Physics(bytes_per_s=1e30, detect_s=0.0)
+    policy = replace(
+        POLICIES["perdure"], loss=Phases(), join=Phases(), announced=Phases(), save_s=0.0
+    )
+    intervals = find_intervals(trace)
+    area = find_area(intervals, short)
+    assert Replay(policy, trace, short, free).run().committed == pytest.approx(area)
+    assert find_best_plan(intervals, short, ChangeCosts(0.0, bytes_per_s=1e30)) == (
+        pytest.approx(area)
+    )
+
+
+@settings(max_examples=80, deadline=None)
+@given(traces(nodes_max=8, notices=(0.0,)), tables(), st.floats(0, 100), st.floats(0, 100))
+def test_more_notice_never_hurts(
+    trace: AvailabilityTrace, table: Throughput, one_s: float, other_s: float
+) -> None:
+    less, more = sorted((one_s, other_s))
+    before, after = (
+        compare(announce(trace, notice_s), table, ALL, Physics())[0] for notice_s in (less, more)
+    )
+    assert after.u1 == before.u1
+    assert after.u2 >= before.u2 * (1 - 1e-9)
+    assert after.u2_online >= before.u2_online * (1 - 1e-9)
+    for low, high in zip(before.policies, after.policies, strict=True):
+        assert high.committed >= low.committed * (1 - 1e-9), low.policy
+
+
+@settings(max_examples=40, deadline=None)
+@given(traces(nodes_max=8), tables())
+def test_a_dearer_oracle_has_no_more(trace: AvailabilityTrace, table: Throughput) -> None:
+    intervals = find_intervals(trace)
+    plans = [
+        find_best_plan(intervals, table, ChangeCosts(loss_s, loss_s / 2, loss_s / 2))
+        for loss_s in (0.0, 0.1, 2.0, 30.0)
+    ]
+    assert plans == sorted(plans, reverse=True)
+
+
+def test_the_same_seed_gives_the_same_figures_under_any_hash_seed(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(json.dumps([{"Time": 60 * i, "GPUs": 4 + i * 7 % 5} for i in range(30)]))
+    command = [sys.executable, "-m", "perdure", "trace", "simulate", str(path), "--json"]
+    answers = {
+        subprocess.run(
+            [*command, "--tau", "pipeline", "--seed", seed],
+            env={**os.environ, "PYTHONHASHSEED": hash_seed},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout
+        for seed, hash_seed in (("1", "0"), ("1", "12345"), ("2", "0"))
+    }
+    assert len(answers) == 2  # one for each seed of the victims
