@@ -4,7 +4,8 @@ A job of two nodes and two spare ones trains; drain, evict, cordon, restore and 
 to it through the command line's own client, with random targets and options, and meanwhile parts
 of the job get SIGKILL at random. Each action must be acknowledged, or refused with a reason; what
 was acknowledged must be true of the living processes at that moment, and what was refused must
-have changed nothing in the journal.
+have changed nothing in the journal. With `--torchft` the job is one of three replica groups and a
+spare one, and the lighthouse is killed as well.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from perdure.cli.jobs import find_job, send_command
 from perdure.model.errors import SafetyError
 
 ROOT = Path(__file__).resolve().parent.parent
-SCRIPT = ROOT / "tests" / "e2e" / "scripts" / "train_paced.py"
+SCRIPTS = ROOT / "tests" / "e2e" / "scripts"
 NODES, SPARES = 2, 2
 PARTS = ("rank", "rank", "rank", "controller", "controller", "agent")
 VERBS: tuple[Literal["drain", "evict", "cordon", "restore", "checkpoint"], ...] = (
@@ -51,6 +52,7 @@ class Bench:
     home: Path
     chance: random.Random
     gap_s: float
+    torchft: bool = False
     process: subprocess.Popen[bytes] | None = None
     kills: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -62,19 +64,23 @@ class Bench:
     @property
     def env(self) -> dict[str, str]:
         """Return the environment of every command."""
-        return dict(os.environ, PERDURE_HOME=str(self.home / "state"))
+        return dict(os.environ, PERDURE_HOME=str(self.home / "state"), STEP_PAUSE_S="0.05")
 
     def start(self) -> None:
         """Start the job and wait for its first steps."""
         (self.home / "trail").mkdir()
-        args = ["--trail", str(self.home / "trail"), "--steps", "1000000", "--step-s", "0.05"]
+        trail, script = str(self.home / "trail"), SCRIPTS / "train_paced.py"
+        args = ["--trail", trail, "--steps", "1000000", "--step-s", "0.05"]
+        shape = ["--nodes", str(NODES), "--spares", str(SPARES)]
+        if self.torchft:
+            script, args = SCRIPTS / "torchft_groups.py", ["1000000", trail]
+            shape = ["--torchft", "--replicas", "3", "--spares", "1"]
         spec = self.home / "job.toml"
         spec.write_text(
-            f'script = "{SCRIPT}"\nargs = {json.dumps(args)}\n[checkpoint]\nevery_steps = 40\n'
+            f'script = "{script}"\nargs = {json.dumps(args)}\n[checkpoint]\nevery_steps = 40\n'
             "[restart]\nmax_restarts = 100\nsame_fault_max = 100\nwindow_max = 10000\n"
         )
-        words = ["run", "--name", "steered", "-n", "1", "--nodes", str(NODES)]
-        words += ["--spares", str(SPARES), "-c", str(spec)]
+        words = ["run", "--name", "steered", "-n", "1", *shape, "-c", str(spec)]
         with open(self.home / "run.out", "wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "perdure", *words],
@@ -117,7 +123,7 @@ class Bench:
         """Send SIGKILL to a random part again and again."""
         assert self.process is not None
         while not self.over.wait(chance.expovariate(1 / self.gap_s)):
-            part = chance.choice(PARTS)
+            part = chance.choice(PARTS + ("lighthouse",) * self.torchft)
             found = []
             for child in psutil.Process(self.process.pid).children(recursive=True):
                 try:
@@ -138,7 +144,8 @@ class Bench:
         args: dict[str, Any] = {}
         if verb != "checkpoint":
             node = self.chance.randrange(NODES + SPARES)
-            args["targets"] = [self.chance.choice([f"node:{node}", f"rank:{node % NODES}"])]
+            other = f"replica:{node}" if self.torchft else f"rank:{node % NODES}"
+            args["targets"] = [self.chance.choice([f"node:{node}", other])]
             args |= {"dry_run": True} if self.chance.random() < 0.1 else {}
         if verb in ("drain", "evict"):
             args["deadline_s"] = self.chance.choice([1.0, 10.0, 20.0])
@@ -177,7 +184,7 @@ class Bench:
         """Compare what was acknowledged with the journal and with the ranks that live."""
         if not told.get("reason"):
             self.wrong.append(f"{what}: acknowledged without a word: {told}")
-        for node in told.get("nodes", ()):
+        for node in told.get("nodes", told.get("replicas", ())):
             if (verb == "restore") == (node in cordoned):
                 self.wrong.append(f"{what}: {told}, but cordons are {cordoned}")
             if verb in ("drain", "evict") and homes.get(node):
@@ -231,10 +238,11 @@ def main() -> int:
     parser.add_argument("--gap-s", type=float, default=6.0, help="mean time between kills")
     parser.add_argument("--seconds", type=float, default=3600.0, help="fewer actions, if need be")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--torchft", action="store_true", help="three replica groups and a spare")
     args = parser.parse_args()
     home = Path(tempfile.mkdtemp(prefix="perdure-operator-"))
     os.environ["PERDURE_HOME"] = str(home / "state")
-    bench = Bench(home, random.Random(args.seed), args.gap_s)
+    bench = Bench(home, random.Random(args.seed), args.gap_s, args.torchft)
     killer = threading.Thread(
         target=bench.kill_at_random, args=[random.Random(args.seed + 1)], daemon=True
     )

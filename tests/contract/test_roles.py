@@ -282,6 +282,10 @@ async def read_all(site: Site) -> list[JournalEntry]:
 
 async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) -> None:
     async with controlling(site):
+        agent, subject = await site.connect("agent-0"), subject_events(JOB)
+        honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
+        early = agent.request(subject, render_events("a", 0, honest), timeout_s=5)
+        assert await early == b'{"seqs":{"a":1}}'
         operator = load_endpoint(site.paths)
         host, port = operator.url.removeprefix("nats://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as raw:
@@ -293,8 +297,12 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
                 while chunk := raw.recv(65536):
                     answer += chunk
         assert b"Maximum Payload Violation" in answer
+        assert "maximum payload exceeded" in site.log.read_text()
+        both = render_events("a", 0, honest, honest)
+        assert await agent.request(subject, both, timeout_s=5) == b'{"seqs":{"a":2}}'
         bus = await site.connect("operator")
         assert (await ask(bus, subject_commands(JOB), command("ping"))).ok
+    assert sum(isinstance(e.body, NodeRegistered) for e in await read_all(site)) == 2
 
 
 async def test_a_stuck_subscriber_is_cut_off_and_holds_up_nobody(site: Site) -> None:
