@@ -11,6 +11,7 @@
 
 from perdure.worker.elastic import Step as Step
 from perdure.worker.elastic import Trainer as Trainer
+from perdure.worker.elastic import config as config
 from perdure.worker.elastic import hash_tensors as hash_tensors
 from perdure.worker.elastic import open_sharded_trainer as open_sharded_trainer
 from perdure.worker.elastic import open_trainer as open_trainer

@@ -47,6 +47,10 @@ def relay_boundary(state: AgentState, order: SendBoundary) -> list[Request]:
         if old.order.id != order.id and old.order.move == "prepare":
             requests += _decide(state, keeper, msgspec.structs.replace(old.order, move="abort"))
     known = state.boundaries.get(order.id)
+    if known is not None and known.order.move == order.move == "prepare":
+        new = set(order.ranks) - set(known.order.ranks)  # Come in since: an elastic world grows.
+        state.boundaries[order.id] = OpenBoundary(order)
+        return requests + [TellWorker(r, order) for r in sorted(new) if r in keeper.running]
     if known is not None and (known.order.move == order.move or known.order.move != "prepare"):
         return requests
     return requests + _decide(state, keeper, order)

@@ -17,6 +17,7 @@ from perdure.control.progress import (
     plan_checkpoint,
     reach,
     save_if_due,
+    settle_members,
 )
 from perdure.control.recovery.culprits import correct_culprit
 from perdure.control.recovery.evidence import (
@@ -52,7 +53,7 @@ from perdure.control.recovery.response import (
     blame_device,
     weigh_verdict,
 )
-from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.state import ControllerState
 from perdure.control.steering.boundary import (
     abort_boundary,
     answer_boundary,
@@ -63,6 +64,7 @@ from perdure.control.steering.boundary import (
 )
 from perdure.control.steering.changes import changes_again, note_high
 from perdure.control.steering.commands import (
+    find_reached_stop,
     give_up_stop,
     inject_again,
     receive_command,
@@ -158,7 +160,10 @@ class Controller:
         """Return what to do about `event`, which is in the journal already."""
         if self.state.of_replicas:
             return handle_replicas(self.state, now, event)
+        before = self.state.asked if self.state.elastic.members else ()
         actions = self._react(now, event)
+        if before:
+            actions = [*actions, *settle_members(self.state, now, before)]
         return [*actions, *advance_moves(self.state, now)] if self.state.moves else actions
 
     def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -360,7 +365,7 @@ class Controller:
             return [*actions, *ended]
         interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
         if interrupt_s:
-            waiting = tuple(r for r in state.world if r not in state.exits)
+            waiting = tuple(r for r in state.asked if r not in state.exits)
             actions.append(
                 InterruptCollectives(generation=state.generation, ranks=waiting, reason=cause)
             )
@@ -403,7 +408,7 @@ class Controller:
             code=code,
             signal=signal,
         )
-        stopped = self._reached_stop()
+        stopped = find_reached_stop(state)
         if stopped is not None:
             why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
             done = answer(state, stopped.id, True, why, {"step": state.step})
@@ -411,23 +416,19 @@ class Controller:
         decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
         state.failures.append(failure)
         state.first_exit_s = exit_s
-        actions: list[AnyAction] = []
-        if state.boundary is not None and state.boundary.move == "prepare":
+        reason = f"{decision.reason}; {why}" if why else decision.reason
+        if decision.rung != "give up":
+            state.failed_s = now
+            in_place = reform.reform_world(state, now, reason)
+            if in_place is not None:
+                return in_place
+        boundary, actions = state.boundary, list[AnyAction]()
+        if boundary is not None and boundary.move == "prepare":
             actions.append(abort_boundary(state, decision.reason))
         state.boundary = None  # A commit is never taken back; it dies with its world.
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
-        state.failed_s = now
-        reason = f"{decision.reason}; {why}" if why else decision.reason
-        in_place = reform.reform_world(state, now, reason)
-        if in_place is not None:
-            return [*actions, *in_place]
         return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
-
-    def _reached_stop(self) -> OpenCommand | None:
-        """Return the stop that all ranks have carried out, if there is one."""
-        stops = [c for c in self.state.commands.values() if c.kind == "stop"]
-        return next((command for command in stops if "at_step" in command.args), None)
 
     # --- time --------------------------------------------------------------------------------
 
@@ -475,7 +476,7 @@ class Controller:
         state, boundary = self.state, self.state.boundary
         assert boundary is not None
         if boundary.move == "prepare":
-            silent = sorted(set(state.world) - boundary.yes)
+            silent = sorted(set(boundary.ranks) - boundary.yes)
             actions = retry_boundary(state, now, f"ranks {silent} did not answer")
             return after_boundary(self.state, now, actions)
         state.boundary = None

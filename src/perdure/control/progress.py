@@ -1,10 +1,18 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
 from perdure.control.answers import answer
-from perdure.control.elastic.reform import note_ready
-from perdure.control.state import ControllerState
-from perdure.control.steering.boundary import open_boundary, reach_boundary
+from perdure.control.elastic.reform import admit, note_ready
+from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.steering.boundary import (
+    close_boundary,
+    commit_boundary,
+    open_boundary,
+    reach_boundary,
+    release_boundary,
+    send_boundary,
+)
 from perdure.control.steering.changes import (
+    close_changes,
     declare_keys,
     note_change,
     note_high,
@@ -13,7 +21,14 @@ from perdure.control.steering.changes import (
 )
 from perdure.control.steering.commands import inject_again, start_waiting_command
 from perdure.control.steering.moves import note_held, note_saved
-from perdure.control.steering.pauses import note_pause, reach_pause, reach_resume, settle_resume
+from perdure.control.steering.pauses import (
+    answer_pause,
+    close_resume,
+    note_pause,
+    reach_pause,
+    reach_resume,
+    settle_resume,
+)
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.events import (
     BoundaryReached,
@@ -71,6 +86,8 @@ def plan_checkpoint(state: ControllerState, now: float) -> None:
     state.checkpoint_due_s = None
     if not (state.stepping and state.resumable and state.phase == "running"):
         return
+    if state.elastic.members:
+        return  # Its first member saves at the same intervals, and needs nobody for it.
     if state.steering.pause is not None:
         return  # Nothing new comes about while all stand still.
     interval_s = decide_checkpoint_interval(
@@ -119,18 +136,60 @@ def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[An
     resumed = reach_resume(state, event)
     if resumed:
         plan_checkpoint(state, now)
+    return held + resumed + _finish_boundary(state, now, done, event.step)
+
+
+def _finish_boundary(
+    state: ControllerState, now: float, done: OpenBoundary | None, step: int
+) -> list[AnyAction]:
+    """Go on after an agreement that all ranks have carried out; `step` is one that was made."""
     if done is None or done.kind == "drain":
-        return held + resumed
+        return []
     if done.kind in ("set", "pause"):
-        state.step = max(state.step, min(done.step, event.step))
-        return held + start_waiting_command(state, now)
+        state.step = max(state.step, min(done.step, step))
+        return start_waiting_command(state, now)
     state.step = max(state.step, done.step)
     command = state.commands.get(done.command)
     if command is not None:
         command.args["at_step"] = done.step  # Carried out; its answer may come later.
+        if done.kind == "checkpoint" and done.shrunk:
+            del command.args["at_step"]  # Who wrote it may be gone: once more.
     if done.kind == "checkpoint":
         plan_checkpoint(state, now)
-    return start_waiting_command(state, now)
+    return start_waiting_command(state, now) + admit(state, now)
+
+
+def settle_members(state: ControllerState, now: float, before: tuple[int, ...]) -> list[AnyAction]:
+    """Members have come to an elastic world or left it: look again at what waits for them.
+
+    Who comes in is asked about what is not decided yet; nobody waits for who is gone.
+    """
+    asked, boundary = state.asked, state.boundary
+    if not state.elastic.members or not asked or asked == before:
+        return []
+    lost = set(before) - set(asked)
+    actions: list[AnyAction] = []
+    if lost:
+        for command in state.commands.values():
+            open_ = boundary is not None and boundary.command == command.id
+            if command.kind == "checkpoint" and not open_:
+                command.args.pop("at_step", None)  # Who was writing it may be gone: once more.
+    if boundary is not None and boundary.move == "prepare":
+        new = set(asked) - set(boundary.ranks)
+        boundary.ranks = asked
+        if new:
+            why = f"ranks {sorted(new)} have come in"
+            actions.append(send_boundary(state, why))
+        actions += commit_boundary(state, now)
+    elif boundary is not None:
+        boundary.ranks = tuple(rank for rank in boundary.ranks if rank in asked)
+        boundary.shrunk |= bool(lost)
+        if boundary.kind in ("set", "pause"):
+            actions += release_boundary(state)
+        done = close_boundary(state)
+        actions += _finish_boundary(state, now, done, done.step if done is not None else 0)
+    actions += [*close_changes(state), *answer_pause(state), *close_resume(state)]
+    return actions + start_waiting_command(state, now)
 
 
 def after_boundary(state: ControllerState, now: float, actions: list[AnyAction]) -> list[AnyAction]:

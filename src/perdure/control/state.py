@@ -45,10 +45,14 @@ class OpenBoundary:
     """The only step that it may be about."""
     every: int = 0
     """It may be about multiples of this step only; 0 for any."""
+    ranks: tuple[int, ...] = ()
+    """Who is asked; in an elastic world those who come in before the decision, too."""
     yes: set[int] = field(default_factory=set)
     planned: set[int] = field(default_factory=set)
     """Ranks that have heard the decision."""
     reached: set[int] = field(default_factory=set)
+    shrunk: bool = False
+    """A member was lost after the decision: what it had to do alone may not be done."""
     asked_s: float = 0.0
     """When this try began."""
 
@@ -225,6 +229,15 @@ class ControllerState:
         return tuple(range(self.the_spec().world_size))
 
     @property
+    def asked(self) -> tuple[int, ...]:
+        """Return whom agreements are made with: all ranks; of an elastic world, who is in it."""
+        elastic = self.elastic
+        if not elastic.members:
+            return self.world
+        gone = elastic.lost | set(self.exits)
+        return tuple(rank for rank in elastic.members if rank not in gone)
+
+    @property
     def leaving(self) -> set[int]:
         """Return the nodes that shall run nothing in the next world."""
         return {n for m in self.moves.values() if m.stage != "moved" for n in m.nodes}
@@ -242,4 +255,6 @@ class ControllerState:
     @property
     def resumable(self) -> bool:
         """Whether every rank of this generation has called `perdure.init`."""
+        if self.elastic.members:
+            return bool(self.asked)
         return len(self.joined) == self.the_spec().world_size

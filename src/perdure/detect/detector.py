@@ -224,6 +224,7 @@ class Detector:
             return
         for rank in [r for r, w in self._watches.items() if w.gone and r not in self._exited]:
             del self._watches[rank]
+            self._notes.mark_ended(rank, self._exit_s.get(rank, event.formed_s))
         self._closed, self._open = False, None
 
     def _learn(self, event: ProgressNoted) -> None:

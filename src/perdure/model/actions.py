@@ -94,6 +94,8 @@ class SendBoundary(Action, frozen=True, kw_only=True):
     """Grows with every try. One is open at a time, so a newer one says that older ones are over."""
     change: Change | None = None
     """Of `set`: what changes at `step`."""
+    epoch: int = 0
+    """In an elastic world: a rank takes this once it has the order of that epoch."""
 
 
 class ResumeRanks(Action, frozen=True, kw_only=True):
@@ -229,6 +231,8 @@ class ReformWorld(Action, frozen=True, kw_only=True):
     """Break the collective in flight; else each leaves when it is between two micro-batches."""
     store: str = ""
     """`host:port` of the member's store at which they meet; empty: the generation's own."""
+    steering: Steering = Steering()
+    """Changes and a pause that a rank has to know of which was asked about none of them."""
 
 
 class FollowWorld(Action, frozen=True, kw_only=True):

@@ -29,6 +29,10 @@ PLANS = ("set", "pause")
 """A rank says that it has heard the decision, so that others may be agreed on meanwhile."""
 
 
+class Interrupted(Exception):
+    """What the rank waited for has to be left; nothing that was agreed is forgotten."""
+
+
 class Agreed(msgspec.Struct, frozen=True):
     """What all ranks do at this step."""
 
@@ -55,11 +59,13 @@ class BoundaryGate:
         check: Callable[[Change], str] = lambda change: "",
         now: Callable[[], float] = time.monotonic,
         plans: tuple[str, ...] = PLANS,
+        interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         """Answer through `emit`; ask about a missing decision through `ask`.
 
         `check` returns why a change cannot be made here; `now` is job time. Of a decision about
-        one of `plans` the rank says that it has heard it.
+        one of `plans` the rank says that it has heard it. Where `interrupted` becomes true (say
+        so by `wake`) the training thread leaves whatever it waits for.
         """
         self._plans = plans
         self._rank = rank
@@ -67,6 +73,7 @@ class BoundaryGate:
         self._ask = ask
         self._check = check
         self._now = now
+        self._interrupted = interrupted
         self._changed = threading.Condition()
         self._open: dict[str, _Open] = {}
         self._answers: dict[str, BoundaryAnswered] = {}
@@ -118,6 +125,11 @@ class BoundaryGate:
             self._changed.notify_all()
         self._emit(BoundaryReached(id=id_ + RESUMED, rank=self._rank, step=step, at_s=self._now()))
 
+    def wake(self) -> None:
+        """Have the training thread look at `interrupted`."""
+        with self._changed:
+            self._changed.notify_all()
+
     def plan(self, agreed: Agreed) -> None:
         """Take what was agreed by an older generation, and committed."""
         with self._changed:
@@ -152,11 +164,14 @@ class BoundaryGate:
 
         Raises:
             ProtocolError: no decision came within 30 s.
+            Interrupted: it has to leave; it comes again.
         """
         due = []
         with self._changed:
-            for entry in [e for e in self._open.values() if e.agreed.step <= committed]:
+            entries = [e for e in self._open.values() if e.agreed.step <= committed]
+            for entry in entries:
                 self._wait(entry)
+            for entry in entries:
                 self._remove(entry.agreed.id)
                 if entry.decision == "commit" and entry.agreed.step < committed:
                     self.missed.append(entry.agreed)
@@ -171,16 +186,22 @@ class BoundaryGate:
 
         A resume may come before the rank does, and may get lost: so it is asked for. `account` is
         called meanwhile, every second, so that the time is not lost with a rank that is killed.
+
+        Raises:
+            Interrupted: it has to leave; it comes again.
         """
         ask_s = ASK_FIRST_S
         with self._changed:
             while not self._changed.wait_for(
-                lambda: not self.holds or committed >= self.next_step, timeout=ask_s
+                lambda: self._interrupted() or not self.holds or committed >= self.next_step,
+                timeout=ask_s,
             ):
                 for id_ in list(self.holds):
                     self._ask(id_)
                 account()
                 ask_s = ASK_EVERY_S
+            if self._interrupted():
+                raise Interrupted
         return self.arrive(committed) if committed >= self.next_step else []
 
     def close(self, why: str) -> list[Agreed]:
@@ -233,8 +254,10 @@ class BoundaryGate:
         began = time.monotonic()
         ask_s = ASK_FIRST_S
         while not entry.decision:
-            if self._changed.wait_for(lambda: entry.decision, timeout=ask_s):
-                return
+            if self._changed.wait_for(lambda: entry.decision or self._interrupted(), timeout=ask_s):
+                if entry.decision:
+                    return
+                raise Interrupted
             waited = time.monotonic() - began
             if waited >= WAIT_S_MAX:
                 raise ProtocolError(

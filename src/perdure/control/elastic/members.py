@@ -45,8 +45,23 @@ def find_spares(state: ControllerState, far_from: Collection[int] = ()) -> list[
     return sorted(ready, key=lambda m: (find_home(state, m) in far_from, m))
 
 
+def is_closed(state: ControllerState) -> bool:
+    """Return whether nobody may come in now.
+
+    Between the decision and the doing of what all members do together at one step: who came in
+    then would not know of it. Changes and pauses come with the order that makes it a member.
+    """
+    boundary = state.boundary
+    together = boundary is not None and boundary.kind not in ("set", "pause")
+    if together and boundary is not None and boundary.move == "commit":
+        return True
+    return any(c.kind == "stop" and "at_step" in c.args for c in state.commands.values())
+
+
 def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple[int, ...]:
     """Return the spares that fill the world up to its size."""
+    if is_closed(state):
+        return ()
     room = state.the_spec().world_size - len(find_living(state))
     return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))
 

@@ -22,6 +22,7 @@ from perdure.control.elastic.members import (
     split_called,
 )
 from perdure.control.state import ControllerState
+from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction, ReformWorld
 from perdure.model.events import (
     MemberReady,
@@ -58,6 +59,7 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
     """A rank is ready to be a member: of the first world, or of one that exists already."""
     elastic, world = state.elastic, state.world
     elastic.ready.add(event.rank)
+    state.joined.add(event.rank)
     if event.store:
         elastic.stores[event.rank] = event.store
     if event.feed:
@@ -67,7 +69,7 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
     if not elastic.members and elastic.ready >= set(world) and _has_stores(state):
         elastic.members = world
         started = fill_slots(state, "spare slots")
-    return [*started, *_admit(state, now)]
+    return [*started, *admit(state, now)]
 
 
 def note_world(
@@ -92,6 +94,7 @@ def note_world(
         if is_elastic(state) and waited and event.rank not in elastic.answered:
             return [_order(state, now, f"rank {event.rank} has finished")]
         return []
+    elastic.formed.add(event.rank)
     if event.epoch == elastic.epoch:
         elastic.answered.add(event.rank)
         if event.step > elastic.step >= 0:
@@ -100,7 +103,7 @@ def note_world(
         if elastic.answered >= set(elastic.members):
             elastic.order = elastic.deadline_s = None
             state.failed_s = None
-            return _admit(state, now)
+            return admit(state, now)
     return []
 
 
@@ -115,8 +118,8 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
     left = find_living(state)
     if left == elastic.members:
         return None
-    if not left:
-        elastic.given_up = "no member is left"
+    if not set(left) & (elastic.formed | set(state.world)):
+        elastic.given_up = "no member that has the state is left"
         return None
     elastic.reforms += 1
     nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
@@ -237,7 +240,7 @@ def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction] |
     return [end_rank(state, rank, why)]
 
 
-def _admit(state: ControllerState, now: float) -> list[AnyAction]:
+def admit(state: ControllerState, now: float) -> list[AnyAction]:
     """Take in who is ready, up to the world's size: it joins between two micro-batches."""
     elastic = state.elastic
     if not is_elastic(state) or elastic.order is not None or elastic.finished:
@@ -275,6 +278,7 @@ def _order(
         ranks=elastic.members,
         urgent=urgent,
         store=stores[elastic.retries % len(stores)] if stores else "",
+        steering=find_steering(state),
         reason=reason,
     )
     return elastic.order

@@ -13,6 +13,8 @@ class ElasticState:
     """Members that have said that they can be: of the first world, and those that came later."""
     lost: set[int] = field(default_factory=set)
     """Members that are gone with their node or keeper."""
+    formed: set[int] = field(default_factory=set)
+    """Members that have been in a world, and so have its state."""
     finished: set[int] = field(default_factory=set)
     """Members that have applied the last step and need no world any more."""
     members: tuple[int, ...] = ()

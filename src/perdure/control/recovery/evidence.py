@@ -16,7 +16,7 @@ _STACKS_TIMEOUT_S = 2.0
 def ask_stacks(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction]:
     """Ask for the stacks of the culprit and of one rank that waits for it."""
     culprit = verdict.culprit.rank
-    living = [rank for rank in state.world if rank not in state.exits]
+    living = [rank for rank in state.asked if rank not in state.exits]
     ranks = (
         *(rank for rank in living if rank == culprit),
         *[rank for rank in living if rank != culprit][:1],

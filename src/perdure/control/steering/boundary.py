@@ -63,6 +63,7 @@ def open_boundary(
         change=change,
         not_before=not_before,
         at_step=at_step,
+        ranks=state.asked,
     )
     _choose_step(state, now, state.boundary)
     return [send_boundary(state, reason)]
@@ -139,10 +140,11 @@ def send_boundary(
         move=move or boundary.move,
         kind=boundary.kind,
         step=boundary.step,
-        ranks=state.world,
+        ranks=boundary.ranks,
         generation=state.generation,
         number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
         change=boundary.change,
+        epoch=state.elastic.epoch if boundary.move == "commit" else 0,
         reason=reason,
     )
 
@@ -155,7 +157,7 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     if boundary.move == "commit":
         if event.planned:
             boundary.planned.add(event.rank)
-        return _release(state, boundary)
+        return release_boundary(state)
     state.step = max(state.step, event.step)
     note_high(state, event.step)
     if event.refused:
@@ -166,14 +168,20 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
         correct_pace(state, now, event.step)
         return retry_boundary(state, now, event.reason or f"rank {event.rank} had passed the step")
     boundary.yes.add(event.rank)
-    if len(boundary.yes) < len(state.world):
+    return commit_boundary(state, now)
+
+
+def commit_boundary(state: ControllerState, now: float) -> list[AnyAction]:
+    """Decide that it shall be, once all who are asked have promised."""
+    boundary = state.boundary
+    if boundary is None or boundary.move == "commit" or not boundary.yes >= set(boundary.ranks):
         return []
     note_answered(state, now, boundary)
     boundary.move = "commit"
     boundary.deadline_s = now + _REACH_TIMEOUT_S
-    actions = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
+    actions: list[AnyAction] = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
     command = state.commands.get(boundary.command)
-    if command is not None and boundary.kind in ("set", "pause"):
+    if command is not None and boundary.kind in ("set", "pause", "checkpoint"):
         command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
     if boundary.kind == "set":
         actions += commit_open(state, boundary)
@@ -182,9 +190,12 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     return actions
 
 
-def _release(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
+def release_boundary(state: ControllerState) -> list[AnyAction]:
     """Make room for the next agreement once every rank will act by itself."""
-    if len(boundary.planned | boundary.reached) < len(state.world):
+    boundary = state.boundary
+    if boundary is None or boundary.move != "commit":
+        return []
+    if not boundary.planned | boundary.reached >= set(boundary.ranks):
         return []
     state.boundary = None
     return plan_change(state, f"{boundary.id}.{boundary.tries}")
@@ -235,7 +246,15 @@ def reach_boundary(state: ControllerState, event: BoundaryReached) -> OpenBounda
     if boundary is None or event.id != f"{boundary.id}.{boundary.tries}":
         return None
     boundary.reached.add(event.rank)
-    if len(boundary.reached | boundary.planned) < len(state.world):
+    return close_boundary(state)
+
+
+def close_boundary(state: ControllerState) -> OpenBoundary | None:
+    """Make room for the next agreement, and return this one, once all have carried it out."""
+    boundary = state.boundary
+    if boundary is None or boundary.move != "commit":
+        return None
+    if not boundary.reached | boundary.planned >= set(boundary.ranks):
         return None
     state.boundary = None
     return boundary

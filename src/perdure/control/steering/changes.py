@@ -117,7 +117,8 @@ def commit_open(state: ControllerState, boundary: OpenBoundary) -> list[AnyActio
     before = {n: find_value(state, n, boundary.step) for n in boundary.change.values}
     change = msgspec.structs.replace(boundary.change, before=before)
     id_ = f"{boundary.id}.{boundary.tries}"
-    state.steering.open.append(OpenChange(change, boundary.command, id_, state.generation))
+    open_ = OpenChange(change, boundary.command, id_, state.generation, boundary.ranks)
+    state.steering.open.append(open_)
     return commit_change(state, change)
 
 
@@ -149,9 +150,17 @@ def reach_change(state: ControllerState, event: BoundaryReached) -> list[AnyActi
             why = f"rank {event.rank}: {event.error}"
             return answer_open(state, open_.command, False, why, {"rank": event.rank})
         open_.reached.add(event.rank)
-        if len(open_.reached) == len(state.world):
-            return _close(state, open_)
-    return []
+    return close_changes(state)
+
+
+def close_changes(state: ControllerState) -> list[AnyAction]:
+    """Close what is in force on every rank that has promised it and is there still."""
+    actions: list[AnyAction] = []
+    for open_ in list(state.steering.open):
+        waited = set(state.world) if open_.generation < state.generation else set(open_.ranks)
+        if open_.reached and open_.reached >= waited & set(state.asked):
+            actions += _close(state, open_)
+    return actions
 
 
 def settle_changes(state: ControllerState, event: KeysDeclared) -> list[AnyAction]:
@@ -174,7 +183,7 @@ def _answer(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyA
     result = {
         "changes": change.values,
         "applied_at_step": change.step,
-        "ranks": list(state.world),
+        "ranks": list(state.asked),
         "epoch": change.epoch,
         "before": change.before,
     }

@@ -28,6 +28,12 @@ def stop_deadline(state: ControllerState) -> float | None:
     return min(open_) + _STOP_TIMEOUT_S if open_ else None
 
 
+def find_reached_stop(state: ControllerState) -> OpenCommand | None:
+    """Return the stop that all ranks have carried out, if there is one."""
+    stops = [c for c in state.commands.values() if c.kind == "stop"]
+    return next((command for command in stops if "at_step" in command.args), None)
+
+
 def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
     """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
     reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
@@ -86,7 +92,7 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
 
 def _receive_inject(state: ControllerState, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
-    if rank not in state.world:
+    if rank not in state.asked:
         return answer(state, command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
     reason = f"asked for by {command.who or 'an operator'}"

@@ -310,7 +310,7 @@ def _free(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
         state.boundary = None
     if held:
         state.released = ResumeRanks(
-            generation=state.generation, ranks=state.world, id=move.boundary, reason=why
+            generation=state.generation, ranks=state.asked, id=move.boundary, reason=why
         )
         actions.append(state.released)
     return actions

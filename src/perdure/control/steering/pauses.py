@@ -37,16 +37,22 @@ def reach_pause(state: ControllerState, event: BoundaryReached) -> list[AnyActio
         state.steering.pause = None
         return _answer_all(state, "pause", False, f"rank {event.rank}: {event.error}", {})
     pause.reached.add(event.rank)
-    if not stands(state):
+    return answer_pause(state)
+
+
+def answer_pause(state: ControllerState) -> list[AnyAction]:
+    """Answer who asked for a pause, once all ranks stand."""
+    pause = state.steering.pause
+    if pause is None or not stands(state):
         return []
-    result = {"step": pause.step, "ranks": list(state.world), "paused": True}
+    result = {"step": pause.step, "ranks": list(state.asked), "paused": True}
     return _answer_all(state, "pause", True, "", result)
 
 
 def stands(state: ControllerState) -> bool:
     """Whether all ranks of this generation stand still."""
     pause = state.steering.pause
-    return pause is not None and len(pause.reached) == len(state.world)
+    return pause is not None and bool(pause.reached) and pause.reached >= set(state.asked)
 
 
 def begin_resume(state: ControllerState, now: float, command: str, who: str) -> list[AnyAction]:
@@ -57,7 +63,7 @@ def begin_resume(state: ControllerState, now: float, command: str, who: str) -> 
     boundary = state.boundary
     if boundary is not None and boundary.kind == "pause":
         state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
-    resume = Resume(pause.id, pause.step, state.generation, who, "", command)
+    resume = Resume(pause.id, pause.step, state.generation, state.asked, who, "", command)
     state.steering.resume = resume
     early = _answer_all(state, "pause", False, f"resumed by {who or 'an operator'}", {})
     return [*early, _note_resume(resume, now), *send_resume(state)]
@@ -70,7 +76,7 @@ def send_resume(state: ControllerState) -> list[AnyAction]:
         return []
     reason = f"resumed by {resume.who or 'an operator'}"
     return [
-        ResumeRanks(generation=state.generation, ranks=state.world, id=resume.id, reason=reason)
+        ResumeRanks(generation=state.generation, ranks=resume.ranks, id=resume.id, reason=reason)
     ]
 
 
@@ -80,7 +86,16 @@ def reach_resume(state: ControllerState, event: BoundaryReached) -> list[AnyActi
     if resume is None or event.id != resume.id + RESUMED:
         return []
     resume.reached.add(event.rank)
-    return finish_resume(state, "") if len(resume.reached) == len(state.world) else []
+    return close_resume(state)
+
+
+def close_resume(state: ControllerState) -> list[AnyAction]:
+    """Close a resume once every rank that was told, and is there still, goes on."""
+    resume = state.steering.resume
+    if resume is None or resume.generation != state.generation:
+        return []
+    done = resume.reached and resume.reached >= set(resume.ranks) & set(state.asked)
+    return finish_resume(state, "") if done else []
 
 
 def finish_resume(state: ControllerState, reason: str) -> list[AnyAction]:
@@ -88,7 +103,7 @@ def finish_resume(state: ControllerState, reason: str) -> list[AnyAction]:
     resume = state.steering.resume
     assert resume is not None
     state.steering.resume = None
-    result = {"step": resume.step, "ranks": list(state.world), "paused": False}
+    result = {"step": resume.step, "ranks": list(state.asked), "paused": False}
     return _answer_all(state, "resume", True, reason, result)
 
 

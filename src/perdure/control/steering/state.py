@@ -17,6 +17,8 @@ class OpenChange:
     """Id of the agreement, its try included."""
     generation: int
     """In which it was promised."""
+    ranks: tuple[int, ...] = ()
+    """Who has promised it."""
     answered: bool = False
     """The operator has his answer: the step is far away."""
     reached: set[int] = field(default_factory=set)
@@ -46,6 +48,8 @@ class Resume:
     """Of the pause."""
     step: int
     generation: int
+    ranks: tuple[int, ...]
+    """Who was told."""
     who: str
     why: str
     command: str

@@ -149,7 +149,7 @@ def start_pause(state: ControllerState, now: float, command: OpenCommand) -> lis
     if pause is not None:
         if not stands(state):
             return []  # It is answered with the one that is under way.
-        result: dict[str, Any] = {"step": pause.step, "ranks": list(state.world), "paused": True}
+        result: dict[str, Any] = {"step": pause.step, "ranks": list(state.asked), "paused": True}
         return answer(state, command.id, True, "it is paused already", result)
     if state.stepping and not state.joined:
         return answer(state, command.id, False, _NO_PART, {})
@@ -177,6 +177,6 @@ def receive_resume(state: ControllerState, now: float, command: OpenCommand) -> 
     if boundary is not None and boundary.kind == "pause":
         actions.append(abort_boundary(state, f"resumed by {who}"))
         state.boundary = None
-    done: dict[str, Any] = {"step": state.step, "ranks": list(state.world), "paused": False}
+    done: dict[str, Any] = {"step": state.step, "ranks": list(state.asked), "paused": False}
     reason = "the pause had not begun" if actions else "it is not paused"
     return actions + answer(state, command.id, True, reason, done)

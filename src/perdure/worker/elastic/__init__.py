@@ -20,8 +20,10 @@ from torch import Tensor
 from perdure.model.errors import ConfigError
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.attach import attach_rank
+from perdure.worker.config import Config, Value
 from perdure.worker.elastic.data import MicroBatches
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.rates import declare_rate
 from perdure.worker.elastic.replica import Replica, make_model
 from perdure.worker.elastic.state import hash_tensors as hash_tensors
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
@@ -29,7 +31,13 @@ from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 if TYPE_CHECKING:
     from perdure.worker.elastic.shard_trainer import ShardTrainer
 
-__all__ = ["Step", "Trainer", "hash_tensors", "open_sharded_trainer", "open_trainer", "train"]
+__all__ = [
+    "Step", "Trainer", "config", "hash_tensors", "open_sharded_trainer", "open_trainer", "train",
+]  # fmt: skip
+
+config = settings = Config()
+"""The script's live settings, the same on every member at the same step (`perdure set`). Declared
+before training, with the values they start with; `lr`, the base learning rate, is there anyhow."""
 
 
 def train(
@@ -48,6 +56,7 @@ def train(
     snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
+    config: Mapping[str, Value] | None = None,
     device: str | torch.device = "cpu",
     collate_fn: Callable[[list[Any]], Any] | None = None,
     on_step: Callable[[Step], object] | None = None,
@@ -58,7 +67,8 @@ def train(
     that gives the same sample for the same position on every rank. `loss(output, target)` is a
     mean over its micro-batch. `optimizer` makes an optimizer of the parameters, `scheduler` a
     schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
-    committed step.
+    committed step. `config` declares settings by name and default, to be read from
+    `perdure.elastic.config`.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
     more, or one copy over all (`"full"`); the model that is returned is sharded. Every
@@ -68,6 +78,7 @@ def train(
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
             or the model's forward pass alters its buffers.
     """
+    settings.declare_all(config or {})
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
@@ -120,6 +131,7 @@ def open_trainer(
     attachment = attach_rank()
     if attachment is not None:
         attachment.enter("init")
+    declare_rate(config, optimizer, scheduler)
     return Trainer(
         Replica(model, optimizer, scheduler=scheduler, clip_norm=clip_norm),
         compute,
@@ -127,6 +139,7 @@ def open_trainer(
         seed=seed,
         exact=exact,
         membership=Membership(attachment),
+        config=config,
         bucket_bytes=bucket_bytes,
     )
 
@@ -177,6 +190,7 @@ def open_sharded_trainer(
         seed=seed,
         membership=Membership(attachment),
         minimum=0 if shard == "full" else shard,
+        config=config,
         snapshot_every=snapshot_every,
         memory=find_memory(),
         bucket_bytes=bucket_bytes,

@@ -100,6 +100,15 @@ class Group:
         with _translated():
             self._works.append((self._group._allgather_base(output, part, options), False))
 
+    def meet(self) -> None:
+        """Wait until every member has come here.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        self.all_reduce(torch.zeros(1))
+        self.wait()
+
     def send(self, tensor: Tensor, to: int, tag: int) -> None:
         """Begin to send `tensor` to a member."""
         with _translated():

@@ -19,8 +19,10 @@ import torch.distributed as dist
 from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
+from perdure.model.settings import Steering
 from perdure.worker.attach import Attachment
 from perdure.worker.interrupt import shut_down_gloo
+from perdure.worker.settings import read_steering
 from perdure.worker.store import serve_store
 
 _TCPStore: Any = vars(dist)["TCPStore"]
@@ -49,6 +51,8 @@ class Membership:
         """Whether it comes into a world that exists already."""
         self.abandon: Callable[[], object] = lambda: None
         """Ends what the shut connections did not end."""
+        self.on_order: Callable[[], object] = lambda: None
+        """Hears of a newer epoch, in the control thread."""
         self._changed = threading.Condition()
         self._order: ReformWorld | None = None
         self._follow: FollowWorld | None = None
@@ -112,6 +116,7 @@ class Membership:
         with self._changed:
             self._order, self._coming = order, False
             self._changed.notify_all()
+        self.on_order()
         if order.urgent:
             threading.Thread(
                 target=self._keep_breaking, args=(order.epoch,), name="perdure-break", daemon=True
@@ -153,6 +158,18 @@ class Membership:
                 with contextlib.suppress(OSError):
                     shut_down_gloo()
                 self.abandon()
+
+    @property
+    def ordered(self) -> int:
+        """Return the newest epoch that was ordered, formed or not."""
+        return self._order.epoch if self._order is not None else -1
+
+    @property
+    def steering(self) -> Steering:
+        """Return what was agreed before this rank could be asked."""
+        order = self._order
+        first = order is None or (order.epoch == 0 and not self.joins)
+        return read_steering() if order is None or first else order.steering
 
     def overtaken(self) -> bool:
         """Return whether there is a newer world than the one that this rank is in."""

@@ -5,11 +5,14 @@ redone afterwards as part of the step.
 """
 
 import time
+from typing import Literal
 
+from perdure.model.progress import Phase
 from perdure.model.ring import PHASE_INDEX
 from perdure.worker.attach import Attachment
 
 _STEP = PHASE_INDEX["step"]
+_KINDS = ("step", "checkpoint", "boundary", "overhead")
 
 
 class Progress:
@@ -23,6 +26,7 @@ class Progress:
         self._begin = 0
         self._stalled_at = 0
         self._stalled = 0
+        self._step = 0
 
     def enter_group(self) -> None:
         """The first world's process group is there."""
@@ -52,6 +56,7 @@ class Progress:
         ring.set_phase("restore")
         ring.start_steps(step)
         ring.stamp("restored")
+        self._step = step
 
     def begin(self, step: int) -> None:
         """A step begins."""
@@ -73,6 +78,36 @@ class Progress:
         """The step under way was taken before and undone: its time is no progress."""
         self._stalled = time.monotonic_ns() - self._begin
 
+    def enter(self, phase: Phase) -> None:
+        """The rank does something else than the step under way."""
+        if self._attachment is not None:
+            self._attachment.ring.set_phase(phase)
+
+    def account(
+        self,
+        kind: Literal["step", "checkpoint", "boundary", "overhead", "paused"],
+        phase: Phase = "step",
+    ) -> None:
+        """Note what the time since the last record was spent on; the rank is in `phase`."""
+        now = time.monotonic_ns()
+        stalled = self._stalled
+        if self._stalled_at:
+            stalled, self._stalled_at = stalled + now - self._stalled_at, now
+        spent = now - self._accounted - stalled
+        parts = [spent if kind == each else 0 for each in _KINDS]
+        parts[_KINDS.index("overhead")] += stalled
+        if self._attachment is not None:
+            self._attachment.ring.commit(
+                self._step,
+                self._accounted,
+                now,
+                (parts[0], parts[1], parts[2], parts[3]),
+                phase=PHASE_INDEX[phase],
+                paused=spent if kind == "paused" else 0,
+            )
+        self._accounted = self._begin = now
+        self._stalled = 0
+
     def mark_work(self) -> None:
         """A micro-batch was done: progress, though no step."""
         if self._attachment is not None:
@@ -81,6 +116,7 @@ class Progress:
     def commit(self, step: int) -> None:
         """The step is applied; `step` are."""
         end = time.monotonic_ns()
+        self._step = step
         attachment = self._attachment
         if attachment is not None:
             if attachment.stages is not None:

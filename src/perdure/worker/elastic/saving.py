@@ -6,8 +6,8 @@ part in it proves that all have applied *s*, and what lies on disk was everyone'
 """
 
 import time
+from typing import Any
 
-from perdure.model.errors import PerdureError
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.replica import Replica
@@ -23,35 +23,49 @@ class Saving:
     def __init__(self, membership: Membership, replica: Replica) -> None:
         """Save nothing yet."""
         self._membership, self._replica = membership, replica
-        self._config = read_spec().checkpoint
+        self.config = read_spec().checkpoint
+        self.every_steps = self.config.every_steps
+        self.every_s = self.config.every_s
         self._wanted = membership.supervised and membership.attachment is not None
         self._saver: Checkpointer | None = None
         self._saved = (-1, time.monotonic())
 
-    def restore(self) -> int:
-        """Load the newest checkpoint; return its step, 0 where there is none."""
+    def restore(self, extra: dict[str, Any]) -> int:
+        """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none."""
         if not self._wanted or self._membership.joins:
             return 0
-        step = self._open(self._membership.me).restore({})
+        step = self._open(self._membership.me).restore(extra)
         self._saved = (step, time.monotonic())
         return step
 
-    def look(self, applied: int, members: tuple[int, ...]) -> None:
-        """Save, if it is due and ours to do; `applied` steps are applied by every member."""
+    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
+        """Return whether this rank should save `applied` steps, as every member has applied."""
         if not self._wanted or self._membership.me != members[0]:
-            return
+            return False
         step, at = self._saved
-        every = self._config.every_steps
+        every = self.every_steps
         elapsed_s = time.monotonic() - at
-        due = applied % every == 0 if every else elapsed_s >= (self._config.every_s or EVERY_S)
-        if not due or applied in (0, step):
+        due = applied % every == 0 if every else elapsed_s >= (self.every_s or EVERY_S)
+        return due and applied not in (0, step)
+
+    def save(
+        self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
+    ) -> None:
+        """Begin to save, if it is ours to do and was not done.
+
+        Raises:
+            OSError, PerdureError: it cannot be begun.
+        """
+        mine = self._wanted and self._membership.me == members[0]
+        if not mine or self._saved[0] == applied:
             return
-        self._saved = (applied, time.monotonic())
         self._saver = self._saver or self._open(0)
-        try:
-            self._saver.save(applied, reason="interval", extra={})
-        except (OSError, PerdureError) as error:
-            print(f"perdure: checkpoint of step {applied}: {error}")
+        self._saver.save(applied, reason=reason, extra=extra)
+        self._saved = (applied, time.monotonic())
+
+    def set_every_s(self, value: float) -> None:
+        """Save every `value` seconds from now on."""
+        self.every_s = value
 
     def close(self) -> None:
         """Wait until what was begun is written."""
@@ -61,8 +75,8 @@ class Saving:
     def _open(self, rank: int) -> Checkpointer:
         membership = self._membership
         saver = Checkpointer(
-            url=find_checkpoint_url(self._config),
-            config=self._config,
+            url=find_checkpoint_url(self.config),
+            config=self.config,
             rank=rank,
             world_size=1,
             generation=membership.generation,

@@ -33,12 +33,14 @@ from perdure.plan.shards import (
     decide_shards,
     plan_mirrors,
 )
+from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.mirror import Mirror
 from perdure.worker.elastic.peers import Peers
+from perdure.worker.elastic.saving import Saving
 from perdure.worker.elastic.sharded import ShardedReplica
 from perdure.worker.elastic.sharding import Parts
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
@@ -50,17 +52,23 @@ _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
 
 
-class _Saving:
+class _Saving(Saving):
     """What `Saving` is to a replicated state: sharded ones are not saved to disk."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, membership: Membership, peers: Peers) -> None:
+        super().__init__(membership, cast(Any, None))
         self._peers = peers
 
-    def restore(self) -> int:
+    def restore(self, extra: dict[str, Any]) -> int:
         return 0
 
-    def look(self, applied: int, members: tuple[int, ...]) -> None:
-        pass
+    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
+        return False
+
+    def save(
+        self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
+    ) -> None:
+        raise PlatformError("a sharded elastic state is not saved to disk")
 
     def close(self) -> None:
         self._peers.close()
@@ -78,6 +86,7 @@ class ShardTrainer(Trainer):
         seed: int,
         membership: Membership,
         minimum: int,
+        config: Config | None = None,
         snapshot_every: int = 0,
         memory: Path | None = None,
         bucket_bytes: int = BUCKET_BYTES,
@@ -87,9 +96,10 @@ class ShardTrainer(Trainer):
         Every `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
         """
         buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
+        self._peers = Peers(memory if snapshot_every else None, membership.me)
         super().__init__(
             cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
-            buckets=buckets,
+            config=config, saving=_Saving(membership, self._peers), buckets=buckets,
         )  # fmt: skip
         self._sharded, self._minimum = replica, minimum
         self._copy: Copy | None = None
@@ -103,8 +113,6 @@ class ShardTrainer(Trainer):
         self._old: dict[Shard, Parts] = {}
         """Shards of the world before, of the same step."""
         self._every = snapshot_every
-        self._peers = Peers(memory if snapshot_every else None, membership.me)
-        self._saving = cast(Any, _Saving(self._peers))
         self._furthest = 0
         """The most steps that were ever applied."""
         self._newest = (0, NO_LINE)
@@ -206,7 +214,7 @@ class ShardTrainer(Trainer):
         replica = self._sharded
         assert replica.shard is not None
         self._peers.begin(
-            self._applied, self._line, replica.shard, replica.parts(), replica.plain()
+            self._applied, self._line, replica.shard, replica.parts(), self._tell_plain()
         )
 
     # --- the world ----------------------------------------------------------------------------
@@ -323,12 +331,17 @@ class ShardTrainer(Trainer):
         replica.adopt(copy, shard, parts, plain, self._take)
         self._old = held
         if not at_step:
+            self._steering.load(plain)
             self._applied, self._line = plan.step, plan.line
             self._holds = False
             self._buckets.drop()
             self._forget()
             self._peers.forget(plan.step)
         self._ready = NO_LINE
+
+    def _tell_plain(self) -> dict[str, Any]:
+        """Return what all members have alike, settings included."""
+        return self._sharded.plain() | self._steering.state()
 
     def _make_reader(
         self, plan: ShardReformation, held: dict[Shard, Parts]
@@ -347,6 +360,6 @@ class ShardTrainer(Trainer):
             return held[source.shard] if source.owner < 0 else open_snapshot(source)[0]
 
         def plain_of(source: Source) -> Any:
-            return self._sharded.plain() if source.owner < 0 else open_snapshot(source)[1]
+            return self._tell_plain() if source.owner < 0 else open_snapshot(source)[1]
 
         return read, plain_of

@@ -20,6 +20,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import WorldReformed
 from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.microbatches import assign
+from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.feed import Feed
@@ -37,6 +38,7 @@ from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.replica import Replica
 from perdure.worker.elastic.saving import Saving
 from perdure.worker.elastic.state import receive_state, send_state
+from perdure.worker.elastic.steering import Steering
 from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.replica import warm_up
 
@@ -72,15 +74,19 @@ class Trainer:
         seed: int,
         exact: bool,
         membership: Membership,
+        config: Config | None = None,
+        saving: Saving | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         buckets: Buckets | None = None,
     ) -> None:
-        """Train `replica` with `count` micro-batches a step."""
+        """Train `replica` with `count` micro-batches a step and the live settings `config`."""
         self._replica, self._compute = replica, compute
         self._count, self._seed = count, seed
         self._membership = membership
         self._progress = Progress(membership.attachment)
-        self._saving = Saving(membership, replica)
+        self._saving = saving or Saving(membership, replica)
+        config = config if config is not None else Config()
+        self._steering = Steering(membership, config, self._saving, self._progress)
         self._buckets = buckets or Buckets(replica.parameters, bucket_bytes)
         self._tree = GradientTree(count) if exact else None
         self._feed = Feed(membership.generation)
@@ -126,9 +132,12 @@ class Trainer:
         the world has applied the last step: until then they may need what this rank holds.
         """
         self._total, self._over = total, False
+        self._steering.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
-        restored = self._saving.restore() if self._fresh else 0
+        extra: dict[str, Any] = {}
+        restored = self._saving.restore(extra) if self._fresh else 0
         if restored:
+            self._steering.load(extra)
             self.start_at(restored)
         self._announce()
         if self._membership.joins:
@@ -139,6 +148,7 @@ class Trainer:
             self._keep_trying()
             while self._finished:
                 yield self._finished.popleft()
+        self._steering.end(self._applied)
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
         self._saving.close()
         self._progress.finish()
@@ -198,9 +208,10 @@ class Trainer:
         Raises:
             Broken: the world has changed; what was finished is kept.
         """
-        if self._applied >= self._total:
-            group.all_reduce(torch.zeros(1))
-            group.wait()
+        self._steering.pass_boundary(self._applied, group)
+        if self._applied >= self._total or self._steering.stopping:
+            self._steering.finish_stop(self._applied, group)
+            group.meet()
             self._over = True
             return
         self._feed.stand(self._applied, self._membership.epoch, self._replica)
@@ -276,7 +287,7 @@ class Trainer:
             flats = self._buckets.flats(self._applied)
             self._feed.release(self._applied, self._membership.epoch, flats, self._replica)
         losses = self._sums[self._applied % 2][1].tolist()
-        self._saving.look(self._applied, group.members)
+        self._steering.save_if_due(self._applied, group)
         self._buckets.expose(self._applied)
         self._replica.update(clipped=sent)
         self._buckets.drop()
@@ -329,6 +340,7 @@ class Trainer:
         self._fresh = False
         self._todo = list(plan.todo[self._membership.me])
         self._progress.resume(self._applied)
+        self._steering.begin(self._applied)
         self._report(ordered, began_s, plan)
         return ""
 
@@ -349,6 +361,8 @@ class Trainer:
         self._group = Group(members, me, store, self._device)
         self._note_connected()
         self._bring_together(plan, self._group)
+        if store is not None:
+            self._steering.share(store, members[0])
         kept = {m: r for r in plan.donors for m in standings[r].done}
         self._owner = kept | {m: rank for rank, todo in plan.todo.items() for m in todo}
         return plan
@@ -387,7 +401,7 @@ class Trainer:
             self._apply(group, sent=True)
         if me in plan.donors:
             for rank in plan.fresh:
-                state = self._replica.state() | {"applied": plan.step}
+                state = self._replica.state()
                 send_state(group, state, me, plan.donors, rank)
         elif me in plan.fresh:
             overtaken = self._membership.overtaken
