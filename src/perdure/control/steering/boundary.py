@@ -181,7 +181,8 @@ def commit_boundary(state: ControllerState, now: float) -> list[AnyAction]:
     boundary.deadline_s = now + _REACH_TIMEOUT_S
     actions: list[AnyAction] = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
     command = state.commands.get(boundary.command)
-    if command is not None and boundary.kind in ("set", "pause", "checkpoint"):
+    alone = boundary.kind == "checkpoint" and state.elastic.members  # One saves for all.
+    if command is not None and (alone or boundary.kind in ("set", "pause")):
         command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
     if boundary.kind == "set":
         actions += commit_open(state, boundary)
