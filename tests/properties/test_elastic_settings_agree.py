@@ -193,7 +193,7 @@ class Member:
             self.steering.load(state)
             self.applied, self.holds = plan.step, False
         self.fresh, self.room.epoch = False, epoch
-        self.steering.begin(self.applied)
+        self.steering.begin(self.applied, ranks)
         self.room.emit(
             WorldReformed(
                 generation=self.room.generation, epoch=epoch, rank=self.me, step=self.applied,

@@ -1,6 +1,7 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
 from perdure.control.answers import answer
+from perdure.control.elastic.leaving import leave_together
 from perdure.control.elastic.reform import admit, note_ready
 from perdure.control.state import ControllerState, OpenBoundary
 from perdure.control.steering.boundary import (
@@ -143,8 +144,10 @@ def _finish_boundary(
     state: ControllerState, now: float, done: OpenBoundary | None, step: int
 ) -> list[AnyAction]:
     """Go on after an agreement that all ranks have carried out; `step` is one that was made."""
-    if done is None or done.kind == "drain":
+    if done is None:
         return []
+    if done.kind == "drain":
+        return leave_together(state, now, done) if done.leaves else []
     if done.kind in ("set", "pause"):
         state.step = max(state.step, min(done.step, step))
         return start_waiting_command(state, now)

@@ -51,6 +51,8 @@ class OpenBoundary:
     planned: set[int] = field(default_factory=set)
     """Ranks that have heard the decision."""
     reached: set[int] = field(default_factory=set)
+    leaves: tuple[int, ...] = ()
+    """Of `drain` in an elastic world: who leaves it."""
     shrunk: bool = False
     """A member was lost after the decision: what it had to do alone may not be done."""
     asked_s: float = 0.0
@@ -103,6 +105,8 @@ class OpenMove:
     to: dict[int, int] = field(default_factory=dict)
     """Node -> the one that stands in, once it was left."""
     moved_s: float = 0.0
+    ranks: tuple[int, ...] = ()
+    """In an elastic world: the members that leave."""
     instead: str = ""
     """What was done in place of what was asked for."""
 
@@ -234,7 +238,7 @@ class ControllerState:
         elastic = self.elastic
         if not elastic.members:
             return self.world
-        gone = elastic.lost | set(self.exits)
+        gone = elastic.lost | elastic.left | set(self.exits)
         return tuple(rank for rank in elastic.members if rank not in gone)
 
     @property

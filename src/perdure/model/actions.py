@@ -94,6 +94,9 @@ class SendBoundary(Action, frozen=True, kw_only=True):
     """Grows with every try. One is open at a time, so a newer one says that older ones are over."""
     change: Change | None = None
     """Of `set`: what changes at `step`."""
+    leaves: tuple[int, ...] = ()
+    """Of `drain` in an elastic world: who leaves it at `step`; the others go on without a
+    checkpoint."""
     epoch: int = 0
     """In an elastic world: a rank takes this once it has the order of that epoch."""
 

@@ -40,6 +40,8 @@ class Agreed(msgspec.Struct, frozen=True):
     kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
     step: int
     change: Change | None = None
+    leaves: tuple[int, ...] = ()
+    """Of `drain` in an elastic world: who leaves it."""
 
 
 class _Open(msgspec.Struct):
@@ -124,6 +126,11 @@ class BoundaryGate:
             step = self._committed
             self._changed.notify_all()
         self._emit(BoundaryReached(id=id_ + RESUMED, rank=self._rank, step=step, at_s=self._now()))
+
+    def drop_hold(self, id_: str) -> None:
+        """Stand still for this agreement no longer."""
+        with self._changed:
+            self.holds.pop(id_, None)
 
     def wake(self) -> None:
         """Have the training thread look at `interrupted`."""
@@ -235,7 +242,9 @@ class BoundaryGate:
         if reason:
             self._set_next()
         else:
-            self._open[order.id] = _Open(Agreed(order.id, order.kind, order.step, order.change))
+            self._open[order.id] = _Open(
+                Agreed(order.id, order.kind, order.step, order.change, order.leaves)
+            )
             self._changed.notify_all()
         answer = self._answers[order.id] = BoundaryAnswered(
             id=order.id, rank=self._rank, ok=not reason, step=self._committed, reason=reason,

@@ -88,6 +88,12 @@ class Lab:
         account = RankAccount(step=5)
         return self.say(RankExited(node=0, record=record, account=account, detected_s=self.now))
 
+    def leave(self, rank: int) -> list[AnyAction]:
+        """A member ends in good order."""
+        record = ExitRecord(rank, 0, 100 + rank, self.now)
+        exited = RankExited(node=0, record=record, account=RankAccount(step=5), detected_s=self.now)
+        return self.say(exited)
+
 
 def order_of(actions: list[AnyAction]) -> ReformWorld:
     (order,) = [a for a in actions if isinstance(a, ReformWorld)]

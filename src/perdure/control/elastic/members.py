@@ -30,7 +30,7 @@ def find_home(state: ControllerState, member: int) -> int:
 def find_living(state: ControllerState) -> tuple[int, ...]:
     """Return the members of the newest epoch that are neither lost nor done."""
     elastic = state.elastic
-    gone = elastic.lost | elastic.finished | set(state.exits)
+    gone = elastic.lost | elastic.left | elastic.finished | set(state.exits)
     return tuple(rank for rank in elastic.members if rank not in gone)
 
 
@@ -41,7 +41,8 @@ def find_spares(state: ControllerState, far_from: Collection[int] = ()) -> list[
     """
     elastic, world = state.elastic, set(state.world)
     gone = elastic.lost | set(state.exits) | set(elastic.members) | world
-    ready = [m for m in elastic.ready if m not in gone]
+    away = {*state.cordoned, *state.leaving}
+    ready = [m for m in elastic.ready if m not in gone and find_home(state, m) not in away]
     return sorted(ready, key=lambda m: (find_home(state, m) in far_from, m))
 
 
@@ -113,7 +114,7 @@ def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
             newest = slot
         member = slot if newest is None else newest + spec.slots
         home = find_home(state, slot)
-        away = home in state.lost or home in state.cordoned or home not in state.nodes
+        away = home in {*state.lost, *state.cordoned, *state.leaving} or home not in state.nodes
         if away or slot in elastic.barren or (newest is not None and not _is_empty(state, newest)):
             continue
         if newest is None or spec.restart.replace:
@@ -170,6 +171,6 @@ def _is_empty(state: ControllerState, member: int) -> bool:
     """Return whether the process of `member` is gone, and was needed to the end."""
     record = state.exits.get(member)
     if record is not None:
-        return record.failed
+        return record.failed or member in state.elastic.left
     node = state.nodes.get(find_home(state, member))
     return member in state.elastic.lost and node is not None and member not in node.running

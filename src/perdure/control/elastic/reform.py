@@ -81,7 +81,7 @@ def note_world(
         return []
     if isinstance(event, MemberReady):
         elastic.caught_up.add(event.rank)
-        return _admit(state, now)
+        return admit(state, now)
     if isinstance(event, WorldBroken):
         known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
@@ -92,7 +92,7 @@ def note_world(
         order = elastic.order
         waited = order is not None and event.rank in order.ranks
         if is_elastic(state) and waited and event.rank not in elastic.answered:
-            return [_order(state, now, f"rank {event.rank} has finished")]
+            return [order_world(state, now, f"rank {event.rank} has finished")]
         return []
     elastic.formed.add(event.rank)
     if event.epoch == elastic.epoch:
@@ -126,7 +126,7 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
     called = call_spares(state, nodes) if not elastic.finished else ()
     spares, followers = split_called(state, called)
     why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
-    order = _order(state, now, why, new=spares)
+    order = order_world(state, now, why, new=spares)
     return [order, *order_following(state, followers), *fill_slots(state, reason)]
 
 
@@ -134,12 +134,15 @@ def leave_world(state: ControllerState, now: float, event: RankExited) -> list[A
     """A member has ended well: nobody waits for it any more."""
     elastic, rank = state.elastic, event.record.rank
     order = elastic.order
+    if state.boundary is not None and rank in state.boundary.leaves:
+        elastic.left.add(rank)
+        return []
     elastic.finished.add(rank)
     if not is_elastic(state) or order is None or rank not in order.ranks:
         return []
     if rank in elastic.answered or not find_living(state):
         return []
-    return [_order(state, now, f"rank {rank} has ended")]
+    return [order_world(state, now, f"rank {rank} has ended")]
 
 
 def has_ended(state: ControllerState) -> bool:
@@ -164,7 +167,7 @@ def leave_outside(state: ControllerState, now: float, event: RankExited) -> list
         return None
     if rank not in elastic.ready and rank not in elastic.lost:
         elastic.barren.add(state.the_spec().slot_of(rank))
-    return [*fill_slots(state, f"rank {rank} has ended"), *_admit(state, now)]
+    return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
 
 def lose_outside(
@@ -213,7 +216,9 @@ def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
             elastic.given_up = f"the world broke {elastic.retries} times at step {elastic.step}"
             elastic.deadline_s = elastic.retry_s = None
             return elastic.given_up
-        return [_order(state, now, f"the world broke, and nobody is lost: try {elastic.retries}")]
+        return [
+            order_world(state, now, f"the world broke, and nobody is lost: try {elastic.retries}")
+        ]
     return []
 
 
@@ -248,11 +253,11 @@ def admit(state: ControllerState, now: float) -> list[AnyAction]:
     new, followers = split_called(state, call_spares(state))
     if not new:
         return order_following(state, followers)
-    order = _order(state, now, f"ranks {list(new)} join", new=new, urgent=False)
+    order = order_world(state, now, f"ranks {list(new)} join", new=new, urgent=False)
     return [order, *order_following(state, followers)]
 
 
-def _order(
+def order_world(
     state: ControllerState,
     now: float,
     reason: str,

@@ -15,6 +15,8 @@ class ElasticState:
     """Members that are gone with their node or keeper."""
     formed: set[int] = field(default_factory=set)
     """Members that have been in a world, and so have its state."""
+    left: set[int] = field(default_factory=set)
+    """Members that have left at an agreed step, because their node is drained."""
     finished: set[int] = field(default_factory=set)
     """Members that have applied the last step and need no world any more."""
     members: tuple[int, ...] = ()

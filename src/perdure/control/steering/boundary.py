@@ -47,6 +47,7 @@ def open_boundary(
     change: Change | None = None,
     not_before: int = 0,
     at_step: int | None = None,
+    leaves: tuple[int, ...] = (),
 ) -> list[AnyAction]:
     """Begin an agreement; the caller has checked that none is open."""
     assert state.boundary is None
@@ -64,6 +65,7 @@ def open_boundary(
         not_before=not_before,
         at_step=at_step,
         ranks=state.asked,
+        leaves=leaves,
     )
     _choose_step(state, now, state.boundary)
     return [send_boundary(state, reason)]
@@ -144,6 +146,7 @@ def send_boundary(
         generation=state.generation,
         number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
         change=boundary.change,
+        leaves=boundary.leaves,
         epoch=state.elastic.epoch if boundary.move == "commit" else 0,
         reason=reason,
     )

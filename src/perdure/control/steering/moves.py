@@ -12,6 +12,8 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 """
 
 from perdure.control.answers import answer_open
+from perdure.control.elastic.leaving import advance_leaving, find_leavers
+from perdure.control.elastic.reform import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
 from perdure.control.state import ControllerState, OpenBoundary, OpenMove
@@ -63,7 +65,7 @@ def note_preemption(
         return []
     margin_s = min(_MARGIN_S_MAX, _MARGIN * event.grace_s)
     deadline_s = event.at_s + event.grace_s - margin_s
-    if event.node not in state.placement:
+    if event.node not in state.placement and not find_leavers(state, (event.node,)):
         return cordon(state, event.node, reason)
     for move in state.moves.values():
         if event.node in move.nodes and move.stage != "moved":
@@ -75,7 +77,7 @@ def note_preemption(
         id=id_,
         kind="drain",
         nodes=[event.node],
-        groups={event.node: state.placement.index(event.node)},
+        groups={n: group for group, n in enumerate(state.placement) if n == event.node},
         who="",
         why=reason,
         at_s=event.at_s,
@@ -155,6 +157,8 @@ def moves_again(state: ControllerState) -> list[AnyAction]:
 
 
 def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    if is_elastic(state):
+        return advance_leaving(state, now, move)
     if move.stage == "moved":
         if state.phase == "running" and (state.stepping or stands(state)):
             return _finish(state, now, move, "")
@@ -231,7 +235,7 @@ def _settle(state: ControllerState, now: float) -> list[AnyAction]:
     """Cordon the nodes that a new world was placed without, whoever has formed it."""
     actions: list[AnyAction] = []
     for move in state.moves.values():
-        if move.stage == "moved" or set(move.nodes) & set(state.placement):
+        if is_elastic(state) or move.stage == "moved" or set(move.nodes) & set(state.placement):
             continue
         agreed = move.stage == "held" and move.saved
         if move.kind == "drain" and not agreed and not move.instead:

@@ -10,6 +10,9 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer
+from perdure.control.elastic.leaving import find_leavers, find_objection
+from perdure.control.elastic.members import fill_slots
+from perdure.control.elastic.reform import is_elastic
 from perdure.control.groups.verbs import preview_group_verb
 from perdure.control.recovery.placement import bar, find_shortage, release
 from perdure.control.state import ControllerState, OpenCommand, OpenMove
@@ -108,6 +111,7 @@ def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> li
         if plan.way == "restore":
             actions += restore_move(state, now, node, reason)
             actions += release(state, node, who, reason) if node in state.cordoned else []
+            actions += fill_slots(state, reason) if is_elastic(state) else []
         else:
             actions += bar(state, node, who, reason)
     result = render_plan(plan) | {"took_s": round(now - command.at_s, 3)}
@@ -123,7 +127,7 @@ def _begin_move(
         id=command.id,
         kind="drain" if plan.way == "drain" else "evict",
         nodes=list(plan.nodes),
-        groups={node: state.placement.index(node) for node, _, _ in plan.moves},
+        groups={node: group for group, node in enumerate(state.placement) if node in plan.nodes},
         who=command.who or "an operator",
         why=reason,
         at_s=command.at_s,
@@ -145,6 +149,8 @@ def _plan_restore(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
     for node in todo:
         kept = node in state.placement
         what = "keeps its ranks" if kept else "stands ready as a spare node"
+        if is_elastic(state) and not find_leavers(state, (node,)):
+            what = "is filled with new members"
         parts.append(f"node {node} {what}")
     return Plan(
         verb="restore", way="restore", nodes=todo, already=already,
@@ -157,7 +163,7 @@ def _plan_cordon(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
     already = tuple(f"node {n} is cordoned already" for n in nodes if n not in todo)
     if not todo:
         return Plan(verb="cordon", already=already, words="; ".join(already))
-    refusal = _find_refusal(state, set(todo))
+    refusal = "" if is_elastic(state) else _find_refusal(state, set(todo))
     moves = _plan_moves(state, todo)
     parts = []
     for node in todo:
@@ -185,6 +191,8 @@ def _plan_leave(
             todo.append(node)
     if not todo:
         return Plan(verb=verb, already=tuple(already), words="; ".join(already))
+    if is_elastic(state):
+        return _plan_elastic_leave(state, verb, tuple(todo), tuple(already))
     moves = _plan_moves(state, tuple(todo))
     if not moves:
         refusal = _find_refusal(state, set(todo))
@@ -207,6 +215,33 @@ def _plan_leave(
         steps_lost=_find_steps_lost(state, way),
         restart_s=find_restart_cost_s(tuple(state.restarts_s)),
         refusal=refusal, words=_describe_leave(state, way, verb, moves, already),
+    )  # fmt: skip
+
+
+def _plan_elastic_leave(
+    state: ControllerState,
+    verb: Literal["drain", "evict"],
+    nodes: tuple[int, ...],
+    already: tuple[str, ...],
+) -> Plan:
+    """Members leave, and the others go on; nobody has to stand in."""
+    moves = []
+    for node in nodes:
+        ranks = find_leavers(state, (node,))
+        if ranks:
+            moves.append((node, -1, ranks))
+    leavers = tuple(rank for _, _, ranks in moves for rank in ranks)
+    left = len(state.asked) - len(leavers)
+    if verb == "drain":
+        way = f"{_name_ranks(leavers)} leave at a step that all agree on; nothing is made again"
+    else:
+        way = f"{_name_ranks(leavers)} are ended at once; what they were computing is made again"
+    words = f"{way}; {left} go on"
+    if not leavers:
+        words = "; ".join(f"no member runs on node {n}; it takes no new ranks" for n in nodes)
+    return Plan(
+        verb=verb, way=verb, nodes=nodes, moves=tuple(moves), already=already,
+        refusal=find_objection(state, nodes), words="; ".join([words, *already]),
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from perdure.worker.elastic.saving import Saving
 from perdure.worker.settings import declare_own_keys, plan_steering
 from perdure.worker.signals import SignalForwarding
 
-_SAVES = ("checkpoint", "stop")
+_SAVES = ("checkpoint", "stop", "drain")
 
 
 class Steering:
@@ -61,6 +61,8 @@ class Steering:
         self._together = -1
         """A step that every member is known to have come to."""
         self._applied = 0
+        self._drains: dict[str, tuple[int, ...]] = {}
+        """Drains in which this rank stands, until it is in a world without those who leave."""
         self.stopping = False
         declare_own_keys(config, saving.config, saving)
         config.declare_own(
@@ -98,9 +100,10 @@ class Steering:
         """Another loop begins."""
         self._gate.reopen()
 
-    def begin(self, applied: int) -> None:
+    def begin(self, applied: int, members: tuple[int, ...]) -> None:
         """This rank is at step `applied`, in a world whose members all are."""
         self._together = applied
+        self._go_on(members)
         if self._begun and applied >= self._applied:
             return  # Else steps are made again, with what was agreed for them.
         # What is agreed for this very step may not be done yet where the state came from.
@@ -159,16 +162,38 @@ class Steering:
             assert one.change is not None
             self.config.apply(one.change)
             self._reach(one, applied)
-        saves = [one for one in self._due if one.kind in _SAVES]
+        drains = [one for one in self._due if one.kind == "drain"]
+        saves = [one for one in self._due if one.kind in _SAVES and not one.leaves]
         error = ""
-        if saves:
+        if saves or drains:
             self._come_together(applied, group)
+        if saves:
             self._progress.account("boundary", "checkpoint")
             error = self._save(applied, group, saves[0].kind)
             self._progress.account("checkpoint", "boundary")
             self.stopping |= any(one.kind == "stop" for one in saves)
         for one in list(self._due):
             self._reach(one, applied, error if one in saves else "")
+        self._drains |= {one.id: one.leaves for one in drains if one.leaves}
+        self._go_on(group.members)
+        if any(self._membership.me in leaves for leaves in self._drains.values()):
+            self._leave(applied)
+
+    def _go_on(self, members: tuple[int, ...]) -> None:
+        """Who was to leave has left: nobody stands still for that any more."""
+        for id_, leaves in list(self._drains.items()):
+            if not set(leaves) & set(members):
+                del self._drains[id_]
+                self._gate.drop_hold(id_)
+
+    def _leave(self, applied: int) -> None:
+        """End this process in good order: every member is at this step, and needs nothing of it."""
+        self._signals.active = False
+        self._gate.close(f"this rank has left at step {applied}")
+        self._saving.close()
+        self._progress.finish()
+        print(f"perdure: rank {self._membership.me} leaves at step {applied}: its node is drained")
+        raise SystemExit(0)
 
     def _come_together(self, applied: int, group: Group) -> None:
         """See that every member has come to this step: then nobody computes its state again.

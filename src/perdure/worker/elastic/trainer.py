@@ -340,7 +340,7 @@ class Trainer:
         self._fresh = False
         self._todo = list(plan.todo[self._membership.me])
         self._progress.resume(self._applied)
-        self._steering.begin(self._applied)
+        self._steering.begin(self._applied, order.ranks)
         self._report(ordered, began_s, plan)
         return ""
 

@@ -1,0 +1,157 @@
+"""Nodes that members leave while the others train on: drain and evict of an elastic world.
+
+    waiting --> agreeing: all members come to step S --> left: the others form the next epoch
+
+Before S nothing is begun that would have to be made again, and whoever leaves does so by itself,
+once every member has come to S. Nobody has to stand in, and no checkpoint is needed: the others
+have the state. An evict leaves out at once whoever is on the node, and ends its processes.
+"""
+
+from collections.abc import Collection
+
+from perdure.control.answers import answer_open
+from perdure.control.elastic.members import (
+    call_spares,
+    end_rank,
+    find_home,
+    find_living,
+    order_following,
+    split_called,
+)
+from perdure.control.elastic.reform import is_elastic, order_world
+from perdure.control.recovery.placement import bar, cordon
+from perdure.control.state import ControllerState, OpenBoundary, OpenMove
+from perdure.control.steering.boundary import abort_boundary, open_boundary
+from perdure.model.actions import AnyAction, NoteDraining
+
+
+def find_leavers(state: ControllerState, nodes: Collection[int]) -> tuple[int, ...]:
+    """Return the members that `nodes` run."""
+    return tuple(rank for rank in find_living(state) if find_home(state, rank) in nodes)
+
+
+def find_objection(state: ControllerState, nodes: Collection[int]) -> str:
+    """Return why `nodes` cannot be left; empty where they can."""
+    if set(find_leavers(state, nodes)) == set(find_living(state)):
+        return "no member of the world would be left: the state would be lost"
+    return ""
+
+
+def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Do what has become possible for nodes that members are to leave."""
+    leavers = find_leavers(state, move.nodes)
+    boundary = state.boundary
+    if boundary is not None and boundary.command == move.id:
+        move.step = boundary.step
+        overdue = now >= move.deadline_s and boundary.move == "prepare"
+        return _overdue(state, now, move, leavers) if overdue else []
+    if not leavers:
+        return _finish(state, now, move)
+    if now >= move.deadline_s:
+        return _overdue(state, now, move, leavers)
+    if move.stage == "agreeing" and move.generation == state.generation:
+        return _take_back(state, now, move, "the members did not agree on a step")
+    objection = find_objection(state, move.nodes)
+    if objection:
+        return _take_back(state, now, move, objection)
+    if move.kind == "evict":
+        return _put_out(state, now, move, leavers)
+    ready = state.phase == "running" and state.stepping and state.resumable
+    if not ready or boundary is not None or state.elastic.order is not None:
+        return []
+    move.stage, move.ranks, move.generation = "agreeing", leavers, state.generation
+    return open_boundary(state, now, "drain", reason=move.why, command=move.id, leaves=leavers)
+
+
+def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> list[AnyAction]:
+    """All have come to the step of a drain: the others go on without those who leave."""
+    elastic = state.elastic
+    gone = [rank for rank in done.leaves if rank in elastic.members]
+    state.step = max(state.step, done.step)
+    if not gone or not is_elastic(state):
+        return []
+    elastic.left |= set(gone)
+    why = f"ranks {gone} leave at step {done.step}"
+    if not find_living(state):
+        return []
+    new, followers = split_called(state, call_spares(state))
+    order = order_world(state, now, why, new=new, urgent=False)
+    return [order, *order_following(state, followers)]
+
+
+def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Nobody of the world is on the nodes any more: answer."""
+    del state.moves[move.id]
+    actions: list[AnyAction] = []
+    for node in move.nodes:
+        if move.who:
+            actions += bar(state, node, move.who, move.why)
+        else:
+            actions += cordon(state, node, move.why)
+    elastic = state.elastic
+    gone = {*state.exits, *elastic.members, *elastic.left, *elastic.lost}
+    for rank in sorted(elastic.ready - gone):
+        if find_home(state, rank) in move.nodes:
+            actions.append(end_rank(state, rank, move.why))  # A spare, which has no part yet.
+    ranks = list(move.ranks)
+    agreed = move.kind == "drain" and move.step >= 0 and set(ranks) <= elastic.left
+    took_s = round(now - move.at_s, 3)
+    result = {
+        "verb": move.kind,
+        "nodes": list(move.nodes),
+        "moves": [
+            {"node": node, "to": None, "ranks": [r for r in ranks if find_home(state, r) == node]}
+            for node in move.nodes
+        ],
+        "step": move.step if agreed else -1,
+        "steps_lost": 0,
+        "took_s": took_s,
+        "instead": move.instead or ("" if agreed or move.kind == "evict" else "they ended before"),
+    }
+    names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks)) or 'none'}"
+    where = f" at step {move.step}: nothing is made again" if agreed else ""
+    words = f"{names} left in {took_s:.2f} s{where}; {len(find_living(state))} go on"
+    return actions + answer_open(state, move.id, True, words, result)
+
+
+def _overdue(
+    state: ControllerState, now: float, move: OpenMove, leavers: tuple[int, ...]
+) -> list[AnyAction]:
+    why = "the members had not agreed on a step when its deadline passed"
+    if move.force and not find_objection(state, move.nodes):
+        move.instead = f"evicted instead: {why}"
+        return [*_drop_boundary(state, move, why), *_put_out(state, now, move, leavers)]
+    return _take_back(state, now, move, why)
+
+
+def _put_out(
+    state: ControllerState, now: float, move: OpenMove, leavers: tuple[int, ...]
+) -> list[AnyAction]:
+    """Leave out at once whoever is on the nodes, and end it."""
+    move.ranks = leavers
+    state.elastic.lost |= set(leavers)
+    order = order_world(state, now, move.why)
+    ends = [end_rank(state, rank, move.why) for rank in leavers]
+    return [order, *ends, *_finish(state, now, move)]
+
+
+def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+    """Leave everything as it was, and say why."""
+    actions = _drop_boundary(state, move, why)
+    del state.moves[move.id]
+    for node in move.nodes:
+        actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
+        if not move.who:
+            actions += cordon(state, node, move.why)  # It goes away all the same.
+    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": round(now - move.at_s, 3)}
+    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+
+
+def _drop_boundary(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
+    """End what the members have promised for `move`, unless it is decided."""
+    boundary = state.boundary
+    if boundary is None or boundary.command != move.id or boundary.move != "prepare":
+        return []
+    abort = abort_boundary(state, why)
+    state.boundary = None
+    return [abort]

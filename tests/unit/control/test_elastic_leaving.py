@@ -1,0 +1,153 @@
+"""Events in, orders out: members that leave a node, and agreements while members come and go."""
+
+from typing import Any
+
+from tests.unit.control.test_elastic_spares import Lab, order_of, started
+
+from perdure.model.actions import AnswerCommand, AnyAction, InjectFault, SendBoundary
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CommandReceived,
+    GenerationStepping,
+    KeysDeclared,
+)
+from perdure.model.settings import KeySpec
+
+
+def train(nproc: int = 2, nodes: int = 2, spares: int = 0) -> Lab:
+    """Return the laboratory of a world that trains at step 5."""
+    lab = Lab(nproc=nproc, nodes=nodes, spares=spares)
+    lr = KeySpec(name="lr", type="float", default=0.5)
+    lab.say(KeysDeclared(generation=0, keys=(lr,)))
+    lab.say(GenerationStepping(generation=0, at_s=lab.now, step=5))
+    return lab
+
+
+def ask(lab: Lab, kind: Any, **args: Any) -> list[AnyAction]:
+    return lab.say(CommandReceived(id=f"{kind}-1", kind=kind, args=args, who="me", at_s=lab.now))
+
+
+def find(actions: list[AnyAction], type_: Any) -> Any:
+    (found,) = [a for a in actions if isinstance(a, type_)]
+    return found
+
+
+def promise(lab: Lab, boundary: SendBoundary, *ranks: int) -> list[AnyAction]:
+    """The ranks promise; return what the last one's word brought."""
+    actions: list[AnyAction] = []
+    for rank in ranks:
+        actions = lab.say(BoundaryAnswered(id=boundary.id, rank=rank, ok=True, step=5))
+    return actions
+
+
+def reach(lab: Lab, boundary: SendBoundary, *ranks: int) -> list[AnyAction]:
+    actions: list[AnyAction] = []
+    for rank in ranks:
+        actions = lab.say(
+            BoundaryReached(id=boundary.id, rank=rank, step=boundary.step, at_s=lab.now)
+        )
+    return actions
+
+
+def test_members_of_a_drained_node_leave_at_a_step_and_the_others_go_on() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    assert (prepare.ranks, prepare.leaves) == ((0, 1, 2, 3), (2, 3))
+    commit = find(promise(lab, prepare, 0, 1, 2, 3), SendBoundary)
+    assert commit.move == "commit"
+    actions = reach(lab, prepare, 0, 1, 2, 3)
+    order = order_of(actions)
+    assert (order.ranks, order.urgent) == ((0, 1), False)
+    answer = find(actions, AnswerCommand)
+    assert answer.ok
+    assert answer.result["moves"] == [{"node": 1, "to": None, "ranks": [2, 3]}]
+    assert lab.machine.state.cordoned.keys() == {1}
+
+
+def test_a_drained_node_is_taken_back_by_restore() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    reach(lab, prepare, 0, 1, 2, 3)
+    for rank in (2, 3):
+        assert started(lab.leave(rank)) == {}
+    lab.formed()
+    assert started(ask(lab, "restore", targets=["1"])) == {6: 1, 7: 1}
+    assert order_of(lab.ready(6)).ranks == (0, 1, 6)
+
+
+def test_a_member_that_dies_on_its_way_out_is_left_out() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    actions = lab.die(3)
+    assert order_of(actions).ranks == (0, 1, 2)
+    assert started(actions) == {}  # Nobody is started on a node that is being left.
+    actions = reach(lab, prepare, 0, 1, 2)
+    assert order_of(actions).ranks == (0, 1)
+    assert find(actions, AnswerCommand).ok
+
+
+def test_a_node_with_all_members_is_not_left() -> None:
+    lab = train(nproc=2, nodes=1)
+    answer = find(ask(lab, "drain", targets=["0"]), AnswerCommand)
+    assert not answer.ok
+    assert "no member of the world would be left" in answer.reason
+
+
+def test_an_evicted_node_is_left_out_at_once() -> None:
+    lab = train()
+    actions = ask(lab, "evict", targets=["1"])
+    assert order_of(actions).ranks == (0, 1)
+    assert [a.rank for a in actions if isinstance(a, InjectFault)] == [2, 3]
+    assert find(actions, AnswerCommand).ok
+    assert started(lab.die(2)) == {}
+
+
+def test_a_change_is_decided_once_the_last_one_who_was_silent_is_gone() -> None:
+    lab = train()
+    prepare = find(ask(lab, "set", changes={"lr": 0.1}), SendBoundary)
+    assert promise(lab, prepare, 0, 1, 2) == []
+    actions = lab.die(3)
+    commit = find(actions, SendBoundary)
+    assert (commit.move, commit.ranks, commit.epoch) == ("commit", (0, 1, 2), 1)
+    assert actions.index(order_of(actions)) < actions.index(commit)
+    answer = find(reach(lab, prepare, 0, 1, 2), AnswerCommand)
+    assert answer.result["ranks"] == [0, 1, 2]
+
+
+def test_who_comes_in_before_the_decision_is_asked_and_after_it_is_told() -> None:
+    lab = train()
+    lab.die(3)
+    lab.formed()
+    prepare = find(ask(lab, "set", changes={"lr": 0.1}), SendBoundary)
+    actions = lab.ready(7)
+    assert order_of(actions).steering.changes == ()
+    assert find(actions, SendBoundary).ranks == (0, 1, 2, 7)
+    assert promise(lab, prepare, 0, 1, 2) == []
+    lab.formed()
+    assert find(promise(lab, prepare, 7), SendBoundary).move == "commit"
+    lab.die(2)
+    lab.formed()
+    (change,) = order_of(lab.ready(6)).steering.changes
+    assert change.values == {"lr": 0.1}
+
+
+def test_nobody_comes_in_between_the_decision_and_the_doing_of_a_checkpoint() -> None:
+    lab = train()
+    lab.die(3)
+    lab.formed()
+    prepare = find(ask(lab, "checkpoint"), SendBoundary)
+    promise(lab, prepare, 0, 1, 2)
+    assert lab.ready(7) == []
+    assert order_of(reach(lab, prepare, 0, 1, 2)).ranks == (0, 1, 2, 7)
+
+
+def test_a_world_without_a_member_that_has_the_state_starts_again() -> None:
+    lab = train(nproc=2, nodes=1)
+    lab.die(1)
+    lab.formed()
+    assert order_of(lab.ready(3)).ranks == (0, 3)
+    lab.die(0)  # 3 is a member, and has nothing yet.
+    assert lab.machine.state.generation == 1
