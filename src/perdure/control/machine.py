@@ -422,9 +422,8 @@ class Controller:
             in_place = reform.reform_world(state, now, reason)
             if in_place is not None:
                 return in_place
-        boundary, actions = state.boundary, list[AnyAction]()
-        if boundary is not None and boundary.move == "prepare":
-            actions.append(abort_boundary(state, decision.reason))
+        open_ = state.boundary is not None and state.boundary.move == "prepare"
+        actions: list[AnyAction] = [abort_boundary(state, decision.reason)] if open_ else []
         state.boundary = None  # A commit is never taken back; it dies with its world.
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
