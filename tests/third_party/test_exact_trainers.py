@@ -1,6 +1,6 @@
 """Trainers with perdure's one line: two ranks, one really killed, and no bit of any loss differs.
 
-The libraries in one process, with their other paths: test_huggingface.py.
+The libraries in one process, with their other paths: test_huggingface.py, test_lightning.py.
 """
 
 import importlib.util
@@ -14,8 +14,10 @@ from tests.e2e.exact import check_equal, find_step
 from tests.e2e.harness import Job, read_trail
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-STEPS, SAMPLES, RANKS = 40, 96, 2
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.torch]
+STEPS, SAMPLES, RANKS = 30, 96, 2
+pytestmark = [
+    pytest.mark.slow, pytest.mark.serial, pytest.mark.torch, pytest.mark.timeout(300)
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
             f'script = "{SCRIPTS / script}"\nargs = {json.dumps(words)}\n'
             f"[checkpoint]\nevery_steps = {every}\n"
         )
-        jobs.append(Job(tmp_path, name, "-n", str(RANKS), "-c", str(spec), timeout_s=150.0))
+        jobs.append(Job(tmp_path, name, "-n", str(RANKS), "-c", str(spec), timeout_s=240.0))
         return jobs[-1]
 
     yield start_job
@@ -41,7 +43,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     assert [line for job in jobs for line in job.leftovers()] == []
 
 
-@pytest.mark.parametrize(("library", "script"), [("transformers", "resumable_hf.py")])
+@pytest.mark.parametrize(
+    ("library", "script"),
+    [("transformers", "resumable_hf.py"), ("lightning", "resumable_lightning.py")],
+)
 def test_a_kill_changes_no_bit_of_a_trainers_losses(
     start: Callable[..., Job], tmp_path: Path, library: str, script: str
 ) -> None:
@@ -49,7 +54,7 @@ def test_a_kill_changes_no_bit_of_a_trainers_losses(
         pytest.skip(f"{library} is not installed: pip install -e .[thirdparty]")
     reference = start(script, "reference", STEPS, 0.0)
     job = start(script, "killed", 10, 0.05)
-    job.wait_until(lambda: find_step(job) >= 25, "step 25")
+    job.wait_until(lambda: find_step(job) >= 16, "step 16")
     job.kill("perdure rank killed g0 r1")
     assert job.wait() == 0, job.text()[-4000:]
     assert reference.wait() == 0, reference.text()[-4000:]
@@ -68,6 +73,6 @@ def check_samples(home: Path) -> None:
     """Each pass over the data has used every sample once, also the one that was interrupted."""
     trail = read_trail(home / "killed")
     stream = [i for s in range(STEPS) for r in range(RANKS) for i in trail[r, s][-1][1]]
-    assert len(stream) > 3 * SAMPLES
+    assert len(stream) > 2 * SAMPLES
     for begin in range(0, len(stream) - SAMPLES + 1, SAMPLES):
         assert sorted(stream[begin : begin + SAMPLES]) == list(range(SAMPLES))

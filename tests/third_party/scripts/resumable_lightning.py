@@ -1,0 +1,75 @@
+"""Lightning with perdure's line: dropout, shuffled data, several epochs; leaves a trail."""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+
+import lightning
+import torch
+from lightning.pytorch.strategies import DDPStrategy
+
+import perdure.lightning
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, torch.randn(8, generator=torch.Generator().manual_seed(index))
+
+
+class Small(lightning.LightningModule):
+    """Writes down loss and samples of each step that this rank makes."""
+
+    def __init__(self, trail: Path, pace_s: float) -> None:
+        super().__init__()
+        self.trail, self.pace_s = trail, pace_s
+        self.net = torch.nn.Sequential(
+            torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1)
+        )
+
+    def training_step(self, batch, _):
+        index, rows = batch
+        time.sleep(self.pace_s)
+        loss = torch.nn.functional.mse_loss(self.net(rows), rows.sum(1, keepdim=True))
+        row = {"rank": self.global_rank, "step": self.global_step, "loss": loss.item().hex()}
+        with open(self.trail / f"rank-{self.global_rank}.jsonl", "a") as file:
+            print(json.dumps({**row, "indices": index.tolist()}), file=file)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--trail", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--pace-s", type=float, default=0.0)
+    args = parser.parse_args()
+    lightning.seed_everything(1, verbose=False)
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=ranks,
+        strategy=DDPStrategy(process_group_backend="gloo") if ranks > 1 else "auto",
+        max_steps=args.steps,
+        logger=False,
+        log_every_n_steps=5,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    perdure.lightning.attach(trainer)
+    model = Small(args.trail, args.pace_s)
+    trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True))
+    if trainer.is_global_zero:
+        print(f"finished at step {trainer.global_step}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
