@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perdure.control.groups.quorum import Answered, Formed, Output, QuorumConfig, Quorums
+from perdure.control.groups.outputs import Answered, Formed, Output, QuorumConfig
+from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import Member, encode_request, make_member, parse_request
 
@@ -30,6 +31,14 @@ class Player:
     """Quorum that it takes its step in; -1: none."""
     silent: bool = False
 
+    @property
+    def generation(self) -> int:
+        return int(self.name.partition(":")[2])
+
+    @property
+    def store(self) -> str:
+        return f"store:{self.group}:{self.generation}"
+
 
 class World:
     def __init__(self) -> None:
@@ -45,7 +54,9 @@ class World:
         self.regroup()
 
     def regroup(self) -> None:
-        groups = tuple(ReplicaGroup(g, g, f"store:{g}") for g in range(GROUPS))
+        groups = tuple(
+            ReplicaGroup(g, player.generation, player.store) for g, player in self.players.items()
+        )
         self.take(self.machine.regroup(self.now, groups))
 
     def take(self, outputs: list[Output]) -> None:
@@ -86,7 +97,7 @@ class World:
                 player.token = self.tokens
                 self.asked[self.tokens] = (player, player.step, player.state)
                 member = make_member(
-                    player.name, f"store:{group}", player.step, commit_failures=player.failures
+                    player.name, player.store, player.step, commit_failures=player.failures
                 )
                 if not player.silent:
                     self.take(self.machine.ask(self.now, self.tokens, member))
@@ -96,11 +107,12 @@ class World:
             case 2 if player.training >= 0:
                 player.failures, player.training = player.failures + 1, -1
             case 3:
-                self.lives += 1
-                fresh = Player(f"t_{group}:{self.lives}", group, state=(-1, self.lives))
-                self.asked.pop(player.token, None)
-                self.players[group] = fresh
+                self.replace(player)
                 self.take(self.machine.evict(self.now, player.name, "died"))
+                self.regroup()
+            case 9:  # While there is no lighthouse to hear of it.
+                self.replace(player)
+                self.restart()
             case 4:
                 player.silent = not player.silent
             case 5 | 6:
@@ -112,6 +124,13 @@ class World:
                 self.take(self.machine.wait(self.now, group, quorum, self.now - 0.6))
             case _:
                 pass
+
+    def replace(self, player: Player) -> None:
+        """One dies, and another takes its place."""
+        self.lives += 1
+        fresh = Player(f"t_{player.group}:{self.lives}", player.group, state=(-1, self.lives))
+        self.asked.pop(player.token, None)
+        self.players[player.group] = fresh
 
     def wait(self, seconds: float) -> None:
         end = self.now + seconds
@@ -125,25 +144,26 @@ class World:
     def restart(self) -> None:
         """The lighthouse dies; the next one knows the last quorum, and everybody asks again."""
         waiting = [(t, p) for t, (p, _, _) in self.asked.items() if p.token == t]
+        homes = self.machine.find_homes()
         self.machine = Quorums(self.config)
         if self.kept is not None:
             members: tuple[Member, ...] = tuple(
                 parse_request(encode_request(m)) for m in self.kept.members
             )
-            self.machine.restore(self.now + 1.0, self.kept.quorum_id, members)
+            self.machine.restore(self.now + 1.0, self.kept.quorum_id, members, homes)
         self.next_id += 1000
         self.machine.next_id = self.next_id
         self.regroup()
         for token, player in waiting:
             member = make_member(
-                player.name, f"store:{player.group}", player.step, commit_failures=player.failures
+                player.name, player.store, player.step, commit_failures=player.failures
             )
             if not player.silent:
                 self.take(self.machine.ask(self.now, token, member))
 
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from([0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8]), st.integers(0, 2)),
+    st.tuples(st.sampled_from([0, 0, 0, 0, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8, 9]), st.integers(0, 2)),
     max_size=120,
 )
 

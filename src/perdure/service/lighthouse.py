@@ -28,17 +28,17 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.lighthouse import LighthouseServer
-from perdure.control.groups.quorum import (
+from perdure.control.groups.outputs import (
     Answered,
     Fenced,
     Formed,
     LeftOut,
     Output,
     QuorumConfig,
-    Quorums,
     Seen,
     Stands,
 )
+from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import FenceAbort
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
@@ -142,7 +142,7 @@ class LighthouseService:
                 self._server = LighthouseServer(self._take_request, self._take_heartbeat)
                 await asyncio.sleep(0.05)
         if known is not None:
-            self.machine.restore(self._clock() + 1.0, known.quorum_id, known.members)
+            self.machine.restore(self._clock() + 1.0, known.quorum_id, known.members, known.homes)
             self.machine.regroup(self._clock(), known.groups)
             self.machine.next_id = known.ids_until
         until = self.machine.next_id + IDS
@@ -289,7 +289,11 @@ class LighthouseService:
             self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
         self._keep(
             msgspec.structs.replace(
-                self._file, ids_until=until, quorum_id=formed.quorum_id, members=formed.members
+                self._file,
+                ids_until=until,
+                quorum_id=formed.quorum_id,
+                members=formed.members,
+                homes=self.machine.find_homes(),
             )
         )
         names = tuple(member.replica for member in formed.members)

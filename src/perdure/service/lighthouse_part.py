@@ -25,6 +25,8 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     ids_until: int = 0
     quorum_id: int = 0
     members: tuple[Member, ...] = ()
+    homes: dict[str, tuple[int, int]] = {}
+    """Member -> its group, and the generation of its processes."""
     groups: tuple[ReplicaGroup, ...] = ()
     """The controller's newest word on who is held, so that no spare slips in meanwhile."""
 

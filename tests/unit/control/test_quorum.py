@@ -2,16 +2,16 @@
 
 import pytest
 
-from perdure.control.groups.quorum import (
+from perdure.control.groups.outputs import (
     Answered,
     Fenced,
     Formed,
     LeftOut,
     Output,
     QuorumConfig,
-    Quorums,
     Seen,
 )
+from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import make_member
 
@@ -287,7 +287,7 @@ def test_a_restart_forms_no_solo_quorum_and_uses_no_id_twice() -> None:
     before = lab.last(Formed)
     assert isinstance(before, Formed)
     fresh = Lab()
-    fresh.machine.restore(fresh.now, 1000, before.members)
+    fresh.machine.restore(fresh.now, 1000, before.members, {})
     fresh.ask(0, 3)
     fresh.wait(0.3)
     assert fresh.answers() == 0
@@ -384,3 +384,51 @@ def test_no_spare_stands_in_for_one_that_has_finished() -> None:
     out = lab.ask(0, 3)
     assert isinstance(out[-1], Answered)
     assert [m.replica for m in out[-1].members] == ["train_0"]
+
+
+def start_again(groups, number, store):
+    """Return `groups` with one of them started again, at a store of its own."""
+    return tuple(
+        ReplicaGroup(g.group, 10 + number, store) if g.group == number else g for g in groups
+    )
+
+
+def test_who_died_while_there_was_no_lighthouse_is_known_by_its_successor():
+    """Else newcomers would wait for members that never ask again."""
+    lab = Lab()
+    lab.steps(3)
+    before = tuple(lab.machine.groups.values())
+    homes = lab.machine.find_homes()
+    assert homes == {f"train_{g}": (g, g) for g in range(3)}
+    heir = Quorums(lab.machine.config)
+    heir.restore(lab.now, lab.machine.quorum_id, lab.machine._last, homes)
+    heir.next_id = 100
+    assert heir.regroup(lab.now, before) == []  # Nothing has happened to them.
+    groups = before
+    for number in range(3):
+        groups = start_again(groups, number, f"again:{number}")
+    heir.regroup(lab.now, groups)
+    outputs: list[Output] = []
+    for number in range(3):
+        member = make_member(f"train_{number}b", f"again:{number}", 2)
+        outputs += heir.ask(lab.now + 1.0, number, member)
+    (formed,) = [o for o in outputs if isinstance(o, Formed)]
+    assert {member.replica for member in formed.members} == {f"train_{g}b" for g in range(3)}
+
+
+def test_one_of_them_that_died_is_replaced_without_a_wait():
+    lab = Lab()
+    lab.steps(3)
+    heir = Quorums(lab.machine.config)
+    heir.restore(lab.now, lab.machine.quorum_id, lab.machine._last, lab.machine.find_homes())
+    heir.next_id = 100
+    heir.regroup(lab.now, start_again(tuple(lab.machine.groups.values()), 1, "again:1"))
+    outputs = [
+        output
+        for token, number in enumerate((0, 2))
+        for output in heir.ask(
+            lab.now + 0.1, token, make_member(f"train_{number}", f"store:{number}", 3)
+        )
+    ]
+    (answered,) = [o for o in outputs if isinstance(o, Answered)]
+    assert [member.replica for member in answered.members] == ["train_0", "train_2"]

@@ -23,11 +23,22 @@ Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 
 import re
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
 
 import msgspec
 
+from perdure.control.groups.outputs import (
+    Answered,
+    Fenced,
+    Formed,
+    LeftOut,
+    Output,
+    QuorumConfig,
+    Seen,
+    Stands,
+)
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import Member, set_step
 
@@ -42,73 +53,6 @@ _DEADLOCK = 5.0
 """All wait for one another: broken up after this many times `hung_s`."""
 
 
-class QuorumConfig(msgspec.Struct, frozen=True):
-    """Bounds of patience."""
-
-    min_replicas: int = 1
-    hung_s: float = 1.0
-    silent_s: float = 0.5
-    startup_s: float = 60.0
-    """How long the first quorum waits for groups that are starting, and any quorum for a member
-    in its first steps."""
-    alone_s: float = 300.0
-    """How long a newcomer waits for members of which none asks: they may all be evaluating."""
-
-
-class Answered(msgspec.Struct, frozen=True):
-    """Hand this quorum to those who hold these tokens."""
-
-    tokens: tuple[int, ...]
-    quorum_id: int
-    members: tuple[Member, ...]
-
-
-class Formed(msgspec.Struct, frozen=True):
-    """The members have changed, or the id. To be on disk before anyone is answered."""
-
-    quorum_id: int
-    step: int
-    members: tuple[Member, ...]
-    recovering: tuple[str, ...]
-
-
-class Seen(msgspec.Struct, frozen=True):
-    """A replica has asked for the first time, or again after it was left out."""
-
-    replica: str
-    group: int
-    generation: int = -1
-    """Of its processes; -1 where its store is not one of ours."""
-
-
-class Stands(msgspec.Struct, frozen=True):
-    """A replica has ended its step, asks for the next one, and is held."""
-
-    replica: str
-    group: int
-    step: int
-
-
-class LeftOut(msgspec.Struct, frozen=True):
-    """A replica is not waited for any more."""
-
-    replica: str
-    group: int
-    reason: str
-    stopped: bool = False
-
-
-class Fenced(msgspec.Struct, frozen=True):
-    """Have the replicas of these groups break their process group of this quorum."""
-
-    quorum_id: int
-    groups: tuple[int, ...]
-    reason: str
-
-
-Output = Answered | Formed | Seen | Stands | LeftOut | Fenced
-
-
 @dataclass(slots=True)
 class Replica:
     """One life of one replica group, as the lighthouse knows it."""
@@ -116,6 +60,8 @@ class Replica:
     name: str
     store: str
     heard_s: float
+    home: tuple[int, int] = (-1, -1)
+    """Its group and the generation of its processes; -1 where its store is not one of ours."""
     asked: Member | None = None
     asked_s: float = 0.0
     token: int = -1
@@ -168,8 +114,9 @@ class Quorums:
         outputs: list[Output] = []
         if not replica.quorums or replica.out:
             known = self.groups.get(member.store)
-            generation = known.generation if known is not None else -1
-            outputs.append(Seen(member.replica, self.group_of(replica), generation))
+            if known is not None:
+                replica.home = (known.group, known.generation)
+            outputs.append(Seen(member.replica, self.group_of(replica), replica.home[1]))
         replica.heard_s = max(replica.heard_s, now)
         replica.asked, replica.asked_s, replica.token = member, now, token
         replica.waiting_s, replica.stopped = None, False
@@ -235,19 +182,34 @@ class Quorums:
         return outputs + self._advance(now)
 
     def regroup(self, now: float, groups: tuple[ReplicaGroup, ...]) -> list[Output]:
-        """Take over what the controller says of the groups: stores, generations, who is held."""
-        self.groups = {group.store: group for group in groups}
-        for replica in self.replicas.values():
-            replica.told = False
-        return self._advance(now)
+        """Take over what the controller says of the groups: stores, generations, who is held.
 
-    def restore(self, now: float, quorum_id: int, members: tuple[Member, ...]) -> None:
+        Whose group was started again since is gone, though nobody may have been there to hear it.
+        """
+        self.groups = {group.store: group for group in groups}
+        newest = {group.group: group.generation for group in groups}
+        outputs: list[Output] = []
+        for replica in list(self.replicas.values()):
+            replica.told = False
+            group, generation = replica.home
+            if 0 <= generation < newest.get(group, -1):
+                outputs += self.evict(now, replica.name, "its group was started again")
+        return outputs + self._advance(now)
+
+    def restore(
+        self,
+        now: float,
+        quorum_id: int,
+        members: tuple[Member, ...],
+        homes: Mapping[str, tuple[int, int]],
+    ) -> None:
         """Know again the quorum in force, after a restart: its members are waited for."""
         self.quorum_id, self._last = quorum_id, members
         self.members = tuple(member.replica for member in members)
         self.step = max((member.step for member in members), default=-1)
         for member in members:
-            replica = Replica(member.replica, member.store, now)
+            home = homes.get(member.replica, (-1, -1))
+            replica = Replica(member.replica, member.store, now, home)
             replica.quorums = _TRUSTED_AFTER + 1
             replica.took = (member.step, member.commit_failures)
             self.replicas[member.replica] = replica
@@ -256,6 +218,10 @@ class Quorums:
         """The clock has jumped for us, not for them: nobody was silent."""
         for replica in self.replicas.values():
             replica.heard_s = max(replica.heard_s, now)
+
+    def find_homes(self) -> dict[str, tuple[int, int]]:
+        """Return group and generation of the members of the quorum in force."""
+        return {r.name: r.home for r in self.replicas.values() if r.name in self.members}
 
     def tick(self, now: float) -> list[Output]:
         """Do what is due."""

@@ -1,0 +1,72 @@
+"""What the decision about quorums is configured by, and what follows from it."""
+
+import msgspec
+
+from perdure.model.lighthouse import Member
+
+
+class QuorumConfig(msgspec.Struct, frozen=True):
+    """Bounds of patience."""
+
+    min_replicas: int = 1
+    hung_s: float = 1.0
+    silent_s: float = 0.5
+    startup_s: float = 60.0
+    """How long the first quorum waits for groups that are starting, and any quorum for a member
+    in its first steps."""
+    alone_s: float = 300.0
+    """How long a newcomer waits for members of which none asks: they may all be evaluating."""
+
+
+class Answered(msgspec.Struct, frozen=True):
+    """Hand this quorum to those who hold these tokens."""
+
+    tokens: tuple[int, ...]
+    quorum_id: int
+    members: tuple[Member, ...]
+
+
+class Formed(msgspec.Struct, frozen=True):
+    """The members have changed, or the id. To be on disk before anyone is answered."""
+
+    quorum_id: int
+    step: int
+    members: tuple[Member, ...]
+    recovering: tuple[str, ...]
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """A replica has asked for the first time, or again after it was left out."""
+
+    replica: str
+    group: int
+    generation: int = -1
+    """Of its processes; -1 where its store is not one of ours."""
+
+
+class Stands(msgspec.Struct, frozen=True):
+    """A replica has ended its step, asks for the next one, and is held."""
+
+    replica: str
+    group: int
+    step: int
+
+
+class LeftOut(msgspec.Struct, frozen=True):
+    """A replica is not waited for any more."""
+
+    replica: str
+    group: int
+    reason: str
+    stopped: bool = False
+
+
+class Fenced(msgspec.Struct, frozen=True):
+    """Have the replicas of these groups break their process group of this quorum."""
+
+    quorum_id: int
+    groups: tuple[int, ...]
+    reason: str
+
+
+Output = Answered | Formed | Seen | Stands | LeftOut | Fenced
