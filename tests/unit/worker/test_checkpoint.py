@@ -82,6 +82,22 @@ def test_resumed_losses_are_bitwise_equal(tmp_path: Path) -> None:
     assert two.train(10) == rest
 
 
+def test_what_will_be_restored_can_be_asked_for_before(tmp_path: Path) -> None:
+    one = Trainee(str(tmp_path), seed=1)
+    assert one.saver.find() == (0, {})
+    one.train(5)
+    one.save(5)
+    one.saver.close()
+    two = Trainee(str(tmp_path), seed=2)
+    step, objects = two.saver.find()
+    assert (step, objects["scheduler"]) == (5, one.scheduler.state_dict())
+    assert two.scheduler.last_epoch == 0, "asking restores nothing"
+    one.save(6)
+    one.saver.close()
+    assert two.saver.restore({}) == 5, "not what was found"
+    assert two.scheduler.last_epoch == 5
+
+
 def test_nothing_to_restore_is_step_zero(tmp_path: Path) -> None:
     one = Trainee(str(tmp_path / "new"), seed=1)
     assert one.saver.restore({}) == 0
