@@ -49,6 +49,8 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     """Micro-batches of a lost rank that it does instead."""
     back: int = 0
     """Steps that were applied and are taken again, because a shard's last copy was lost."""
+    waited_s: float = 0.0
+    """Since when it waited for the collective that broke; 0 where it did not wait."""
     connected_s: float = 0.0
     """When it was connected; from then on states were brought together."""
     reason: str = ""

@@ -32,6 +32,7 @@ from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.reforms import Reform
+from perdure.telemetry.stalls import Stall, make_stall
 
 _WEIGHED = frozenset({"CommSlow", "Straggler", "UnhealthyDevice"})
 """Training goes on in spite of them, unless the policy decides otherwise."""
@@ -44,6 +45,8 @@ class RankHistory:
     account: RankAccount = field(default_factory=RankAccount)
     exit: ExitRecord | None = None
     detected_s: float = 0.0
+    stalls: list[Stall] = field(default_factory=list)
+    """What re-formations of an elastic world have cost it."""
 
     def take(self, account: RankAccount) -> None:
         """Keep the newest account; one read from a lost ring may know less than a heartbeat."""
@@ -136,7 +139,15 @@ class Generation:
 
     @property
     def step(self) -> int:
-        """Return the steps committed by every rank that declared any; -1 for none."""
+        """Return the steps committed by every rank that declared any; -1 for none.
+
+        Of an elastic world, by those that are there; once all have ended, by whoever came furthest.
+        """
+        if self.formed:
+            ends = {rank: h.account.step for rank, h in self.ranks.items() if h.exit is not None}
+            there = [h.account.step for r, h in self.ranks.items() if r not in ends]
+            known = [step for step in there if step >= 0]
+            return min(known) if known else max(ends.values(), default=-1)
         staying = [h for rank, h in self.ranks.items() if rank not in self.left]
         known = [h.account.step for h in staying if h.account.step >= 0]
         return min(known, default=-1)
@@ -251,6 +262,7 @@ class History:
         """A member is in a new epoch: the incident that it ends did not end its generation."""
         generation = self._of(event.generation)
         generation.formed.setdefault(event.rank, event.ordered_s)
+        generation.rank(event.rank).stalls.append(make_stall(event))
         incident = generation.incident
         if incident is not None:
             reform = Reform(

@@ -20,6 +20,7 @@ from perdure.telemetry.history import Generation, History, Incident, RankHistory
 from perdure.telemetry.incidents import find_recoveries, find_state
 from perdure.telemetry.segments import RECONFIGURATION as _RE
 from perdure.telemetry.segments import Segment, fit_pieces
+from perdure.telemetry.stalls import take_stalls
 
 Stage = tuple[str, float | None, float | None]
 """Account, begin and end of a stage before training; an absent stamp is None."""
@@ -218,7 +219,8 @@ class _Timeline:
         ended_s = self._find_good_end(history, worked_s)
         if history.exit is not None and (until_s is not None or number in generation.left):
             # The others went on without it.
-            self._take(generation.number, "lost_work", worked_s, history.exit.at_s)
+            spent_on = "lost_work" if history.exit.failed else "idle"
+            self._take(generation.number, spent_on, worked_s, history.exit.at_s)
             away_s = until_s or fail_s or self.end_s
             self._take(generation.number, "idle", history.exit.at_s, away_s)
             if until_s is None and incident is not None:
@@ -304,7 +306,13 @@ class _Timeline:
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": account.paused_s,
         }
-        seconds = fit_pieces(pieces, last_s - begin_s)
+        epochs = {r.epoch: r for r in self.history.reforms if r.generation == generation.number}
+        stalls = [
+            (stall, epochs.get(stall.epoch))
+            for stall in history.stalls
+            if begin_s <= stall.began_s and stall.formed_s <= last_s
+        ]
+        seconds = fit_pieces(take_stalls(pieces, stalls), last_s - begin_s)
         self._segments.append(Segment(self.rank, generation.number, begin_s, last_s, seconds))
         self._cursor = last_s
         return last_s

@@ -58,6 +58,8 @@ class Group:
         """What was begun; and whether it is a send or receive, or a collective."""
         self._waiting: list[tuple[Any, bool]] = []
         self._abandoned = False
+        self.waits_since_s = 0.0
+        """Monotonic time at which the wait under way, or the one that failed, began."""
         self._group: Any = None
         if len(members) > 1:
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -128,6 +130,7 @@ class Group:
             Broken: one of it failed. None of it is under way any more then, so that the
                 tensors may be used again.
         """
+        self.waits_since_s = time.monotonic()
         self._waiting, self._works = self._works, []
         failed: Exception | None = None
         for work, direct in self._waiting:
@@ -142,6 +145,7 @@ class Group:
         self._waiting = []
         if failed is not None:
             raise Broken(str(failed).splitlines()[0])
+        self.waits_since_s = 0.0
 
     def _end(self, work: Any, direct: bool) -> None:
         while True:

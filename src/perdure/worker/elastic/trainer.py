@@ -94,6 +94,8 @@ class Trainer:
         self._group: Group | None = None
         membership.abandon = self._abandon
         self._device: Any = None
+        self._waited_s = 0.0
+        """Monotonic time since which this rank has waited for the collective that broke."""
         self._fresh = True
         self._holds = False
         """The buffers of the step before have its reduced gradients."""
@@ -143,6 +145,7 @@ class Trainer:
         if self._membership.joins:
             self._progress.hold()
             self._join()
+        self._form_first()
         while not self._over:
             self._progress.begin(self._applied)
             self._keep_trying()
@@ -184,6 +187,12 @@ class Trainer:
             else:
                 time.sleep(_RETRY_S)
 
+    def _form_first(self) -> None:
+        """Come into the first world: what that takes belongs to the start, and to no step."""
+        why = ""
+        while self._group is None:
+            why = self._reform(why)
+
     def _keep_trying(self) -> None:
         """Advance by a step, in a new world each time that the old one broke."""
         why = ""
@@ -198,6 +207,7 @@ class Trainer:
                 return
             except Broken as error:
                 why = str(error)
+                self._waited_s = self._waited_s or self._group.waits_since_s
                 self._buckets.disarm()
                 self._drop_unfinished()
                 self._leave()
@@ -342,6 +352,7 @@ class Trainer:
         self._progress.resume(self._applied)
         self._steering.begin(self._applied, order.ranks)
         self._report(ordered, began_s, plan)
+        self._waited_s = 0.0
         return ""
 
     def _form(self, members: tuple[int, ...]) -> Reformation:
@@ -428,6 +439,7 @@ class Trainer:
                 formed_s=now_s,
                 redo=len(self._todo) if plan is not None and plan.redone else 0,
                 back=getattr(plan, "back", 0),
+                waited_s=now_s - time.monotonic() + self._waited_s if self._waited_s else 0.0,
                 connected_s=self._connected_s,
                 reason=plan.reason if plan is not None else "",
                 finished=finished,
