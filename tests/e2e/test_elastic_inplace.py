@@ -47,7 +47,7 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
         assert mine[-1]["hash"] == first[-1]["hash"]
     report = job.report()
     assert report["steps_committed"] == STEPS
-    recoveries = [r for r in report["recoveries"] if r["rung"] == "reform"]
+    recoveries = [r for r in report["recoveries"] if r["rung"] == "shrink"]
     assert recoveries
     assert all(r["lost_steps"] == 0 for r in recoveries)
 
@@ -91,7 +91,7 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
             same = others.get(row["step"], row)
             assert (row["losses"], row["hash"]) == (same["losses"], same["hash"])
     report = job.report()
-    assert [r["rung"] for r in report["recoveries"]] == ["reform", "reform"]
+    assert [r["rung"] for r in report["recoveries"]] == ["shrink", "join"] * 2
     ledger = report["ledger"]
     assert ledger["unattributed"]["s"] <= 0.005 * report["slot_s"]
 

@@ -81,7 +81,7 @@ def render_document(title: str, body: str) -> str:
 
 
 def _render_head(report: Report, snapshot: Snapshot | None) -> str:
-    stopped = [r for r in report.recoveries if r.rung != "none"]
+    stopped = [r for r in report.recoveries if r.failed]
     tiles = [
         ("goodput", f"{report.goodput:.1%}", "of the paid time became kept training"),
         ("wall time", _seconds(report.wall_s), f"{report.slot_s:.0f} slot-seconds paid for"),
@@ -136,7 +136,7 @@ def _render_curves(report: Report, series: Series) -> str:
     marks = [
         Mark(r.at_step, f"{r.culprit}: {r.cause} at step {r.at_step}", _FAILURE)
         for r in report.recoveries
-        if r.at_step >= 0 and r.rung != "none"
+        if r.at_step >= 0 and r.failed
     ]
     names = sorted(series.metrics, key=lambda name: ("loss" not in name, name))
     plots = []
@@ -170,7 +170,7 @@ def _render_ranks(report: Report, series: Series) -> str:
         Mark(
             r.at_s - series.start_s,
             f"{r.culprit}: {r.cause}",
-            _PART if r.rung == "none" else _FAILURE,
+            _FAILURE if r.failed else _PART,
         )
         for r in report.recoveries
     ]

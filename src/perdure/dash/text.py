@@ -73,7 +73,7 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
     labels = [f"{high:8.3f}", *[" " * 8] * 4, f"{low:8.3f}"]
     lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident)"]
     lines += [f"{label}  {line}" for label, line in zip(labels, chart, strict=True)]
-    at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.rung != "none"}
+    at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.failed}
     marks = [" "] * columns
     for step in at:
         index = next((i for i, s in enumerate(steps) if s >= step), columns - 1)

@@ -50,9 +50,15 @@ class Recovery(msgspec.Struct, frozen=True):
     """None: unknown, because the script declares no steps."""
     lost_microbatches: int | None
     rung: str
-    """`restart`, `reform` (in place), `give up`, or `none` where training did not stop (a part of
-    perdure died)."""
+    """`restart`, `give up`, or `none` where training did not stop (a part of perdure died). Of an
+    elastic world, in place: `retry`, `shrink`, `replace` (spares stood in at once), `morph`, and
+    `join`, which ends no incident."""
     reason: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Return whether training stopped for it."""
+        return self.rung not in ("none", "join")
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -26,12 +26,13 @@ from perdure.model.events import (
     RankJoined,
     RanksStarted,
     VerdictReached,
+    WorldBroken,
     WorldReformed,
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
-from perdure.telemetry.reforms import Reform
+from perdure.telemetry.reforms import BROKEN, Reform
 from perdure.telemetry.stalls import Stall, make_stall
 
 _WEIGHED = frozenset({"CommSlow", "Straggler", "UnhealthyDevice"})
@@ -91,6 +92,8 @@ class Generation:
     """Member started beside the first ranks -> when."""
     ready: dict[int, float] = field(default_factory=dict)
     """Rank -> when its script was ready to train."""
+    broken: dict[int, float] = field(default_factory=dict)
+    """Epoch -> when a member first said that it broke."""
     formed: dict[int, float] = field(default_factory=dict)
     """Member that was in an epoch formed in place -> when it was first ordered into one."""
 
@@ -211,6 +214,8 @@ class History:
                 self._note(event)
             case CheckpointSaved() as event:
                 self.checkpoints.append(event)
+            case WorldBroken() as event:
+                self._of(event.generation).broken.setdefault(event.epoch, event.at_s)
             case WorldReformed() as event if not event.finished:
                 self._reform(event)
             case CheckpointRestored() as event:
@@ -261,6 +266,7 @@ class History:
     def _reform(self, event: WorldReformed) -> None:
         """A member is in a new epoch: the incident that it ends did not end its generation."""
         generation = self._of(event.generation)
+        new = event.rank in generation.joined and event.rank not in generation.formed
         generation.formed.setdefault(event.rank, event.ordered_s)
         generation.rank(event.rank).stalls.append(make_stall(event))
         incident = generation.incident
@@ -280,9 +286,27 @@ class History:
             generation.left |= {
                 r for r, h in generation.ranks.items() if h.exit is not None and h.exit.failed
             }
-        for reform in self.reforms[-1:]:
-            if (reform.generation, reform.epoch) == (event.generation, event.epoch):
-                reform.take(event)
+        elif event.epoch > 0 and not self._is_newest(event):
+            broken_s = generation.broken.get(event.epoch - 1)
+            at_s = broken_s or event.ordered_s
+            reform = Reform(
+                cause=BROKEN if broken_s else "",
+                culprit="the world" if broken_s else "",
+                at_step=event.step,
+                failure_s=at_s,
+                detected_s=at_s,
+                decided_s=at_s,
+                epoch=event.epoch,
+                generation=event.generation,
+            )
+            self.reforms.append(reform)
+        if self._is_newest(event):
+            self.reforms[-1].take(event, new=new)
+
+    def _is_newest(self, event: WorldReformed) -> bool:
+        """Return whether `event` is of the newest epoch that is known."""
+        known = self.reforms[-1:]
+        return [(r.generation, r.epoch) for r in known] == [(event.generation, event.epoch)]
 
     def _stop(self, event: GenerationStopped) -> None:
         known = [n for n in self.generations if n <= event.generation]

@@ -29,7 +29,7 @@ def find_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     """Return all incidents by time: failures of ranks and nodes, and of perdure's own parts."""
     generations = history.ordered()
     found = [_find_part(lost) for lost in history.lost_parts]
-    found += [reform.describe() for reform in history.reforms]
+    found += [reform.describe() for reform in history.reforms if reform.told]
     for index, generation in enumerate(generations):
         if generation.incident is not None:
             after = generations[index + 1] if index + 1 < len(generations) else None

@@ -306,7 +306,11 @@ class _Timeline:
             "steady_overhead": account.boundary_s + account.overhead_s,
             "idle": account.paused_s,
         }
-        epochs = {r.epoch: r for r in self.history.reforms if r.generation == generation.number}
+        epochs = {
+            r.epoch: r
+            for r in self.history.reforms
+            if r.cause and r.generation == generation.number
+        }
         stalls = [
             (stall, epochs.get(stall.epoch))
             for stall in history.stalls

@@ -1,20 +1,24 @@
-"""Incidents that ended no generation: the world was formed again in place.
+"""Worlds formed again in place: incidents that ended no generation, and joins.
 
 Wall time on the critical path, as for a restart: a phase ends when the last member has passed it.
-What it cost each rank is in its own accounts (`steady_overhead`, and redone work in its steps).
+What it cost each rank is told by its own stamps (`stalls`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perdure.model.events import WorldReformed
 from perdure.model.report import Recovery
 
+BROKEN = "the world broke"
+"""Cause of an epoch that was formed again although nobody was lost."""
+
 
 @dataclass(slots=True)
 class Reform:
-    """One incident and the epoch that ended it."""
+    """One epoch, and the incident that it ended, if there was one."""
 
     cause: str
+    """Empty where nothing had failed."""
     culprit: str
     at_step: int
     failure_s: float
@@ -28,9 +32,30 @@ class Reform:
     connected_s: float = 0.0
     back: int = 0
     how: str = ""
+    new: list[int] = field(default_factory=list)
+    """Members that have come in with it, and were in no world before."""
 
-    def take(self, event: WorldReformed) -> None:
-        """Take one member's word."""
+    @property
+    def told(self) -> bool:
+        """Return whether anything of note has happened."""
+        return bool(self.cause or self.new)
+
+    @property
+    def rung(self) -> str:
+        """Return what was done, in a word."""
+        if self.back:
+            return "morph"
+        if not self.cause:
+            return "join"
+        return "retry" if self.cause == BROKEN else "replace" if self.new else "shrink"
+
+    def take(self, event: WorldReformed, *, new: bool = False) -> None:
+        """Take one member's word; `new` ones stood still for nothing."""
+        if new:
+            self.new.append(event.rank)
+        elif not self.cause:
+            began_s = min(self.failure_s, event.began_s)
+            self.failure_s = self.detected_s = self.decided_s = began_s
         self.ordered_s = max(self.ordered_s, event.ordered_s)
         self.formed_s = max(self.formed_s, event.formed_s)
         self.redone += event.redo
@@ -43,9 +68,14 @@ class Reform:
         ordered_s, formed_s = self.ordered_s, self.formed_s
         connected_s = self.connected_s or formed_s
         why = self.how if self.back else "the others went on in place"
+        if not self.back and self.rung != "shrink":
+            names = ", ".join(map(str, self.new))
+            why = {"join": f"rank {names} came in", "retry": "the same members went on"}.get(
+                self.rung, f"rank {names} stood in at once"
+            )
         return Recovery(
-            cause=self.cause,
-            culprit=self.culprit,
+            cause=self.cause or "join",
+            culprit=self.culprit or f"rank {', '.join(map(str, self.new))}",
             at_step=self.at_step,
             at_s=self.failure_s,
             detect_s=max(0.0, self.detected_s - self.failure_s),
@@ -57,6 +87,6 @@ class Reform:
             total_s=max(0.0, formed_s - self.failure_s),
             lost_steps=self.back,
             lost_microbatches=self.redone,
-            rung="morph" if self.back else "reform",
+            rung=self.rung,
             reason=f"epoch {self.epoch}: {why}",
         )

@@ -10,6 +10,7 @@ from perdure.model.events import (
     ProgressNoted,
     RankExited,
     RanksStarted,
+    WorldBroken,
     WorldReformed,
 )
 from perdure.model.job import JobSpec
@@ -49,7 +50,7 @@ def test_it_is_over_when_the_last_member_is_in_the_new_world() -> None:
         fold.add(JournalEntry(seq, at_s, body))
     report = fold.report(9.5)
     (recovery,) = report.recoveries
-    assert (recovery.rung, recovery.culprit, recovery.lost_steps) == ("reform", "rank 1", 0)
+    assert (recovery.rung, recovery.culprit, recovery.lost_steps) == ("shrink", "rank 1", 0)
     assert recovery.lost_microbatches == 4
     phases = [recovery.detect_s, recovery.decide_s, recovery.abort_s, recovery.communicator_s]
     assert [round(s, 3) for s in phases] == [0.01, 0.01, 0.01, 0.04]
@@ -118,3 +119,44 @@ def test_who_ends_before_it_joins_is_nobodys_incident_and_no_row_for_long() -> N
     assert [r.culprit for r in ledger.report(9.0).recoveries] == ["rank 1"]
     rows = screen.snapshot(7.0).ranks
     assert [(row.rank, row.pid) for row in rows] == [(0, 1), (7, 8), (2, 3)]
+
+
+def rungs_of(*bodies: tuple[float, AnyEvent | Decision]) -> list[tuple[str, str]]:
+    spec = JobSpec(name="j", script="t.py", nproc=3)
+    began: list[tuple[float, AnyEvent | Decision]] = [
+        (0.0, JobSubmitted(spec=spec, at_s=0.0)),
+        (0.5, started({0: 1, 1: 2, 2: 3}, 0.5)),
+    ]
+    fold = LedgerFold()
+    for seq, (at_s, body) in enumerate([*began, *bodies], 1):
+        fold.add(JournalEntry(seq, at_s, body))
+    return [(r.rung, r.culprit) for r in fold.report(20.0).recoveries]
+
+
+def test_a_join_is_told_and_is_no_failure() -> None:
+    rungs = rungs_of(
+        (5.0, died(1, 5.0, 40)),
+        *((5.1, formed(rank, 1, 5.1)) for rank in (0, 2)),
+        (6.0, started({4: 9}, 6.0)),
+        *((7.1, formed(rank, 2, 7.1)) for rank in (0, 2, 4)),
+    )
+    assert rungs == [("shrink", "rank 1"), ("join", "rank 4")]
+
+
+def test_who_stands_in_within_the_same_epoch_replaces() -> None:
+    rungs = rungs_of(
+        (1.0, started({4: 9}, 1.0)),
+        (5.0, died(1, 5.0, 40)),
+        *((5.1, formed(rank, 1, 5.1)) for rank in (0, 2, 4)),
+    )
+    assert rungs == [("replace", "rank 1")]
+
+
+def test_a_world_that_broke_without_a_loss_was_tried_again() -> None:
+    broken = WorldBroken(generation=0, epoch=0, rank=2, at_s=5.0, error="reset")
+    rungs = rungs_of((5.0, broken), *((5.4, formed(rank, 1, 5.4)) for rank in (0, 1, 2)))
+    assert rungs == [("retry", "the world")]
+
+
+def test_an_epoch_that_was_only_left_is_nothing_to_tell() -> None:
+    assert rungs_of(*((5.4, formed(rank, 1, 5.4)) for rank in (0, 1))) == []
