@@ -1,4 +1,8 @@
-"""An elastic training with real tensors and collectives whose micro-batches take 2 ms."""
+"""An elastic training with real tensors and collectives whose micro-batches take 2 ms.
+
+Arguments: the folder for what each member has committed, and MB of state (weights and moments of
+AdamW). Weights beyond a small model take part in reduction and update, and in no computation.
+"""
 
 import json
 import os
@@ -12,6 +16,12 @@ import perdure.elastic
 
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256), nn.ReLU())
+state_mb = float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+rest = int(state_mb * 1e6 / 12) - sum(p.numel() for p in model.parameters())
+while rest > 0:
+    size = min(rest, 1 << 20)
+    model.register_parameter(f"more{rest}", nn.Parameter(torch.randn(size)))
+    rest -= size
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 folder = sys.argv[1]
 os.makedirs(folder, exist_ok=True)
@@ -23,7 +33,8 @@ def compute(step: int, micro_batch: int) -> Tensor:
 
 
 trainer = perdure.elastic.open_trainer(model, optimizer, compute, micro_batches=12)
-with open(f"{folder}/rank-{os.environ['RANK']}.jsonl", "w", buffering=1) as out:
+member = os.environ.get("PERDURE_MEMBER") or os.environ["RANK"]
+with open(f"{folder}/rank-{member}.jsonl", "w", buffering=1) as out:
     for step in trainer.steps(1_000_000):
         row = {"step": step.step, "at": time.monotonic(), "world": step.world}
         out.write(json.dumps(row) + "\n")

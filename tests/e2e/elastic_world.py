@@ -35,6 +35,7 @@ from perdure.worker.elastic.data import MicroBatches
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.replica import Replica
 from perdure.worker.elastic.trainer import Trainer
+from perdure.worker.interrupt import shut_down_gloo
 
 KILLED_AT = (
     "forward", "backward", "reduce", "reduced", "optimizer", "applied", "form", "connect", "bring",
@@ -68,22 +69,27 @@ class Line(Membership):
 
 
 class Killer:
-    """Ends this process at the n-th time that it comes to a place; `at` is "PLACE N"."""
+    """Ends this process at the n-th time that it comes to a place; `at` is "PLACE N".
 
-    def __init__(self, at: str) -> None:
+    With `flaps`, its connections end there, once, and it lives.
+    """
+
+    def __init__(self, at: str, *, flaps: bool = False) -> None:
         place, _, number = at.partition(" ")
         assert not place or place in KILLED_AT, place
-        self._place, self._left = place, int(number or 0)
+        self._place, self._left, self._flaps = place, int(number or 0), flaps
         self.takes_along: Path | None = None
         """Memory of a node that is lost with it."""
 
     def pass_by(self, place: str) -> None:
         if place and place == self._place:
             self._left -= 1
-            if self._left < 0:
+            if self._left < 0 and not self._flaps:
                 if self.takes_along is not None:
                     shutil.rmtree(self.takes_along, ignore_errors=True)
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self._left == -1:
+                shut_down_gloo()
 
     def wrap(self, owner: Any, name: str, before: str = "", after: str = "") -> None:
         inner = getattr(owner, name)
@@ -112,7 +118,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     """Train as member `me`, and write what was committed to its file."""
     torch.set_num_threads(1)
     os.environ["PERDURE_NODE"] = str(me % scenario.get("nodes", 1))
-    killer = Killer(scenario.get("kill", {}).get(str(me), ""))
+    harm = "flap" if "flap" in scenario else "kill"
+    killer = Killer(scenario.get(harm, {}).get(str(me), ""), flaps=harm == "flap")
     killer.takes_along = find_memory(scenario, me) if scenario.get("nodes", 1) > 1 else None
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
@@ -208,6 +215,8 @@ class World:
         self.stores: dict[int, str] = {}
         self.feeds: dict[int, str] = {}
         self.followers: set[int] = set()
+        self.cut: set[int] = set()
+        """Members that were left out while they live."""
         self.reasons: list[str] = []
         """What members did to be at the same step."""
         self.ready: list[int] = []
@@ -259,15 +268,19 @@ class World:
         deadline = time.monotonic() + self.scenario.get("timeout_s", 60)
         for me in self.members:
             self.fork(me, joins=False)
-        while len(self.ends) < len(self.pids):
+        while set(self.pids) - set(self.ends) - self.cut:
             if time.monotonic() > deadline:
                 for pid in (p for me, p in self.pids.items() if me not in self.ends):
                     os.kill(pid, signal.SIGKILL)
                 return {"hung": True, "ends": self.ends, "epoch": self.epoch}
             self.listen(0.005)
             self.reap()
+            self.cut_off()
             if self.retry_s and time.monotonic() > self.retry_s:
                 self.order()
+        for me in self.cut - set(self.ends):
+            os.kill(self.pids[me], signal.SIGKILL)
+            os.waitpid(self.pids[me], 0)
         return {
             "ends": self.ends,
             "epoch": self.epoch,
@@ -275,6 +288,15 @@ class World:
             "ready": self.ready,
             "reasons": self.reasons,
         }
+
+    def cut_off(self) -> None:
+        """Leave out the member that the scenario names, which lives and is told nothing."""
+        me = self.scenario.get("cut", -1)
+        out = Path(self.scenario["out"].format(me))
+        if me in self.members and out.exists() and out.read_text().count("\n") >= 2:
+            self.cut.add(me)
+            self.members = tuple(m for m in self.members if m != me)
+            self.order()
 
     def listen(self, wait_s: float) -> None:
         by_sock = {sock: me for me, sock in self.socks.items()}

@@ -23,6 +23,8 @@ EVERY = 3
 PLACES = KILLED_AT[:6]
 """Where a rank of an undisturbed world comes by."""
 
+FLAPS = ("backward", "reduce", "applied")
+"""Where a member's connections end although it lives."""
 FOLLOWS: dict[str, dict[str, Any]] = {
     "whole": {},
     "exact": {"exact": True},
@@ -40,6 +42,8 @@ def fixed() -> list[dict[str, Any]]:
         scenario("whole", 2),
         *(scenario(f"kill-{place}", 3, kill=kill) for place, kill in kills),
         *(scenario(f"again-{place}", 4, kill=kill) for place, kill in nested),
+        *(scenario(f"flap-{place}", 3, flap={"1": f"{place} 4"}) for place in FLAPS),
+        scenario("cut", 3, cut=0, pace_s=0.05),
         scenario("join", 2, joins=1),
         scenario("replace", 3, joins=1, join_epoch=1, kill={"1": "backward 9"}),
         *(scenario(f"exact-{size}", size, exact=True) for size in (1, 2, 4)),
@@ -163,3 +167,24 @@ def test_who_has_followed_the_world_joins_without_a_transfer_of_state(
     assert not [why for why in outcome["answer"]["reasons"] if "receive the state" in why]
     assert outcome["rows"]["3"][0]["step"] > 0
     assert outcome["rows"]["3"][-1]["world"] == [0, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+def test_links_that_come_back_cost_no_member(outcomes: dict[str, Any]) -> None:
+    for place in FLAPS:
+        rows = outcomes[f"flap-{place}"]["rows"]
+        assert {tuple(r["world"]) for mine in rows.values() for r in mine} == {(0, 1, 2)}
+        assert rows["0"][-1]["epoch"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+def test_who_is_left_out_while_it_lives_commits_nothing_by_itself(outcomes: dict[str, Any]) -> None:
+    """It served the store of the world before, and would be first of a world of its own."""
+    rows = outcomes["cut"]["rows"]
+    assert rows["1"][-1]["world"] == [1, 2]
+    assert {tuple(row["world"]) for row in rows["0"]} == {(0, 1, 2)}
+    assert 0 < len(rows["0"]) < STEPS

@@ -161,6 +161,7 @@ class Trainer:
     def _announce(self) -> None:
         feed = ""
         if self._membership.supervised:
+            self._device = self._device or make_device()  # A spare has it when it is called.
             with contextlib.suppress(OSError):  # Then nobody follows it.
                 feed = self._feed.open(find_host())
         self._membership.announce(feed, self._replica.nbytes)
