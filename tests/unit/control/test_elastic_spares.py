@@ -300,3 +300,18 @@ def test_a_world_that_breaks_again_meets_at_another_members_store() -> None:
         lab.now = lab.machine.next_deadline() or 0.0
         stores.append(order_of(lab.machine.handle(lab.now, TimerFired())).store)
     assert len(set(stores)) == 3  # And each try broke while it was still being formed.
+
+
+def test_a_node_lost_after_its_member_had_finished_starts_the_world_again() -> None:
+    """How its script ended is not known; without an answer the job would wait for ever."""
+    lab = Lab(spares=0)
+    for rank in range(3):
+        lab.say(
+            WorldReformed(
+                generation=0, epoch=0, rank=rank, step=9, began_s=lab.now, ordered_s=lab.now,
+                formed_s=lab.now, finished=True,
+            )
+        )  # fmt: skip
+    lab.leave(0)
+    lab.leave(1)
+    assert restarts(lab.say(KeeperLost(node=2, generation=0, at_s=lab.now, begun=(2,))))

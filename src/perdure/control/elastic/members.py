@@ -138,14 +138,16 @@ def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
 def lose_node(state: ControllerState, node: int, begun: Collection[int] | None = None) -> bool:
     """Count what `node` ran as lost; return whether a member is newly lost by it.
 
+    A member that has applied the last step is still one: how its script ends is not known.
     With `begun`, members that were not even started by then are not lost: they will be.
     """
     elastic = state.elastic
-    before = find_living(state)
     known = {*elastic.members, *state.world, *elastic.ready}
     known |= set(elastic.extra) if begun is None else set(elastic.extra) & set(begun)
-    elastic.lost |= {m for m in known - set(state.exits) if find_home(state, m) == node}
-    return find_living(state) != before
+    known -= {*state.exits, *elastic.lost}
+    newly = {m for m in known if find_home(state, m) == node}
+    elastic.lost |= newly
+    return not newly.isdisjoint(elastic.members)
 
 
 def end_strays(state: ControllerState, node: int, running: Collection[int]) -> list[AnyAction]:
