@@ -49,6 +49,9 @@ class Policy(msgspec.Struct, frozen=True):
     copies: Literal["stage", "neighbours", "both", "storage"]
     """Who has the state of a lost node: others of its stage; the next node in its pipeline; both
     of these; or storage only."""
+    snapshot_steps: int = 0
+    """What the next node in the pipeline has is a snapshot taken every so many steps; 0: it has
+    the state as of this one."""
     restart: Phases = Phases()
     """Where nobody has it: back to the checkpoint."""
     announced: Phases | None = None
@@ -80,7 +83,8 @@ _PERDURE = Phases(
 )
 PERDURE_SOURCE = (
     "bench/RESULTS.md, Elastic: SIGKILL to the survivors' next step, 6 kills of 4 ranks on CPU: "
-    "death and reap 60 ms, decide 1, order 4, form 7, redo and commit 17"
+    "death and reap 60 ms, decide 1, order 4, form 7, redo and commit 17; peer snapshots every 10 "
+    "steps (docs/elastic.md)"
 )
 
 POLICIES: dict[str, Policy] = {
@@ -186,7 +190,8 @@ POLICIES: dict[str, Policy] = {
             join=Phases(communicator_s=0.007, warmup_s=0.017),
             announced=Phases(communicator_s=0.007, warmup_s=0.017),
             keeps="microbatches",
-            copies="stage",
+            copies="both",
+            snapshot_steps=10,
             restart=Phases(detect_s=0.060, abort_s=0.159, communicator_s=0.653),
             save_s=0.186,
             save_interval_s=300.0,

@@ -99,11 +99,21 @@ def test_a_stage_without_a_copy_goes_back_to_the_checkpoint() -> None:
     table = Throughput("g", {Shape(2, 2): 4.0, Shape(1, 2): 2.0}, global_batch=8.0,
                        state_bytes=20e9, source="test")  # fmt: skip
     # Rows are (n0, n1) and (n2, n3): n0 and n2 hold the first stage.
-    gone = run("perdure", six(100.0, None, 100.0, None), table)
+    alone = replace(POLICIES["perdure"], copies="stage", save_interval_s=1e9)
+    gone = run(alone, six(100.0, None, 100.0, None), table)
     assert gone.restarts == 1
     assert gone.ledger["lost_work"] * gone.slot_s == pytest.approx(400)
-    kept = run("perdure", six(100.0, None, None, 100.0), table)
-    assert kept.restarts == 0
+    assert run(alone, six(100.0, None, None, 100.0), table).restarts == 0
+
+
+def test_a_neighbours_snapshot_goes_back_ten_steps_at_the_most() -> None:
+    table = Throughput("g", {Shape(2, 2): 4.0, Shape(1, 2): 2.0}, global_batch=8.0,
+                       state_bytes=20e9, source="test")  # fmt: skip
+    # Steps of 2 s: a snapshot at 80 s, so 14 s of four nodes are done again.
+    back = run("perdure", six(94.0, None, 94.0, None), table)
+    assert back.restarts == 0
+    assert back.ledger["lost_work"] * back.slot_s == pytest.approx(14 * 4)
+    assert run("perdure", six(94.0, 94.0, 94.0, None), table).restarts == 1
 
 
 def test_neighbours_that_leave_together_end_bamboo() -> None:

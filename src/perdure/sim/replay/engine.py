@@ -7,6 +7,7 @@ work is taken back from what was counted as useful.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import msgspec
 
@@ -21,6 +22,8 @@ from perdure.sim.replay.respond import Responder, Target
 
 _PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 _EPSILON_S = 1e-9
+_Copies = Literal["whole", "snapshot", "none"]
+"""Of the state of those that left: as of this step, as of some steps before, or not at all."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -73,7 +76,9 @@ class Replay:
         """State moves to newcomers until then, beside training."""
         self.turned = False
         """Since the last change it has gone to another shape of its own will, or has no need."""
-        self.unsaved, self.since_save_s, self.in_step_s = Work(), 0.0, 0.0
+        self.unsaved, self.since_save_s = Work(), 0.0
+        self.formed_s = 0.0
+        """How long it has trained since its grid was formed: a step began with it."""
         self.losses = self.changes = self.restarts = self.seen = 0
         self.dwell_s = 0.0
         """How long it is thought to be until the next change: the mean gap so far."""
@@ -148,9 +153,10 @@ class Replay:
         policy, waiting = self.policy, bool(self.pause.phases) and not self.pause.saving
         told = policy.announced is not None and all(d.notice_s > 0 for d in lost)
         notice_s = min(d.notice_s for d in lost) if told else 0.0
-        lives = self._has_copies(lost, notice_s)
+        copies = self._find_copies(lost, notice_s)
+        lives = copies != "none"
         if not waiting:
-            self._lose_work(len(lost), notice_s, told=told, lives=lives)
+            self._lose_work(len(lost), copies, told=told)
         target = self.respond.after_loss(grid, shape, living, self.dwell_s)
         if not lives and policy.copies != "storage":
             self.restarts += 1
@@ -172,37 +178,39 @@ class Replay:
             detect_s = self.physics.detect_s  # found together with what it is waiting to find
         self._stand(phases, target.move_s, detect_s)
 
-    def _has_copies(self, lost: list[Departure], notice_s: float) -> bool:
-        """Whether anyone living has each part of the state, or was handed it in time."""
+    def _find_copies(self, lost: list[Departure], notice_s: float) -> _Copies:
+        """Return what those that live have of the state, or were handed in time."""
         grid, _ = self._here()
         gone = {d.node for d in lost}
+        if self.policy.copies == "storage":
+            saved = self.policy.saves_first and notice_s >= self.policy.save_s
+            return "whole" if saved else "none"
         slice_s = self.table.state_bytes / grid.stages / self.physics.bytes_per_s
         handed = notice_s >= slice_s
-        match self.policy.copies:
-            case "stage":
-                return handed or grid.without(gone).count_copies() > 0
-            case "neighbours":
-                return handed or not find_neighbours_lost(grid, gone)
-            case "both":
-                copied = grid.without(gone).count_copies() > 0
-                return handed or copied or not find_neighbours_lost(grid, gone)
-            case "storage":
-                return notice_s >= self.policy.save_s if self.policy.saves_first else False
+        if self.policy.copies != "neighbours":
+            handed = handed or grid.without(gone).count_copies() > 0
+        if handed or self.policy.copies == "stage":
+            return "whole" if handed else "none"
+        if find_neighbours_lost(grid, gone):
+            return "none"
+        return "snapshot" if self.policy.snapshot_steps else "whole"
 
-    def _lose_work(self, nodes: int, notice_s: float, *, told: bool, lives: bool) -> None:
+    def _lose_work(self, nodes: int, copies: _Copies, *, told: bool) -> None:
         """Take back what the loss of so many members has undone."""
         _, shape = self._here()
-        policy, lost = self.policy, self.unsaved
-        if told and lives:  # handed over at a step's end, or saved just in time
+        policy, lost, step_s = self.policy, self.unsaved, self.table.find_step_s(shape)
+        if copies == "snapshot":
+            lost = self._train(self.formed_s % (policy.snapshot_steps * step_s))
+        elif copies == "whole" and told:  # handed over at a step's end, or saved just in time
             lost = Work()
             if policy.copies == "storage" and self.unsaved.seconds > 0:
                 share = min(1.0, policy.save_s / self.unsaved.seconds)
                 self.ledger.take_back(self.unsaved.scale(share), "checkpoint")
-        elif lives:
+        elif copies == "whole":
             share = nodes / shape.nodes if policy.keeps == "microbatches" else 1.0
-            lost = self._train(self.in_step_s).scale(min(1.0, share))
+            lost = self._train(self.formed_s % step_s).scale(min(1.0, share))
         self.ledger.take_back(lost)
-        if policy.copies == "storage" or not lives:
+        if policy.copies == "storage" or copies == "none":
             self.unsaved, self.since_save_s = Work(), 0.0
         else:
             self.unsaved.add(lost, -1.0)
@@ -257,7 +265,7 @@ class Replay:
                 ends.append((at_s, f"reconfiguration.{name}"))
         if at_s > self.pause.end_s or self.pause.saving:
             self.pause = _Pause(ends)
-        self.in_step_s = 0.0
+        self.formed_s = 0.0
         if self.pause.phases:
             self._note(0.0)
 
@@ -338,7 +346,6 @@ class Replay:
 
     def _train_for(self, seconds: float) -> None:
         """Train, and let who waits beside it wait."""
-        _, shape = self._here()
         work = self._train(seconds)
         self.ledger.keep(work)
         self.unsaved.add(work)
@@ -347,7 +354,7 @@ class Replay:
         self.ledger.spend("packing", (self.paid - self.active - coming) * seconds)
         self.now_s += seconds
         self.since_save_s += seconds
-        self.in_step_s = (self.in_step_s + seconds) % self.table.find_step_s(shape)
+        self.formed_s += seconds
 
     def _save(self) -> None:
         self.unsaved, self.since_save_s = Work(), 0.0
