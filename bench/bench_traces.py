@@ -30,8 +30,8 @@ def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         try:
             trace = load_trace(path)
-        except ConfigError as error:
-            print(f"... left out: {path.name} ({error.message[-60:]})", file=sys.stderr)
+        except ConfigError:
+            print(f"... left out: {path.name} (no trace)", file=sys.stderr)
             continue
         if path.parent.name == "stepfun":
             trace = add_quiet(trace, 400)
@@ -69,6 +69,9 @@ def main() -> int:
             begun = time.monotonic()
             result, _ = compare(trace, table, policies, Physics())
             taken = time.monotonic() - begun
+            if not result.u1:
+                print(f"| {name} | {speed:g} | nothing fits |", flush=True)
+                continue
             shares = " | ".join(f"{row.fraction_of_u1:.3f}" for row in result.policies)
             perdure = next(row for row in result.policies if row.policy == "perdure")
             print(

@@ -91,7 +91,12 @@ def fill(old: Grid, living: Sequence[str]) -> tuple[Grid, int]:
 
 
 def find_neighbours_lost(grid: Grid, lost: Collection[str]) -> bool:
-    """Whether two neighbours of one pipeline, taken as a ring, are both among `lost`."""
+    """Whether two neighbours of one pipeline, taken as a ring, are both among `lost`.
+
+    Pipelines of one stage have no neighbours: whoever lives holds all of it.
+    """
+    if grid.stages == 1:
+        return grid.without(lost).count_copies() == 0
     for row in grid.rows:
         gone = [node in lost for node in row]
         ring = [*gone, gone[0]]

@@ -65,7 +65,8 @@ def find_best_plan(
     # Whatever plan is behind by more than any change costs can be overtaken by changing to it.
     widest = max(find_move_s(table, None, s, 1, costs.bytes_per_s) for s in table.rates)
     dearest_s = widest + max(costs.loss_s, costs.announced_s, costs.voluntary_s)
-    bound = 2 * dearest_s * max(table.rates.values())
+    fastest = max(table.rates.values())
+    bound = 2 * dearest_s * fastest
     for number, interval in enumerate(intervals):
         floor = max(values.values()) - bound
         values = {c: v for c, v in values.items() if v >= floor}
@@ -73,11 +74,17 @@ def find_best_plan(
         step = _Step(table, costs, interval.length_s, before - len(left), len(left))
         step.count(tuple(d.notice_s for d in left))
         best: dict[_State, float] = {}
+        fitting, top = table.find_fitting(len(interval.living)), 0.0
+        fitting.sort(key=lambda shape: -table.rates[shape])
         for old, value in values.items():
             idle = old if old == _NEVER else _STOPPED
             best[idle] = max(best.get(idle, 0.0), value)
-            for new in table.find_fitting(len(interval.living)):
+            for new in fitting:
+                limit = value + table.rates[new] * interval.length_s + widest * fastest
+                if limit < top - bound:
+                    continue
                 earned = value + step.earn(old, new)
+                top = max(top, earned)
                 if earned > best.get(new, -1.0):
                     best[new] = earned
         values, before = best, len(interval.living)

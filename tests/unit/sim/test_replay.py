@@ -119,6 +119,8 @@ def test_a_neighbours_snapshot_goes_back_ten_steps_at_the_most() -> None:
 def test_neighbours_that_leave_together_end_bamboo() -> None:
     assert run("bamboo", six(100.0, 100.0, None, None, None, None), GRID).restarts == 1
     assert run("bamboo", six(100.0, None, 100.0, None, None, None), GRID).restarts == 0
+    # Replicas of one stage each hold all of the state.
+    assert run("bamboo", six(100.0, 100.0, None), make_linear(3)).restarts == 0
 
 
 def test_a_hang_is_found_once_for_all_who_left_in_it() -> None:
