@@ -39,7 +39,7 @@ class Outcome(msgspec.Struct, frozen=True):
     changes: int
     """Changes of its own will."""
     restarts: int
-    """Losses after which nobody had the state."""
+    """Losses after which nobody that lives had the state, where others than storage have it."""
     rates: tuple[tuple[float, float], ...]
     """(seconds, samples a second from then on)."""
 
@@ -254,8 +254,6 @@ class Replay:
         """Stand still from now on in the phases of a change; never shorter than before."""
         times = {name: getattr(phases, f"{name}_s") for name in _PHASES}
         times |= {"detect": detect_s, "state": max(phases.state_s, move_s)}
-        if self.policy.copies == "storage" and not detect_s:
-            times["detect"] = 0.0
         at_s, ends = self.now_s + saved_s, list[tuple[float, str]]()
         if saved_s:
             ends.append((at_s, "checkpoint"))
