@@ -13,7 +13,7 @@ def traces(
     stays_max: int = 5,
     anchored: bool = False,
 ) -> AvailabilityTrace:
-    """Whole seconds, so that changes meet; at least one node at the beginning.
+    """Whole seconds, so that changes meet; at least one node at the beginning; slots differ.
 
     `anchored`: the first never leaves.
     """
@@ -30,5 +30,6 @@ def traces(
             notice_s = draw(st.sampled_from(notices)) if end_s is not None else 0.0
             stays.append(Stay(float(times[index]), end_s, notice_s))
         if stays:
-            nodes.append(TraceNode(f"n{number}", tuple(stays)))
+            slots = draw(st.sampled_from((1, 1, 8)))
+            nodes.append(TraceNode(f"n{number}", tuple(stays), slots))
     return AvailabilityTrace("random", 2400.0, tuple(nodes))

@@ -43,7 +43,8 @@ def tables(draw: st.DrawFn) -> Throughput:
 
 
 def total(trace: AvailabilityTrace) -> float:
-    return sum(i.length_s * len(i.living) for i in find_intervals(trace))
+    slots = trace.slots
+    return sum(i.length_s * sum(slots[n] for n in i.living) for i in find_intervals(trace))
 
 
 @settings(max_examples=80, deadline=None)

@@ -269,7 +269,7 @@ def _change_model(
     """Return `model` with what is not None said by hand."""
     changes: dict[str, object] = {}
     if nodes is not None:
-        share = model.nodes_first / model.nodes_max
+        share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
         changes |= {"nodes_max": nodes, "nodes_first": round(nodes * share)}
     if mtbf_s is not None:
         changes["losses_per_node_h"] = 3600.0 / mtbf_s

@@ -1,6 +1,8 @@
 """Every format of traces: recognised, read, written; and where a malformed one is wrong."""
 
 import pytest
+from hypothesis import given
+from tests.traces import traces
 
 from perdure.model.errors import ConfigError
 from perdure.model.traces import (
@@ -86,6 +88,16 @@ def whole() -> AvailabilityTrace:
 
 def test_the_native_format_keeps_everything() -> None:
     assert read_trace(find_format("perdure").write(whole(), 60.0), "other") == whole()
+
+
+@given(traces())
+def test_random_traces_come_back_as_they_were(trace: AvailabilityTrace) -> None:
+    assert read_trace(find_format("perdure").write(trace, 60.0), "t") == trace
+    for name in ("events", "parcae"):
+        again = read_trace(find_format(name).write(trace, 60.0), "t", duration_s=2400.0)
+        assert [(i.begin_s, set(i.living)) for i in find_intervals(again)] == [
+            (i.begin_s, set(i.living)) for i in find_intervals(trace)
+        ]
 
 
 @pytest.mark.parametrize("format_", FORMATS, ids=lambda f: f.name)
