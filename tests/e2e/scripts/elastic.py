@@ -27,6 +27,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--trail", required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--exact", action="store_true")
+parser.add_argument("--shard", choices=["full"])
 args = parser.parse_args()
 os.makedirs(args.trail, exist_ok=True)
 rank = os.environ.get("RANK", "0")
@@ -56,6 +57,8 @@ perdure.elastic.train(
     micro_batch=2,
     steps=args.steps,
     exact=args.exact,
+    shard=args.shard,
+    snapshot_every=5,
     on_step=note,
 )
 out.close()

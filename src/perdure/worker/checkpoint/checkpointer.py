@@ -61,12 +61,16 @@ class Checkpointer:
         generation: int,
         emit: Callable[[AnyEvent], object],
         now: Callable[[], float],
+        world: str = "",
     ) -> None:
-        """Save under `url`, a directory or an fsspec URL; nothing is touched yet."""
+        """Save under `url`, a directory or an fsspec URL; nothing is touched yet.
+
+        `world` tells this object's attempts from those of others of the same generation.
+        """
         self._root, self._remote = open_place(url)
         self._config = config
         self._rank, self._world_size, self._generation = rank, world_size, generation
-        self._emit, self._now = emit, now
+        self._emit, self._now, self._world = emit, now, world
         self._registry = Registry(rank, world_size)
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
@@ -85,6 +89,10 @@ class Checkpointer:
 
     def _pass_gate(self) -> None:
         self.gate_s += self._staging.enter_update()
+
+    def settle(self) -> None:
+        """Wait until what was begun is copied: the state may change, by whatever means."""
+        self._staging.wait()
 
     def close(self) -> None:
         """Wait until what was begun is written (or has failed)."""
@@ -108,7 +116,7 @@ class Checkpointer:
             root=self._root,
             remote=self._remote,
             step=step,
-            attempt=f"g{self._generation}.{self._attempts}",
+            attempt=f"g{self._generation}{self._world}.{self._attempts}",
             rank=self._rank,
             world_size=self._world_size,
             reason=reason,

@@ -71,6 +71,8 @@ class Peers:
         self._mirror: Mirror | None = None
         self.stall_s = 0.0
         """Seconds that training has waited so far."""
+        self.copied_s = 0.0
+        """Seconds that copying and hashing has taken so far, beside training."""
         self.error = ""
         """Why the last snapshot came to nothing."""
         if folder is not None:
@@ -156,6 +158,7 @@ class Peers:
 
     def _write(self, header: _Header, parts: Parts) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
+        began = time.monotonic()
         try:
             slot, data = self._make_room(self._me, header.size)
             for row in header.rows:
@@ -166,6 +169,7 @@ class Peers:
         except OSError as error:
             self.error = f"no snapshot of step {header.snapshot.step}: {error}"
         finally:
+            self.copied_s += time.monotonic() - began
             self._copied.set()
         if mirror is not None:
             with contextlib.suppress(Broken):

@@ -72,17 +72,21 @@ class Saving:
         if self._saver is not None:
             self._saver.close()
 
-    def _open(self, rank: int) -> Checkpointer:
+    def _make(self, rank: int, world_size: int, world: str = "") -> Checkpointer:
         membership = self._membership
-        saver = Checkpointer(
+        return Checkpointer(
             url=find_checkpoint_url(self.config),
             config=self.config,
             rank=rank,
-            world_size=1,
+            world_size=world_size,
             generation=membership.generation,
+            world=world,
             emit=membership.emit,
             now=membership.now,
         )
+
+    def _open(self, rank: int) -> Checkpointer:
+        saver = self._make(rank, 1)
         saver.register("model", self._replica.model)
         saver.register("optimizer", self._replica.optimizer)
         if self._replica.scheduler is not None:

@@ -11,11 +11,13 @@ What differs from a replicated one:
 """
 
 import functools
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -40,7 +42,7 @@ from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.mirror import Mirror
 from perdure.worker.elastic.peers import Peers
-from perdure.worker.elastic.saving import Saving
+from perdure.worker.elastic.shard_saving import ShardSaving
 from perdure.worker.elastic.sharded import ShardedReplica
 from perdure.worker.elastic.sharding import Parts
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
@@ -50,28 +52,6 @@ _HashStore: Any = vars(dist)["HashStore"]
 _PrefixStore: Any = vars(dist)["PrefixStore"]
 _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
-
-
-class _Saving(Saving):
-    """What `Saving` is to a replicated state: sharded ones are not saved to disk."""
-
-    def __init__(self, membership: Membership, peers: Peers) -> None:
-        super().__init__(membership, cast(Any, None))
-        self._peers = peers
-
-    def restore(self, extra: dict[str, Any]) -> int:
-        return 0
-
-    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
-        return False
-
-    def save(
-        self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
-    ) -> None:
-        raise PlatformError("a sharded elastic state is not saved to disk")
-
-    def close(self) -> None:
-        self._peers.close()
 
 
 class ShardTrainer(Trainer):
@@ -97,11 +77,15 @@ class ShardTrainer(Trainer):
         """
         buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
         self._peers = Peers(memory if snapshot_every else None, membership.me)
+        self._disk = ShardSaving(membership, replica, self._peers)
         super().__init__(
             cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
-            config=config, saving=_Saving(membership, self._peers), buckets=buckets,
+            config=config, saving=self._disk, buckets=buckets,
         )  # fmt: skip
         self._sharded, self._minimum = replica, minimum
+        self._tally = torch.zeros(3, count, dtype=torch.float64)
+        """The third row says whether a checkpoint is due."""
+        self._sums = tuple(torch.zeros_like(self._tally) for _ in range(2))
         self._copy: Copy | None = None
         self._copies: tuple[tuple[int, ...], ...] = ()
         self._rounds = 0
@@ -112,6 +96,7 @@ class ShardTrainer(Trainer):
         self._line = self._ready = NO_LINE
         self._old: dict[Shard, Parts] = {}
         """Shards of the world before, of the same step."""
+        self._rebuilt = False
         self._every = snapshot_every
         self._furthest = 0
         """The most steps that were ever applied."""
@@ -122,6 +107,16 @@ class ShardTrainer(Trainer):
     def model(self) -> nn.Module:
         """Return the model, sharded as the newest world has it."""
         return self._sharded.now()
+
+    @property
+    def snapshot_stall_s(self) -> float:
+        """Return for how long training has waited for snapshots so far, in seconds."""
+        return self._peers.stall_s
+
+    @property
+    def snapshot_copied_s(self) -> float:
+        """Return for how long snapshots were copied and hashed so far, beside training."""
+        return self._peers.copied_s
 
     # --- one step -----------------------------------------------------------------------------
 
@@ -151,8 +146,10 @@ class ShardTrainer(Trainer):
         group.wait()
         self._ready = self._make_line()
         self._peers.wait()
+        self._tally[2, 0] = float(self._disk.wants(self._applied, group.members))
         self._send_tally(group)
         group.wait()
+        self._disk.agreed = bool(self._sums[self._applied % 2][2].sum() > 0.0)
         self._old.clear()
 
     def _run_round(self, group: Group, scale: float, *, last: bool) -> None:
@@ -202,6 +199,9 @@ class ShardTrainer(Trainer):
         super()._apply(group)
         self._furthest = max(self._furthest, self._applied)
         self._line, self._ready = self._ready, NO_LINE
+        if self._rebuilt:
+            self._rebuilt = False
+            gc.collect()  # The model of the world before refers to itself, and to its shards.
         if self._every and self._applied % self._every == 0:
             self._take_snapshot(group.members)
 
@@ -256,9 +256,21 @@ class ShardTrainer(Trainer):
         self._peers.enter(self._make_mirror(standings, store))
         self._copies = plan.copies
         self._plan_rounds(plan.todo)
+        self._disk.enter(me in plan.copies[0])
+        if not plan.sources:
+            self._load_checkpoint()
         if not plan.sources and self._every:
             self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
+
+    def _load_checkpoint(self) -> None:
+        """Take the newest checkpoint's state in the place of the initial one."""
+        extra: dict[str, Any] = {}
+        restored = self._disk.restore_shard(extra)
+        if restored:
+            self._steering.load(extra)
+            self._applied = self._furthest = restored
+            self._old.clear()
 
     def _make_mirror(self, standings: dict[int, ShardStanding], store: Any) -> Mirror | None:
         """Return connections to who keeps this member's snapshots, where that is on another node.
@@ -329,6 +341,7 @@ class ShardTrainer(Trainer):
         copy = Copy(mine, me, prefix)
         self._copy = copy
         replica.adopt(copy, shard, parts, plain, self._take)
+        self._rebuilt = True
         self._old = held
         if not at_step:
             self._steering.load(plain)

@@ -133,9 +133,16 @@ class ShardedReplica:
         if self.scheduler is not None and "scheduler" in plain:
             self.scheduler.load_state_dict(plain["scheduler"])
         self.shard = shard
-        self._initial = None
+        self._empty_initial()
         self._updated = False
         self._guard = BufferGuard(self.model)
+
+    def _empty_initial(self) -> None:
+        """Free the model that was given, as far as nobody is to be sent of it."""
+        if self._initial is not None:
+            for parameter in self._initial.parameters():
+                parameter.data = parameter.data.new_empty(0)
+        self._initial = None
 
     def release(self) -> None:
         """The world is left: free what is gathered."""

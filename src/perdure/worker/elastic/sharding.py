@@ -25,6 +25,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardPlacement
+from torch.distributed.tensor._collective_utils import MeshTopoInfo
+from torch.distributed.tensor._redistribute import (
+    _gen_transform_infos,
+    clear_redistribute_planner_cache,
+)
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from perdure.model.errors import ConfigError
 from perdure.plan.shards import Shard
@@ -55,6 +61,7 @@ class Skeleton:
         self.device = next(model.parameters()).device
         self._options = dict(options)
         self._template = _strip(model)
+        self._built = 0
 
     def stand_ins(self) -> dict[str, Tensor]:
         """Return, for each trainable parameter, a tensor of its shape that takes no memory."""
@@ -80,7 +87,11 @@ class Skeleton:
         names = {(id(m), key): name for m, key, name in _list_places(model)}
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
-        mesh = init_device_mesh(self.device.type, (shard.count,))
+        self._built += 1
+        name = (
+            f"world{self._built}"  # Torch takes two meshes of a size for the same one, otherwise.
+        )
+        mesh = init_device_mesh(self.device.type, (shard.count,), mesh_dim_names=(name,))
         units = [*find_units(model), model]
         for unit in units:
             fully_shard(unit, mesh=mesh, **self._options)
@@ -178,7 +189,14 @@ def find_units(model: nn.Module) -> list[nn.Module]:
 
 
 def release(model: nn.Module) -> None:
-    """Free what a broken pass has left gathered."""
+    """Free what a broken pass has left gathered, and what torch remembers of the mesh.
+
+    Its caches would keep the mesh, and with it the descriptors of its process group.
+    """
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+    for cached in (MeshTopoInfo.build_from_mesh, _gen_transform_infos):
+        cached.cache_clear()
     if isinstance(model, FSDPModule):
         with contextlib.suppress(Exception):  # Whatever state it is in: it is not used again.
             model.reset_iter_state()
