@@ -148,7 +148,8 @@ def _simulate(
         rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, _show_progress)
         comparison = msgspec.structs.replace(comparison, sweep=rows)
     _show_progress("", 1.0)
-    rates = {name: outcome.rates for name, outcome in outcomes.items()}
+    rates = {"U1": find_area_rates(trace, table)}
+    rates |= {name: outcome.rates for name, outcome in outcomes.items()}
     if svg is not None:
         write(svg, stand_alone(draw_rates(comparison, rates)))
     if html is not None:
@@ -158,6 +159,12 @@ def _simulate(
         print_json(comparison)
     else:
         print(render_comparison(comparison))
+
+
+def find_area_rates(trace: AvailabilityTrace, table: Throughput) -> tuple[tuple[float, float], ...]:
+    """Return the rate of the fastest shape over time: (seconds, samples a second)."""
+    best = ((i.begin_s, table.find_best(len(i.living))) for i in find_intervals(trace))
+    return tuple((at_s, table.rates[shape] if shape else 0.0) for at_s, shape in best)
 
 
 def _show_progress(what: str, share: float) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from html import escape
 
-from perdure.dash.lines import make_stairs, render_lines, stand_alone
+from perdure.dash.lines import find_means, make_stairs, render_lines, stand_alone
 from perdure.dash.text import render_chart
 from perdure.telemetry.availability import Availability
 
@@ -63,24 +63,6 @@ def render_nodes(figures: Availability, counts: Counts, width: int) -> str:
     lines = [f"{label}  {row}".rstrip() for label, row in zip(labels, rows, strict=True)]
     end = render_time(figures.duration_s)
     return "\n".join(["nodes over time", *lines, f"{'':8}0{end:>{columns - 1}}"])
-
-
-def find_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:
-    """Return the mean of a staircase in each of `columns` equal parts of 0 to `end_s`."""
-    means, at = [], 0
-    for column in range(columns):
-        begin_s, stop_s = end_s * column / columns, end_s * (column + 1) / columns
-        total, now_s = 0.0, begin_s
-        while now_s < stop_s:
-            while at + 1 < len(counts) and counts[at + 1][0] <= now_s:
-                at += 1
-            until_s = min(stop_s, counts[at + 1][0] if at + 1 < len(counts) else end_s)
-            if until_s <= now_s:
-                break
-            total += counts[at][1] * (until_s - now_s)
-            now_s = until_s
-        means.append(total / (stop_s - begin_s))
-    return means
 
 
 def draw_nodes(counts: Counts, end_s: float) -> str:

@@ -4,13 +4,14 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from perdure.dash.svg import find_ticks, thin
+from perdure.dash.svg import POINTS_MAX, find_ticks, thin
 
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A name and its (x, y), x rising."""
 
 COLORS = ("#1f6feb", "#2a9d6f", "#d1495b", "#8e5fc2", "#f4a259", "#3d7ea6", "#c9a227", "#667",
           "#b388d9", "#d1661c", "#7fb7d6", "#1c2024")  # fmt: skip
+STEPS_MAX = POINTS_MAX // 2
 _W, _LEFT, _RIGHT, _TOP, _H = 960, 64, 16, 26, 300
 _BOTTOM = _H - 36
 _ALONE = (
@@ -19,8 +20,15 @@ _ALONE = (
 _INK = "<style>text{fill:#667;font-size:11px}.grid{stroke:#e2e2df}</style>"
 
 
-def render_lines(lines: Sequence[Line], *, x_label: str, y_label: str, x_log: bool = False) -> str:
-    """Return the lines, each in its colour, with a legend; y begins at 0."""
+def render_lines(
+    lines: Sequence[Line],
+    *,
+    x_label: str,
+    y_label: str,
+    x_log: bool = False,
+    y_low: float = 0.0,
+) -> str:
+    """Return the lines, each in its colour, with a legend; y begins at `y_low`."""
     points = [point for _, line in lines for point in line]
     if not points:
         return ""
@@ -29,48 +37,74 @@ def render_lines(lines: Sequence[Line], *, x_label: str, y_label: str, x_log: bo
         return math.log10(x) if x_log else x
 
     x0, x1 = min(scale(x) for x, _ in points), max(scale(x) for x, _ in points)
-    high = max(y for _, y in points) * 1.05 or 1.0
+    most = max(y for _, y in points)
+    high = most + 0.05 * (most - y_low) or 1.0
 
     def at_x(x: float) -> float:
         return _LEFT + (scale(x) - x0) / ((x1 - x0) or 1.0) * (_W - _LEFT - _RIGHT)
 
     def at_y(y: float) -> float:
-        return _BOTTOM - y / high * (_BOTTOM - _TOP)
+        return _BOTTOM - (y - y_low) / (high - y_low) * (_BOTTOM - _TOP)
 
     out = [
         f'<svg viewBox="0 0 {_W} {_H}" role="img" class="plot" '
         f'aria-label="{escape(y_label)} by {escape(x_label)}">'
     ]
-    for y in find_ticks(0.0, high, 5):
+    for y in find_ticks(y_low, high, 5):
         out.append(
             f'<line class="grid" x1="{_LEFT}" y1="{at_y(y):.1f}" x2="{_W - _RIGHT}" '
             f'y2="{at_y(y):.1f}"/>{_text(_LEFT - 8, at_y(y) + 4, f"{y:g}", "end")}'
         )
     for x in _find_log_ticks(x0, x1) if x_log else find_ticks(x0, x1, 8):
         out.append(_text(at_x(x), _BOTTOM + 16, f"{x:g}", "middle"))
-    room = (_W - _LEFT) / len(lines)
+    begin = _LEFT + 40
+    room = (_W - begin) / len(lines)
     for index, (name, line) in enumerate(lines):
         color = COLORS[index % len(COLORS)]
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in thin(line))
         out.append(
             f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{path}">'
             f"<title>{escape(name)}</title></polyline>"
-            f'<rect x="{_LEFT + index * room:.0f}" y="6" width="10" height="10" fill="{color}"/>'
-            f"{_text(_LEFT + index * room + 14, 15, name, 'start')}"
+            f'<rect x="{begin + index * room:.0f}" y="6" width="10" height="10" fill="{color}"/>'
+            f"{_text(begin + index * room + 14, 15, name, 'start')}"
         )
-    axes = _text(_LEFT / 4, _TOP - 6, y_label, "start")
+    axes = _text(_LEFT / 4, 15, y_label, "start")
     return "".join([*out, axes, _text((_LEFT + _W) / 2, _H - 4, x_label, "middle"), "</svg>"])
 
 
 def make_stairs(
     rows: Sequence[tuple[float, float]], end_s: float, *, unit_s: float = 3600.0
 ) -> list[tuple[float, float]]:
-    """Return (time, value from then on) as the corners of a staircase, time in `unit_s`."""
+    """Return (time, value from then on) as the corners of a staircase, time in `unit_s`.
+
+    Where there are more steps than a plot can show, each is the mean of a stretch.
+    """
+    if len(rows) > STEPS_MAX:
+        means = find_means(rows, end_s, STEPS_MAX)
+        rows = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
     ends = [*rows[1:], (end_s, 0.0)]
     corners = []
     for (begin_s, y), (until_s, _) in zip(rows, ends, strict=True):
         corners += [(begin_s / unit_s, y), (until_s / unit_s, y)]
     return corners
+
+
+def find_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:
+    """Return the mean of a staircase in each of `columns` equal parts of 0 to `end_s`."""
+    means, at = [], 0
+    for column in range(columns):
+        begin_s, stop_s = end_s * column / columns, end_s * (column + 1) / columns
+        total, now_s = 0.0, begin_s
+        while now_s < stop_s:
+            while at + 1 < len(counts) and counts[at + 1][0] <= now_s:
+                at += 1
+            until_s = min(stop_s, counts[at + 1][0] if at + 1 < len(counts) else end_s)
+            if until_s <= now_s:
+                break
+            total += counts[at][1] * (until_s - now_s)
+            now_s = until_s
+        means.append(total / (stop_s - begin_s))
+    return means
 
 
 def stand_alone(svg: str) -> str:

@@ -4,14 +4,14 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from perdure.dash.availability import Counts, draw_nodes, render_time
-from perdure.dash.lines import make_stairs, render_lines
+from perdure.dash.lines import STEPS_MAX, find_means, make_stairs, render_lines
 from perdure.dash.page import render_document
 from perdure.dash.palette import INKS
 from perdure.dash.svg import render_legend, render_stack
 from perdure.model.simulation import Comparison
 
 Rates = Mapping[str, Sequence[tuple[float, float]]]
-"""By policy: (seconds, samples a second from then on)."""
+"""By policy, and U1: (seconds, samples a second from then on)."""
 
 _GROUPS = {
     "useful": ("useful",),
@@ -82,10 +82,14 @@ def _percent(share: float) -> str:
 
 
 def draw_rates(comparison: Comparison, rates: Rates) -> str:
-    """Return the throughput of each policy over time as SVG."""
-    lines = [
-        (name, make_stairs(rows, comparison.duration_s)) for name, rows in rates.items() if rows
-    ]
+    """Return the throughput of each policy over time as SVG, means of short stretches."""
+    end_s = comparison.duration_s
+    lines = []
+    for name, rows in rates.items():
+        if rows:
+            means = find_means(rows, end_s, STEPS_MAX)
+            steps = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
+            lines.append((name, make_stairs(steps, end_s)))
     return render_lines(lines, x_label="hours", y_label="samples/s") if lines else ""
 
 
@@ -111,7 +115,14 @@ def draw_sweep(comparison: Comparison) -> str:
         ("perdure", [(row.communicator_s, row.fraction_of_u2) for row in sweep]),
         ("U2'", [(row.communicator_s, row.u2_online_of_u2) for row in sweep]),
     ]
-    return render_lines(lines, x_label="communicator, seconds", y_label="of U2", x_log=True)
+    low = min(y for _, points in lines for _, y in points)
+    return render_lines(
+        lines,
+        x_label="communicator, seconds",
+        y_label="of U2",
+        x_log=True,
+        y_low=max(0.0, low - (1.0 - low) * 0.2),
+    )
 
 
 def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates) -> str:
@@ -127,7 +138,7 @@ def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates)
     sections = (
         ("Nodes", draw_nodes(counts, c.duration_s)),
         ("Throughput", draw_rates(c, rates)),
-        ("Samples", draw_committed(c, rates)),
+        ("Samples, those that were lost again among them", draw_committed(c, rates)),
         ("Where the slot-seconds went", render_legend(used) + ledgers),
         ("Time to form the communicator", draw_sweep(c)),
         ("All figures", f"<pre>{escape(render_comparison(c))}</pre>"),

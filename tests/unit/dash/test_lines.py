@@ -1,0 +1,36 @@
+"""Lines and staircases of plots."""
+
+import re
+
+import pytest
+
+from perdure.dash.lines import STEPS_MAX, find_means, make_stairs, render_lines
+
+
+def test_means_of_a_staircase() -> None:
+    rows = [(0.0, 4.0), (5.0, 0.0), (6.0, 8.0)]
+    assert find_means(rows, 10.0, 2) == pytest.approx([4.0, (0 + 4 * 8) / 5])
+    assert sum(find_means(rows, 10.0, 7)) * 10 / 7 == pytest.approx(4 * 5 + 8 * 4)
+
+
+def test_a_short_staircase_keeps_its_corners_and_a_long_one_its_area() -> None:
+    assert make_stairs([(0.0, 1.0), (3600.0, 2.0)], 7200.0) == [(0, 1), (1, 1), (1, 2), (2, 2)]
+    long = [(float(second), float(second % 2)) for second in range(5000)]
+    corners = make_stairs(long, 5000.0, unit_s=1.0)
+    assert len(corners) == 2 * STEPS_MAX
+    area = sum(y * (x1 - x0) for (x0, y), (x1, _) in zip(corners[::2], corners[1::2], strict=True))
+    assert area == pytest.approx(2500.0)
+
+
+def test_every_line_is_within_the_plot_and_named() -> None:
+    lines = [("a", [(0.1, 0.5), (10.0, 0.9)]), ("b", [(0.1, 1.0), (10.0, 0.6)])]
+    svg = render_lines(lines, x_label="x", y_label="y", x_log=True, y_low=0.4)
+    points = [
+        tuple(map(float, point.split(",")))
+        for path in re.findall(r'points="([^"]*)"', svg)
+        for point in path.split()
+    ]
+    assert len(points) == 4
+    assert all(0 <= x <= 960 and 0 <= y <= 300 for x, y in points)
+    assert "<title>a</title>" in svg
+    assert "<title>b</title>" in svg
