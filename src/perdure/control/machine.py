@@ -65,6 +65,7 @@ from perdure.control.steering.boundary import (
 from perdure.control.steering.changes import changes_again, note_high
 from perdure.control.steering.commands import (
     find_reached_stop,
+    finish_job,
     give_up_stop,
     inject_again,
     receive_command,
@@ -304,14 +305,11 @@ class Controller:
                 why=why,
             )
         others = reform.leave_world(state, now, event)
+        if isinstance(others, str):
+            return self._fail(now, f"rank {record.rank}", others)
         if not reform.has_ended(state):
             return others
-        stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
-        if stop is not None:
-            done = answer(state, stop.id, True, "stopped", {"step": state.step})
-            who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
-            return [*done, *end_job(state, now, "stopped", 0, who)]
-        return end_job(state, now, "done", 0, "every rank ended with exit code 0")
+        return finish_job(state, now)
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
         state = self.state

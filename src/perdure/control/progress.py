@@ -147,7 +147,10 @@ def _finish_boundary(
     if done is None:
         return []
     if done.kind == "drain":
-        return leave_together(state, now, done) if done.leaves else []
+        if not done.leaves:
+            return []
+        left = leave_together(state, now, done)
+        return [*left, *start_waiting_command(state, now), *admit(state, now)]
     if done.kind in ("set", "pause"):
         state.step = max(state.step, min(done.step, step))
         return start_waiting_command(state, now)

@@ -107,6 +107,8 @@ class OpenMove:
     moved_s: float = 0.0
     ranks: tuple[int, ...] = ()
     """In an elastic world: the members that leave."""
+    restored: bool = False
+    """In an elastic world: its nodes were restored after their members had begun to leave."""
     instead: str = ""
     """What was done in place of what was asked for."""
 

@@ -151,3 +151,46 @@ def test_a_world_without_a_member_that_has_the_state_starts_again() -> None:
     assert order_of(lab.ready(3)).ranks == (0, 3)
     lab.die(0)  # 3 is a member, and has nothing yet.
     assert lab.machine.state.generation == 1
+
+
+def test_a_drain_that_is_decided_is_done_and_its_node_filled_anew_where_it_was_restored() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    assert find(ask(lab, "restore", targets=["1"]), AnswerCommand).ok
+    actions = reach(lab, prepare, 0, 1, 2, 3)
+    assert order_of(actions).ranks == (0, 1)
+    assert lab.machine.state.cordoned == {}
+    assert started(actions) == {6: 1, 7: 1}
+
+
+def test_a_drain_that_is_not_decided_is_taken_back_by_restore() -> None:
+    lab = train()
+    ask(lab, "drain", targets=["1"])
+    actions = ask(lab, "restore", targets=["1"])
+    assert find(actions, SendBoundary).move == "abort"
+    answers = {a.id: a.ok for a in actions if isinstance(a, AnswerCommand)}
+    assert answers == {"drain-1": False, "restore-1": True}
+
+
+def test_nobody_leaves_once_all_others_have_died() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    lab.die(0)
+    lab.die(1)
+    answer = find(reach(lab, prepare, 2, 3), AnswerCommand)
+    assert not answer.ok
+    assert lab.machine.state.asked == (2, 3)
+
+
+def test_the_job_starts_again_where_the_others_die_while_the_last_one_leaves() -> None:
+    lab = train()
+    prepare = find(ask(lab, "drain", targets=["1"]), SendBoundary)
+    promise(lab, prepare, 0, 1, 2, 3)
+    lab.leave(2)
+    lab.leave(3)
+    lab.die(0)
+    lab.die(1)
+    assert lab.machine.state.generation == 1
+    assert lab.machine.state.phase == "forming"

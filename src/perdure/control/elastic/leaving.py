@@ -13,6 +13,7 @@ from perdure.control.answers import answer_open
 from perdure.control.elastic.members import (
     call_spares,
     end_rank,
+    fill_slots,
     find_home,
     find_living,
     order_following,
@@ -68,29 +69,40 @@ def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> li
     elastic = state.elastic
     gone = [rank for rank in done.leaves if rank in elastic.members]
     state.step = max(state.step, done.step)
-    if not gone or not is_elastic(state):
+    if not gone or not is_elastic(state) or not set(find_living(state)) - set(gone):
         return []
     elastic.left |= set(gone)
     why = f"ranks {gone} leave at step {done.step}"
-    if not find_living(state):
-        return []
     new, followers = split_called(state, call_spares(state))
     order = order_world(state, now, why, new=new, urgent=False)
     return [order, *order_following(state, followers)]
+
+
+def restore_leaving(
+    state: ControllerState, now: float, move: OpenMove, why: str
+) -> list[AnyAction]:
+    """Take a move back; where its step is agreed upon, its nodes are filled anew after it."""
+    boundary = state.boundary
+    if boundary is not None and boundary.command == move.id and boundary.move == "commit":
+        move.restored = True
+        return []
+    return _take_back(state, now, move, why)
 
 
 def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
     """Nobody of the world is on the nodes any more: answer."""
     del state.moves[move.id]
     actions: list[AnyAction] = []
-    for node in move.nodes:
+    for node in move.nodes if not move.restored else ():
         if move.who:
             actions += bar(state, node, move.who, move.why)
         else:
             actions += cordon(state, node, move.why)
+    if move.restored:
+        actions += fill_slots(state, move.why)
     elastic = state.elastic
     gone = {*state.exits, *elastic.members, *elastic.left, *elastic.lost}
-    for rank in sorted(elastic.ready - gone):
+    for rank in sorted(elastic.ready - gone) if not move.restored else ():
         if find_home(state, rank) in move.nodes:
             actions.append(end_rank(state, rank, move.why))  # A spare, which has no part yet.
     ranks = list(move.ranks)

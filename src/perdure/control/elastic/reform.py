@@ -130,13 +130,16 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
     return [order, *order_following(state, followers), *fill_slots(state, reason)]
 
 
-def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction]:
-    """A member has ended well: nobody waits for it any more."""
+def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction] | str:
+    """A member has ended well: nobody waits for it any more.
+
+    A string says why the world has to be restarted: the others died while it left.
+    """
     elastic, rank = state.elastic, event.record.rank
     order = elastic.order
     if state.boundary is not None and rank in state.boundary.leaves:
         elastic.left.add(rank)
-        return []
+        return [] if find_living(state) else "the last member that had the state has left"
     elastic.finished.add(rank)
     if not is_elastic(state) or order is None or rank not in order.ranks:
         return []

@@ -34,6 +34,16 @@ def find_reached_stop(state: ControllerState) -> OpenCommand | None:
     return next((command for command in stops if "at_step" in command.args), None)
 
 
+def finish_job(state: ControllerState, now: float) -> list[AnyAction]:
+    """Every rank has ended well: the job is done, or was stopped."""
+    stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
+    if stop is None:
+        return end_job(state, now, "done", 0, "every rank ended with exit code 0")
+    done = answer(state, stop.id, True, "stopped", {"step": state.step})
+    who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
+    return [*done, *end_job(state, now, "stopped", 0, who)]
+
+
 def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
     """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
     reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"

@@ -12,7 +12,7 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 """
 
 from perdure.control.answers import answer_open
-from perdure.control.elastic.leaving import advance_leaving, find_leavers
+from perdure.control.elastic.leaving import advance_leaving, find_leavers, restore_leaving
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
@@ -132,7 +132,9 @@ def restore_move(state: ControllerState, now: float, node: int, why: str) -> lis
     for move in list(state.moves.values()):
         if node not in move.nodes:
             continue
-        if move.stage == "moved":
+        if is_elastic(state):
+            actions += restore_leaving(state, now, move, why)
+        elif move.stage == "moved":
             actions += _finish(state, now, move, f"node {node} is free again: {why}")
         else:
             actions += _take_back(state, now, move, why)

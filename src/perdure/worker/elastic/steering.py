@@ -174,7 +174,11 @@ class Steering:
             self.stopping |= any(one.kind == "stop" for one in saves)
         for one in list(self._due):
             self._reach(one, applied, error if one in saves else "")
-        self._drains |= {one.id: one.leaves for one in drains if one.leaves}
+        for one in drains:
+            if not set(group.members) - set(one.leaves):
+                self._gate.drop_hold(one.id)  # The others have died meanwhile: nobody leaves.
+            elif one.leaves:
+                self._drains[one.id] = one.leaves
         self._go_on(group.members)
         if any(self._membership.me in leaves for leaves in self._drains.values()):
             self._leave(applied)
