@@ -161,7 +161,8 @@ def test_a_drain_that_is_decided_is_done_and_its_node_filled_anew_where_it_was_r
     actions = reach(lab, prepare, 0, 1, 2, 3)
     assert order_of(actions).ranks == (0, 1)
     assert lab.machine.state.cordoned == {}
-    assert started(actions) == {6: 1, 7: 1}
+    assert started(lab.leave(2)) == {6: 1}
+    assert started(lab.leave(3)) == {6: 1, 7: 1}
 
 
 def test_a_drain_that_is_not_decided_is_taken_back_by_restore() -> None:
