@@ -17,6 +17,7 @@ from perdure.model.report import ACCOUNTS
 from tests.journals import Story, tell
 
 FOLDER = Path(__file__).resolve().parent
+PROFILE = str(FOLDER.parent.parent / "examples" / "cost_profile.json")
 PHASES = ("detect_s", "decide_s", "abort_s", "communicator_s", "state_s", "warmup_s", "total_s")
 
 
@@ -56,6 +57,10 @@ CASES = {
     "report": ["report", "job"],
     "logs": ["logs", "job"],
     "run-help": ["run", "--help"],
+    "plan": "plan PROFILE --devices 7 --global-batch 32 --memory 3GB --timeline".replace(
+        "PROFILE", PROFILE
+    ).split(),
+    "plan-help": ["plan", "--help"],
     "trace-help": ["trace", "--help"],
     "trace-generate-help": ["trace", "generate", "--help"],
     "trace-simulate-help": ["trace", "simulate", "--help"],

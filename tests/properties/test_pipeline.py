@@ -128,6 +128,12 @@ def test_a_narrow_link_is_what_takes_time() -> None:
     assert [e.begin_s for e in line.cells[1].executed[:10]] == [4.0 + 3 * i for i in range(10)]
 
 
+def test_gradients_of_weights_wait_for_no_message() -> None:
+    pipe = Pipe([StageCost(1.0, 1.0, 1.0, 0, 0, 0.0)] * 2, lambda *_: (50.0, 0.0), [0.0] * 2)
+    line = simulate(join_replicas([order_zero_bubble(2, [0])]), pipe)
+    assert [e.begin_s for e in line.cells[1].executed] == [51.0, 52.0, 53.0]
+
+
 def test_all_reduce_begins_when_all_copies_of_the_stage_are_done() -> None:
     """Two stages: the last is done first, and its sum hides behind the first one's backward."""
     stage = StageCost(1.0, 2.0, 0.0, 0, 0, 0.25)

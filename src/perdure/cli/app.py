@@ -15,6 +15,7 @@ from perdure.cli import (
     metrics,
     notify,
     output,
+    plan,
     run,
     schema,
     steer,
@@ -85,6 +86,7 @@ for command in (
     schema.schema,
     verify.verify,
     doctor.doctor,
+    plan.plan,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)

@@ -42,6 +42,8 @@ class World(msgspec.Struct, frozen=True):
     chunks: int
     """Stages of a rank: 1, but for interleaved schedules."""
     stages: tuple[Stage, ...]
+    shares: tuple[int, ...] = ()
+    """Micro-batches of each replica; none where stages differ in their number of copies."""
 
     @property
     def ranks(self) -> int:

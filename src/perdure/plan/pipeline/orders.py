@@ -49,14 +49,7 @@ def order_interleaved(ranks: int, chunks: int, micro_batches: Sequence[int]) -> 
     Raises:
         ConfigError: The micro-batches are not a whole number of equal groups.
     """
-    count = len(micro_batches)
-    groups = max(1, count // ranks)
-    if count % groups:
-        raise ConfigError(
-            f"{count} micro-batches are not {groups} equal groups for {ranks} interleaved ranks",
-            hint=f"a multiple of {ranks} always is",
-        )
-    size = count // groups
+    groups, size = find_groups(ranks, len(micro_batches))
     steps = [
         (chunk, micro_batches[group * size + i])
         for group in range(groups)
@@ -70,6 +63,21 @@ def order_interleaved(ranks: int, chunks: int, micro_batches: Sequence[int]) -> 
         ahead = (chunks - 1) * size + 2 * (ranks - 1 - rank)
         lists.append(_alternate(forwards, backwards, ahead))
     return lists
+
+
+def find_groups(ranks: int, count: int) -> tuple[int, int]:
+    """Return how many groups `count` micro-batches make for interleaved ranks, and their size.
+
+    Raises:
+        ConfigError: They are not a whole number of equal groups.
+    """
+    groups = max(1, count // ranks)
+    if count % groups:
+        raise ConfigError(
+            "a replica's micro-batches are no whole number of equal groups",
+            hint=f"{count} for {ranks} ranks; a multiple of {ranks} always is",
+        )
+    return groups, count // groups
 
 
 def order_zero_bubble(ranks: int, micro_batches: Sequence[int]) -> Ranks:

@@ -56,68 +56,89 @@ def simulate(orders: Orders, pipe: Pipe) -> Timeline:
     Raises:
         DeadlockError: Some action waits for one that never comes; names it.
     """
-    homes = _find_homes(orders)
-    arrived: dict[Action, float] = {}
-    links: dict[tuple[int, int], float] = {}
-    waiting: dict[Action, int] = {}
-    executed: list[list[Executed]] = [[] for _ in orders]
-    last = len(pipe.stages) - 1
+    state = _State(orders, pipe)
     ready = list(range(len(orders) - 1, -1, -1))
     while ready:
-        cell = ready.pop()
-        mine, done = orders[cell], executed[cell]
-        free_s = done[-1].end_s if done else 0.0
-        for action in mine[len(done) :]:
-            needs = _find_need(action, last)
-            if needs is not None:
-                if needs not in arrived:
-                    waiting[needs] = cell
-                    break
-                free_s = max(free_s, arrived[needs])
-            end_s = free_s + pipe.work_s(action, cell)
-            done.append(Executed(action, free_s, end_s))
-            free_s = end_s
-            arrived[action] = _deliver(action, end_s, cell, homes, pipe, links)
-            woken = waiting.pop(action, None)
-            if woken is not None:
-                ready.append(woken)
-    for cell, done in enumerate(executed):
+        woken = state.advance(ready.pop())
+        ready += woken
+    for cell, done in enumerate(state.executed):
         if len(done) < len(orders[cell]):
             raise DeadlockError(f"cell {cell} waits for ever to do {orders[cell][len(done)]}")
-    return _finish(executed, pipe)
+    return _finish(state.executed, pipe)
 
 
-def _find_homes(orders: Orders) -> dict[tuple[int, int], int]:
-    """Return (stage, micro-batch) -> the cell that has it."""
-    return {(a.stage, a.micro_batch): cell for cell, mine in enumerate(orders) for a in mine}
+class _State:
+    """What has been done and sent. Places of an array are stage * micro-batches + micro-batch."""
 
+    def __init__(self, orders: Orders, pipe: Pipe) -> None:
+        self.orders, self.pipe = orders, pipe
+        self.executed: list[list[Executed]] = [[] for _ in orders]
+        self.width = 1 + max((a.micro_batch for mine in orders for a in mine), default=0)
+        size = len(pipe.stages) * self.width
+        self.homes = [-1] * size
+        for cell, mine in enumerate(orders):
+            for action in mine:
+                self.homes[action.stage * self.width + action.micro_batch] = cell
+        self.arrived = {kind: [-1.0] * size for kind in ("F", "B")}
+        self.waiting: dict[tuple[str, int], int] = {}
+        self.links: dict[tuple[int, int], float] = {}
+        self.works: dict[tuple[str, int, int], float] = {}
 
-def _find_need(action: Action, last: int) -> Action | None:
-    """Return the action that must be done, and have arrived, before this one."""
-    match action.kind:
-        case "F":
-            return Action("F", action.stage - 1, action.micro_batch) if action.stage else None
-        case "B":
-            if action.stage == last:
-                return Action("F", last, action.micro_batch)
-            return Action("B", action.stage + 1, action.micro_batch)
-        case "W":
-            return Action("B", action.stage, action.micro_batch)
+    def advance(self, cell: int) -> list[int]:
+        """Let a cell work until it must wait; return the cells that wait no longer."""
+        mine, done = self.orders[cell], self.executed[cell]
+        free_s = done[-1].end_s if done else 0.0
+        woken = []
+        for action in mine[len(done) :]:
+            kind, stage = action.kind, action.stage
+            at = stage * self.width + action.micro_batch
+            begin_s, need = self._find_need(kind, stage, at)
+            if begin_s < 0.0:
+                self.waiting[need] = cell
+                break
+            if begin_s < free_s:
+                begin_s = free_s
+            work_s = self.works.get((kind, stage, cell))
+            if work_s is None:
+                work_s = self.works[kind, stage, cell] = self.pipe.work_s(action, cell)
+            free_s = begin_s + work_s
+            done.append(Executed(action, begin_s, free_s))
+            if kind != "W":
+                self.arrived[kind][at] = self._deliver(kind, stage, at, free_s, cell)
+                waiter = self.waiting.pop((kind, at), None)
+                if waiter is not None:
+                    woken.append(waiter)
+        return woken
 
+    def _find_need(self, kind: str, stage: int, at: int) -> tuple[float, tuple[str, int]]:
+        """Return when what an action needs has arrived, negative if not yet; and what that is."""
+        if kind == "F":
+            if stage == 0:
+                return 0.0, ("F", at)
+            at -= self.width
+        elif kind == "B":
+            if stage == len(self.pipe.stages) - 1:
+                kind = "F"
+            else:
+                at += self.width
+        else:
+            return min(0.0, self.arrived["B"][at]), ("B", at)
+        return self.arrived[kind][at], (kind, at)
 
-def _deliver(
-    action: Action, end_s: float, cell: int, homes: dict[tuple[int, int], int],
-    pipe: Pipe, links: dict[tuple[int, int], float],
-) -> float:  # fmt: skip
-    """Return when what an action made is where it is needed next."""
-    step = {"F": 1, "B": -1, "W": 0}[action.kind]
-    target = homes.get((action.stage + step, action.micro_batch), cell)
-    if target == cell:
-        return end_s
-    latency_s, occupied_s = pipe.hop(max(action.stage, action.stage + step), cell, target)
-    sent_s = max(end_s, links.get((cell, target), 0.0)) + occupied_s
-    links[cell, target] = sent_s
-    return sent_s + latency_s
+    def _deliver(self, kind: str, stage: int, at: int, end_s: float, cell: int) -> float:
+        """Return when what an action made is where it is needed next."""
+        if kind == "F":
+            stage += 1
+            target = self.homes[at + self.width] if stage < len(self.pipe.stages) else cell
+        else:
+            target = self.homes[at - self.width] if stage else cell
+        if target == cell:
+            return end_s
+        latency_s, occupied_s = self.pipe.hop(stage, cell, target)
+        free_s = self.links.get((cell, target), 0.0)
+        sent_s = (free_s if free_s > end_s else end_s) + occupied_s
+        self.links[cell, target] = sent_s
+        return sent_s + latency_s
 
 
 def _finish(executed: list[list[Executed]], pipe: Pipe) -> Timeline:

@@ -1,0 +1,197 @@
+"""`perdure plan`: the world for a number of devices, from a cost profile."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.options import Json
+from perdure.cli.say import note, print_json, render_table
+from perdure.model.costs import HINT, CostProfile, read_profile
+from perdure.model.errors import ConfigError
+from perdure.model.world import make_devices
+from perdure.plan.pipeline.simulate import simulate
+from perdure.plan.planner import Excluded, Option, Plan, Request, find_plan
+from perdure.plan.score import Scorer
+
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?I?)B?", re.IGNORECASE)
+
+
+File = Annotated[
+    Path, typer.Argument(metavar="PROFILE", help="A cost profile, as in docs/planning.md.")
+]
+Devices = Annotated[int, typer.Option("--devices", min=1, help="How many devices there are.")]
+GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="Samples of a step.")]
+Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of a device: 16GB, 80GiB.")]
+PerNode = Annotated[int, typer.Option("--per-node", min=1, help="Devices of a node.")]
+MicroBatch = Annotated[
+    list[int] | None, typer.Option("--micro-batch", min=1, help="Only this size; repeatable.")
+]
+Ranks = Annotated[
+    list[int] | None,
+    typer.Option("--ranks", min=1, help="Only pipelines of so many ranks; repeatable."),
+]
+Schedules = Annotated[
+    list[str] | None,
+    typer.Option("--schedule", help="1f1b, interleaved, rerouted or zero-bubble; repeatable."),
+]
+Recompute = Annotated[
+    str, typer.Option("--recompute", help="auto (where memory asks for it), never or always.")
+]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option("--slow", metavar="DEVICE=FACTOR", help="A straggler, n3/0=1.5; repeatable."),
+]
+DrawTimeline = Annotated[bool, typer.Option("--timeline", help="Draw the chosen world's step.")]
+Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the timeline.")]
+
+
+def plan(
+    file: File,
+    devices: Devices,
+    global_batch: GlobalBatch,
+    memory: Memory,
+    per_node: PerNode = 1,
+    micro_batch: MicroBatch = None,
+    ranks: Ranks = None,
+    schedule: Schedules = None,
+    recompute: Recompute = "auto",
+    slow: Slow = None,
+    timeline: DrawTimeline = False,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Choose D, P, micro-batch, recompute, schedule and placement for so many devices.
+
+    Devices are called n0/0, n0/1, ... by node; a last node may have fewer.
+    """
+    profile = load_profile(file)
+    there = make_devices(
+        -(-devices // per_node), per_node, parse_size(memory), slow=_read_slow(slow)
+    )
+    there = there[:devices]
+    unknown = {name for name, _ in _read_slow(slow)} - {device.name for device in there}
+    if unknown:
+        raise ConfigError(
+            f"there is no device {min(unknown)}", hint=f"the last is {there[-1].name}"
+        )
+    fields: dict[str, Any] = {
+        "global_batch": global_batch,
+        "micro_batches": micro_batch or [],
+        "ranks": ranks or [],
+        "recompute": recompute,
+    }
+    if schedule:
+        fields["schedules"] = schedule
+    try:
+        request = msgspec.convert(fields, Request)
+    except msgspec.ValidationError as error:
+        raise ConfigError(str(error).lower(), hint="perdure plan --help") from None
+    found = find_plan(profile, there, request)
+    if as_json:
+        print_json({"profile": profile.fingerprint, **msgspec.to_builtins(found)})
+        return
+    if not found.options:
+        reasons = [entry for entry in found.excluded if entry.kind != "batch"]
+        raise ConfigError(
+            f"no world fits {devices} devices of {memory}",
+            hint=_explain(reasons[0]) if reasons else "fewer ranks than blocks and devices",
+        )
+    _show(found)
+    if timeline:
+        from perdure.dash.timeline import LEGEND, render_timeline
+
+        orders, pipe, names = Scorer(profile, there).lay_out(found.options[0].world)
+        print(f"\n{render_timeline(simulate(orders, pipe), names, width)}\n{LEGEND}")
+
+
+def load_profile(file: Path) -> CostProfile:
+    """Return the cost profile in `file`.
+
+    Raises:
+        ConfigError: There is none, or it is malformed.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "expected UTF-8"
+        raise ConfigError(f"cannot read {file}: {why}", hint=HINT) from error
+    return read_profile(text, str(file))
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes that `text` says.
+
+    >>> parse_size("1.5GB"), parse_size("2GiB")
+    (1500000000, 2147483648)
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(f"{text} is not a size", hint="as in 16GB or 80GiB")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+def _read_slow(given: list[str] | None) -> list[tuple[str, float]]:
+    found = []
+    for text in given or []:
+        name, _, factor = text.partition("=")
+        try:
+            found.append((name, float(factor)))
+        except ValueError:
+            raise ConfigError(f"--slow {text}: expected DEVICE=FACTOR", hint="n3/0=1.5") from None
+        if not found[-1][1] >= 1.0:
+            raise ConfigError(f"--slow {text}: expected a factor from 1 on", hint="n3/0=1.5")
+    return found
+
+
+def _show(found: Plan) -> None:
+    best = found.options[0]
+    world = best.world
+    print(f"world        {world.shape}: {_describe(best)}")
+    print(f"step         {best.step_s:.4f} s, {best.samples_per_s:.1f} samples/s")
+    print(f"bubble       {best.bubble:.1%}, {best.idle} devices idle")
+    print(f"memory       {best.memory_bytes / 1e9:.2f} GB on the fullest device")
+    for number, stage in enumerate(world.stages):
+        again = ", recompute" if stage.recompute else ""
+        names = ", ".join(stage.devices[:4]) + (", ..." if len(stage.devices) > 4 else "")
+        print(f"stage {number:<6} blocks {stage.first}-{stage.stop - 1}{again}: {names}")
+    print()
+    rows = [
+        (o.world.shape, _describe(o), f"{o.step_s:.4f}", f"{o.step_s / best.step_s - 1:+.1%}",
+         f"{o.bubble:.1%}", o.idle)
+        for o in found.options[1:]
+    ]  # fmt: skip
+    if rows:
+        head = ("runner-up", "how", "step s", "slower", "bubble", "idle")
+        print(render_table(head, rows))
+    for entry in found.excluded:
+        print(f"not possible: {_explain(entry)}")
+    print(f"{found.simulated} worlds simulated; {found.slower} kinds of worlds cannot be faster")
+    for text in found.notes:
+        note(text)
+
+
+def _describe(option: Option) -> str:
+    world = option.world
+    again = sum(stage.recompute for stage in world.stages)
+    recompute = f", {again} of {len(world.stages)} stages recompute" if again else ""
+    return f"{world.schedule}, {world.count} micro-batches of {world.micro_batch}{recompute}"
+
+
+def _explain(entry: Excluded) -> str:
+    ranks = f", {_list(entry.ranks)} ranks" if entry.ranks else ""
+    return f"{entry.what}{ranks}: {entry.reason}"
+
+
+def _list(numbers: tuple[int, ...]) -> str:
+    """Return numbers in short: 1-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)
