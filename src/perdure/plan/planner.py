@@ -238,8 +238,7 @@ class _Search:
             self._refuse_error(family, error)
             return
         self.simulated += 1
-        self.effort += 4 * max(world.shares, default=world.count) * len(world.stages)
-        self.effort += 4 * len(self.devices)
+        self.effort = self.scorer.actions + 4 * self.simulated * len(self.devices)
         memory = self.shaper.memory(shape.size)
         assert score.memory_bytes <= memory, "a cut keeps within the memory it was given"
         option = Option(
@@ -290,7 +289,10 @@ class _Search:
         if self.spent and options:
             least_s = min(options[0].step_s, min(entry[0] for entry in self.waiting))
             gain = 100.0 * (1.0 - least_s / options[0].step_s)
-            yield f"the search was ended early: none is more than {gain:.1f}% faster than the first"
+            if gain < 0.05:
+                yield "the search was ended early: the first is the fastest, others may be missing"
+            else:
+                yield f"the search was ended early: none is more than {gain:.1f}% faster"
         if not self.shaper.equal:
             yield "devices differ: those that are slow or small are left idle first"
 

@@ -28,6 +28,10 @@ from perdure.plan.pipeline.simulate import Hop, Pipe, simulate
 REPEATS_MIN = 4
 """So many times the pipeline's length is simulated in full before its repetition counts."""
 
+SPREAD_MIN = 512
+"""So many micro-batches are simulated in full where stages differ in their copies: such orders
+repeat themselves less exactly."""
+
 
 class Score(msgspec.Struct, frozen=True):
     """What a world would do."""
@@ -80,6 +84,8 @@ class Scorer:
         """Score on `devices`; `overlap` is the share of an all-reduce that a backward hides."""
         self.profile, self.overlap = profile, overlap
         self.devices: Mapping[str, Device] = {device.name: device for device in devices}
+        self.actions = 0
+        """Simulated so far: what scoring has cost."""
         self._chains: dict[int, Chain] = {}
 
     def chain(self, micro_batch: int) -> Chain:
@@ -158,10 +164,12 @@ class Scorer:
     def _score_spread(self, world: World) -> Score:
         copies = sorted({len(stage.devices) for stage in world.stages})
         group = copies[0] * copies[-1]
-        window = REPEATS_MIN * group * len(world.stages)
+        window = max(SPREAD_MIN // 2, REPEATS_MIN * group * len(world.stages))
+        window = -(-window // group) * group
         cut = max(0, (world.count - 2 * window) // group * group)
         orders, pipe, _ = self.lay_out(world, world.count - cut)
         line = simulate(orders, pipe)
+        self.actions += 4 * sum(map(len, orders))
         step_s = line.step_s
         if cut:
             fewer, _, _ = self.lay_out(world, world.count - cut - window)
@@ -212,6 +220,7 @@ class Scorer:
             devices += kind.row
             start += left
         orders = join_replicas(lists)
+        self.actions += sum(map(len, orders))
         return orders, simulate(orders, self._make_pipe(world, devices))
 
     def _make_pipe(self, world: World, cells: Sequence[str]) -> Pipe:

@@ -147,18 +147,20 @@ class Shaper:
         if family.ranks == 1:
             return 0.0
         chosen = self.choose(size)
-        uneven = size % family.ranks
-        row = chosen if uneven else [c[0] for c in place(chosen, family.ranks, family.layout)]
+        if family.layout == "replica" and size % family.ranks == 0:
+            row = chosen[: family.ranks]
+        else:
+            row = chosen[:: size // family.ranks]
         where: Place = "node" if len({device.node for device in row}) == 1 else "cluster"
         return 1.0 / self.scorer.profile.find_transfer(where).bytes_per_s
 
     def _find_reduce(self, family: Family, size: int, cuts: Sequence[int], more: bool) -> float:
         """Return what is left of the first rank's all-reduce, which begins as all else ends."""
         chosen, chain = self.choose(size), self.scorer.chain(family.micro_batch)
-        if size % family.ranks:
-            column = chosen[: size // family.ranks + more]
+        if family.layout == "replica" and size % family.ranks == 0:
+            column = chosen[:: family.ranks]
         else:
-            column = place(chosen, family.ranks, family.layout)[0]
+            column = chosen[: size // family.ranks + more]
         if len(column) == 1:
             return 0.0
         names = [device.name for device in column]
