@@ -122,7 +122,9 @@ def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyActio
     }
     names = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks)) or 'none'}"
     where = f" at step {move.step}: nothing is made again" if agreed else ""
-    words = f"{names} left in {took_s:.2f} s{where}; {len(find_living(state))} go on"
+    how = "was ended" if move.kind == "evict" or move.instead else f"left in {took_s:.2f} s"
+    how = how.replace("was", "were") if len(ranks) > 1 else how
+    words = f"{names} {how}{where}; {len(find_living(state))} go on"
     return actions + answer_open(state, move.id, True, words, result)
 
 

@@ -232,10 +232,13 @@ def _plan_elastic_leave(
             moves.append((node, -1, ranks))
     leavers = tuple(rank for _, _, ranks in moves for rank in ranks)
     left = len(state.asked) - len(leavers)
+    one = len(leavers) == 1
     if verb == "drain":
-        way = f"{_name_ranks(leavers)} leave at a step that all agree on; nothing is made again"
+        how = f"{'leaves' if one else 'leave'} at a step that all agree on; nothing is made again"
     else:
-        way = f"{_name_ranks(leavers)} are ended at once; what they were computing is made again"
+        was = "is ended at once; what it was" if one else "are ended at once; what they were"
+        how = f"{was} computing is made again"
+    way = f"{_name_ranks(leavers)} {how}"
     words = f"{way}; {left} go on"
     if not leavers:
         words = "; ".join(f"no member runs on node {n}; it takes no new ranks" for n in nodes)
