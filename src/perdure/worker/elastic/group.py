@@ -26,7 +26,7 @@ _BUILD_S = 10.0
 """Bound for the connections of a group whose members were all there a moment ago."""
 _COLLECTIVE_S = 24 * 3600.0
 """Who is dead or hangs is the controller's to say, and not a clock's."""
-_SLICE_S = 0.5
+_SLICE_S = 0.05
 """How often a collective that is waited for is asked whether its group was abandoned."""
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
