@@ -191,6 +191,8 @@ class ShardTrainer(Trainer):
 
     def _announce(self) -> None:
         """Nobody follows this world: shards are taken within the join."""
+        gc.collect()
+        gc.freeze()  # Who looks for the remains of a world need not look at all of torch.
         self._membership.announce()
 
     def _apply(self, group: Group, *, sent: bool = False) -> None:
