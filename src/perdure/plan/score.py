@@ -25,12 +25,11 @@ from perdure.plan.pipeline.orders import (
 )
 from perdure.plan.pipeline.simulate import Hop, Pipe, simulate
 
+WINDOW_MIN = 128
+"""Micro-batches, at least, from which a pipeline's repetition is taken; up to twice as many are
+simulated in full."""
 REPEATS_MIN = 4
-"""So many times the pipeline's length is simulated in full before its repetition counts."""
-
-SPREAD_MIN = 512
-"""So many micro-batches are simulated in full where stages differ in their copies: such orders
-repeat themselves less exactly."""
+"""So many lengths of the pipeline, at least, are such a window."""
 
 
 class Score(msgspec.Struct, frozen=True):
@@ -145,14 +144,14 @@ class Scorer:
     def _score_replicas(self, world: World) -> Score:
         kinds = self._find_kinds(world)
         share, group = max(world.shares), world.ranks
-        cut = (share - (REPEATS_MIN + world.chunks) * group) // group * group
+        window, cut = _find_window(share, group, group)
         if share - min(world.shares) > 1 or (world.chunks > 1 and share % group):
             cut = 0
-        orders, line = self._simulate_kinds(world, kinds, max(0, cut))
+        orders, line = self._simulate_kinds(world, kinds, cut)
         step_s = line.step_s
-        if cut > 0:
-            _, shorter = self._simulate_kinds(world, kinds, cut + group)
-            step_s += (line.step_s - shorter.step_s) * cut / group
+        if cut:
+            _, shorter = self._simulate_kinds(world, kinds, cut + window)
+            step_s += (line.step_s - shorter.step_s) * cut / window
         spent_s = cells = 0.0
         for index, kind in enumerate(kinds):
             times = line.cells[index * world.ranks : (index + 1) * world.ranks]
@@ -164,9 +163,7 @@ class Scorer:
     def _score_spread(self, world: World) -> Score:
         copies = sorted({len(stage.devices) for stage in world.stages})
         group = copies[0] * copies[-1]
-        window = max(SPREAD_MIN // 2, REPEATS_MIN * group * len(world.stages))
-        window = -(-window // group) * group
-        cut = max(0, (world.count - 2 * window) // group * group)
+        window, cut = _find_window(world.count, group, group * len(world.stages))
         orders, pipe, _ = self.lay_out(world, world.count - cut)
         line = simulate(orders, pipe)
         self.actions += 4 * sum(map(len, orders))
@@ -267,6 +264,12 @@ def _order(world: World, micro_batches: Sequence[int]) -> Ranks:
             return order_zero_bubble(world.ranks, micro_batches)
         case "1f1b" | "rerouted":
             return order_1f1b(world.ranks, micro_batches)
+
+
+def _find_window(count: int, group: int, length: int) -> tuple[int, int]:
+    """Return the micro-batches of a window, and how many need no simulation; whole groups both."""
+    window = -(-max(WINDOW_MIN, REPEATS_MIN * length) // group) * group
+    return window, max(0, (count - 2 * window) // group * group)
 
 
 def _find_bubble(spent_s: float, step_s: float, cells: float) -> float:
