@@ -129,11 +129,16 @@ class _Step:
         return max(at_once, self._turn(survivors, new, rest_s, move_s))
 
     def _turn(self, old: Shape | None, new: Shape, length_s: float, move_s: float) -> float:
-        """Return the samples of `length_s` in which state moves beside training in `old`."""
+        """Return the samples of `length_s` in which state moves beside training in `old`.
+
+        At no more than the pace of `new`: nobody turns to a slower shape of its own will, and a
+        longer move must not pay.
+        """
         rates = self._table.rates
         aside_s = min(move_s, length_s)
         rest_s = max(0.0, length_s - aside_s - self._costs.voluntary_s)
-        return (rates[old] * aside_s if old else 0.0) + rates[new] * rest_s
+        beside = min(rates[old], rates[new]) if old else 0.0
+        return beside * aside_s + rates[new] * rest_s
 
     def _move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
         return find_move_s(self._table, old, new, fresh, self._costs.bytes_per_s)
