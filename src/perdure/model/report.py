@@ -165,7 +165,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     steps_per_s: float
     world_size: int
     depth: str
-    """supervised or resumable."""
+    """supervised, resumable, or elastic once a world was formed."""
     reason: str
     """The newest decision's reason."""
     ranks: tuple[RankRow, ...] = ()

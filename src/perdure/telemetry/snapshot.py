@@ -24,7 +24,7 @@ from perdure.model.progress import NodeBeat
 from perdure.model.report import RankRow, Snapshot
 from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
-from perdure.telemetry.history import History
+from perdure.telemetry.history import Generation, History
 from perdure.telemetry.incidents import find_state
 from perdure.telemetry.ledger import find_committed
 from perdure.telemetry.recent import RecentFold
@@ -169,8 +169,7 @@ class SnapshotFold:
         if self.certain.stopping and history.ended is None:
             state = "stopping"
         rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
-        away = newest.left | newest.joined.keys() - newest.formed if newest else set()
-        present = [row for row in rows if row.rank not in away]
+        present = _find_present(rows, newest)
         steps = [row.step for row in present if row.step >= 0]
         step = min(steps) if steps and len(steps) == len(present) else -1
         if step < 0:
@@ -182,7 +181,6 @@ class SnapshotFold:
         settings, epoch = steering.find_settings(step)
         if state == "running" and steering.paused:
             state = "paused"
-        resumable = any(g.resumable for g in history.generations.values())
         running = state in ("running", "stopping")
         nodes = NodeStates(self.certain.lost, self.certain.cordoned, self.certain.draining)
         picture = Snapshot(
@@ -196,7 +194,7 @@ class SnapshotFold:
             step=step,
             steps_per_s=_find_speed(rows) if running else 0.0,
             world_size=self._spec.world_size,
-            depth="resumable" if resumable or self._rows.joined else "supervised",
+            depth=self._find_depth(),
             reason=history.reason,
             ranks=rows,
             devices=self._devices.make_rows(now, self.certain.devices, rows, nodes),
@@ -215,8 +213,25 @@ class SnapshotFold:
         )
         return self.certain.replicas.complete(self._spec, picture)
 
+    def _find_depth(self) -> str:
+        generations = self._history.generations.values()
+        if any(g.formed for g in generations):
+            return "elastic"
+        resumable = self._rows.joined or any(g.resumable for g in generations)
+        return "resumable" if resumable else "supervised"
+
     def _find_checkpoints(self) -> list[CheckpointSaved]:
         return self._history.checkpoints[-CHECKPOINTS_SHOWN:]
+
+
+def _find_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:
+    """Return those whose steps are the job's: not who is lost, not in yet, or was let go."""
+    if newest is None:
+        return list(rows)
+    away = newest.left | newest.joined.keys() - newest.formed
+    if newest.formed and any(row.state not in _OVER for row in rows):
+        away = away | {row.rank for row in rows if row.state in _OVER}
+    return [row for row in rows if row.rank not in away]
 
 
 def _find_speed(rows: Sequence[RankRow]) -> float:

@@ -14,7 +14,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.progress import NodeBeat, RankAccount, RankProgress
 from perdure.telemetry import SnapshotFold
 from perdure.telemetry.ledger import LedgerFold
 
@@ -160,3 +160,28 @@ def test_a_world_that_broke_without_a_loss_was_tried_again() -> None:
 
 def test_an_epoch_that_was_only_left_is_nothing_to_tell() -> None:
     assert rungs_of(*((5.4, formed(rank, 1, 5.4)) for rank in (0, 1))) == []
+
+
+def test_a_drained_members_step_is_not_the_jobs() -> None:
+    screen = SnapshotFold(JobSpec(name="j", script="t.py", nproc=3))
+    left = RankExited(
+        node=0, record=ExitRecord(2, 0, 13, 5.0), account=account(40, 4.9), detected_s=5.01
+    )
+    entries: list[tuple[float, AnyEvent | Decision]] = [
+        (0.0, JobSubmitted(spec=JobSpec(name="j", script="t.py", nproc=3), at_s=0.0)),
+        (0.5, RanksStarted(node=0, generation=0, pids={0: 1, 1: 2, 2: 3}, at_s=0.5, warm=True)),
+        *((4.0, formed(rank, 0, 4.0)) for rank in (0, 1, 2)),
+        (5.01, left),
+    ]
+    for seq, (at_s, body) in enumerate(entries, 1):
+        screen.add(JournalEntry(seq, at_s, body))
+    rows = tuple(
+        RankProgress(
+            rank=rank, pid=1 + rank, phase="step", phase_since_s=1.0, heartbeat_s=8.0,
+            account=account(90 + rank, 8.0),
+        )
+        for rank in (0, 1)
+    )  # fmt: skip
+    screen.observe(8.0, NodeBeat(0, "a", 1, 8.0, 0, rows))
+    picture = screen.snapshot(8.0)
+    assert (picture.step, picture.depth) == (90, "elastic")
