@@ -225,13 +225,18 @@ class SnapshotFold:
 
 
 def _find_present(rows: Sequence[RankRow], newest: Generation | None) -> list[RankRow]:
-    """Return those whose steps are the job's: not who is lost, not in yet, or was let go."""
+    """Return those whose steps are the job's: not who is lost, not in yet, or was let go.
+
+    Once all members of an elastic world have ended, whoever came furthest.
+    """
     if newest is None:
         return list(rows)
     away = newest.left | newest.joined.keys() - newest.formed
-    if newest.formed and any(row.state not in _OVER for row in rows):
-        away = away | {row.rank for row in rows if row.state in _OVER}
-    return [row for row in rows if row.rank not in away]
+    there = [row for row in rows if row.rank not in away]
+    if not newest.formed:
+        return there
+    living = [row for row in there if row.state not in _OVER]
+    return living or sorted(there, key=lambda row: row.step)[-1:]
 
 
 def _find_speed(rows: Sequence[RankRow]) -> float:
