@@ -202,9 +202,10 @@ class RankRows:
         progress = track.progress
         phase, proc = progress.phase, progress.proc
         collective, waiting = _describe_collective(progress, track.sent_s)
-        speed = 0.0
-        if record is not None:
+        speed, step = 0.0, progress.account.step
+        if history is not None and record is not None:
             state = "failed" if record.failed else "exited"
+            step = max(step, history.account.step)
         else:
             speed = track.find_speed()
             if suspected:
@@ -219,7 +220,7 @@ class RankRows:
             progress.pid,
             state,
             phase,
-            progress.account.step,
+            step,
             speed,
             collective,
             proc.cpu_s,

@@ -186,7 +186,7 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
     picture = screen.snapshot(8.0)
     assert (picture.step, picture.depth) == (90, "elastic")
     for rank in (0, 1):
-        record = ExitRecord(rank, 0, 10 + rank, 9.0)
+        record = ExitRecord(rank, 0, 1 + rank, 9.0)
         end = RankExited(node=0, record=record, account=account(95, 8.9), detected_s=9.0)
         screen.add(JournalEntry(10 + rank, 9.0, end))
     assert screen.snapshot(9.0).step == 95
