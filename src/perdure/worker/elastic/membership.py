@@ -7,6 +7,7 @@ and wherever it would wait. Alone, or under torchrun, the first world is the onl
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 import time
@@ -253,7 +254,8 @@ class Membership:
         """Connect to a member's store.
 
         It is there if its member lives. That is seen here first: TCPStore itself would go on
-        trying for its whole time-out, and not hear of a newer order.
+        trying for its whole time-out. It still does if the member dies in between, so it connects
+        in a thread of its own, and a newer order leaves it to its time-out.
         """
         host, _, port = self._meet.rpartition(":")
         deadline = time.monotonic() + _CONNECT_S
@@ -265,8 +267,26 @@ class Membership:
                 gone = not isinstance(error, TimeoutError) or time.monotonic() > deadline
                 if gone or self.overtaken():
                     raise dist.DistNetworkError(f"{self._meet}: {error}") from None
-        timeout = timedelta(seconds=_CONNECT_S)
-        return _TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout)
+        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(
+            target=_connect, args=(host, int(port), made), name="perdure-store", daemon=True
+        ).start()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                found = made.get(timeout=_LOOK_S)
+                if isinstance(found, Exception):
+                    raise dist.DistNetworkError(f"{self._meet}: {found}") from None
+                return found
+            if self.overtaken():
+                raise dist.DistNetworkError(f"{self._meet}: a newer epoch was ordered")
+
+
+def _connect(host: str, port: int, made: "queue.SimpleQueue[Any]") -> None:
+    timeout = timedelta(seconds=_CONNECT_S)
+    try:
+        made.put(_TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
+    except Exception as error:
+        made.put(error)
 
 
 def find_host() -> str:
