@@ -86,6 +86,8 @@ class Generation:
     incident: Incident | None = None
     decided_s: float | None = None
     condensed: bool = False
+    homes: dict[int, int] = field(default_factory=dict)
+    """Rank -> node that started it."""
     left: set[int] = field(default_factory=set)
     """Ranks that were lost while the others went on in place."""
     joined: dict[int, float] = field(default_factory=dict)
@@ -199,6 +201,7 @@ class History:
                 generation.started.setdefault(event.node, event)
                 for rank in event.pids:
                     generation.rank(rank)
+                    generation.homes[rank] = event.node
                     if self._came_later(rank):
                         generation.joined.setdefault(rank, event.at_s)
             case GenerationStopped() as event:
@@ -303,6 +306,23 @@ class History:
         if self._is_newest(event):
             self.reforms[-1].take(event, new=new)
 
+    def _formed_without(self, generation: Generation, event: KeeperLost) -> bool:
+        """Return whether the others train without what the node ran, before its loss is told.
+
+        If they had to go on without it, the loss is why. A spare's, or a drained node's, is not.
+        """
+        mine = {rank for rank, node in generation.homes.items() if node == event.node}
+        was_in = mine & generation.formed.keys()
+        newest = self.reforms[-1] if self.reforms else None
+        if not was_in or newest is None or newest.generation != generation.number:
+            return bool(generation.formed) and not was_in
+        if mine & newest.members:
+            return False
+        ends = [generation.rank(rank).exit for rank in was_in]
+        if newest.cause in ("", BROKEN) and any(end is None or end.failed for end in ends):
+            newest.cause, newest.culprit = "keeper lost", f"node {event.node}"
+        return True
+
     def _is_newest(self, event: WorldReformed) -> bool:
         """Return whether `event` is of the newest epoch that is known."""
         known = self.reforms[-1:]
@@ -365,6 +385,8 @@ class History:
                 self._leave(entry.at_s, event.node, self.draining.pop(event.node))
             case KeeperLost() as event if event.generation in self.generations:
                 generation = self.generations[event.generation]
+                if self._formed_without(generation, event):
+                    return
                 node, reason = f"node {event.node}", "its keeper died, and its ranks with it"
                 reason += f": it {event.cause}" if event.cause else ""
                 cause = Incident(

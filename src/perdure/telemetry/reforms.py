@@ -34,6 +34,8 @@ class Reform:
     how: str = ""
     new: list[int] = field(default_factory=list)
     """Members that have come in with it, and were in no world before."""
+    members: set[int] = field(default_factory=set)
+    """Those that are known to be in it."""
 
     @property
     def told(self) -> bool:
@@ -51,6 +53,7 @@ class Reform:
 
     def take(self, event: WorldReformed, *, new: bool = False) -> None:
         """Take one member's word; `new` ones stood still for nothing."""
+        self.members.add(event.rank)
         if new:
             self.new.append(event.rank)
         elif not self.cause:

@@ -7,6 +7,7 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    KeeperLost,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -190,3 +191,19 @@ def test_a_drained_members_step_is_not_the_jobs() -> None:
         end = RankExited(node=0, record=record, account=account(95, 8.9), detected_s=9.0)
         screen.add(JournalEntry(10 + rank, 9.0, end))
     assert screen.snapshot(9.0).step == 95
+
+
+def test_a_loss_that_is_told_after_the_others_went_on_is_why_they_did() -> None:
+    lost = KeeperLost(node=1, generation=0, at_s=5.2)
+    dead = ExitRecord(1, 0, 12, 5.0, signal=9, asked=True, error="keeper lost")
+    gone = RankExited(node=1, record=dead, account=account(40, 4.9), detected_s=5.1)
+    before: list[tuple[float, AnyEvent | Decision]] = [
+        (0.6, RanksStarted(node=1, generation=0, pids={1: 12}, at_s=0.6, warm=True)),
+        *((1.0, formed(rank, 0, 1.0)) for rank in (0, 1, 2)),
+        (5.0, WorldBroken(generation=0, epoch=0, rank=0, at_s=5.0, error="reset")),
+        *((5.1, formed(rank, 1, 5.1)) for rank in (0, 2)),
+    ]
+    assert rungs_of(*before, (5.15, gone), (5.2, lost)) == [("shrink", "node 1")]
+    spare = RanksStarted(node=2, generation=0, pids={3: 14}, at_s=0.7, warm=True)
+    nobody = KeeperLost(node=2, generation=0, at_s=5.3)
+    assert rungs_of((0.7, spare), *before, (5.3, nobody)) == [("retry", "the world")]

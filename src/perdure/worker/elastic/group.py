@@ -184,8 +184,11 @@ class Group:
                     return
                 raise Broken("a transfer was aborted")
             except RuntimeError:
-                if direct or work.is_completed():
+                if direct:
                     raise
+            if work.is_completed():  # It may have ended since the slice did: well, or not.
+                work.wait()
+                return
             if self._abandoned:
                 _left_behind.add(self._group)
                 raise Broken("a collective was abandoned")
