@@ -213,6 +213,8 @@ class World:
         self.retry_s = 0.0
         self.joined = 0
         self.stores: dict[int, str] = {}
+        self.formed: set[int] = set()
+        self.dismissed: set[int] = set()
         self.feeds: dict[int, str] = {}
         self.followers: set[int] = set()
         self.cut: set[int] = set()
@@ -242,6 +244,8 @@ class World:
         self.members = tuple(
             m for m in self.members if m not in self.ends and m not in self.finished
         )
+        if self.finished and not self.formed.intersection(self.members):
+            return self.dismiss()
         self.epoch += 1
         self.retry_s = 0.0
         order = ReformWorld(
@@ -254,6 +258,13 @@ class World:
             except OSError:
                 continue  # It is dying: the next order leaves it out.
         self.order_following()
+
+    def dismiss(self) -> None:
+        """End who has come too late: there is no state left to be had, and nothing to do."""
+        for member in self.members:
+            self.dismissed.add(member)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids[member], signal.SIGKILL)
 
     def order_following(self) -> None:
         donors = {m: self.feeds[m] for m in self.members if m in self.feeds}
@@ -283,6 +294,7 @@ class World:
             os.waitpid(self.pids[me], 0)
         return {
             "ends": self.ends,
+            "dismissed": sorted(self.dismissed),
             "epoch": self.epoch,
             "deaths": self.deaths,
             "ready": self.ready,
@@ -329,6 +341,7 @@ class World:
             if len(self.finished) < len(self.members) and event.epoch < self.epoch:
                 self.order()
         if isinstance(event, WorldReformed):
+            self.formed.add(me)
             self.reasons.append(event.reason)
             self.join_at(event.step)
 
