@@ -32,7 +32,6 @@ _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 
 
-_Store: Any = vars(dist)["Store"]
 AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding)
 
 _left_behind: set[Any] = set()
@@ -43,42 +42,14 @@ class Broken(Exception):
     """The group has lost a member, or its members were called into a newer epoch."""
 
 
-class _Addresses(_Store):  # type: ignore[misc]
-    """The store as gloo uses it to learn its peers' addresses, but that an order ends the wait.
-
-    The address of a member that dies in between never comes, and gloo would wait out its bound.
-    """
-
-    def __init__(self, store: Any, overtaken: Callable[[], bool]) -> None:
-        super().__init__()
-        self._store, self._overtaken = store, overtaken
-
-    def set(self, key: str, value: Any) -> None:
-        self._store.set(key, value)
-
-    def get(self, key: str) -> Any:
-        self.wait([key])
-        return self._store.get(key)
-
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        wait_for(self._store, list(keys), self._overtaken, _BUILD_S)
-
-
 class Group:
     """The members of one epoch, in order; `index` is this process's place among them."""
 
-    def __init__(
-        self,
-        members: tuple[int, ...],
-        me: int,
-        store: Any,
-        device: Any,
-        overtaken: Callable[[], bool] = lambda: False,
-    ) -> None:
+    def __init__(self, members: tuple[int, ...], me: int, store: Any, device: Any) -> None:
         """Connect. With one member there is nothing to connect.
 
         Raises:
-            Broken: a member was lost meanwhile, or `overtaken()` became true.
+            Broken: a member was lost meanwhile.
         """
         self.members = members
         self.index = members.index(me)
@@ -95,10 +66,9 @@ class Group:
             options._devices = [device]
             options._timeout = timedelta(seconds=_BUILD_S)
             options._threads = 2
-            addresses = _Addresses(store, overtaken)
             try:
-                self._group = dist.ProcessGroupGloo(addresses, self.index, len(members), options)
-            except (RuntimeError, Broken) as error:
+                self._group = dist.ProcessGroupGloo(store, self.index, len(members), options)
+            except RuntimeError as error:
                 raise Broken(f"no connections: {error}") from None
 
     @property
@@ -301,20 +271,16 @@ def read_standings(
     return {rank: decode(value, kind) for rank, value in zip(members, values, strict=True)}
 
 
-def wait_for(
-    store: Any, keys: list[str], overtaken: Callable[[], bool], bound_s: float = float("inf")
-) -> None:
+def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None:
     """Wait until all `keys` are in the store.
 
     Raises:
-        Broken: `overtaken()` became true first, or `bound_s` has passed.
+        Broken: `overtaken()` became true first.
     """
-    pause_s, began_s = _LOOK_S, time.monotonic()
+    pause_s = _LOOK_S
     while not store.check(keys):
         if overtaken():
             raise Broken("a newer epoch was ordered")
-        if time.monotonic() - began_s > bound_s:
-            raise Broken(f"{', '.join(keys)} did not come within {bound_s:g} s")
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _LOOK_S_MAX)
 

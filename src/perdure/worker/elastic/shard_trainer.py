@@ -251,7 +251,7 @@ class ShardTrainer(Trainer):
                 hint="the world starts again from the newest checkpoint",
             )
         self._device = self._device or make_device()
-        self._group = group = Group(members, me, store, self._device, overtaken)
+        self._group = group = Group(members, me, store, self._device)
         self._note_connected()
         self._roll_forward(plan, group)
         self._take_shard(plan, group, store)
@@ -284,9 +284,7 @@ class ShardTrainer(Trainer):
         if not mirrors or not self._every:
             return None
         me, members = self._membership.me, tuple(sorted(standings))
-        apart = _PrefixStore("mirror", store)
-        group = Group(members, me, apart, self._device, self._membership.overtaken)
-        return Mirror(group, me, mirrors)
+        return Mirror(Group(members, me, _PrefixStore("mirror", store), self._device), me, mirrors)
 
     def _open_store(self, members: tuple[int, ...]) -> Any:
         if len(members) > 1:

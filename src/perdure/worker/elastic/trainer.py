@@ -383,7 +383,7 @@ class Trainer:
         if store is not None:
             standings = exchange_standings(store, members, me, mine, membership.overtaken)
         plan = decide_reformation(self._count, standings)
-        self._group = Group(members, me, store, self._device, membership.overtaken)
+        self._group = Group(members, me, store, self._device)
         self._note_connected()
         self._bring_together(plan, self._group)
         if store is not None:
