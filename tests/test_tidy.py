@@ -87,6 +87,7 @@ CONFIGS = [
     "TorchftConfig",
     "NatsConfig",
     "NotifyConfig",
+    "PreemptionConfig",
     "AlertsConfig",
     "MetricsConfig",
     "JobSpec",

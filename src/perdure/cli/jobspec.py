@@ -66,7 +66,11 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         alerts = msgspec.structs.replace(alerts, webhook="@" + _locate(alerts.webhook[1:], cwd))
     token_file = _locate(notify.webhook_token_file, cwd)
     notify = msgspec.structs.replace(notify, webhook_token_file=token_file)
-    spec = msgspec.structs.replace(spec, nats=nats, alerts=alerts, notify=notify)
+    file = _locate(spec.preemption.file, cwd)
+    preemption = msgspec.structs.replace(spec.preemption, file=file)
+    spec = msgspec.structs.replace(
+        spec, nats=nats, alerts=alerts, notify=notify, preemption=preemption
+    )
     spec = msgspec.structs.replace(
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.adapters.notices import open_sources
 from perdure.cli import options as o
 from perdure.cli.checks import check_job, choose_name
 from perdure.cli.jobs import find_job
@@ -86,6 +87,7 @@ def start(options: o.RunOptions) -> int:
     home = resolve_home(options.environ)
     spec, named, notes = make_spec(options)
     check_outside(spec)
+    open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
     shown = find_shown(spec, options)
     if not named:
         spec = choose_name(spec, home)

@@ -111,6 +111,7 @@ from perdure.model.events import (
     NodeRegistered,
     NodeRestored,
     PreemptionNoticed,
+    PreemptionWithdrawn,
     ProbeEnded,
     ProbeJudged,
     ProgressNoted,
@@ -225,7 +226,7 @@ class Controller:
                 return note_device(self.state, now, event)
             case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
                 return note_steering(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining():
+            case MetricsLogged() | ControllerLost() | NodeDraining() | PreemptionWithdrawn():
                 return []
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)

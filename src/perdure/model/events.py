@@ -14,6 +14,8 @@ from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
+from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
+from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
 from perdure.model.progress import CommProgress, RankAccount
 from perdure.model.steering import (
     BoundaryAnswered as BoundaryAnswered,
@@ -404,15 +406,6 @@ class ControllerLost(Event, frozen=True, kw_only=True):
     restarted_s: float
 
 
-class PreemptionNoticed(Event, frozen=True, kw_only=True):
-    """The platform will take the machine away."""
-
-    node: int
-    at_s: float
-    grace_s: float
-    source: str
-
-
 class TimerFired(Event, frozen=True, kw_only=True):
     """The machine's own deadline passed."""
 
@@ -483,6 +476,7 @@ AnyEvent = (
     | DeviceReported
     | ControllerLost
     | PreemptionNoticed
+    | PreemptionWithdrawn
     | TimerFired
     | JobEnded
 )

@@ -182,6 +182,31 @@ class NotifyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """File with the token that a caller must know; empty: one is made, in the job's directory."""
 
 
+class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """How a node learns that it is taken away, and what is done about it."""
+
+    platform: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
+    """Whose metadata service each agent asks; `auto` by what the firmware says of the machine."""
+    metadata_url: str = ""
+    """Where that service is, if not at its own address; `{node}` becomes the node's number."""
+    file: str = ""
+    """A file whose being there is a notice, and whose content is the grace in seconds; `{node}`
+    becomes the node's number."""
+    signals: dict[Literal["SIGTERM", "SIGUSR1", "SIGUSR2"], Annotated[float, Meta(ge=0)]] = {}
+    """A signal to the agent that is a notice -> the grace that it gives, in seconds."""
+    grace_s: Annotated[float, Meta(ge=0)] = 30.0
+    """The grace of a notice that does not say its own."""
+    lead_s: Seconds = 300.0
+    """The node is left no earlier than this long before it goes away."""
+    coalesce_s: Annotated[float, Meta(ge=0)] = 0.25
+    """Notices within this time, or a tenth of the shortest grace, are acted upon as one."""
+    rebalance: Literal["report", "checkpoint", "drain"] = "drain"
+    """What is done about a higher risk that is no notice yet. `drain` leaves the node where the
+    world stays whole without it, and is a checkpoint otherwise."""
+    acknowledge: bool = False
+    """Tell Azure that its event may begin as soon as nothing runs on the node any more."""
+
+
 class MetricsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Figures for the monitoring that is there already; see `perdure metrics` as well."""
 
@@ -273,6 +298,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     torchft: TorchftConfig = TorchftConfig()
     nats: NatsConfig = NatsConfig()
     notify: NotifyConfig = NotifyConfig()
+    preemption: PreemptionConfig = PreemptionConfig()
     alerts: AlertsConfig = AlertsConfig()
     metrics: MetricsConfig = MetricsConfig()
 

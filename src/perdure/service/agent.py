@@ -19,6 +19,7 @@ from perdure.adapters.devices import Nvml, list_device_ids
 from perdure.adapters.host import pick_free_port, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
+from perdure.adapters.notices import open_sources
 from perdure.adapters.stacks import dump_stack
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import (
@@ -66,6 +67,7 @@ from perdure.service.agent_beats import RankReader
 from perdure.service.agent_devices import DeviceTelemetry
 from perdure.service.agent_keeper import KeeperLink, keeper_command
 from perdure.service.agent_links import LinkTelemetry, Ranks
+from perdure.service.agent_notices import NoticeWatch
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
@@ -126,6 +128,13 @@ class AgentService:
         self._workers = WorkerServer(spec.name, self._outbox, self.take)
         self._reader = RankReader(paths, clock_offset_s)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
+        self.notices = NoticeWatch(
+            spec.preemption,
+            open_sources(spec.preemption, node, env),
+            node=node,
+            report=self._outbox.put,
+            now=self.now,
+        )
         self._prober = Prober(
             bus,
             spec.name,
@@ -169,6 +178,10 @@ class AgentService:
             self._start(self._beat())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
+            for source in self.notices.sources:
+                self._start(self.notices.watch(source))
+            if self._spec.preemption.acknowledge:
+                self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
             self.take(AgentStarted())
             await self._left.wait()
             if self._failed is not None:
@@ -428,6 +441,9 @@ async def _main(job: str, node: int) -> None:
             env=os.environ,
             incarnation=f"a{node}-{os.getpid()}-{token_hex(3)}",
         )
+        for name in spec.preemption.signals:
+            number = signal.Signals[name]
+            loop.add_signal_handler(number, service.notices.warn, name)
         with watch_process(run_pid, lambda: service.take(SupervisorGone())):
             await service.run()
     finally:

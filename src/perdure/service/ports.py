@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from perdure.model.errors import FencedError, PlatformError, RequestError
+from perdure.model.notices import Announced
 
 Reply = Callable[[bytes], Awaitable[None]]
 """Sends the answer to one request; may be called later, or never."""
@@ -78,6 +79,36 @@ class JournalStream(Protocol):
         Raises:
             FencedError: the log's last number is not `expected_last`.
             PlatformError: it could not be written, or nobody answered; it may be on disk or not.
+        """
+        ...
+
+
+class NoticeSource(Protocol):
+    """Where a platform says that it takes the machine away."""
+
+    @property
+    def name(self) -> str:
+        """Which one, in a word."""
+        ...
+
+    @property
+    def pause_s(self) -> float:
+        """How long to wait between two looks; 0 where `read` itself waits for news."""
+        ...
+
+    async def read(self) -> tuple[Announced, ...]:
+        """Return all that is announced at the moment.
+
+        Raises:
+            PlatformError: it cannot be told.
+        """
+        ...
+
+    async def acknowledge(self, id_: str) -> None:
+        """Say that nothing runs here any more, where the platform wants to know.
+
+        Raises:
+            PlatformError: it does not take the answer.
         """
         ...
 
@@ -190,3 +221,26 @@ class FakeStream:
         if failure is not None:
             raise failure
         return number
+
+
+class FakeNotices:
+    """`NoticeSource` in memory: `levels` are returned one after another, the last one for ever."""
+
+    name, pause_s = "fake", 0.0
+
+    def __init__(self, *levels: tuple[Announced, ...] | PlatformError) -> None:
+        """Begin with the first level."""
+        self.levels = list(levels)
+        self.acknowledged: list[str] = []
+
+    async def read(self) -> tuple[Announced, ...]:
+        """Return the next level, or raise it."""
+        await asyncio.sleep(0)
+        level = self.levels.pop(0) if len(self.levels) > 1 else self.levels[0]
+        if isinstance(level, PlatformError):
+            raise level
+        return level
+
+    async def acknowledge(self, id_: str) -> None:
+        """Note it."""
+        self.acknowledged.append(id_)

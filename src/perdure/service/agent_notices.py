@@ -1,0 +1,141 @@
+"""What a node's sources announce, turned into events: each notice once, and its withdrawal.
+
+A source says all that is announced at the moment. What is new is noticed; what is gone before its
+time is withdrawn; and while a source cannot be read, what it said last holds. A source that
+cannot be reached is said once, and asked less and less often.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from perdure.model.errors import PlatformError
+from perdure.model.job import PreemptionConfig
+from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
+from perdure.service.ports import NoticeSource
+
+log = logging.getLogger("perdure.agent")
+
+RETRY_S_MAX = 60.0
+_RETRY_S = 1.0
+_PAUSE_S_MIN = 0.1
+"""Between two looks at a source that should have waited, and did not."""
+_LOOK_S = 1.0
+"""Between two looks at whether the node is left."""
+_EARLIER_S = 1.0
+"""A deadline that has come nearer by less is the same one."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """What one source has announced."""
+
+    gone: dict[str, float] = field(default_factory=dict)
+    """Id -> job time at which the machine goes away."""
+    acknowledged: set[str] = field(default_factory=set)
+
+
+class NoticeWatch:
+    """Watches the sources of one node."""
+
+    def __init__(
+        self,
+        config: PreemptionConfig,
+        sources: Sequence[NoticeSource],
+        *,
+        node: int,
+        report: Callable[[PreemptionNoticed | PreemptionWithdrawn], None],
+        now: Callable[[], float],
+        wall: Callable[[], float] = time.time,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        """Report events in the time of `now`; platforms speak in that of `wall`."""
+        self._config, self.sources, self._node = config, tuple(sources), node
+        self._report, self._now, self._wall = report, now, wall
+        self._pause = pause
+        self._known = {id(source): _Known() for source in self.sources}
+
+    async def watch(self, source: NoticeSource) -> None:
+        """Look at `source` until cancelled."""
+        failures = 0
+        while True:
+            try:
+                found = await source.read()
+            except PlatformError as error:
+                failures += 1
+                if failures == 1:
+                    log.warning("%s: no notices from there for now: %s", source.name, error.message)
+                await self._pause(min(RETRY_S_MAX, _RETRY_S * 2.0 ** min(failures, 10)))
+                continue
+            if failures:
+                log.info("%s: can be read", source.name)
+                failures = 0
+            self.take(source, found)
+            await self._pause(max(source.pause_s, _PAUSE_S_MIN))
+
+    def take(self, source: NoticeSource, found: Sequence[Announced]) -> None:
+        """Compare what `source` announces with what it did before."""
+        known, now = self._known[id(source)].gone, self._now()
+        for one in found:
+            gone_s = self._find_deadline(one, now)
+            if gone_s < known.get(one.id, float("inf")) - _EARLIER_S:
+                known[one.id] = gone_s
+                self._notice(source.name, one, now, gone_s)
+        announced = {one.id for one in found}
+        for id_ in [id_ for id_ in known if id_ not in announced]:
+            gone_s = known.pop(id_)
+            if now < gone_s:
+                reason = "not announced any more"
+                self._report(
+                    PreemptionWithdrawn(
+                        node=self._node, at_s=now, source=source.name, id=id_, reason=reason
+                    )
+                )
+
+    def warn(self, signal: str) -> None:
+        """Take a signal that is a notice."""
+        now, grace_s = self._now(), self._config.signals.get(signal, self._config.grace_s)  # type: ignore[call-overload]
+        one = Announced(id=signal, reason=f"the agent got {signal}")
+        self._notice(signal, one, now, now + grace_s)
+
+    async def acknowledge(self, is_left: Callable[[], bool]) -> None:
+        """Tell the sources that the machine may go as soon as nothing runs here; until cancelled.
+
+        Before a notice nothing running is no sign of anything.
+        """
+        while True:
+            await self._pause(_LOOK_S)
+            for source in self.sources if is_left() else ():
+                await self._acknowledge(source)
+
+    async def _acknowledge(self, source: NoticeSource) -> None:
+        known = self._known[id(source)]
+        for id_ in sorted(set(known.gone) - known.acknowledged):
+            known.acknowledged.add(id_)
+            try:
+                await source.acknowledge(id_)
+            except PlatformError as error:
+                log.warning("%s: %s", source.name, error.message)
+
+    def _find_deadline(self, one: Announced, now: float) -> float:
+        """Return the job time at which the machine goes away; a mere risk has none."""
+        if not one.certain:
+            return now + 7 * 86_400.0
+        if one.gone_s is not None:
+            return now + max(0.0, one.gone_s - self._wall())
+        return now + (self._config.grace_s if one.grace_s is None else one.grace_s)
+
+    def _notice(self, source: str, one: Announced, now: float, gone_s: float) -> None:
+        self._report(
+            PreemptionNoticed(
+                node=self._node,
+                at_s=now,
+                grace_s=round(gone_s - now, 3) if one.certain else 0.0,
+                source=source,
+                id=one.id,
+                reason=one.reason,
+                certain=one.certain,
+            )
+        )
