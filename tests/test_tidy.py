@@ -90,6 +90,7 @@ CONFIGS = [
     "PreemptionConfig",
     "AlertsConfig",
     "MetricsConfig",
+    "LaunchConfig",
     "JobSpec",
 ]
 

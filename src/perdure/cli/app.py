@@ -11,11 +11,13 @@ import perdure
 from perdure.cli import (
     act,
     doctor,
+    launch,
     look,
     metrics,
     notify,
     output,
     plan,
+    profiles,
     run,
     schema,
     steer,
@@ -87,6 +89,9 @@ for command in (
     verify.verify,
     doctor.doctor,
     plan.plan,
+    launch.launch,
+    launch.render,
+    profiles.profiles,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)

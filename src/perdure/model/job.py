@@ -257,6 +257,23 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """With growing pauses between them; then the alert is dropped."""
 
 
+class LaunchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What goes along with the job to another machine; where it goes is the profile's business."""
+
+    project: str = "."
+    """The folder that is sent, relative to the job file; `cwd` and `script` are inside it."""
+    exclude: tuple[str, ...] = (".git", ".venv", "__pycache__", "*.pyc", ".mypy_cache")
+    """What of it stays here (patterns of rsync)."""
+    requirements: str = ""
+    """A file in the project, installed by pip where an environment is made for the job."""
+    secrets: tuple[str, ...] = ()
+    """Names of variables of this shell whose values the ranks get, over standard input."""
+    outputs: tuple[str, ...] = ()
+    """Folders in the project that are results: pulled and verified like the checkpoints."""
+    gpus: Count = 0
+    """GPUs that the job holds alone on a machine; 0: `nproc`, where there are any."""
+
+
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One training job."""
 
@@ -301,6 +318,7 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     preemption: PreemptionConfig = PreemptionConfig()
     alerts: AlertsConfig = AlertsConfig()
     metrics: MetricsConfig = MetricsConfig()
+    launch: LaunchConfig = LaunchConfig()
 
     @property
     def spare_nodes(self) -> int:

@@ -1,0 +1,199 @@
+"""`perdure render` and `perdure launch`: one job file, any platform."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.checks import check_module, check_script, choose_name
+from perdure.cli.jobspec import read_job_file, validate
+from perdure.cli.options import Json
+from perdure.cli.profiles import Host, choose_profile, here, render_danger
+from perdure.cli.say import note, print_json
+from perdure.launch.catalog import overlay
+from perdure.launch.platforms import Here, Platform, find_platform
+from perdure.launch.records import read_remote, write_record
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.job import JobSpec
+from perdure.model.launching import Finding, Plan
+from perdure.model.profile import find_unmeasured
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+
+JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
+On = Annotated[str, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")]
+
+
+def render(
+    job_file: JobFile,
+    on: On,
+    host: Host = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Print the scripts, manifest or notebook that a launch would submit; touch nothing."""
+    home = resolve_home()
+    plan = make_plan(job_file, on, host, home)
+    if as_json:
+        print_json(describe_plan(plan))
+    elif out is not None:
+        write_files(plan, out)
+        for name in plan.files:
+            print(out / name)
+    else:
+        for name, content in plan.files.items():
+            print(f"# ==> {name} <==")
+            print(content, end="" if content.endswith("\n") else "\n")
+    for finding in plan.findings:
+        note(render_finding(finding))
+    return 2 if any(f.level == "error" for f in plan.findings) else 0
+
+
+def launch(
+    job_file: JobFile,
+    on: On,
+    host: Host = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
+    home = resolve_home()
+    place = here(home)
+    plan = make_plan(job_file, on, host, home)
+    if not as_json:
+        print(render_danger(plan.profile), file=sys.stderr)
+    check_name(plan.job, plan.kind, home)
+    platform = find_platform(plan.kind)
+    plan = check_place(plan, platform, place)
+    for finding in plan.findings:
+        note(render_finding(finding))
+    errors = [finding for finding in plan.findings if finding.level == "error"]
+    if errors:
+        raise SafetyError(f"not launched: {errors[0].text}", hint=errors[0].hint)
+    if dry_run:
+        if as_json:
+            print_json({"dry_run": True, **describe_plan(plan)})
+        else:
+            for step in plan.steps:
+                stdin = f" < {step.stdin}" if step.stdin else ""
+                print(f"would {step.what}: {shlex.join(step.command)}{stdin}")
+        return 0
+    record = platform.submit(plan, place)
+    write_record(home, record)
+    if as_json:
+        print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
+    else:
+        print(f"job {plan.job} runs on {plan.profile.platform}; " + "; ".join(plan.attach))
+    return 0
+
+
+def make_plan(job_file: str, on: str, host: str | None, home: str) -> Plan:
+    """Return the plan of a job file on a profile.
+
+    Raises:
+        ConfigError: the job file, the profile or the two together are wrong.
+    """
+    profile = choose_profile(on, host, home).profile
+    platform = find_platform(profile.kind)
+    return platform.render(make_launch_spec(job_file, home), profile)
+
+
+def make_launch_spec(job_file: str, home: str) -> JobSpec:
+    """Return the job of a job file, its project as an absolute path, its script looked at.
+
+    Raises:
+        ConfigError: a field is wrong, or the script is not there or does not compile.
+    """
+    document = read_job_file(job_file)
+    document.setdefault("script", "")
+    spec = validate(document, job_file)
+    if not spec.script:
+        raise ConfigError(f"{job_file}: no script to run", hint='script = "train.py"')
+    project = os.path.join(os.path.dirname(os.path.abspath(job_file)), spec.launch.project)
+    project = os.path.normpath(os.path.expanduser(project))
+    if not os.path.isdir(project):
+        raise ConfigError(f"{job_file}: launch.project: no folder {project}")
+    spec = msgspec.structs.replace(
+        spec, launch=msgspec.structs.replace(spec.launch, project=project)
+    )
+    looked_at = msgspec.structs.replace(spec, cwd=os.path.join(project, spec.cwd))
+    if spec.module:
+        check_module(looked_at)
+    elif not spec.no_python:
+        check_script(looked_at)
+    return spec if "name" in document else choose_name(spec, home)
+
+
+def check_name(job: str, kind: str, home: str) -> None:
+    """Refuse a name under which a job runs here, or was launched to another place.
+
+    Raises:
+        ConfigError: it is taken.
+    """
+    hint = f"perdure status {job}, or another `name`"
+    if is_alive(paths_of(home, job)):
+        raise ConfigError(f"job `{job}` is running", hint=hint)
+    before = read_remote(home, job)
+    if before is not None and not before.torn_down_s and kind == "local":
+        where = before.profile.launch.host or before.profile.platform
+        raise ConfigError(f"job `{job}` was launched on {where}", hint=hint)
+
+
+def check_place(plan: Plan, platform: Platform, place: Here) -> Plan:
+    """Return the plan with what the place itself says: values measured, findings added.
+
+    Raises:
+        PlatformError: it cannot be reached.
+    """
+    from perdure.launch.catalog import Resolved
+
+    values, findings = platform.check(plan, place)
+    wanted = set(find_unmeasured(plan.profile))
+    measured = {key: value for key, value in values.items() if key in wanted}
+    profile = overlay(Resolved(plan.profile, {}), measured, "measured").profile
+    for key, value in measured.items():
+        place.tell(f"measured: {key} = {value}")
+    return msgspec.structs.replace(plan, profile=profile, findings=(*plan.findings, *findings))
+
+
+def write_files(plan: Plan, folder: Path) -> None:
+    """Write a plan's files below `folder`; scripts can be executed.
+
+    Raises:
+        PlatformError: they cannot be written.
+    """
+    try:
+        for name, content in plan.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+            path.chmod(0o755 if content.startswith("#!") else 0o644)
+    except OSError as error:
+        raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan as `--json` shows it."""
+    return {
+        "job": plan.job,
+        "kind": plan.kind,
+        "platform": plan.profile.platform,
+        "files": plan.files,
+        "steps": msgspec.to_builtins(plan.steps),
+        "findings": msgspec.to_builtins(plan.findings),
+        "attach": plan.attach,
+    }
+
+
+def render_finding(finding: Finding) -> str:
+    """Return a finding as one line, and one for its hint."""
+    trap = f" [{finding.trap}]" if finding.trap else ""
+    hint = f"\n         {finding.hint}" if finding.hint else ""
+    return f"{finding.level}{trap}: {finding.text}{hint}"

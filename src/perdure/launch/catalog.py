@@ -1,0 +1,183 @@
+"""Profiles by name: found, their diffs applied over their bases, with what each value came from.
+
+Looked for under `$PERDURE_HOME/profiles` first and among the shipped ones then, so that a file of
+the user's own may be a diff against the shipped profile of the same name. A path is taken as it is.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perdure.model.errors import ConfigError
+from perdure.model.profile import HOST_DEPENDENT, Profile
+
+SHIPPED = Path(__file__).resolve().parent / "profiles"
+BASELINE = "generic-ssh"
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    field.name: type(field.default)
+    for field in msgspec.structs.fields(Profile)
+    if isinstance(field.default, msgspec.Struct)
+}
+
+
+class Resolved(msgspec.Struct, frozen=True):
+    """A profile, and the place that each of its values came from."""
+
+    profile: Profile
+    origins: dict[str, str]
+    """Dotted key -> `generic-ssh`, a path, `measured`, `--host`; defaults have none."""
+
+
+def list_profiles(home: str) -> list[str]:
+    """Return the names of all profiles, the user's own among them."""
+    files = [*SHIPPED.glob("*.toml"), *Path(home, "profiles").glob("*.toml")]
+    return sorted({path.stem for path in files})
+
+
+def load_profile(name: str, home: str) -> Resolved:
+    """Return the profile `name` (or of the file at that path).
+
+    Raises:
+        ConfigError: there is none, or a file of it is malformed; file and line are named.
+    """
+    chain: list[tuple[str, dict[str, Any]]] = []
+    seen: set[Path] = set()
+    wanted = name
+    while wanted:
+        path = _find_file(wanted, home, seen)
+        seen.add(path)
+        document = _read(path)
+        document.setdefault("platform", path.stem)
+        chain.append((path.stem if path.parent == SHIPPED else str(path), document))
+        is_baseline = path == SHIPPED / f"{BASELINE}.toml"
+        wanted = "" if is_baseline else document.get("base", BASELINE)
+    merged: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+    for source, document in reversed(chain):
+        _overlay(merged, document, origins, source, "")
+    return Resolved(msgspec.convert(merged, Profile), origins)
+
+
+def overlay(resolved: Resolved, values: Mapping[str, Any], source: str) -> Resolved:
+    """Return `resolved` with `values` (dotted key -> value) over it, from `source`.
+
+    Raises:
+        ConfigError: a value that the key cannot hold.
+    """
+    document = msgspec.to_builtins(resolved.profile)
+    for key, value in values.items():
+        *sections, last = key.split(".")
+        inner = document
+        for section in sections:
+            inner = inner[section]
+        inner[last] = value
+    try:
+        profile = msgspec.convert(document, Profile)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{source}: {error}", hint="perdure profiles shows every key") from error
+    return Resolved(profile, resolved.origins | dict.fromkeys(values, source))
+
+
+def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
+    """Return dotted key -> value of a profile's document, sections taken apart."""
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            flat |= flatten(inner, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = inner
+    return flat
+
+
+def _find_file(name: str, home: str, seen: set[Path]) -> Path:
+    if "/" in name or name.endswith(".toml"):
+        candidates = [Path(os.path.expanduser(name)).resolve()]
+    else:
+        candidates = [Path(home, "profiles", f"{name}.toml"), SHIPPED / f"{name}.toml"]
+    for path in candidates:
+        if path.is_file() and path not in seen:
+            return path
+    if any(path in seen for path in candidates):
+        raise ConfigError(f"profile {name} is based on itself", hint="name another `base`")
+    names = list_profiles(home)
+    near = get_close_matches(name, names, n=3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"there is {', '.join(names)}"
+    raise ConfigError(f"no profile `{name}`", hint=hint)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Return one profile's own document, each of its keys checked."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        document = tomllib.loads(text)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}", hint="see https://toml.io") from error
+    _check(document, text, path)
+    return document
+
+
+_FILLER: dict[str, Any] = {
+    "platform": "x", "kind": "ssh", "meter_stop_verb": "manual", "meter_stop_irreversible": True,
+    "detach_primitive": "tmux", "spot_available": False, "spot_grace": "n/a",
+    "shared_fs": HOST_DEPENDENT, "inode_cap": HOST_DEPENDENT, "free_egress": HOST_DEPENDENT,
+    "mirror": HOST_DEPENDENT, "host_driver_cuda_max": HOST_DEPENDENT,
+    "local_nvme": HOST_DEPENDENT,
+}  # fmt: skip
+"""For what a diff leaves to its base, so that one document can be checked by itself."""
+
+
+def _check(document: dict[str, Any], text: str, path: Path) -> None:
+    """Refuse a document that is wrong by itself, with file, line and a hint."""
+    try:
+        msgspec.convert(_FILLER | document, Profile)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        keys = [part for part in re.split(r"[.\[\]]+", where.strip("`")) if part]
+        hint = "perdure profiles generic-ssh shows every key with its meaning"
+        if "unknown field" in what:
+            wrong = what.split("`")[1]
+            known = (SECTIONS[keys[0]] if keys else Profile).__struct_fields__
+            near = get_close_matches(wrong, known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(known)}"
+            keys.append(wrong)
+        line = find_line(text, keys)
+        at = f" (at {'.'.join(keys)})" if keys else ""
+        raise ConfigError(f"{path}, line {line}: {what}{at}", hint=hint) from None
+
+
+def find_line(text: str, keys: list[str]) -> int:
+    """Return the line of a TOML document that sets `keys`, or else their table; 1 for neither."""
+    table: list[str] = []
+    best, depth = 1, 0
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
+            table = [part.strip(" \"'") for part in header[1].split(".")]
+            found = table
+        elif assignment := re.match(r"\s*([A-Za-z0-9_.\"'-]+)\s*=", line):
+            own = [part.strip("\"'") for part in assignment[1].split(".")]
+            found = [*table, *own]
+        else:
+            continue
+        names = [key for key in keys if not key.isdigit()]
+        if found == names[: len(found)] and len(found) > depth:
+            best, depth = number, len(found)
+    return best
+
+
+def _overlay(
+    into: dict[str, Any], document: dict[str, Any], origins: dict[str, str], source: str, at: str
+) -> None:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            _overlay(into.setdefault(key, {}), value, origins, source, f"{at}{key}.")
+        else:
+            into[key] = value
+            origins[at + key] = source

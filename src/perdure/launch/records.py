@@ -1,0 +1,54 @@
+"""What this machine remembers of the jobs that it launched: one file a job, replaced atomically."""
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from perdure.model.errors import PlatformError
+from perdure.model.launching import LaunchRecord
+
+
+def _path(home: str, job: str) -> Path:
+    return Path(home, "launches", f"{job}.json")
+
+
+def write_record(home: str, record: LaunchRecord) -> None:
+    """Remember `record`.
+
+    Raises:
+        PlatformError: the disk is full, read-only or not ours.
+    """
+    path = _path(home, record.job)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise PlatformError(f"cannot write {path}: {error.strerror}") from error
+
+
+def read_record(home: str, job: str) -> LaunchRecord | None:
+    """Return what is remembered of `job`; None where it was never launched from here."""
+    try:
+        return msgspec.json.decode(_path(home, job).read_bytes(), type=LaunchRecord)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, msgspec.DecodeError) as error:
+        raise PlatformError(f"cannot read {_path(home, job)}: {error}") from error
+
+
+def read_remote(home: str, job: str) -> LaunchRecord | None:
+    """Return the record of a job that lives elsewhere; None for one of this machine."""
+    record = read_record(home, job)
+    return None if record is None or record.profile.kind == "local" else record
+
+
+def list_records(home: str) -> list[LaunchRecord]:
+    """Return all records, by name."""
+    names = sorted(path.stem for path in Path(home, "launches").glob("*.json"))
+    return [record for name in names if (record := read_record(home, name)) is not None]

@@ -1,0 +1,102 @@
+"""What a launcher makes of a job and a profile, and what is remembered of a launched job."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.profile import Kind, Profile
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something about a plan or a box that a person should know before it costs money."""
+
+    level: Literal["error", "warning", "note"]
+    """An error is not submitted."""
+    text: str
+    hint: str = ""
+    trap: str = ""
+    """Of the profile's or the universal ones, such as `GEN6`."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One command of a launch, as a person would type it on this machine."""
+
+    what: str
+    command: tuple[str, ...]
+    stdin: str = ""
+    """What its standard input is, in words: secrets come that way, and are in no plan."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """A job rendered for a platform: data only, the same for the same job and profile."""
+
+    job: str
+    kind: Kind
+    profile: Profile
+    files: dict[str, str]
+    """Path -> content: relative to the folder that `--out` or the launcher writes them to."""
+    steps: tuple[Step, ...]
+    """What submit does, in order."""
+    findings: tuple[Finding, ...] = ()
+    """What the linter says of it."""
+    attach: tuple[str, ...] = ()
+    """Command lines that show and steer the job afterwards."""
+    place: str = ""
+    """Where the job's files are: a folder here or on the box (shell variables unexpanded)."""
+    settings: dict[str, Any] = {}
+    """What the platform's own submit needs beside it."""
+
+
+class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What this machine remembers of a job that it launched: `launches/JOB.json`."""
+
+    job: str
+    profile: Profile
+    """As it was at the launch."""
+    place: str
+    """The job's folder on the box."""
+    home: str
+    """PERDURE_HOME there, absolute."""
+    python: str
+    """The Python that runs perdure there, absolute."""
+    id: str = ""
+    """Slurm's job id, the name of a Kubernetes Job, a kernel's slug; empty on a box."""
+    boot_id: str = ""
+    """Of the box when the job was started."""
+    launched_s: float = 0.0
+    """Unix time."""
+    outputs: tuple[str, ...] = ()
+    """Folders of the job's own that are pulled as well, relative to `place`/project."""
+    pulled_to: str = ""
+    """The newest pull."""
+    torn_down_s: float = 0.0
+    """Unix time at which the stop verb had run; 0 before."""
+
+
+class BoxState(msgspec.Struct, frozen=True, kw_only=True):
+    """How a launched job is, by the record that its supervisor wrote at the place itself."""
+
+    state: Literal["waiting", "running", "orphaned", "ended", "killed", "rebooted", "not-started"]
+    """`orphaned`: it runs, its supervisor is gone. `killed`: both are gone, and nobody wrote why.
+    `rebooted`: the machine has started anew since. `waiting`: queued by the platform."""
+    code: int = 0
+    """Exit code of `perdure run`, once it has ended."""
+    signal: int = 0
+    """The signal that ended it, if one did."""
+    boot_id: str = ""
+    """Of the machine, at this moment."""
+    started_s: float = 0.0
+    """Unix time there."""
+    ended_s: float = 0.0
+    """Unix time there; 0 while it runs."""
+    attempt: int = 0
+    """How often it has been started."""
+    devices: str = ""
+    """CUDA_VISIBLE_DEVICES that it holds."""
+    reason: str = ""
+    """In one sentence."""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it runs or waits any more."""
+        return self.state in ("ended", "killed", "rebooted", "not-started")
