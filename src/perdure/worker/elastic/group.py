@@ -58,6 +58,7 @@ class Group:
         """What was begun; and whether it is a send or receive, or a collective."""
         self._waiting: list[tuple[Any, bool]] = []
         self._abandoned = False
+        self._interrupted = False
         self.waits_since_s = 0.0
         """Monotonic time at which the wait under way, or the one that failed, began."""
         self._group: Any = None
@@ -111,17 +112,46 @@ class Group:
         self.all_reduce(torch.zeros(1))
         self.wait()
 
-    def send(self, tensor: Tensor, to: int, tag: int) -> None:
-        """Begin to send `tensor` to a member."""
+    def send(self, tensor: Tensor, to: int, tag: int) -> Any:
+        """Begin to send `tensor` to a member; return what `wait_for` takes."""
         with _translated():
             work = self._group.send([tensor], self.members.index(to), tag)
             self._works.append((work, True))
+        return work
 
-    def receive(self, tensor: Tensor, source: int, tag: int) -> None:
-        """Begin to receive a member's tensor."""
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
+        """Begin to receive a member's tensor; return what `wait_for` takes."""
         with _translated():
             work = self._group.recv([tensor], self.members.index(source), tag)
             self._works.append((work, True))
+        return work
+
+    def wait_for(self, work: Any) -> None:
+        """Wait for one transfer; what else was begun goes on.
+
+        Raises:
+            Broken: it failed. The others may still be under way: `give_up` ends them.
+        """
+        self.waits_since_s = time.monotonic()
+        self._works = [pair for pair in self._works if pair[0] is not work]
+        self._waiting = [(work, True)]
+        try:
+            self._end(work, True)
+        except (RuntimeError, Broken) as error:
+            self.interrupt()
+            raise Broken(str(error).splitlines()[0]) from None
+        self._waiting = []
+        self.waits_since_s = 0.0
+
+    def interrupt(self) -> None:
+        """Shut the connections: our peers wait for us as we have waited for a lost one.
+
+        A transfer that does not learn of it is then given a moment only: when a wait for it ends
+        by the clock, gloo closes the pairs.
+        """
+        self._interrupted = True
+        with contextlib.suppress(OSError):
+            shut_down_gloo()
 
     def wait(self) -> None:
         """Wait for all that was begun.
@@ -138,9 +168,7 @@ class Group:
                 self._end(work, direct)
             except (RuntimeError, Broken) as error:
                 if failed is None:
-                    # Our peers wait for us as we have waited for the lost one.
-                    with contextlib.suppress(OSError):
-                        shut_down_gloo()
+                    self.interrupt()
                 failed = failed or error
         self._waiting = []
         if failed is not None:
@@ -148,9 +176,10 @@ class Group:
         self.waits_since_s = 0.0
 
     def _end(self, work: Any, direct: bool) -> None:
+        whole = direct and not self._interrupted
         while True:
             try:
-                if work.wait(timedelta(seconds=_COLLECTIVE_S if direct else _SLICE_S)):
+                if work.wait(timedelta(seconds=_COLLECTIVE_S if whole else _SLICE_S)):
                     return
                 raise Broken("a transfer was aborted")
             except RuntimeError:

@@ -1,0 +1,303 @@
+"""One cell's part of a step: its action list carried out, over any transport.
+
+A receive is posted a few actions before its turn, so that a message is there when it is needed; a
+send is begun and left. Between two actions a newer order ends the attempt with `Broken`, as a lost
+member does; then what `done` says is in the gradients, wholly, and nothing else is: a backward
+pass contains no communication and is never left half-way.
+"""
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from perdure.model.pipeline import Action, Executed
+from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.tree import GradientTree
+from perdure.worker.pipeline.messages import (
+    HEADER_BYTES,
+    Layout,
+    describe,
+    list_tensors,
+    pack,
+    read_layout,
+    unpack,
+)
+from perdure.worker.pipeline.schedule import Direction, Message, Pair, Schedule
+from perdure.worker.pipeline.stage import Gradients, Loss, Pass, StageBlocks, Want
+from perdure.worker.pipeline.transport import Transport
+
+AHEAD = 3
+"""How many messages may be waited for before their turn."""
+_STEPS = 4
+"""Tags repeat after so many steps, long after the messages of a step have all come."""
+_KINDS = {"F": 0, "B": 1, "rest": 2}
+
+Edge = tuple[int, int, int]
+"""(stage, source, target)"""
+
+
+class Runner:
+    """Carries out the actions of one cell, step after step in one world."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        cell: int,
+        parts: Sequence[StageBlocks],
+        transport: Transport,
+        *,
+        load: Callable[[int, int], Any],
+        loss: Loss,
+        seed: int,
+        trees: Mapping[int, GradientTree] | None = None,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Run cell number `cell` of `schedule`, which holds `parts`.
+
+        `load(step, micro_batch)` returns (inputs, targets); `loss(output, targets)` a mean.
+        With `trees`, one a block, gradients go there micro-batch by micro-batch and not to
+        `p.grad`: their sums are then the same in every world.
+        """
+        self.schedule, self.cell, self.device = schedule, cell, device
+        self.done: set[Pair] = set()
+        """(stage, micro-batch) whose gradients of weights are all added."""
+        self.losses: dict[int, Tensor] = {}
+        """Of the step under way, where this cell has the last stage."""
+        self.executed: list[Executed] = []
+        """The step's actions; seconds from its beginning, an action's once its input was there."""
+        self.before: Callable[[Action], object] = lambda action: None
+        """Called before each action, after its input has come."""
+        self._parts = {part.stage: part for part in parts}
+        self._transport, self._load, self._trees = transport, load, trees
+        for part in parts:
+            part.seed, part.apart = seed, trees is not None
+            part.loss = loss if part.stage == schedule.stages - 1 else None
+        self._mine = schedule.orders[cell]
+        self._coming = [m for a in self._mine if (m := schedule.find_input(a)) is not None]
+        self._releases = schedule.find_releases(cell)
+        self._rooms: dict[Edge, int] = {}
+        """Bytes of payload that an edge's messages have room for; the same at both ends."""
+        self._reset(0)
+
+    def run(
+        self,
+        step: int,
+        overtaken: Callable[[], bool] = lambda: False,
+        *,
+        counted: Collection[Pair] = (),
+    ) -> dict[int, float]:
+        """Do a step; return the losses of the micro-batches whose last stage is here.
+
+        `counted` are (stage, micro-batch) whose gradients the blocks have already, from an
+        earlier attempt: only what others need of them is computed.
+
+        Raises:
+            Broken: the world has changed; `done` says what was finished.
+        """
+        self._reset(step, counted)
+        began = time.monotonic()
+        for action in self._mine:
+            if overtaken():
+                self._transport.interrupt()
+                raise Broken("a new world was ordered")
+            self._await_input(action)
+            self.before(action)
+            begin_s = time.monotonic() - began
+            match action.kind:
+                case "F":
+                    self._forward(action)
+                case "B":
+                    self._backward(action)
+                case "W":
+                    self._weights(action)
+            self.executed.append(Executed(action, begin_s, time.monotonic() - began))
+        for works in self._sent.values():
+            for work, _ in works:
+                self._transport.wait_for(work)
+        self._sent.clear()
+        for edge, size in self._largest.items():
+            self._rooms[edge] = max(size, self._rooms.get(edge, 0))
+        return {m: float(loss) for m, loss in self.losses.items()}
+
+    # --- actions ------------------------------------------------------------------------------
+
+    def _reset(self, step: int, counted: Collection[Pair] = ()) -> None:
+        self._step, self._counted = step, frozenset(counted)
+        self.done, self.losses, self.executed = set(), {}, []
+        self._passes: dict[Pair, Pass] = {}
+        self._values: dict[tuple[Direction, int, int], Any] = {}
+        """What a stage here made for another one here, or what has come for it."""
+        self._layouts: dict[Pair, Layout] = {}
+        """Of the inputs of a stage: of what was received, and of what was sent on."""
+        self._loaded: dict[int, Any] = {}
+        self._posted: dict[Message, tuple[Tensor, Any]] = {}
+        self._next = 0
+        self._sent: dict[Message, list[tuple[Any, Tensor]]] = {}
+        self._largest: dict[Edge, int] = {}
+
+    def _forward(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
+        part, kept = self._parts[stage], Pass(self._step, m)
+        self._passes[stage, m] = kept
+        last = stage + 1 == self.schedule.stages
+        if last:
+            kept.target = self._take_sample(m, 1)
+        if stage == 0:
+            output = part.forward(self._take_sample(m, 0), kept, grads=False)
+        else:
+            output = part.forward(self._values.pop(("F", stage, m)), kept, grads=True)
+        if last:
+            self.losses[m] = output.detach()
+            return
+        layout = describe(output, part.find_differing(output, kept))
+        self._layouts[stage + 1, m] = layout
+        message = self.schedule.find_output(action)
+        if message is None:
+            tensors = [t.detach() for t in list_tensors(output)]
+            self._values["F", stage + 1, m] = _restore(tensors, layout)
+            return
+        edge = (stage + 1, message.source, message.target)
+        room = self._find_room(edge, layout)
+        tensors = list(list_tensors(output))
+        self._send(message, pack(tensors, layout, header=True, room=room), "F")
+        if layout.payload > room:
+            rest = pack(tensors, layout, header=False, room=layout.payload)
+            self._send(message, rest, "rest")
+
+    def _backward(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
+        part, kept = self._parts[stage], self._passes[stage, m]
+        split = (stage, m) in self.schedule.split
+        want: Want = "split" if split else "all"
+        if (stage, m) in self._counted:
+            want = "inputs"
+        grads: Gradients | None = None
+        if stage + 1 < self.schedule.stages:
+            given = iter(self._values.pop(("B", stage + 1, m)))
+            layout = self._layouts.pop((stage + 1, m))
+            grads = [next(given) if kind.differs else None for kind in layout.kinds]
+        found = part.backward(grads, kept, want)
+        if not split:
+            self._finish(stage, m)
+        if stage == 0:
+            return
+        layout = self._layouts.pop((stage, m))
+        wanted: Any = [
+            grad if grad is not None else torch.zeros(kind.shape, dtype=getattr(torch, kind.dtype))
+            for kind, grad in zip(layout.kinds, found, strict=True)
+            if kind.differs
+        ]
+        message = self.schedule.find_output(action)
+        if message is None:
+            self._layouts[stage, m] = layout
+            self._values["B", stage, m] = wanted
+            return
+        back = layout.gradients()
+        if back.payload:
+            self._send(message, pack(wanted, back, header=False, room=back.payload), "B")
+
+    def _weights(self, action: Action) -> None:
+        stage, m = action.stage, action.micro_batch
+        self._parts[stage].backward_weights(self._passes[stage, m])
+        self._finish(stage, m)
+
+    def _finish(self, stage: int, m: int) -> None:
+        """All of a micro-batch's gradients are there: forget the rest of it."""
+        del self._passes[stage, m]
+        if (stage, m) in self._counted:
+            return
+        part = self._parts[stage]
+        if self._trees is not None:
+            for number, block in enumerate(part.blocks, part.first):
+                mine: list[Tensor] = []
+                for p in block.parameters():
+                    if p.requires_grad:
+                        mine.append(p.grad if p.grad is not None else torch.zeros_like(p))
+                        p.grad = None
+                self._trees[number].add((0, m), mine)
+        self.done.add((stage, m))
+
+    def _take_sample(self, m: int, which: int) -> Any:
+        """Return inputs (0) or targets (1); loaded once where this cell needs both."""
+        if m not in self._loaded:
+            loaded = self._load(self._step, m)
+            homes, last = self.schedule.homes, self.schedule.stages - 1
+            if homes[0, m] == homes[last, m]:
+                self._loaded[m] = loaded
+            return loaded[which]
+        return self._loaded.pop(m)[which]
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _await_input(self, action: Action) -> None:
+        """Wait for what an action needs, and post receives for those that follow."""
+        message = self.schedule.find_input(action)
+        if message is None:
+            return
+        while self._next < len(self._coming) and len(self._posted) < AHEAD:
+            if not self._post(self._coming[self._next]):
+                break
+            self._next += 1
+        stage, m = message.stage, message.micro_batch
+        buffer, work = self._posted.pop(message)
+        if work is not None:
+            self._transport.wait_for(work)
+        if message.direction == "B":
+            back = self._layouts[stage, m].gradients()
+            self._values["B", stage, m] = unpack(buffer, back, self.device)
+        else:
+            layout = self._layouts[stage, m] = read_layout(buffer)
+            room = self._find_room((stage, message.source, message.target), layout)
+            payload = buffer[HEADER_BYTES:]
+            if layout.payload > room:
+                payload = torch.empty(layout.payload, dtype=torch.uint8)
+                source = self.schedule.members[message.source]
+                tag = self._tag("rest", stage, m)
+                self._transport.wait_for(self._transport.receive(payload, source, tag))
+            tensors = unpack(payload, layout, self.device)
+            self._values["F", stage, m] = _restore(tensors, layout)
+        for sent in self._releases.get(message, ()):
+            for work, _ in self._sent.pop(sent, ()):
+                self._transport.wait_for(work)
+
+    def _post(self, message: Message) -> bool:
+        """Begin to receive; return whether it is known how much will come."""
+        stage, m = message.stage, message.micro_batch
+        if message.direction == "B":
+            layout = self._layouts.get((stage, m))
+            if layout is None:
+                return False
+            size = layout.gradients().payload
+        else:
+            size = HEADER_BYTES + self._rooms.get((stage, message.source, message.target), 0)
+        buffer, work = torch.empty(size, dtype=torch.uint8), None
+        if size:
+            source = self.schedule.members[message.source]
+            tag = self._tag(message.direction, stage, m)
+            work = self._transport.receive(buffer, source, tag)
+        self._posted[message] = buffer, work
+        return True
+
+    def _find_room(self, edge: Edge, layout: Layout) -> int:
+        self._largest[edge] = max(layout.payload, self._largest.get(edge, 0))
+        return self._rooms.get(edge, 0)
+
+    def _send(self, message: Message, buffer: Tensor, kind: str) -> None:
+        tag = self._tag(kind, message.stage, message.micro_batch)
+        to = self.schedule.members[message.target]
+        work = self._transport.send(buffer, to, tag)
+        self._sent.setdefault(message, []).append((work, buffer))
+
+    def _tag(self, kind: str, stage: int, micro_batch: int) -> int:
+        place = (self._step % _STEPS) * len(_KINDS) + _KINDS[kind]
+        return (place * self.schedule.stages + stage) * self.schedule.width + micro_batch
+
+
+def _restore(tensors: Sequence[Tensor], layout: Layout) -> Any:
+    """Return what a block takes: tensors that say whether a gradient of them is wanted."""
+    for tensor, kind in zip(tensors, layout.kinds, strict=True):
+        tensor.requires_grad_(kind.differs)
+    return tensors[0] if layout.single else tuple(tensors)
