@@ -71,6 +71,11 @@ class Nvml:
         """Return the UUIDs."""
         return tuple(uuid for uuid, _, _, _ in self.gpus)
 
+    def list_used(self) -> frozenset[str]:
+        """Return the UUIDs of devices on which a process computes, whoever's it is."""
+        name = "nvmlDeviceGetComputeRunningProcesses"
+        return frozenset(uuid for uuid, _, _, handle in self.gpus if self._call(name, handle))
+
     def sample(self, parents: Callable[[int], Iterable[int]], ranks: Mapping[int, int],
                offset_s: float = 0.0) -> tuple[DeviceSample, ...]:  # fmt: skip
         """Return a look at each device; `ranks` is rank -> pid, `parents` a pid's ancestors."""

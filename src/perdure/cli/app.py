@@ -18,6 +18,7 @@ from perdure.cli import (
     output,
     plan,
     profiles,
+    queue,
     run,
     schema,
     steer,
@@ -97,6 +98,7 @@ for command in (
 app.command(context_settings=run.CONTEXT)(run.run)
 trace.app.command()(trace_simulate.simulate)
 app.add_typer(trace.app, name="trace")
+app.add_typer(queue.app, name="queue")
 
 
 def run_command(args: Sequence[str]) -> int:

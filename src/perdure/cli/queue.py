@@ -1,0 +1,328 @@
+"""`perdure queue`: many runs, one after another or one a GPU, each until it is done."""
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from msgspec import structs
+
+from perdure.adapters.devices import list_gpus
+from perdure.cli.jobspec import read_job_file, validate
+from perdure.cli.options import Json
+from perdure.cli.say import note, print_json, render_table
+from perdure.control.queue import Book, Line, explain, find_oversized
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.queue import (
+    Again,
+    Item,
+    Planned,
+    Put,
+    QueueFile,
+    Removed,
+    expand_file,
+    replace_fields,
+)
+from perdure.service.jobfiles import resolve_home
+from perdure.service.queue_holder import CPU_SLOT
+from perdure.service.queue_store import OUTPUT, QueueStore, find_runner
+
+app = typer.Typer(help="Many runs, each until it is done.", no_args_is_help=True)
+CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
+
+QueueName = Annotated[str, typer.Option("--queue", metavar="QUEUE", help="Which queue.")]
+Names = Annotated[list[str], typer.Argument(metavar="ITEM...", help="Names of items.")]
+
+
+@app.command(context_settings=CONTEXT)
+def add(
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="FILE | COMMAND...", help="A queue file, a job file, or a command."),
+    ],
+    name: Annotated[str | None, typer.Option("--name", help="Of the item.")] = None,
+    after: Annotated[
+        list[str] | None, typer.Option("--after", help="An item that has to be done before.")
+    ] = None,
+    done: Annotated[
+        list[str] | None, typer.Option("--done", help="A file that proves it; it is not run then.")
+    ] = None,
+    priority: Annotated[int | None, typer.Option("--priority", help="Higher ones first.")] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=0, help="Slots that it takes.")] = None,
+    retries: Annotated[
+        int | None, typer.Option("--retries", min=0, help="After the first.")
+    ] = None,
+    backoff_s: Annotated[
+        float | None, typer.Option("--backoff", min=0, help="Seconds before the first retry.")
+    ] = None,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", min=0, help="Seconds for one attempt; 0: any.")
+    ] = None,
+    prune: Annotated[
+        bool, typer.Option("--prune", help="Take out what waits and is not in FILE.")
+    ] = False,
+    queue: QueueName = "default",
+    as_json: Json = False,
+) -> None:
+    """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
+    given = {
+        "name": name, "after": after, "done": done, "priority": priority, "gpus": gpus,
+        "retries": retries, "backoff_s": backoff_s, "timeout_s": timeout_s,
+    }  # fmt: skip
+    options = {key: value for key, value in given.items() if value is not None}
+    items = [_complete(planned) for planned in _plan(words, options)]
+    store = QueueStore(resolve_home(), queue)
+    now = time.time()
+    with store.writing() as writer:
+        book = writer.book
+        old = {n: line for n, line in book.lines.items() if any(i.name == n for i in items)}
+        _check_needs(items, book)
+        kept = {n: line.state for n, line in old.items() if line.state in ("running", "done")}
+        changed = [i for i in items if i.name in kept and i != old[i.name].item]
+        fresh = [i for i in items if i.name not in kept and (i.name not in old
+                 or i != old[i.name].item)]  # fmt: skip
+        names = {item.name for item in items}
+        gone = [n for n, line in book.lines.items() if prune and n not in names
+                and line.state in ("waiting", "failed")]  # fmt: skip
+        writer.append(*(Put(now, item) for item in fresh), *(Removed(now, n) for n in gone))
+    answer = {
+        "queue": queue,
+        "added": [item.name for item in fresh if item.name not in old],
+        "updated": [item.name for item in fresh if item.name in old],
+        "kept": [i.name for i in items if i not in fresh],
+        "removed": gone,
+    }
+    for item in changed:
+        note(f"{item.name} is {kept[item.name]} and stays as it was; its description differs")
+    if as_json:
+        print_json(answer)
+    else:
+        counts = [f"{len(answer[k])} {k}" for k in ("added", "updated", "removed") if answer[k]]
+        print(f"queue {queue}: {', '.join(counts) or 'nothing to change'}")
+
+
+def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
+    """Return the items that a command line asks for."""
+    path = words[0]
+    if len(words) == 1 and path.endswith((".toml", ".json")) and os.path.isfile(path):
+        document = read_job_file(path)
+        if "item" in document:
+            if options:
+                raise ConfigError(
+                    f"{path} is a queue file, which says this itself",
+                    hint=f"leave out --{next(iter(options)).removesuffix('_s')}",
+                )
+            return _read_queue_file(path, document)
+        job_name = options.pop("name", None) or document.get("name") or Path(path).stem
+        return _convert({"item": [{"name": job_name, "job": path, **options}]}, "options", ".")
+    if "name" not in options:
+        raise ConfigError("the item has no name", hint="perdure queue add --name N COMMAND...")
+    (planned,) = _convert({"item": [{"command": ["-"], **options}]}, "options", ".")
+    return (structs.replace(planned, item=structs.replace(planned.item, command=tuple(words))),)
+
+
+def _read_queue_file(path: str, document: dict[str, Any]) -> tuple[Planned, ...]:
+    return _convert(document, path, os.path.dirname(os.path.abspath(path)))
+
+
+def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned, ...]:
+    """Return the items of a document; their paths become absolute.
+
+    Raises:
+        ConfigError: a field is unknown or wrong, or an entry cannot be.
+    """
+    try:
+        file = msgspec.convert(document, QueueFile)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        at = where.rstrip("`").lstrip(".")
+        raise ConfigError(
+            f"{place}: {at + ': ' if at else ''}{what}", hint="its fields are in docs/queue.md"
+        ) from error
+    try:
+        planned = expand_file(file)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error.message}", hint=error.hint) from error
+    return tuple(_locate(one, folder) for one in planned)
+
+
+def _locate(one: Planned, folder: str) -> Planned:
+    cwd = os.path.abspath(os.path.join(folder, os.path.expanduser(one.item.cwd)))
+    item = structs.replace(one.item, cwd=cwd)
+    job = os.path.join(folder, os.path.expanduser(one.job)) if one.job else ""
+    return structs.replace(one, item=item, job=job)
+
+
+def _complete(planned: Planned) -> Item:
+    """Return the item with its job's document, as the job file says now."""
+    if not planned.job:
+        return planned.item
+    document = replace_fields(read_job_file(planned.job), planned.set)
+    document["name"] = planned.item.name
+    if isinstance(document.get("args"), list):
+        document["args"] = [str(word) for word in document["args"]]  # A grid's numbers are words.
+    validate(document, f"{planned.job} (item `{planned.item.name}`)")
+    return structs.replace(planned.item, job=document)
+
+
+def _check_needs(items: list[Item], book: Book) -> None:
+    """Check that all that items wait for exists, and that none waits for itself.
+
+    Raises:
+        ConfigError: otherwise.
+    """
+    needs = {line.item.name: line.item.after for line in book.lines.values()}
+    needs |= {item.name: item.after for item in items}
+    for item in items:
+        others = ", ".join([name for name in needs if name != item.name][:8])
+        for other in item.after:
+            if other not in needs:
+                raise ConfigError(
+                    f"item `{item.name}`: after `{other}`, which is not in the queue",
+                    hint=f"there is {others or 'none'}",
+                )
+        seen: set[str] = set()
+        path = list(item.after)
+        while path:
+            one = path.pop()
+            if one == item.name:
+                raise ConfigError(f"item `{item.name}` waits for itself", hint="see its `after`")
+            if one not in seen:
+                seen.add(one)
+                path += needs.get(one, ())
+
+
+@app.command("ls")
+def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
+    """List the items of a queue, and why each is as it is."""
+    store = QueueStore(resolve_home(), queue)
+    book, pid, now = store.read(), find_runner(store), time.time()
+    rows = [_describe(store, book, line, now) for line in _sort(book)]
+    if as_json:
+        print_json({"queue": queue, "runner": pid or None, "items": rows})
+        return
+    if not rows:
+        print(f"queue {queue} is empty; `perdure queue add` fills it")
+        return
+    head = ("item", "state", "attempts", "priority", "why")
+    cells = [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows]
+    print(render_table(head, cells))
+    print(f"run by pid {pid}" if pid else "not being run; `perdure queue run` does")
+
+
+def _sort(book: Book) -> list[Line]:
+    states = ("running", "waiting", "failed", "done")
+    return sorted(
+        book.lines.values(), key=lambda x: (states.index(x.state), -x.item.priority, x.order)
+    )
+
+
+def _describe(store: QueueStore, book: Book, line: Line, now: float) -> dict[str, Any]:
+    item = line.item
+    blocked = line.state == "waiting" and bool(book.find_block(line))
+    log = store.attempt(item.name, line.attempts) / OUTPUT if line.attempts else ""
+    reason = explain(book, line, now)
+    if line.state == "running":
+        reason = f"attempt {line.attempts} on {', '.join(line.slots) or 'no slot'}"
+    return {
+        "name": item.name,
+        "state": "blocked" if blocked else line.state,
+        "attempts": line.attempts,
+        "priority": item.priority,
+        "after": item.after,
+        "gpus": item.gpus,
+        "slots": line.slots,
+        "reason": reason,
+        "log": str(log),
+    }
+
+
+@app.command("rm")
+def remove(
+    names: Names,
+    stop: Annotated[bool, typer.Option("--stop", help="Stop it where it runs.")] = False,
+    queue: QueueName = "default",
+    as_json: Json = False,
+) -> None:
+    """Take items out. What they wrote stays."""
+    store = QueueStore(resolve_home(), queue)
+    with store.writing() as writer:
+        book = writer.book
+        for name in names:
+            line = _find(book, name)
+            if line.state == "running" and not stop:
+                raise SafetyError(f"`{name}` runs", hint="--stop asks it to end")
+            needed = [o.item.name for o in book.lines.values() if name in o.item.after
+                      and o.item.name not in names and o.state != "done"]  # fmt: skip
+            if needed and line.state != "done":
+                raise SafetyError(
+                    f"`{needed[0]}` waits for `{name}`", hint="take both out, or that one first"
+                )
+        ran = [name for name in names if book.lines[name].state == "running"]
+        writer.append(*(Removed(time.time(), name) for name in names))
+    if ran and not find_runner(store):
+        note("`perdure queue run` will stop what runs: nobody runs the queue now")
+    if as_json:
+        print_json({"queue": queue, "removed": names, "stopping": ran})
+    else:
+        print(f"queue {queue}: {len(names)} taken out" + (f", {len(ran)} stopping" if ran else ""))
+
+
+@app.command("retry")
+def retry(names: Names, queue: QueueName = "default", as_json: Json = False) -> None:
+    """Run items again that failed or are done, with all their attempts."""
+    store = QueueStore(resolve_home(), queue)
+    with store.writing() as writer:
+        for name in names:
+            if _find(writer.book, name).state == "running":
+                raise ConfigError(f"`{name}` runs", hint=f"perdure queue rm --stop {name}")
+        writer.append(*(Again(time.time(), name) for name in names))
+    if as_json:
+        print_json({"queue": queue, "again": names})
+    else:
+        print(f"queue {queue}: {len(names)} will run again")
+
+
+@app.command("run")
+def run_queue(
+    slots: Annotated[
+        int | None, typer.Option("--slots", min=1, help="So many at once, without looking at GPUs.")
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Stay when all is done, for what is added later.")
+    ] = False,
+    queue: QueueName = "default",
+    as_json: Json = False,
+) -> int:
+    """Run a queue to its end: one item a GPU, or one after another where there are none.
+
+    Ctrl-C leaves what runs running; the next `perdure queue run` takes it up.
+    """
+    from perdure.service.queue_runner import Runner
+
+    gpus = () if slots else list_gpus()
+    chosen = gpus or tuple(f"{CPU_SLOT}{number}" for number in range(slots or 1))
+    store = QueueStore(resolve_home(), queue)
+    book = Runner(store, chosen, note).run(keep=keep)
+    now = time.time()
+    rows = [_describe(store, book, line, now) for line in _sort(book)]
+    for line in find_oversized(book, chosen):
+        note(f"{line.item.name} needs {line.item.gpus} slots; there are {len(chosen)}")
+    done = sum(row["state"] == "done" for row in rows)
+    if as_json:
+        print_json({"queue": queue, "done": done, "left": len(rows) - done, "items": rows})
+    else:
+        print(f"queue {queue}: {done} of {len(rows)} done")
+        for row in rows:
+            if row["state"] != "done":
+                print(f"  {row['name']}: {row['state']}: {row['reason']}")
+    return 0 if done == len(rows) else 1
+
+
+def _find(book: Book, name: str) -> Line:
+    line = book.lines.get(name)
+    if line is None:
+        raise ConfigError(f"no item `{name}`", hint="perdure queue ls")
+    return line

@@ -1,0 +1,272 @@
+"""A queue on disk: its journal, and a directory for each attempt.
+
+    $PERDURE_HOME/queues/NAME/
+        journal.jsonl           every record, synced before it is acted on
+        journal.lock            held while the journal is written
+        runner.lock             held by `perdure queue run` as long as it lives
+        attempts/ITEM/N/        attempt.json  claim.json  ending.json  output.log
+
+`claim.json` and `ending.json` come into being whole and once: of two processes that make one,
+the second is told that it was too late.
+"""
+
+import contextlib
+import fcntl
+import os
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from perdure.adapters.host import read_boot_id, read_start_time
+from perdure.control.queue import Book
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, PlatformError, ProtocolError
+from perdure.model.queue import NAME, Claim, Ending, Item, Record
+from perdure.service.jobfiles import load_snapshot, paths_of, read_document
+
+T = TypeVar("T")
+
+ATTEMPT, CLAIM, ENDING, OUTPUT = "attempt.json", "claim.json", "ending.json", "output.log"
+
+
+class QueueStore:
+    """One queue's directory, and the book read from its journal so far."""
+
+    def __init__(self, home: str, name: str) -> None:
+        """Use the queue `name` under the absolute directory `home`; nothing is made yet.
+
+        Raises:
+            ConfigError: that is no name.
+        """
+        if not re.match(NAME, name):
+            raise ConfigError(f"`{name}` is no name of a queue", hint="letters, digits and _.=+-")
+        self.home, self.name = home, name
+        self.root = Path(home, "queues", name)
+        self.book = Book()
+        self._offset = 0
+
+    @property
+    def mark(self) -> dict[str, str]:
+        """Environment by which the processes of this queue are known."""
+        return {"PERDURE_QUEUE": str(self.root)}
+
+    def attempt(self, item: str, number: int) -> Path:
+        """Return the directory of an attempt."""
+        return self.root / "attempts" / item / str(number)
+
+    def read(self) -> Book:
+        """Return the book with everything that was written since the last look."""
+        try:
+            with open(self.root / "journal.jsonl", "rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return self.book
+        whole = data[: data.rfind(b"\n") + 1]
+        for line in whole.splitlines():
+            self.book.add(decode(line, Record))
+        self._offset += len(whole)
+        return self.book
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator["Writer"]:
+        """Hold the journal: what is decided inside stands on all that was written before.
+
+        Raises:
+            PlatformError: the directory cannot be used.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / "journal.lock", "wb")  # noqa: SIM115
+        except OSError as error:
+            raise _explain(error, self.root) from error
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield Writer(self)
+
+
+class Writer:
+    """The right to write to a journal, which has been read to its end."""
+
+    def __init__(self, store: QueueStore) -> None:
+        """Read what others have written, and cut off a record that was torn by a kill."""
+        self._store = store
+        self.book = store.read()
+        path = store.root / "journal.jsonl"
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.ftruncate(self._fd, store._offset)
+            os.close(self._fd)
+        except OSError as error:
+            raise _explain(error, path) from error
+
+    def append(self, *records: Record) -> None:
+        """Write records and bring them to the disk; then they are in the book.
+
+        Raises:
+            PlatformError: they could not be written; none of them counts.
+        """
+        path = self._store.root / "journal.jsonl"
+        try:
+            with open(path, "ab") as file:
+                file.write(b"".join(encode(record) + b"\n" for record in records))
+                file.flush()
+                os.fsync(file.fileno())
+            sync_directory(self._store.root)
+        except OSError as error:
+            raise _explain(error, path) from error
+        self.book = self._store.read()
+
+
+class RunnerLock:
+    """The right to run a queue; freed by the kernel on any death."""
+
+    def __init__(self, store: QueueStore) -> None:
+        """Take it.
+
+        Raises:
+            ConfigError: the queue is being run.
+        """
+        try:
+            store.root.mkdir(parents=True, exist_ok=True)
+            self._file = open(store.root / "runner.lock", "a+b")  # noqa: SIM115
+        except OSError as error:
+            raise _explain(error, store.root) from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            pid = find_runner(store)
+            self._file.close()
+            raise ConfigError(
+                f"queue `{store.name}` is being run by pid {pid}",
+                hint=f"`perdure queue ls --queue {store.name}` shows it; what you add is taken up",
+            ) from None
+        self._file.truncate(0)
+        self._file.write(str(os.getpid()).encode())
+        self._file.flush()
+
+    def release(self) -> None:
+        """Give it back."""
+        self._file.close()
+
+
+def find_runner(store: QueueStore) -> int:
+    """Return the pid of the living runner; 0 where there is none."""
+    try:
+        with open(store.root / "runner.lock", "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return 0
+    except OSError:
+        text = (store.root / "runner.lock").read_text()
+        return int(text) if text.isdigit() else -1
+    return 0
+
+
+def list_queues(home: str) -> list[str]:
+    """Return the names of the queues under `home`."""
+    return sorted(path.parent.name for path in Path(home, "queues").glob("*/journal.jsonl"))
+
+
+def look_at_attempt(store: QueueStore, item: Item, number: int) -> Claim | Ending | None:
+    """Return who carries out an attempt, or how it ended; None where nobody has begun.
+
+    An attempt whose holder and command are both gone without a record of the end is judged by
+    what it left: by its files, or as a job by its own journal.
+    """
+    folder = store.attempt(item.name, number)
+    for _ in range(2):  # A holder writes its record and then ends: between our two looks, perhaps.
+        ending = read_document(str(folder / ENDING), Ending)
+        if ending is not None:
+            return ending
+        claim = read_document(str(folder / CLAIM), Claim)
+        if claim is None:
+            return None
+        same_boot = claim.boot_id == read_boot_id()
+        if same_boot and any(
+            start and read_start_time(pid) == start
+            for pid, start in (
+                (claim.holder, claim.holder_start),
+                (claim.child, claim.child_start),
+            )
+        ):
+            return claim
+    at_s = max(path.stat().st_mtime for path in folder.iterdir())
+    why = "nobody saw its end (killed?)" if same_boot else "the machine was started anew"
+    if find_proof(store, item):
+        why = ""
+    return Ending(at_s=at_s, reason=why)
+
+
+def find_proof(store: QueueStore, item: Item) -> bool:
+    """Return whether something other than an exit code proves that an item is done."""
+    if item.done:
+        return not find_missing(item)
+    if item.job is not None:
+        snapshot = load_snapshot(paths_of(store.home, item.name))
+        return snapshot is not None and snapshot.state == "done"
+    return False
+
+
+def find_missing(item: Item) -> tuple[str, ...]:
+    """Return those of the files in `done` that are not there or hold nothing."""
+    return tuple(path for path in item.done if not _is_there(item.cwd, path))
+
+
+def _is_there(cwd: str, pattern: str) -> bool:
+    folder = Path(cwd, os.path.expanduser(pattern))
+    if folder.exists():
+        found = [folder]
+    elif any(letter in pattern for letter in "*?["):
+        found = list(Path("/").glob(str(folder.absolute()).lstrip("/")))
+    else:
+        return False
+    return any(any(p.iterdir()) if p.is_dir() else p.stat().st_size > 0 for p in found)
+
+
+def create_once(path: Path, value: Any) -> bool:
+    """Write a document that comes into being whole; return False where it was there already."""
+    fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(encode(value) + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    finally:
+        os.unlink(temporary)
+    sync_directory(path.parent)
+    return True
+
+
+def sync_directory(path: Path) -> None:
+    """Bring a directory's names to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def parse_document(data: bytes, type_: type[T], place: str) -> T:
+    """Return the document in `data`.
+
+    Raises:
+        ConfigError: it is none; the message names the place and the path in it.
+    """
+    try:
+        value: T = decode(data, type_)
+    except ProtocolError as error:
+        raise ConfigError(f"{place}: {error}") from error
+    return value
+
+
+def _explain(error: OSError, path: Path) -> PlatformError:
+    return PlatformError(
+        f"cannot use {error.filename or path}: {error.strerror}",
+        hint="make room, or choose another state directory with PERDURE_HOME",
+    )
