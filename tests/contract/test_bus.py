@@ -144,3 +144,41 @@ def test_the_secret_is_its_owners(server: Server) -> None:
     command = server.files.command()
     assert "s3cr3t" not in " ".join(command)
     assert Path(command[-1]).stat().st_mode & 0o777 == 0o600
+
+
+class Moody:
+    """A server that sends clients away, `times` times, behind a ping; then it stays."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+        self.listening = asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b'INFO {"server_id":"M","version":"2.10.0","max_payload":1024}\r\n')
+        while line := await reader.readline():
+            if line.startswith(b"PING"):
+                writer.write(b"PONG\r\n")
+            if line.startswith(b"PING") and self.left:
+                self.left -= 1
+                writer.write(b"PING\r\n-ERR 'User Authentication Expired'\r\n")
+                writer.transport.abort()
+                return
+            if line.startswith(b"SUB"):
+                self.listening.set()
+        writer.close()
+
+
+async def test_who_is_sent_away_again_and_again_comes_back() -> None:
+    """nats-py cannot answer the ping any more, and stops half-way through its own goodbye."""
+    moody = Moody(2)
+    server = await asyncio.start_server(moody.serve, "127.0.0.1", 0)
+    url = "nats://127.0.0.1:{1}".format(*server.sockets[0].getsockname())
+    bus = await NatsBus.connect(Endpoint(url, "s3cr3t", 0.0), timeout_s=10)
+    await bus.subscribe("a", lambda data: None)
+    async with asyncio.timeout(20):
+        await moody.listening.wait()
+        while not bus.connected:
+            await asyncio.sleep(0.01)
+    await bus.close()
+    server.close()
+    await server.wait_closed()

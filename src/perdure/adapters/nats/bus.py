@@ -29,7 +29,24 @@ T = TypeVar("T")
 _GOODBYE_S = 1.0
 _ATTEMPT_S = 5.0
 _RETRY_S = 0.1
+_LOOK_S = 1.0
+"""Between two looks at whether nats-py has given up: it does not always say so."""
 _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
+
+
+class _Client(Client):
+    """nats-py's, but closed to the end: it stops half-way where what is left cannot be written.
+
+    That is so whenever a server says goodbye behind a ping: nobody is left to read the answer.
+    """
+
+    async def _close(self, status: int, do_cbs: bool = True) -> None:
+        try:
+            await super()._close(status, do_cbs)
+        except OSError:
+            self._pending, self._pending_data_size = [], 0
+            self._status = Client.DISCONNECTED
+            await super()._close(status, do_cbs)
 
 
 class NatsBus:
@@ -37,7 +54,7 @@ class NatsBus:
 
     def __init__(self) -> None:
         """Make one that is not connected; `connect` is the way to get one that is."""
-        self.client = Client()
+        self.client: Client = _Client()
         """Another one after the server has sent this one away."""
         self.url = ""
         """Where the server is."""
@@ -50,9 +67,8 @@ class NatsBus:
         self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._reconnects = 0
         """Of earlier clients."""
-        self._up = False
-        """Connected, or nats-py is about to; not yet, or no more, where this is False."""
-        self._reviving: asyncio.Task[None] | None = None
+        self._sent_away = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
 
     @classmethod
     async def connect(
@@ -91,7 +107,7 @@ class NatsBus:
                 bus.client = await bus._open()
         except TimeoutError as error:
             raise bus._explain() from error
-        bus._up = True
+        bus._keeping = asyncio.create_task(bus._keep())
         return bus
 
     async def _open(self) -> Client:
@@ -100,7 +116,7 @@ class NatsBus:
         One that was refused is not asked a second time: nats-py may take it for closed by then.
         """
         while True:
-            client = Client()
+            client = _Client()
             try:
                 async with asyncio.timeout(_ATTEMPT_S):
                     await client.connect(**self._options)
@@ -108,7 +124,7 @@ class NatsBus:
                 await self._note_error(error)
             finally:
                 if not client.is_connected:
-                    await client.close()
+                    await _close(client)
             if client.is_connected:
                 return client
             await asyncio.sleep(_RETRY_S)
@@ -127,20 +143,39 @@ class NatsBus:
         self._lost = asyncio.Event()
 
     async def _note_closed(self) -> None:
-        """Begin anew where nats-py gives up: a server has sent it away.
+        self._sent_away.set()
 
-        That happens when credentials expire or are revoked; a file of them is read anew.
+    async def _keep(self) -> None:
+        """Begin anew wherever nats-py gives up: a server has sent it away.
+
+        That happens when credentials expire or are revoked; a file of them is read anew. It is
+        looked at again each time, since the next server may do the same at once.
         """
-        if self._up:
-            self._up = False
-            log.error("sent away by the NATS server (%s); connecting again", self._error)
-            self._reviving = asyncio.create_task(self._revive())
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_S):
+                    await self._sent_away.wait()
+            self._sent_away.clear()
+            if self.client.is_closed:
+                log.error("sent away by the NATS server (%s); connecting again", self._error)
+                before, self.client = self.reconnects, await self._begin_anew()
+                self._reconnects = before + 1
 
-    async def _revive(self) -> None:
-        before, client = self.reconnects, await self._open()
-        for subject, receive in self._subscriptions:
-            await client.subscribe(subject, cb=receive)
-        self.client, self._reconnects, self._up = client, before + 1, True
+    async def _begin_anew(self) -> Client:
+        """Return another client, which hears what the one before did."""
+        while True:
+            client = await self._open()
+            try:
+                for subject, receive in self._subscriptions:
+                    await client.subscribe(subject, cb=receive)
+                return client
+            except _LOST as error:
+                await self._note_error(error)
+                await _close(client)
+                await asyncio.sleep(_RETRY_S)
+            except asyncio.CancelledError:
+                await _close(client)
+                raise
 
     def _explain(self) -> PlatformError:
         """Return why there is no connection, and what to do about it."""
@@ -220,9 +255,7 @@ class NatsBus:
         async def receive(message: Msg) -> None:
             handler(message.data)
 
-        self._subscriptions.append((subject, receive))
-        await self.client.subscribe(subject, cb=receive)
-        await self._settle()
+        await self._listen(subject, receive)
 
     async def serve(
         self,
@@ -238,29 +271,31 @@ class NatsBus:
 
             handler(message.data, reply)
 
-        self._subscriptions.append((subject, receive))
-        await self.client.subscribe(subject, cb=receive)
-        await self._settle()
+        await self._listen(subject, receive)
 
-    async def _settle(self) -> None:
-        """Wait until the server knows the subscription (a reconnect repeats it anyhow)."""
-        try:
+    async def _listen(self, subject: str, receive: Callable[[Msg], Awaitable[None]]) -> None:
+        """Wait until the server knows the subscription; the next client has it anyhow."""
+        self._subscriptions.append((subject, receive))
+        with contextlib.suppress(*_LOST):
+            await self.client.subscribe(subject, cb=receive)
             await self.client.flush(timeout=2)
-        except _LOST:
-            return
 
     async def close(self) -> None:
         """Disconnect."""
-        self._up = False
-        if self._reviving is not None:
-            self._reviving.cancel()
-            await asyncio.gather(self._reviving, return_exceptions=True)
-        transport = self.client._transport
-        await self.client.close()
-        if transport is not None:  # Of TLS the goodbye is still under way.
-            with contextlib.suppress(OSError, TimeoutError, ssl.SSLError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await transport.wait_closed()  # type: ignore[no-untyped-call]
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await _close(self.client)
+
+
+async def _close(client: Client) -> None:
+    """Close `client`, whatever state it is in; of TLS the goodbye is still under way then."""
+    transport = client._transport
+    with contextlib.suppress(*_LOST, ssl.SSLError):
+        async with asyncio.timeout(_GOODBYE_S):
+            await client.close()
+            if transport is not None:
+                await transport.wait_closed()  # type: ignore[no-untyped-call]
 
 
 def _make_tls(endpoint: Endpoint) -> ssl.SSLContext | None:
