@@ -39,6 +39,7 @@ from perdure.model.progress import CommProgress, NodeBeat, RankProgress
 from perdure.model.verdicts import Activity, Culprit, Verdict
 
 SLOW = ("CommSlow", "Straggler")
+HANGS = ("CommHang", "ComputeHang")
 SURE = 0.7
 """Confidence from which a communication hang or a desync is acted upon on its own threshold."""
 EARLY = 0.5
@@ -121,7 +122,7 @@ class Detector:
             case RanksStarted() if event.generation > self._generation:
                 self._begin(event.generation, now)
             case RankExited() if event.record.generation == self._generation:
-                self._note_exit(event)
+                return self._note_exit(now, event)
             case ProgressNoted() if event.generation == self._generation:
                 self._notes.mark_noted(event.at_s)
                 self._learn(event)
@@ -204,7 +205,7 @@ class Detector:
         self._notes.take(watch, moved)
         return watch
 
-    def _note_exit(self, event: RankExited) -> None:
+    def _note_exit(self, now: float, event: RankExited) -> list[AnyEvent]:
         record = event.record
         watch = self._watches.get(record.rank)
         self._exit_s[record.rank] = record.at_s
@@ -217,6 +218,19 @@ class Detector:
         elif not record.asked:
             self._exited[record.rank] = event.comms or (watch.comms if watch else ())
             self._notes.mark_ended(record.rank, record.at_s)
+            return self._acquit(now, record.rank)
+        return []
+
+    def _acquit(self, now: float, rank: int) -> list[AnyEvent]:
+        """A rank that came to its end did not hang, though no heartbeat has shown it go on."""
+        verdict = self._open
+        if verdict is None or verdict.kind not in HANGS:
+            return []
+        if verdict.culprit.rank is not None and verdict.culprit.rank != rank:
+            return []
+        self._reopen()
+        reason = f"rank {rank} went on and ended with exit code 0"
+        return [VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason)]
 
     def _go_on(self, event: WorldReformed) -> None:
         """The world goes on in place, without those who failed: watch who is left."""

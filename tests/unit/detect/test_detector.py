@@ -158,8 +158,8 @@ def test_a_sleeping_script_without_collectives_is_left_alone_for_minutes(make_wo
     assert not world.actionable
 
 
-def exited(rank, at_s, *, code=0, comms=()):
-    record = ExitRecord(rank=rank, generation=0, pid=1, at_s=at_s, code=code)
+def exited(rank, at_s, *, code=0, comms=(), asked=False):
+    record = ExitRecord(rank=rank, generation=0, pid=1, at_s=at_s, code=code, asked=asked)
     return RankExited(node=0, record=record, account=RankAccount(), detected_s=at_s, comms=comms)
 
 
@@ -184,6 +184,19 @@ def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
     world.take(exited(1, world.now, comms=world.progress(world.ranks[1]).comms))
     world.run(100, hold=lambda rank: True)  # Rank 0 saves the model.
     assert not world.actionable
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_rank_that_comes_to_its_end_did_not_hang(make_world, asked):
+    world = make_world()
+    world.run(20)
+    world.run(4, hold=lambda rank: rank == 1)
+    (hang,) = world.verdicts
+    assert (hang.kind, hang.culprit.rank) == ("ComputeHang", 1)
+    world.take(exited(1, world.now, asked=asked))
+    withdrawn = [event.verdict for event in world.of(VerdictWithdrawn)]
+    # An order ends a hung rank as well: that it left when asked says nothing.
+    assert withdrawn == ([] if asked else [hang])
 
 
 def test_after_a_crash_the_waiting_ranks_are_not_accused(make_world):
