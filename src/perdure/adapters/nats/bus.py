@@ -285,17 +285,19 @@ class NatsBus:
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
+        transport = self.client._transport
         await _close(self.client)
+        if transport is not None:  # Of TLS the goodbye is still under way.
+            with contextlib.suppress(OSError, TimeoutError, ssl.SSLError):
+                async with asyncio.timeout(_GOODBYE_S):
+                    await transport.wait_closed()  # type: ignore[no-untyped-call]
 
 
 async def _close(client: Client) -> None:
-    """Close `client`, whatever state it is in; of TLS the goodbye is still under way then."""
-    transport = client._transport
+    """Close `client`, whatever state it is in."""
     with contextlib.suppress(*_LOST, ssl.SSLError):
         async with asyncio.timeout(_GOODBYE_S):
             await client.close()
-            if transport is not None:
-                await transport.wait_closed()  # type: ignore[no-untyped-call]
 
 
 def _make_tls(endpoint: Endpoint) -> ssl.SSLContext | None:
