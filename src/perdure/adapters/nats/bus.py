@@ -278,7 +278,8 @@ class NatsBus:
         self._subscriptions.append((subject, receive))
         with contextlib.suppress(*_LOST):
             await self.client.subscribe(subject, cb=receive)
-            await self.client.flush(timeout=2)
+            for _ in range(2):  # nats-py's ping overtakes what it has yet to write: the second not.
+                await self.client.flush(timeout=2)
 
     async def close(self) -> None:
         """Disconnect."""
