@@ -1,19 +1,24 @@
 """`perdure doctor`: what this machine, or a job, lets perdure see; each lack with its mend."""
 
+import os
 import time
 from typing import Annotated, Any, Literal
 
 import typer
 
+from perdure.adapters.box import mend_line_ends, mend_secrets, read_box
 from perdure.adapters.devices import list_gpus
 from perdure.adapters.exporters import check_exporters
 from perdure.adapters.health import check_machine
 from perdure.adapters.rings import read_ring
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.options import Json
+from perdure.cli.profiles import choose_profile
 from perdure.cli.say import note, print_json, render_table
+from perdure.detect.traps import judge
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.health import Check
+from perdure.model.traps import Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
 from perdure.worker.native.nccl import find_nccl_plugin
 from perdure.worker.native.status import status as recorder_status
@@ -38,11 +43,25 @@ def doctor(
     probe: Annotated[
         bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
     ] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="PROFILE", help="Also the traps of a platform.")
+    ] = None,
+    project: Annotated[
+        str, typer.Option("--project", metavar="DIR", help="Whose scripts are looked at.")
+    ] = ".",
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the traps that do not lie ahead as well.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
-    """Check what perdure can see and do here; with JOB, what it sees of that job."""
+    """Check what perdure can see and do here, and which traps lie ahead; with JOB, of that job.
+
+    Every trap is in docs/doctor.md, with what prevents, detects, watches for or diagnoses it.
+    """
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
+    mended = mend(project) if fix else []
     if job:
         checks = _check_job(find_job(job))
     else:
@@ -50,12 +69,71 @@ def doctor(
         checks = (*checks, check_exporters())
     if probe and job is not None:
         checks = (*checks, _probe(find_job(job)))
+    traps = look_for_traps(find_job(job) if job else None, on, project)
     if as_json:
-        print_json({"job": job, "checks": checks})
+        rows = [_describe(trap, check) for trap, check in traps]
+        print_json({"job": job, "checks": checks, "traps": rows, "mended": mended})
     else:
+        for line in mended:
+            print(f"mended: {line}")
         print(render_checks(checks))
+        print("\n" + render_traps(traps, every=every))
     if any(check.state == "missing" for check in checks):
         raise typer.Exit(PlatformError.exit_code)
+
+
+def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple[Trap, Check], ...]:
+    """Return what this machine says of the traps of a platform; without one, of its own.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    scopes: set[Scope] = {"any", "ssh", "nodes"}
+    checkpoints = ""
+    if on is not None:
+        kind = choose_profile(on, None, resolve_home()).profile.kind
+        scopes = {"any", "nodes"}
+        if kind != "local":
+            scopes.add(kind)
+    if job is not None:
+        project = job.spec.cwd
+        checkpoints = job.spec.checkpoint.url or job.paths.checkpoints
+    facts = read_box(resolve_home(), os.path.abspath(project), checkpoints)
+    if on is None and facts.slurm:
+        scopes.add("slurm")
+    return judge(facts, frozenset(scopes))
+
+
+def _describe(trap: Trap, check: Check) -> dict[str, Any]:
+    return {
+        "id": trap.id, "title": trap.title, "scope": trap.scope, "state": check.state,
+        "evidence": check.evidence, "mend": trap.mend, "fix": trap.fix,
+    }  # fmt: skip
+
+
+def mend(project: str) -> list[str]:
+    """Mend what can be mended without asking; return what was done, a line each."""
+    changed = [f"U26: line ends of {name}" for name in mend_line_ends(os.path.abspath(project))]
+    secrets = mend_secrets(os.path.expanduser("~"))
+    return changed + [f"U34: nobody else may read {path}" for path in secrets]
+
+
+def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) -> str:
+    """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
+    shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
+    rows: list[tuple[Any, ...]] = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
+    lines: list[str] = []
+    if rows:
+        table = render_table(("state", "trap", "what", "evidence"), rows).splitlines()
+        indent = " " * table[0].index("what")
+        lines = table[:1]
+        for (trap, check), line in zip(shown, table[1:], strict=True):
+            lines.append(line)
+            if check.state != "ok":
+                lines.append(f"{indent}mend: {trap.mend}{' (--fix)' if trap.fix else ''}")
+    well = sum(check.state == "ok" for _, check in traps)
+    lines.append(f"{len(traps)} traps were looked for, {well} do not lie ahead; docs/doctor.md")
+    return "\n".join(lines)
 
 
 def check_recorder() -> Check:

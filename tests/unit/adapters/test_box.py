@@ -1,0 +1,70 @@
+"""Facts of a machine, read from this one and from files made for it; mends that change files."""
+
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters import box
+
+
+def test_this_machine_is_read_and_nothing_is_left_behind(tmp_path: Path) -> None:
+    facts = box.read_box(str(tmp_path / "home"), str(tmp_path))
+    assert facts.system == "Linux"
+    assert {disk.role for disk in facts.disks} >= {"state", "project", "temporary"}
+    assert all(disk.total >= disk.free >= 0 for disk in facts.disks)
+    assert 0 < facts.memory_used < facts.memory_limit
+    assert facts.open_files > 0
+    assert facts.ancestors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_of_a_cgroup_without_its_cache(tmp_path: Path) -> None:
+    group = tmp_path / "cg" / "job"
+    group.mkdir(parents=True)
+    (tmp_path / "own").write_text("0::/job\n")
+    (group / "memory.max").write_text("2000000\n")
+    (group / "memory.current").write_text("1500000\n")
+    (group / "memory.stat").write_text("anon 900000\ninactive_file 500000\n")
+    (group / "memory.events").write_text("oom 1\noom_kill 3\n")
+    found = box.read_memory(str(tmp_path / "own"), str(tmp_path / "cg"))
+    assert found == (2_000_000, 1_000_000, 3)
+
+
+@pytest.mark.parametrize(("text", "cores"), [("max 100000", None), ("250000 100000", 2.5)])
+def test_cores_granted(tmp_path: Path, text: str, cores: float | None) -> None:
+    (tmp_path / "own").write_text("0::/\n")
+    (tmp_path / "cpu.max").write_text(text)
+    assert box.read_cpu_quota(str(tmp_path / "own"), str(tmp_path)) == cores
+
+
+def test_scripts_of_windows_are_found_and_mended(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(b"#!/bin/sh\r\necho hello\r\n")
+    (tmp_path / "run.sh").chmod(0o755)
+    (tmp_path / "fine.sh").write_bytes(b"#!/bin/sh\n")
+    (tmp_path / "data.bin").write_bytes(b"\r\n")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "hook.sh").write_bytes(b"\r\n")
+    assert box.scan_project(str(tmp_path)) == (("run.sh",), 3)
+    assert box.mend_line_ends(str(tmp_path)) == ["run.sh"]
+    assert subprocess.check_output([tmp_path / "run.sh"]) == b"hello\n"
+    assert box.scan_project(str(tmp_path)) == ((), 3)
+
+
+def test_secrets_that_others_may_read(tmp_path: Path) -> None:
+    secret = tmp_path / ".netrc"
+    secret.write_text("machine x password y")
+    secret.chmod(0o644)
+    assert box.mend_secrets(str(tmp_path)) == [str(secret)]
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    assert list(box.find_readable_secrets(str(tmp_path))) == []
+    assert "y" not in str(box.read_environment({"HF_TOKEN": "y", "PATH": "y"}))
+
+
+def test_interfaces_without_loopback_and_containers(tmp_path: Path) -> None:
+    for name, state in (("lo", "up"), ("eth0", "up"), ("eth1", "down"), ("veth1", "up")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "operstate").write_text(state + "\n")
+        (tmp_path / name / "mtu").write_text("9000\n")
+    assert [(nic.name, nic.mtu) for nic in box.read_nics(str(tmp_path))] == [("eth0", 9000)]
