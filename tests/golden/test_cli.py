@@ -64,6 +64,7 @@ CASES = {
     "trace-help": ["trace", "--help"],
     "trace-generate-help": ["trace", "generate", "--help"],
     "trace-simulate-help": ["trace", "simulate", "--help"],
+    "trace-replay-help": ["trace", "replay", "--help"],
 }
 
 

@@ -23,6 +23,7 @@ from perdure.cli import (
     schema,
     steer,
     trace,
+    trace_replay,
     trace_simulate,
     verbs,
     verify,
@@ -97,6 +98,7 @@ for command in (
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
 trace.app.command()(trace_simulate.simulate)
+trace.app.command()(trace_replay.replay)
 app.add_typer(trace.app, name="trace")
 app.add_typer(queue.app, name="queue")
 

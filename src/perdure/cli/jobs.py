@@ -1,6 +1,5 @@
 """A job as the commands see it: files on disk, and its controller if one lives."""
 
-import asyncio
 import getpass
 import os
 import time
@@ -12,14 +11,13 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.adapters.host import read_boot_id, read_kernel_kills
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PlatformError, RequestError, SafetyError
+from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.model.steering import Verb
-from perdure.model.wire import Command, CommandReply, subject_commands
+from perdure.model.wire import Command
 from perdure.service.jobfiles import (
     is_alive,
     list_jobs,
@@ -39,8 +37,6 @@ LOST = "lost"
 """State of a job whose `perdure run` is gone without having ended it."""
 _SILENT_S = 5.0
 """A controller that lives writes a picture twice a second."""
-_ATTEMPT_S = 5.0
-_ANSWERED_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,45 +132,18 @@ def send_command(
         SafetyError: the controller refuses; the message has its reason.
         PlatformError: no answer in `timeout_s`.
     """
+    from perdure.service.commands import ask_controller
+
     if not job.alive:
         state = job.snapshot().state
         raise ConfigError(
             f"job `{job.name}` does not run: {state}", hint=f"perdure report {job.name}"
         )
     command = Command(id=f"cli-{token_hex(6)}", kind=kind, args=args, who=_find_user())
-    reply = asyncio.run(_ask(job, command, timeout_s))
+    reply = ask_controller(job.name, job.paths, command, timeout_s=timeout_s)
     if not reply.ok:
         raise SafetyError(f"refused: {reply.reason}", hint=f"perdure status {job.name}")
     return {**reply.result, "reason": reply.reason} if reply.reason else dict(reply.result)
-
-
-async def _ask(job: Job, command: Command, timeout_s: float) -> CommandReply:
-    from perdure.adapters.nats import NatsBus
-
-    deadline = time.monotonic() + timeout_s
-    endpoint = load_endpoint(job.paths)
-    bus = await NatsBus.connect(endpoint, name="perdure cli", timeout_s=min(10.0, timeout_s))
-    try:
-        while True:
-            left_s = deadline - time.monotonic()
-            try:
-                data = await bus.request(
-                    subject_commands(job.name),
-                    encode(command),
-                    timeout_s=max(0.1, min(_ATTEMPT_S, left_s)),
-                )
-                reply: CommandReply = decode(data, CommandReply)
-                return reply
-            except RequestError as error:
-                if time.monotonic() >= deadline or not job.alive:
-                    raise PlatformError(
-                        f"no answer from the controller of `{job.name}`: {error}",
-                        hint=f"it may still happen: perdure events {job.name}; "
-                        f"logs are in {job.paths.logs}",
-                    ) from error
-                await asyncio.sleep(_ANSWERED_S)
-    finally:
-        await bus.close()
 
 
 def _find_user() -> str:

@@ -15,18 +15,31 @@ from perdure.cli.trace import (
     Duration,
     File,
     FormatName,
+    Html,
     Notice,
     ScaleTo,
     Speed,
+    Svg,
     load_trace,
     write,
 )
 from perdure.model.errors import ConfigError
+from perdure.model.replay import MeasuredCosts
 from perdure.model.simulation import Physics
 from perdure.model.traces import AvailabilityTrace, find_intervals
-from perdure.plan.policies import POLICIES, Policy, change_policy, find_policies
+from perdure.plan.policies import POLICIES, Policy, apply_costs, change_policy, find_policies
 from perdure.plan.throughput import MODELS, Throughput, read_throughput
 
+Draw = Annotated[
+    bool, typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")]
+CostsIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--costs", metavar="FILE", help="perdure's costs, as trace replay has measured them."
+    ),
+]
 SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
@@ -47,6 +60,7 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="POLICY.FIELD=VALUE", help="Change a parameter; repeated."),
     ] = None,
+    costs: CostsIn = None,
     sweep: Annotated[
         bool,
         typer.Option(
@@ -60,11 +74,8 @@ def simulate(
     link_gbit: Annotated[
         float, typer.Option("--link-gbit", min=1e-6, help="Of each node, per second.")
     ] = 10.0,
-    draw: Annotated[
-        bool,
-        typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does."),
-    ] = False,
-    seed: Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")] = 0,
+    draw: Draw = False,
+    seed: Seed = 0,
     format_name: FormatName = None,
     duration: Duration = None,
     nodes: AllNodes = None,
@@ -72,12 +83,8 @@ def simulate(
     scale_to: ScaleTo = None,
     notice: Notice = 0.0,
     coalesce: Coalesce = 0.0,
-    svg: Annotated[
-        Path | None, typer.Option("--svg", metavar="FILE", help="Also draw throughput over time.")
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
-    ] = None,
+    svg: Svg = None,
+    html: Html = None,
     as_json: Json = False,
 ) -> None:
     """Say what each system would have made of a trace, beside what was possible at all.
@@ -90,6 +97,9 @@ def simulate(
         nodes=nodes, speed=speed, scale=scale_to, notice_s=notice, coalesce_s=coalesce,
     )  # fmt: skip
     policies = find_policies(policy)
+    if costs is not None:
+        measured = load_costs(costs)
+        policies = [apply_costs(p, measured) if p.name == "perdure" else p for p in policies]
     for setting in settings or ():
         policies = change_policy(policies, setting)
     drawn = draw or not trace.named
@@ -100,6 +110,21 @@ def simulate(
     table = load_throughput(tau, trace, state_gb)
     physics = Physics(bytes_per_s=link_gbit / 8e-9)
     _simulate(trace, table, policies, physics, seed if drawn else None, sweep, svg, html, as_json)
+
+
+def load_costs(path: Path) -> MeasuredCosts:
+    """Return the costs in a file that `trace replay --costs` has written.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MeasuredCosts)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"cannot read measured costs from {path}: {error}",
+            hint="a file that `perdure trace replay --costs FILE` has written",
+        ) from error
 
 
 def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) -> Throughput:

@@ -13,7 +13,7 @@ from perdure.model.simulation import Comparison
 Rates = Mapping[str, Sequence[tuple[float, float]]]
 """By policy, and U1: (seconds, samples a second from then on)."""
 
-_GROUPS = {
+GROUPS = {
     "useful": ("useful",),
     "pack": ("packing",),
     "reconf": tuple(name for name in INKS if name.startswith("reconfiguration")),
@@ -37,7 +37,7 @@ def render_comparison(comparison: Comparison) -> str:
         f"U1 {c.u1:.0f} samples; U2 {_share(c.u2, c.u1)} of it; "
         f"U2' {_share(c.u2_online, c.u1)} (hindsight at perdure's cost of a change)",
     ]
-    names = ("policy", "of U1", "of U2", "of U2'", "losses", "back", *_GROUPS)
+    names = ("policy", "of U1", "of U2", "of U2'", "losses", "back", *GROUPS)
     rows = [
         (
             row.policy,
@@ -45,21 +45,27 @@ def render_comparison(comparison: Comparison) -> str:
             f"{row.fraction_of_u2_online:.4f}",
             str(row.losses),
             str(row.restarts),
-            *(_percent(sum(row.ledger[a] for a in accounts)) for accounts in _GROUPS.values()),
+            *(render_percent(sum(row.ledger[a] for a in accounts)) for accounts in GROUPS.values()),
         )
         for row in c.policies
     ]
+    table = render_rows(names, rows)
+    wide = max(len(name) for name, *_ in (names, *rows))
+    sources = [f"  {row.policy:<{wide}}  {row.source}" for row in c.policies]
+    note = "losses: of nodes that trained; back: to a checkpoint, since nobody had the state"
+    return "\n".join([*head, "", *table, note, "", "parameters from", *sources, *_list_sweep(c)])
+
+
+def render_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a table whose first column leans to the left and whose others lean to the right."""
     widths = [max(len(line[i]) for line in (names, *rows)) for i in range(len(names))]
-    table = [
+    return [
         "  ".join(
             cell.rjust(width) if i else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(line, widths, strict=True))
         )
         for line in (names, *rows)
     ]
-    sources = [f"  {row.policy:<{widths[0]}}  {row.source}" for row in c.policies]
-    note = "losses: of nodes that trained; back: to a checkpoint, since nobody had the state"
-    return "\n".join([*head, "", *table, note, "", "parameters from", *sources, *_list_sweep(c)])
 
 
 def _list_sweep(c: Comparison) -> list[str]:
@@ -77,7 +83,8 @@ def _share(part: float, whole: float) -> str:
     return f"{part / whole:.4f}" if whole else "-"
 
 
-def _percent(share: float) -> str:
+def render_percent(share: float) -> str:
+    """Return a share as a percentage; nothing is a bare 0."""
     return f"{100 * share + 0.0:.2f}%" if abs(share) >= 5e-7 else "0"
 
 

@@ -57,7 +57,9 @@ class Detector:
         """Begin before the first event of the journal."""
         self._spec = spec
         self._config = spec.detect
-        self._nodes = NodeWatch(spec.detect.node_lost_s, spec.restart.node_wait_s)
+        self._nodes = NodeWatch(
+            spec.detect.node_lost_s, spec.restart.node_wait_s, spec.detect.node_doubt_s
+        )
         self._notes = ProgressNotes(spec)
         self._habits = Habits()
         self._cadences: dict[int, Cadence] = {}

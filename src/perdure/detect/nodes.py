@@ -8,6 +8,7 @@ controller that is cut off; it could reach nobody with a decision, so it makes n
 `all_lost_s`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,9 +34,11 @@ class _Node:
 class NodeWatch:
     """Receives every heartbeat and says when a node fell silent."""
 
-    def __init__(self, node_lost_s: float, all_lost_s: float = 0.0) -> None:
+    def __init__(
+        self, node_lost_s: float, all_lost_s: float = 0.0, doubt_s: float = DOUBT_S
+    ) -> None:
         """Begin with no nodes; those that never came are not lost."""
-        self._node_lost_s, self._all_lost_s = node_lost_s, all_lost_s
+        self._node_lost_s, self._all_lost_s, self._doubt_s = node_lost_s, all_lost_s, doubt_s
         self._heard_s: float | None = None
         # The last heartbeats of nodes that fall silent together are not of one moment.
         self._quiet_s = node_lost_s / 2
@@ -59,7 +62,7 @@ class NodeWatch:
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from the next look on."""
-        self._node_lost_s = config.node_lost_s
+        self._node_lost_s, self._doubt_s = config.node_lost_s, config.node_doubt_s
 
     def register(self, now: float, node: int) -> None:
         """An agent said hello."""
@@ -83,7 +86,11 @@ class NodeWatch:
     def doubt(self, now: float) -> None:
         """An elastic world has broken, and waits to know who is lost."""
         self._doubted = True
-        self._due_s = min(self._due_s or now, now) + _ANY_S
+        self._due_s = min(self._due_s or math.inf, now + self._find_look_s())
+
+    def _find_look_s(self) -> float:
+        """Return how often to look while in doubt."""
+        return min(_ANY_S, self._doubt_s / 5)
 
     def trust(self) -> None:
         """It is whole again."""
@@ -116,7 +123,7 @@ class NodeWatch:
             return lost
         later, limit_s = [], self._node_lost_s
         if self._doubted and all_silent_s < _ANY_S:
-            limit_s = min(limit_s, DOUBT_S)
+            limit_s = min(limit_s, self._doubt_s)
         for number, node in sorted(self._nodes.items()):
             silence_s = now - node.received_s
             if not node.lost and silence_s >= limit_s:
@@ -133,5 +140,5 @@ class NodeWatch:
         known = [at_s for at_s in waiting if now - at_s < self._node_lost_s] + later
         self._due_s = min(known) + self._node_lost_s if known else None
         if self._doubted:
-            self._due_s = min(self._due_s or now + _ANY_S, now + _ANY_S)
+            self._due_s = min(self._due_s or math.inf, now + self._find_look_s())
         return lost

@@ -32,6 +32,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A suspected rank that still burns CPU is acted upon after this long."""
     node_lost_s: Seconds = 15.0
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
+    node_doubt_s: Seconds = 3.0
+    """The same where an elastic world has broken, too: its ranks' peers saw connections end."""
     exit_skew_s: Seconds = 5.0
     """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
     comm_action_s: Seconds = 10.0

@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from perdure.model.errors import ConfigError
+from perdure.model.replay import MeasuredCosts, MeasuredPhases
 
 
 class Phases(msgspec.Struct, frozen=True):
@@ -69,6 +70,9 @@ class Policy(msgspec.Struct, frozen=True):
     otherwise the fastest shape is taken at once."""
     efficiency: float = 1.0
     """What is left of the throughput beside its steady overhead."""
+    start_s: float = 0.0
+    """A node that comes later than at the beginning can be taken in after so long: its processes
+    start while the others train."""
 
 
 _RESTART_S = 120.0
@@ -200,6 +204,24 @@ POLICIES: dict[str, Policy] = {
         ),
     )
 }
+
+
+def apply_costs(policy: Policy, costs: MeasuredCosts) -> Policy:
+    """Return `policy` with costs that were measured; checkpoints are in its steady one."""
+
+    def read(phases: MeasuredPhases) -> Phases:
+        return msgspec.convert(msgspec.to_builtins(phases), Phases)
+
+    return msgspec.structs.replace(
+        policy,
+        source=f"{costs.source} ({costs.losses} losses, {costs.joins} joins)",
+        loss=read(costs.loss),
+        join=read(costs.join),
+        announced=read(costs.announced),
+        start_s=costs.start_s,
+        efficiency=1.0 - costs.steady,
+        save_s=0.0,
+    )
 
 
 def find_policies(names: str) -> list[Policy]:

@@ -154,6 +154,17 @@ def find_by_argument(argument: str) -> list[int]:
     return found
 
 
+def find_by_title(title: str) -> list[int]:
+    """Return the processes that call themselves `title`, to the end of a word."""
+    found = []
+    for pid in _list_pids():
+        with contextlib.suppress(OSError):
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            if f"{line} ".startswith(f"{title} "):
+                found.append(pid)
+    return found
+
+
 def reap_adopted(known: set[int]) -> None:
     """Reap orphans that have come to us and ended; `known` pids have somebody who waits."""
     try:

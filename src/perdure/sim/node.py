@@ -132,6 +132,11 @@ class Node:
             self.agent = None
             self.clock.after(down_s, self.start_agent)
 
+    def vanish(self) -> None:
+        """Lose all that runs here, without a word; `start_agent` boots it again."""
+        self.agent = None
+        self.kill_keeper()
+
     def feed(self, input_: Input) -> None:
         """Give the machine something, and do what it says."""
         if self.agent is not None:

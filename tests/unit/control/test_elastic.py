@@ -164,7 +164,8 @@ def test_a_world_that_broke_without_a_loss_is_formed_again_but_not_for_ever() ->
             machine.handle(now, reformed(rank, epoch + 1, step=0))
     epoch = RETRIES_MAX
     machine.handle(now, WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset"))
-    assert restarts(machine.handle(now + RETRY_S, TimerFired()))
+    assert machine.handle(now + RETRY_S, TimerFired()) == []  # A silent node may be the reason.
+    assert restarts(machine.handle(now + 10.0, TimerFired()))
 
 
 def test_a_known_death_goes_before_a_retry() -> None:

@@ -39,6 +39,8 @@ REFORM_TIMEOUT_S = 30.0
 RETRY_S = 0.3
 """How long a rank's death may take to be known, before a broken world is formed again as it was."""
 RETRIES_MAX = 3
+_SURE_S = 1.5
+"""Beyond `detect.node_doubt_s` a silent node is known as lost, or none is."""
 
 
 def elastic_deadline(state: ControllerState) -> float | None:
@@ -85,7 +87,7 @@ def note_world(
     if isinstance(event, WorldBroken):
         known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
-            elastic.retry_s = elastic.retry_s or now + RETRY_S
+            elastic.retry_s = elastic.retry_s or now + _find_patience(state)
         return []
     if event.finished:
         elastic.finished.add(event.rank)
@@ -107,6 +109,17 @@ def note_world(
     return []
 
 
+def _find_patience(state: ControllerState) -> float:
+    """Return how long a broken world waits for word of a loss.
+
+    A world that meets at the store of a node that has vanished breaks at once and again. It is
+    not given up for that: before the last try is counted, the node's silence has become a loss.
+    """
+    if state.elastic.retries < RETRIES_MAX:
+        return RETRY_S
+    return state.the_spec().detect.node_doubt_s + _SURE_S
+
+
 def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAction] | None:
     """Return the order that leaves out who is lost; None where that cannot be done in place.
 
@@ -122,6 +135,7 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
         elastic.given_up = "no member that has the state is left"
         return None
     elastic.reforms += 1
+    elastic.retries = 0  # It is the loss that had broken the world.
     nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
     called = call_spares(state, nodes) if not elastic.finished else ()
     spares, followers = split_called(state, called)

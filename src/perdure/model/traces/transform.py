@@ -38,6 +38,35 @@ def announce(trace: AvailabilityTrace, notice_s: float) -> AvailabilityTrace:
     return replace(trace, nodes=nodes)
 
 
+def cut(trace: AvailabilityTrace, end_s: float) -> AvailabilityTrace:
+    """Return the beginning of `trace`, up to `end_s`."""
+    if end_s >= trace.duration_s:
+        return trace
+
+    def shorten(stay: Stay) -> Stay:
+        over = stay.end_s is None or stay.end_s >= end_s
+        return replace(stay, end_s=None, notice_s=0.0) if over else stay
+
+    kept = ((n, tuple(s for s in n.stays if s.begin_s < end_s)) for n in trace.nodes)
+    nodes = tuple(replace(n, stays=tuple(map(shorten, stays))) for n, stays in kept if stays)
+    return replace(trace, nodes=nodes, duration_s=end_s)
+
+
+def delay(trace: AvailabilityTrace, start_s: float) -> AvailabilityTrace:
+    """Return `trace` with nodes that come later than at 0 of use only `start_s` after that."""
+
+    def shift(stay: Stay) -> Stay | None:
+        begin_s = stay.begin_s + (start_s if stay.begin_s > 0 else 0.0)
+        end_s = trace.duration_s if stay.end_s is None else stay.end_s
+        if begin_s >= end_s:
+            return None
+        return replace(stay, begin_s=begin_s, notice_s=min(stay.notice_s, end_s - begin_s))
+
+    moved = ((n, tuple(s for s in map(shift, n.stays) if s)) for n in trace.nodes)
+    nodes = tuple(replace(n, stays=stays) for n, stays in moved if stays)
+    return replace(trace, nodes=nodes) if start_s else trace
+
+
 def scale_to(trace: AvailabilityTrace, nodes_max: int) -> AvailabilityTrace:
     """Return `trace` with as many of its nodes as fit, `nodes_max` where it had most.
 

@@ -6,6 +6,7 @@ import msgspec
 
 from perdure.model.simulation import Comparison, Physics, PolicyRow, SweepRow
 from perdure.model.traces import AvailabilityTrace, find_intervals
+from perdure.model.traces.transform import delay
 from perdure.plan.oracle import ChangeCosts, find_area, find_best_plan
 from perdure.plan.policies import POLICIES, Policy
 from perdure.plan.throughput import Throughput
@@ -46,7 +47,8 @@ def compare(
     online = find_online_costs(reference, physics)
     u1 = find_area(intervals, table)
     u2 = find_best_plan(intervals, table, floor, lambda done: progress("U2", done))
-    u2_online = find_best_plan(intervals, table, online, lambda done: progress("U2'", done))
+    late = find_intervals(delay(trace, reference.start_s))
+    u2_online = find_best_plan(late, table, online, lambda done: progress("U2'", done))
     outcomes = {}
     for policy in policies:
         replay = Replay(policy, trace, table, physics)
@@ -102,7 +104,8 @@ def sweep_communicator(
     rows = []
     for number, value_s in enumerate(values_s):
         slower = _with_communicator(policy, value_s)
-        online = find_best_plan(intervals, table, find_online_costs(slower, physics))
+        late = find_intervals(delay(trace, slower.start_s))
+        online = find_best_plan(late, table, find_online_costs(slower, physics))
         outcome = Replay(slower, trace, table, physics).run()
         rows.append(SweepRow(value_s, outcome.committed / u2, online / u2))
         progress("communicator", (number + 1) / len(values_s))

@@ -13,6 +13,7 @@ import msgspec
 
 from perdure.model.simulation import Physics
 from perdure.model.traces import AvailabilityTrace, Departure, Interval, find_intervals
+from perdure.model.traces.transform import delay
 from perdure.plan.grid import Grid, find_neighbours_lost
 from perdure.plan.interval import daly
 from perdure.plan.policies import Phases, Policy
@@ -64,7 +65,8 @@ class Replay:
     ) -> None:
         """Begin before the trace does; `run` does the rest."""
         self.policy, self.table, self.physics = policy, table, physics
-        self.slots, self.intervals = trace.slots, find_intervals(trace)
+        self.slots, self.intervals = trace.slots, find_intervals(delay(trace, policy.start_s))
+        self.slot_s = sum(i.length_s * self._weigh(i.living) for i in find_intervals(trace))
         self.respond = Responder(policy, table, physics.bytes_per_s)
         self.ledger, self.now_s = Ledger(), 0.0
         self.grid: Grid | None = None
@@ -99,11 +101,12 @@ class Replay:
             self._meet(interval)
             self._advance(interval)
             progress((number + 1) / len(self.intervals))
-        slot_s = sum(i.length_s * self._weigh(i.living) for i in self.intervals)
+        there_s = sum(i.length_s * self._weigh(i.living) for i in self.intervals)
+        self.ledger.spend("startup", self.slot_s - there_s)
         return Outcome(
             committed=self.ledger.samples,
-            slot_s=slot_s,
-            ledger=self.ledger.close(slot_s),
+            slot_s=self.slot_s,
+            ledger=self.ledger.close(self.slot_s),
             losses=self.losses,
             changes=self.changes,
             restarts=self.restarts,

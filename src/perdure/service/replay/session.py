@@ -1,0 +1,217 @@
+"""All of a live replay: measure, play each system in turn, compare with what was possible."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.replay import ReplayResult, ReplayRow
+from perdure.model.simulation import Comparison, Physics
+from perdure.model.traces import AvailabilityTrace, find_intervals
+from perdure.model.traces.transform import cut
+from perdure.plan.policies import POLICIES, apply_costs
+from perdure.plan.throughput import Throughput
+from perdure.service.replay.calibrate import (
+    check_rising,
+    find_cache,
+    load_throughput,
+    measure_throughput,
+)
+from perdure.service.replay.live import Played, play, wait_ready
+from perdure.service.replay.systems import Perdure, System, Torchft, Torchrun
+from perdure.sim.replay.compare import compare
+from perdure.sim.replay.schedule import Schedule, plan_schedule
+from perdure.telemetry.replay import (
+    close_ledger,
+    count_changes,
+    count_committed,
+    find_rates,
+    measure_costs,
+)
+
+SYSTEMS = ("perdure", "torchrun", "torchft")
+NODES_MAX = 8
+
+Say = Callable[[str, float, str], None]
+"""What is being done, the share of it that is, and more in words."""
+
+
+class Wish(NamedTuple):
+    """What is to be replayed, and how."""
+
+    trace: AvailabilityTrace
+    systems: Sequence[str]
+    home: str
+    pace_s: float
+    """Declared time of a micro-batch on a virtual device."""
+    measure: bool
+    """Measure throughput even where that was done before."""
+    speed: float
+    notice_s: float
+    seed: int | None
+
+
+def find_systems(names: str) -> list[str]:
+    """Return the systems in `names`, separated by commas; `all` is every one."""
+    found = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in found:
+        if name not in SYSTEMS:
+            raise ConfigError(
+                f"no system `{name}` to replay against", hint="all, or of " + ", ".join(SYSTEMS)
+            )
+    return found
+
+
+def check_trace(trace: AvailabilityTrace) -> int:
+    """Return the most nodes that there are at once.
+
+    Raises:
+        SafetyError: nobody is left at some time, or there are too many for this machine.
+    """
+    counts = [(len(i.living), i.begin_s) for i in find_intervals(trace)]
+    fewest, at_s = min(counts)
+    if fewest == 0:
+        raise SafetyError(
+            f"{trace.name} has no node at {at_s:.1f} s: nobody would have the state",
+            hint="a larger --nodes-max, or another --until",
+        )
+    most, _ = max(counts)
+    if most > NODES_MAX:
+        raise SafetyError(f"{most} nodes at once, and at most {NODES_MAX} are played here")
+    return most
+
+
+def replay(wish: Wish, say: Say) -> ReplayResult:
+    """Play the trace against each system, one after another.
+
+    Raises:
+        SafetyError: throughput does not rise with the number of nodes, or the trace has none.
+        PlatformError: a system does not run here.
+    """
+    count = check_trace(wish.trace)
+    schedule = plan_schedule(wish.trace)
+    Path(wish.home, "replay").mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(wish.home, "replay")))
+    played: dict[str, Played] = {}
+    table = _find_table(wish, count, folder, say)
+    for name in wish.systems:
+        where = folder / name
+        where.mkdir(exist_ok=True)
+        played[name] = _play_one(name, wish, schedule, count, where, table, say)
+        if not played[name].complete:
+            break
+    shutil.rmtree(folder, ignore_errors=True)
+    return _compare(wish, table, played)
+
+
+def _find_table(wish: Wish, count: int, folder: Path, say: Say) -> Throughput:
+    """Return the measured throughput, from an earlier replay where there was one."""
+    path = find_cache(wish.home, count, wish.pace_s)
+    table = None if wish.measure else load_throughput(path)
+    if table is None:
+        where = folder / "measure"
+        where.mkdir()
+        system = Perdure(where, wish.home, count, wish.pace_s)
+        try:
+            say("start", 0.0, f"{count} nodes")
+            system.start(range(count))
+            table = measure_throughput(
+                system, count, path, lambda n: say("measure", 1 - n / count, f"{n} nodes")
+            )
+        finally:
+            system.end()
+    check_rising(table)
+    return table
+
+
+def _play_one(
+    name: str,
+    wish: Wish,
+    schedule: Schedule,
+    count: int,
+    folder: Path,
+    table: Throughput,
+    say: Say,
+) -> Played:
+    system: System
+    if name == "perdure":
+        system = Perdure(folder, wish.home, count, wish.pace_s)
+    elif name == "torchrun":
+        system = Torchrun(folder, wish.pace_s)
+    else:
+        system = Torchft(folder, count, wish.pace_s)
+    rates = {shape.nodes: rate for shape, rate in table.rates.items()}
+    end_s = wish.trace.duration_s
+
+    def progress(now_s: float, nodes: int, members: int) -> None:
+        say(name, now_s / end_s, f"{now_s:.0f} of {end_s:.0f} s, {nodes} nodes, {members} train")
+
+    try:
+        say(name, 0.0, "starts")
+        system.start(schedule.first)
+        wait_ready(system, schedule.first)
+        return play(system, schedule, end_s, rates, progress)
+    finally:
+        system.end()
+
+
+def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> ReplayResult:
+    """Return what the systems made, beside what was possible."""
+    policy, costs = POLICIES["perdure"], None
+    if "perdure" in played:
+        costs = measure_costs(played["perdure"].run, _describe(wish, played["perdure"]))
+        policy = apply_costs(policy, costs)
+    ends = {name: one.run.end_s for name, one in played.items()}
+    bounds = {
+        end_s: compare(cut(wish.trace, end_s), table, [policy], Physics())[0]
+        for end_s in set(ends.values())
+    }
+    first = next(iter(played.values()))
+    whole = bounds[first.run.end_s]
+    trace = cut(wish.trace, first.run.end_s)
+    return ReplayResult(
+        trace=wish.trace.name,
+        duration_s=first.run.end_s,
+        complete=all(one.complete for one in played.values()),
+        slot_s=whole.slot_s,
+        nodes_max=max(len(i.living) for i in find_intervals(trace)),
+        speed=wish.speed,
+        notice_s=wish.notice_s,
+        seed=wish.seed,
+        throughput={str(shape.nodes): rate for shape, rate in table.rates.items()},
+        u1=whole.u1,
+        u2=whole.u2,
+        u2_online=whole.u2_online,
+        systems=tuple(_make_row(name, one, bounds[ends[name]]) for name, one in played.items()),
+        costs=costs,
+        simulated=bounds[ends["perdure"]].policies[0] if costs else None,
+        counts=tuple((i.begin_s, len(i.living)) for i in find_intervals(trace)),
+    )
+
+
+def _describe(wish: Wish, played: Played) -> str:
+    speed = f", {wish.speed:g} times as fast" if wish.speed != 1 else ""
+    notice = f", {wish.notice_s:g} s of notice" if wish.notice_s else ""
+    return f"trace replay of {wish.trace.name}{speed}{notice}, load {played.load:.1f}"
+
+
+def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
+    committed, again = count_committed(one.run)
+    losses, joins, gap_s = count_changes(one.run)
+    return ReplayRow(
+        system=name,
+        committed=committed,
+        fraction_of_u1=committed / bound.u1 if bound.u1 else 0.0,
+        fraction_of_u2=committed / bound.u2 if bound.u2 else 0.0,
+        fraction_of_u2_online=committed / bound.u2_online if bound.u2_online else 0.0,
+        ledger=close_ledger(one.run),
+        losses=losses,
+        joins=joins,
+        steps_again=again,
+        longest_gap_s=gap_s,
+        load=one.load,
+        recoveries_s=tuple(r.total_s for r in one.recoveries if r.failed),
+        rates=find_rates(one.run),
+    )

@@ -1,0 +1,38 @@
+"""Whatever a trace of availability does to an elastic job, nothing that counts is lost.
+
+The real controller and agents, played members (`perdure.sim.elastic`), and nodes that vanish and
+come back as the trace says. `Fabric` raises where a step is made of anything but every micro-batch
+once; the simulation where a verified step is lost or the ledger does not close.
+"""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.traces import traces
+
+from perdure.model.traces import AvailabilityTrace, find_intervals
+from perdure.model.traces.transform import speed_up
+from perdure.sim import Scenario, Weather
+from perdure.sim.elastic_trace import TracedSimulation
+
+STEPS = 200
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    traces(nodes_max=5, stays_max=7, anchored=True),
+    st.integers(0, 1000),
+    st.sampled_from([80.0, 300.0]),
+)
+def test_every_sample_counts_once_and_the_ledger_closes(
+    trace: AvailabilityTrace, seed: int, speed: float
+) -> None:
+    nodes = max(len(i.living) for i in find_intervals(trace))
+    scenario = Scenario(
+        seed=seed, nodes=nodes, nproc=1, steps=STEPS, step_s=0.05, faults=0, kinds=("crash",),
+        weather=Weather(0.003, loss=0.02, duplicate=0.02), end_s=2000.0,
+    )  # fmt: skip
+    simulation = TracedSimulation(scenario, speed_up(trace, speed))
+    simulation.run()
+    assert max(simulation.truth) == STEPS
+    assert sorted(simulation.truth) == list(range(STEPS + 1))
+    assert len(simulation.worlds) == 1, "somebody was always there, and the world was restarted"
