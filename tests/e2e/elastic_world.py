@@ -7,6 +7,7 @@ be: whoever dies is left out of the next epoch.
 """
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -124,8 +125,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
     model = nn.Sequential(
-        nn.Linear(16, width), nn.Dropout(0.1), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-        nn.Linear(width, 1),
+        nn.Linear(16, width), nn.Dropout(scenario.get("dropout", 0.1)), nn.ReLU(),
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1),
     )  # fmt: skip
     plan = plan_batches(scenario["batch"], scenario["micro_batch"])
     data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
@@ -140,11 +141,22 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
         outputs.register_hook(lambda grad: killer.pass_by("backward"))
         return nn.functional.mse_loss(outputs, targets)
 
-    replica, trainer = make_trainer(scenario, model, compute, Line(me, joins, sock))
+    def load(step: int, number: int) -> tuple[Tensor, Tensor]:
+        used.append([step, number, *data.indices(step, number)])
+        time.sleep(scenario.get("pace_s", 0.0))
+        inputs, targets = data.load(step, number)
+        return inputs, targets
+
+    line = Line(me, joins, sock)
+    if "stages" in scenario:
+        replica, trainer = make_stages(scenario, model, load, killer, line)
+    else:
+        replica, trainer = make_trainer(scenario, model, compute, line)
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(trainer._replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
-    bring = "_take_shard" if "shard" in scenario else "_bring_together"
+    places = {"shard": "_take_shard", "stages": "_take_blocks"}
+    bring = next((place for key, place in places.items() if key in scenario), "_bring_together")
     killer.wrap(trainer, bring, "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
@@ -158,7 +170,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 # Of the newest state: a rank that rolls forward yields two steps at once.
                 "hash": hash_state(replica),
                 "hash_of": trainer.applied,
-                "shard": getattr(replica, "shard", None) and str(replica.shard),
+                "shard": name_part(replica),
+                "shape": trainer.layout.shape if "stages" in scenario else "",
             }
             used.clear()
             out.write(json.dumps(row) + "\n")
@@ -185,8 +198,36 @@ def make_trainer(
     )  # fmt: skip
 
 
+def make_stages(
+    scenario: dict[str, Any], model: nn.Sequential, load: Any, killer: Killer, membership: Line
+) -> tuple[Any, Any]:
+    """Return what is trained, cut into stages, and its loop."""
+    from perdure.plan.stages import Model, choose_balanced
+    from perdure.worker.elastic.stage_trainer import StageTrainer
+    from perdure.worker.elastic.staged import StagedReplica
+    from perdure.worker.pipeline import Runner
+
+    killer.wrap(Runner, "_forward", "forward")
+    killer.wrap(Runner, "_backward", "backward")
+    replica = StagedReplica(list(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
+    shape = Model(replica.weights, replica.sizes, scenario["stages"])
+    trainer = StageTrainer(
+        replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
+        seed=3, exact=scenario.get("exact", False), membership=membership,
+        choose=functools.partial(choose_balanced, shape), bucket_bytes=4096,
+        snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
+    )  # fmt: skip
+    return replica, trainer
+
+
+def name_part(replica: Any) -> str | None:
+    """Return what a rank has of the state; None where that is all."""
+    part = getattr(replica, "shard", None) or getattr(replica, "section", None)
+    return part and str(part)
+
+
 def hash_state(replica: Any) -> str:
-    if isinstance(replica, Replica):
+    if hasattr(replica, "tensors"):
         return hash_tensors(replica.tensors())
     return hash_tensors([t for parts in replica.parts().values() for t in parts.values()])
 

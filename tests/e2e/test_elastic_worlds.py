@@ -20,6 +20,7 @@ from tests.e2e.elastic_scenarios import (
 from tests.e2e.elastic_world import KILLED_AT
 
 EVERY = 3
+SEEDS = 9
 PLACES = KILLED_AT[:6]
 """Where a rank of an undisturbed world comes by."""
 
@@ -65,22 +66,27 @@ def fixed() -> list[dict[str, Any]]:
             for n, place in enumerate(("applied 4", "backward 17"))
         ),
         scenario("sole-node", 3, shard=0, every=EVERY, nodes=3, kill={"1": "backward 17"}),
+        scenario("stages-one", 1, stages=2, exact=True),
+        scenario("stages-morph", 4, stages=2, exact=True, joins=1, join_epoch=1,
+                 kill={"3": "backward 7", "2": "optimizer 4"}),
+        scenario("stages-lost", 3, stages=3, exact=True, every=EVERY, nodes=3,
+                 kill={"1": "backward 40"}),
     ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("elastic")
-    return run_scenarios([*fixed(), *(seeded(seed) for seed in range(12))], folder)
+    return run_scenarios([*fixed(), *(seeded(seed) for seed in range(SEEDS))], folder)
 
 
-NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(12)]
+NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(SEEDS)]
 
 
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("name", [name for name in NAMES if "sole" not in name])
+@pytest.mark.parametrize("name", [n for n in NAMES if "sole" not in n and n != "stages-lost"])
 def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: str) -> None:
     judge(outcomes[name])
 
@@ -113,6 +119,25 @@ def test_exact_losses_and_parameters_are_bitwise_equal(outcomes: dict[str, Any])
                 curves.add(tuple(tuple(row["losses"]) for row in rows))
                 ends.add(rows[-1]["hash"])
     assert len(curves) == len(ends) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+def test_stages_of_any_world_have_the_losses_of_one_process(outcomes: dict[str, Any]) -> None:
+    """Bitwise: with a stage's copy lost and another one's last, morphed, joined, and gone back."""
+    (whole,) = outcomes["stages-one"]["rows"].values()
+    for name, back in (("stages-morph", 0), ("stages-lost", 1)):
+        outcome = outcomes[name]
+        assert not outcome["answer"].get("hung"), outcome["log"][-2000:]
+        found = {r["step"]: r["losses"] for rows in outcome["rows"].values() for r in rows}
+        assert found == {row["step"]: row["losses"] for row in whole}
+        mine = outcome["rows"]["0"]
+        assert len({row["shape"] for row in mine}) > 1
+        steps = [row["step"] for row in mine]
+        assert sum(b <= a for a, b in itertools.pairwise(steps)) == back
+        left = Path(outcome["scenario"]["memory"]).glob("*/m*.head")
+        assert {path.name.split("-")[0][1:] for path in left} <= set(outcome["scenario"]["kill"])
 
 
 @pytest.mark.slow

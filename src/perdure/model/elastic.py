@@ -53,6 +53,12 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     """Since when it waited for the collective that broke; 0 where it did not wait."""
     connected_s: float = 0.0
     """When it was connected; from then on states were brought together."""
+    shape: str = ""
+    """Copies and stages of a pipelined world."""
+    morphed: bool = False
+    """The model is cut into stages otherwise than before."""
+    moved_bytes: int = 0
+    """State that this rank was sent."""
     reason: str = ""
     finished: bool = False
     """It has applied the last step, as everyone has, and needs no world any more."""

@@ -144,7 +144,9 @@ def decide_shards(
             return None
         step, line, sources = found
     live = sorted(m for m, s in standings.items() if (s.applied, s.line) == (step, line))
-    behind = sorted(m for m, s in standings.items() if (s.applied + 1, s.ready) == (step, line))
+    behind = sorted(
+        m for m, s in standings.items() if s.shards and (s.applied + 1, s.ready) == (step, line)
+    )
     forward = tuple(behind) if live else ()
     kept = {m: standings[m].done for m in live}
     todo = reassign(count, members, kept)

@@ -31,6 +31,7 @@ class Reform:
     redone: int = 0
     connected_s: float = 0.0
     back: int = 0
+    morphed: bool = False
     how: str = ""
     new: list[int] = field(default_factory=list)
     """Members that have come in with it, and were in no world before."""
@@ -49,6 +50,8 @@ class Reform:
             return "morph"
         if not self.cause:
             return "join"
+        if self.morphed:
+            return "morph"
         return "retry" if self.cause == BROKEN else "replace" if self.new else "shrink"
 
     def take(self, event: WorldReformed, *, new: bool = False) -> None:
@@ -63,6 +66,7 @@ class Reform:
         self.formed_s = max(self.formed_s, event.formed_s)
         self.redone += event.redo
         self.connected_s = max(self.connected_s, event.connected_s)
+        self.morphed |= event.morphed
         if event.back >= self.back:
             self.back, self.how = event.back, event.reason
 
@@ -70,8 +74,8 @@ class Reform:
         """Return the line of the report."""
         ordered_s, formed_s = self.ordered_s, self.formed_s
         connected_s = self.connected_s or formed_s
-        why = self.how if self.back else "the others went on in place"
-        if not self.back and self.rung != "shrink":
+        why = self.how if self.rung == "morph" else "the others went on in place"
+        if self.rung not in ("morph", "shrink"):
             names = ", ".join(map(str, self.new))
             why = {"join": f"rank {names} came in", "retry": "the same members went on"}.get(
                 self.rung, f"rank {names} stood in at once"

@@ -62,16 +62,18 @@ class Checkpointer:
         emit: Callable[[AnyEvent], object],
         now: Callable[[], float],
         world: str = "",
+        registry: Registry | None = None,
     ) -> None:
         """Save under `url`, a directory or an fsspec URL; nothing is touched yet.
 
-        `world` tells this object's attempts from those of others of the same generation.
+        `world` tells this object's attempts from those of others of the same generation;
+        `registry` is for states of another kind than models and optimizers.
         """
         self._root, self._remote = open_place(url)
         self._config = config
         self._rank, self._world_size, self._generation = rank, world_size, generation
         self._emit, self._now, self._world = emit, now, world
-        self._registry = Registry(rank, world_size)
+        self._registry = registry or Registry(rank, world_size)
         self._staging = Staging()
         self._cache = SavePlanCache(rank)
         self._writer: threading.Thread | None = None
@@ -301,15 +303,15 @@ class Checkpointer:
         return find_problem(self._root / name, manifest, *share)
 
     def _read_own(self, folder: Path) -> dict[str, Any]:
-        path = folder / f"rank-{self._rank}.pt"
-        if not path.exists():
-            path = folder / "rank-0.pt"
         plain = not self._config.allow_pickle
-        try:
-            own: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=plain)
-        except pickle.UnpicklingError as error:
-            raise ConfigError(f"{path.name} needs pickle: set checkpoint.allow_pickle") from error
-        return own
+        found: list[dict[str, Any]] = []
+        for path in self._registry.list_own(folder):
+            try:
+                found.append(torch.load(path, map_location="cpu", weights_only=plain))
+            except pickle.UnpicklingError as error:
+                why = f"{path.name} needs pickle: set checkpoint.allow_pickle"
+                raise ConfigError(why) from error
+        return self._registry.merge(found)
 
     def _load(self, folder: Path, own: dict[str, Any], extra: dict[str, Any]) -> list[str]:
         """Load one checkpoint; return why the resume is not exact, empty where it is."""

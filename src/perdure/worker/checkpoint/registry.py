@@ -8,6 +8,7 @@ objects, and, of several ranks, parameters outside DDP and FSDP2 (they may be a 
 """
 
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ class Registry:
 
     def __init__(self, rank: int = 0, world_size: int = 1) -> None:
         """Start empty, on global rank `rank`."""
-        self._mark = f"@{rank}"
+        self._rank, self._mark = rank, f"@{rank}"
         self._world_size = world_size
         self.models: dict[str, nn.Module] = {}
         self.optimizers: dict[str, Optimizer] = {}
@@ -121,6 +122,15 @@ class Registry:
             },
             "bucket_order": {path: self._order(path, ddp) for path, ddp in self._ddp().items()},
         }
+
+    def list_own(self, folder: Path) -> list[Path]:
+        """Return the files in which a checkpoint has what is this rank's own."""
+        path = folder / f"rank-{self._rank}.pt"
+        return [path if path.exists() else folder / "rank-0.pt"]
+
+    def merge(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what these files, once read, say together."""
+        return found[0]
 
     def _own_of(self, optimizer: Optimizer, named: dict[str, Tensor]) -> dict[str, Any]:
         rest: dict[str, dict[str, Any]] = {}

@@ -11,7 +11,7 @@ how many ranks there are.
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from perdure.model.errors import ConfigError
 from perdure.plan.microbatches import plan_batches
+from perdure.plan.stages import Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.elastic.data import MicroBatches
@@ -30,9 +31,11 @@ from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 
 if TYPE_CHECKING:
     from perdure.worker.elastic.shard_trainer import ShardTrainer
+    from perdure.worker.elastic.stage_trainer import StageTrainer
 
 __all__ = [
-    "Step", "Trainer", "config", "hash_tensors", "open_sharded_trainer", "open_trainer", "train",
+    "Step", "Trainer", "config", "hash_tensors", "open_pipeline_trainer", "open_sharded_trainer",
+    "open_trainer", "train",
 ]  # fmt: skip
 
 config = settings = Config()
@@ -53,6 +56,7 @@ def train(
     shuffle: bool = True,
     exact: bool = False,
     shard: int | Literal["full"] | None = None,
+    pipeline: int | None = None,
     snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     clip_norm: float = 0.0,
@@ -71,43 +75,75 @@ def train(
     `perdure.elastic.config`.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
-    more, or one copy over all (`"full"`); the model that is returned is sharded. Every
-    `snapshot_every` steps each rank's shard is copied to shared memory, beside training.
+    more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
+    each copy of the list of blocks is cut into so many stages; the model that is returned has the
+    blocks of this rank's stage, and the others empty. Every `snapshot_every` steps each rank's
+    shard or stage is copied to shared memory, beside training.
 
     Raises:
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
-            or the model's forward pass alters its buffers.
+            the model's forward pass alters its buffers, or it cannot be cut into stages.
     """
     settings.declare_all(config or {})
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
 
-    def run(model: Callable[[Any], Any], step: int, number: int) -> Tensor:
-        inputs, targets = data.load(step, number)
-        return loss(model(move_to(inputs, device)), move_to(targets, device))
-
-    common: Any = {
-        "micro_batches": plan.count,
-        "seed": seed,
-        "exact": exact,
-        "clip_norm": clip_norm,
-    }
-    trainer: Trainer
-    if shard is not None:
-        trainer = open_sharded_trainer(
-            model, optimizer, run, shard=shard, snapshot_every=snapshot_every,
-            scheduler=scheduler, **common,
-        )  # fmt: skip
-    else:
-        made = optimizer(model.parameters())
-        schedule = scheduler(made) if scheduler is not None else None
-        compute = functools.partial(run, model)
-        trainer = open_trainer(model, made, compute, scheduler=schedule, **common)
+    trainer = _open(
+        model, data, optimizer, loss, device=device, shard=shard, pipeline=pipeline,
+        scheduler=scheduler, snapshot_every=snapshot_every,
+        common={
+            "micro_batches": plan.count,
+            "seed": seed,
+            "exact": exact,
+            "clip_norm": clip_norm,
+        },
+    )  # fmt: skip
     for step in trainer.steps(steps):
         if on_step is not None:
             on_step(step)
     return trainer.model
+
+
+def _open(
+    model: torch.nn.Module,
+    data: MicroBatches,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    device: str | torch.device,
+    shard: int | Literal["full"] | None,
+    pipeline: int | None,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    snapshot_every: int,
+    common: dict[str, Any],
+) -> Trainer:
+    """Return the loop over a model that is replicated, sharded, or cut into stages."""
+
+    def load(step: int, number: int) -> Any:
+        inputs, targets = data.load(step, number)
+        return move_to(inputs, device), move_to(targets, device)
+
+    def run(model: Callable[[Any], Any], step: int, number: int) -> Tensor:
+        inputs, targets = load(step, number)
+        return loss(model(inputs), targets)
+
+    if pipeline is not None and shard is not None:
+        raise ConfigError("elastic: shard= and pipeline= are alternatives", hint="leave out one")
+    if pipeline is not None:
+        return open_pipeline_trainer(
+            list_blocks(model), optimizer, load, loss, stages=pipeline, scheduler=scheduler,
+            snapshot_every=snapshot_every, device=device, **common,
+        )  # fmt: skip
+    if shard is not None:
+        return open_sharded_trainer(
+            model, optimizer, run, shard=shard, snapshot_every=snapshot_every,
+            scheduler=scheduler, **common,
+        )  # fmt: skip
+    made = optimizer(model.parameters())
+    schedule = scheduler(made) if scheduler is not None else None
+    compute = functools.partial(run, model)
+    return open_trainer(model, made, compute, scheduler=schedule, **common)
 
 
 def open_trainer(
@@ -195,6 +231,75 @@ def open_sharded_trainer(
         memory=find_memory(),
         bucket_bytes=bucket_bytes,
     )
+
+
+def open_pipeline_trainer(
+    blocks: Sequence[torch.nn.Module],
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    load: Callable[[int, int], Any],
+    loss: Callable[[Any, Any], Tensor],
+    *,
+    stages: int,
+    micro_batches: int,
+    snapshot_every: int = 10,
+    seed: int = 0,
+    exact: bool = False,
+    scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    clip_norm: float = 0.0,
+    bucket_bytes: int = BUCKET_BYTES,
+    recompute: bool = False,
+    device: str | torch.device = "cpu",
+) -> "StageTrainer":
+    """Return a loop over `blocks` cut into `stages`: what `open_trainer` is to a replicated model.
+
+    `load(step, micro_batch)` returns (inputs, targets); the ranks of the first and of the last
+    stage call it. A block takes and returns a tensor, or a tuple of tensors. With `recompute`,
+    only the inputs of blocks are kept between forward and backward.
+
+    Raises:
+        ConfigError: `stages` is no number of ranks, or blocks share a parameter.
+    """
+    from perdure.worker.elastic.peers import find_memory
+    from perdure.worker.elastic.stage_trainer import StageTrainer
+    from perdure.worker.elastic.staged import StagedReplica
+
+    if stages < 1:
+        raise ConfigError(f"elastic: pipeline={stages!r} is no number of stages")
+    attachment = attach_rank()
+    if attachment is not None:
+        attachment.enter("init")
+    replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
+    model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages)
+    return StageTrainer(
+        replica,
+        load,
+        loss,
+        count=micro_batches,
+        seed=seed,
+        exact=exact,
+        membership=Membership(attachment),
+        choose=functools.partial(choose_balanced, model),
+        config=config,
+        snapshot_every=snapshot_every,
+        memory=find_memory(),
+        bucket_bytes=bucket_bytes,
+        recompute=recompute,
+        device=device,
+    )
+
+
+def list_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the blocks of a model that is called block by block.
+
+    Raises:
+        ConfigError: it is one module, of which nothing says where it can be cut.
+    """
+    if not isinstance(model, torch.nn.Sequential):
+        raise ConfigError(
+            f"elastic: {type(model).__name__} cannot be cut into stages",
+            hint="give a list of blocks, called in order",
+        )
+    return list(model)
 
 
 def move_to(value: Any, device: str | torch.device) -> Any:

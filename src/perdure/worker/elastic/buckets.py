@@ -56,8 +56,15 @@ class Buckets:
         self._of = {p: b for b in self.buckets for p in b.params}
         self._pass: _Pass | None = None
         self._failure: Exception | None = None
-        for param in self.params:
+        self._hooks: list[Any] = [
             param.register_post_accumulate_grad_hook(self.note)  # type: ignore[no-untyped-call]
+            for param in self.params
+        ]
+
+    def close(self) -> None:
+        """Watch the parameters no longer."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def nbytes(self) -> int:
@@ -67,6 +74,14 @@ class Buckets:
     def flats(self, step: int) -> list[Tensor]:
         """Return the buffers of a step."""
         return [_of_step(bucket.flats, step) for bucket in self.buckets]
+
+    def list_views(self, step: int) -> dict[Tensor, Tensor]:
+        """Return each parameter's part of the buffers of a step."""
+        return {
+            param: view
+            for bucket in self.buckets
+            for param, view in zip(bucket.params, _of_step(bucket.views, step), strict=True)
+        }
 
     def arm(self, step: int, scale: float, send: Callable[[Tensor], None]) -> None:
         """Hand each bucket, times `scale`, to `send` once the coming backward has filled it."""

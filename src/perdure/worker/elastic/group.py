@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, Broad
 from perdure.model.codec import decode, encode
 from perdure.plan.commit import Standing
 from perdure.plan.shards import ShardStanding
+from perdure.plan.stage_commit import StageStanding
 from perdure.worker.interrupt import shut_down_gloo
 
 _BUILD_S = 10.0
@@ -32,7 +33,7 @@ _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 
 
-AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding)
+AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding, StageStanding)
 
 _left_behind: set[Any] = set()
 """Groups with a collective that never ends: their destructor would wait for it."""

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import torch
@@ -29,7 +29,8 @@ from torch import Tensor
 
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.paths import job_paths
-from perdure.plan.shards import Shard, Snapshot
+from perdure.plan.shards import Snapshot
+from perdure.plan.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.mirror import Mirror
 from perdure.worker.elastic.sharding import Parts
@@ -37,6 +38,9 @@ from perdure.worker.elastic.sharding import Parts
 _ALIGN = 64
 _LEAVE_S = 5.0
 _LOOK_S = 0.05
+
+
+AnySnapshot = TypeVar("AnySnapshot", Snapshot, StageSnapshot)
 
 
 class _Row(msgspec.Struct, frozen=True, array_like=True):
@@ -50,20 +54,21 @@ class _Row(msgspec.Struct, frozen=True, array_like=True):
     size: int
 
 
-class _Header(msgspec.Struct, frozen=True):
-    snapshot: Snapshot
+class _Header(msgspec.Struct, Generic[AnySnapshot], frozen=True):
+    snapshot: AnySnapshot
     rows: tuple[_Row, ...]
     plain: bytes
     size: int
     digest: str
 
 
-class Peers:
+class Peers(Generic[AnySnapshot]):
     """One member's snapshots, and what it can read of the others' on its node."""
 
-    def __init__(self, folder: Path | None, me: int) -> None:
-        """Keep snapshots in `folder`, which is in memory; without one, keep none."""
+    def __init__(self, folder: Path | None, me: int, kind: type[AnySnapshot]) -> None:
+        """Keep snapshots of a `kind` in `folder`, in memory; without a folder, keep none."""
         self._folder, self._me = folder, me
+        self._kind: Any = _Header[kind]  # type: ignore[valid-type]
         self._maps: dict[str, tuple[int, Any]] = {}
         self._thread: threading.Thread | None = None
         self._copied = threading.Event()
@@ -80,7 +85,7 @@ class Peers:
 
     # --- writing ------------------------------------------------------------------------------
 
-    def begin(self, step: int, line: int, shard: Shard, parts: Parts, plain: Any) -> None:
+    def begin(self, snapshot: AnySnapshot, parts: Parts, plain: Any) -> None:
         """Begin to copy `parts`, which may not change before `wait` has returned."""
         if self._folder is None:
             return
@@ -94,8 +99,7 @@ class Peers:
                 dtype = str(value.dtype).removeprefix("torch.")
                 rows.append(_Row(name, key, dtype, tuple(value.shape), at, value.nbytes))
                 at += -(-value.nbytes // _ALIGN) * _ALIGN
-        one = Snapshot(step, line, shard, self._me)
-        header = _Header(one, tuple(rows), buffer.getvalue(), at, "")
+        header = _Header(snapshot, tuple(rows), buffer.getvalue(), at, "")
         self._copied.clear()
         self._thread = threading.Thread(
             target=self._write, args=(header, parts), name="perdure-peers", daemon=True
@@ -156,7 +160,7 @@ class Peers:
             self._thread.join()
             self._thread = None
 
-    def _write(self, header: _Header, parts: Parts) -> None:
+    def _write(self, header: _Header[AnySnapshot], parts: Parts) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
         began = time.monotonic()
         try:
@@ -175,14 +179,14 @@ class Peers:
             with contextlib.suppress(Broken):
                 self._exchange(mirror, header, data)
 
-    def _exchange(self, mirror: Mirror, mine: _Header, data: Tensor) -> None:
+    def _exchange(self, mirror: Mirror, mine: _Header[AnySnapshot], data: Tensor) -> None:
         """Send this member's snapshot to who keeps it, and take those that this one keeps.
 
         Raises:
             Broken: a member was lost, or the world is left.
         """
         got = mirror.swap_headers(msgspec.msgpack.encode(mine) if not self.error else b"")
-        headers = {m: msgspec.msgpack.decode(h, type=_Header) for m, h in got.items() if h}
+        headers = {m: msgspec.msgpack.decode(h, type=self._kind) for m, h in got.items() if h}
         rooms: dict[int, tuple[str, Tensor]] = {}
         for owner, header in headers.items():
             with contextlib.suppress(OSError):
@@ -209,7 +213,7 @@ class Peers:
             self._remove(slot)
             raise
 
-    def _publish(self, slot: str, header: _Header) -> None:
+    def _publish(self, slot: str, header: _Header[AnySnapshot]) -> None:
         assert self._folder is not None
         path = self._folder / (slot + ".head")
         temporary = path.with_suffix(".tmp")
@@ -243,12 +247,12 @@ class Peers:
 
     # --- reading ------------------------------------------------------------------------------
 
-    def list_all(self) -> tuple[Snapshot, ...]:
+    def list_all(self) -> tuple[AnySnapshot, ...]:
         """Return what there is on this node."""
         self.wait()
         return tuple(sorted(header.snapshot for _, header in self._headers()))
 
-    def read(self, wanted: Snapshot) -> tuple[Parts, Any]:
+    def read(self, wanted: AnySnapshot) -> tuple[Parts, Any]:
         """Return a snapshot's tensors, where they lie, and what all members have alike.
 
         Raises:
@@ -270,11 +274,11 @@ class Peers:
                 return parts, torch.load(io.BytesIO(header.plain), weights_only=True)
         raise ProtocolError(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
 
-    def _headers(self) -> list[tuple[str, _Header]]:
+    def _headers(self) -> list[tuple[str, _Header[AnySnapshot]]]:
         found = []
         for path in sorted(self._folder.glob("m*.head")) if self._folder is not None else ():
             with contextlib.suppress(OSError, msgspec.DecodeError):
-                header = msgspec.msgpack.decode(path.read_bytes(), type=_Header)
+                header = msgspec.msgpack.decode(path.read_bytes(), type=self._kind)
                 found.append((path.stem, header))
         return found
 

@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.replica import Replica
 from perdure.worker.spec import find_checkpoint_url, read_spec
@@ -72,7 +73,9 @@ class Saving:
         if self._saver is not None:
             self._saver.close()
 
-    def _make(self, rank: int, world_size: int, world: str = "") -> Checkpointer:
+    def _make(
+        self, rank: int, world_size: int, world: str = "", registry: Registry | None = None
+    ) -> Checkpointer:
         membership = self._membership
         return Checkpointer(
             url=find_checkpoint_url(self.config),
@@ -81,6 +84,7 @@ class Saving:
             world_size=world_size,
             generation=membership.generation,
             world=world,
+            registry=registry,
             emit=membership.emit,
             now=membership.now,
         )

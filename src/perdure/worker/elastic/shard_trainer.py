@@ -4,21 +4,16 @@ What differs from a replicated one:
 
 - Members of a copy run their micro-batches side by side, because each gathers from all. Where the
   gathering breaks in mid-backward, what that pass has added is taken back.
-- The counts are reduced last. A member that has applied a step knows from them that every other
-  has the step's reduced gradients, of its own rows at least, and can apply them by itself.
-- A new world has other shards. A member keeps those that it had until all have reduced a step in
-  the new world: who is lost before that takes nothing along that others have given up.
+- A new world has other shards, and so another model (`sharding` says why).
 """
 
 import functools
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError, ProtocolError
@@ -33,28 +28,22 @@ from perdure.plan.shards import (
     Snapshot,
     Source,
     decide_shards,
-    plan_mirrors,
 )
 from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.mirror import Mirror
+from perdure.worker.elastic.part_trainer import PartTrainer, open_prefix
 from perdure.worker.elastic.peers import Peers
 from perdure.worker.elastic.shard_saving import ShardSaving
 from perdure.worker.elastic.sharded import ShardedReplica
 from perdure.worker.elastic.sharding import Parts
-from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
+from perdure.worker.elastic.trainer import BUCKET_BYTES
 from perdure.worker.elastic.transfer import move_parts, share_plain
 
-_HashStore: Any = vars(dist)["HashStore"]
-_PrefixStore: Any = vars(dist)["PrefixStore"]
-_LINES = 1_000_000
-"""Epochs that a generation may have, for lines to be told apart."""
 
-
-class ShardTrainer(Trainer):
+class ShardTrainer(PartTrainer):
     """Runs `compute(step, micro_batch) -> loss` for every micro-batch of every step, once."""
 
     def __init__(
@@ -76,11 +65,12 @@ class ShardTrainer(Trainer):
         Every `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
         """
         buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
-        self._peers = Peers(memory if snapshot_every else None, membership.me)
-        self._disk = ShardSaving(membership, replica, self._peers)
+        peers = Peers(memory if snapshot_every else None, membership.me, Snapshot)
+        self._disk = ShardSaving(membership, replica, peers)
         super().__init__(
             cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
-            config=config, saving=self._disk, buckets=buckets,
+            config=config, saving=self._disk, buckets=buckets, peers=peers,
+            snapshot_every=snapshot_every,
         )  # fmt: skip
         self._sharded, self._minimum = replica, minimum
         self._tally = torch.zeros(3, count, dtype=torch.float64)
@@ -93,36 +83,19 @@ class ShardTrainer(Trainer):
         self._filling = False
         self._before: dict[str, Tensor | None] = {}
         """Gradients as they were before the pass under way."""
-        self._line = self._ready = NO_LINE
         self._old: dict[Shard, Parts] = {}
         """Shards of the world before, of the same step."""
-        self._rebuilt = False
-        self._every = snapshot_every
-        self._furthest = 0
-        """The most steps that were ever applied."""
-        self._newest = (0, NO_LINE)
-        """Step and line of the newest snapshot."""
 
     @property
     def model(self) -> nn.Module:
         """Return the model, sharded as the newest world has it."""
         return self._sharded.now()
 
-    @property
-    def snapshot_stall_s(self) -> float:
-        """Return for how long training has waited for snapshots so far, in seconds."""
-        return self._peers.stall_s
-
-    @property
-    def snapshot_copied_s(self) -> float:
-        """Return for how long snapshots were copied and hashed so far, beside training."""
-        return self._peers.copied_s
-
     # --- one step -----------------------------------------------------------------------------
 
-    def _advance(self, group: Group) -> None:
-        super()._advance(group)
-        self._plan_rounds(assign(self._count, group.members))
+    def _give_out(self, members: tuple[int, ...]) -> None:
+        super()._give_out(members)
+        self._plan_rounds(assign(self._count, members))
 
     def _plan_rounds(self, todo: dict[int, tuple[int, ...]]) -> None:
         mine = next(copy for copy in self._copies if self._membership.me in copy)
@@ -144,13 +117,9 @@ class ShardTrainer(Trainer):
             self._buckets.arm(self._applied, scale, group.all_reduce)
         self._buckets.flush()
         group.wait()
-        self._ready = self._make_line()
-        self._peers.wait()
         self._tally[2, 0] = float(self._disk.wants(self._applied, group.members))
-        self._send_tally(group)
-        group.wait()
+        self._prove(group)
         self._disk.agreed = bool(self._sums[self._applied % 2][2].sum() > 0.0)
-        self._old.clear()
 
     def _run_round(self, group: Group, scale: float, *, last: bool) -> None:
         """One micro-batch, forward and backward, or one that only keeps the others company."""
@@ -189,47 +158,22 @@ class ShardTrainer(Trainer):
         stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
         self._buckets.note(stand_in)
 
-    def _announce(self) -> None:
-        """Nobody follows this world: shards are taken within the join."""
-        gc.collect()
-        gc.freeze()  # Who looks for the remains of a world need not look at all of torch.
-        self._membership.announce()
+    def _let_go(self) -> None:
+        self._old.clear()
 
-    def _apply(self, group: Group, *, sent: bool = False) -> None:
-        if self._applied < self._furthest:
-            self._progress.repeat()
-        super()._apply(group)
-        self._furthest = max(self._furthest, self._applied)
-        self._line, self._ready = self._ready, NO_LINE
-        if self._rebuilt:
-            self._rebuilt = False
-            gc.collect()  # The model of the world before refers to itself, and to its shards.
-        if self._every and self._applied % self._every == 0:
-            self._take_snapshot(group.members)
-
-    def _take_snapshot(self, members: tuple[int, ...]) -> None:
-        """Begin this step's snapshot; the one before, of the same world, is whole by now."""
-        step, line = self._newest
-        if line == self._line:
-            self._peers.sweep(members, step)
-        self._newest = self._applied, self._line
-        replica = self._sharded
-        assert replica.shard is not None
-        self._peers.begin(
-            self._applied, self._line, replica.shard, replica.parts(), self._tell_plain()
-        )
+    def _tell_parts(self) -> tuple[Snapshot, Parts]:
+        shard = self._sharded.shard
+        assert shard is not None
+        named = Snapshot(self._applied, self._line, shard, self._membership.me)
+        return named, self._sharded.parts()
 
     # --- the world ----------------------------------------------------------------------------
-
-    def _make_line(self) -> int:
-        return self._membership.generation * _LINES + self._membership.epoch
 
     def _leave(self) -> None:
         self._sharded.release()
         if self._copy is not None:
             self._copy.give_up()
         self._copy = None
-        self._peers.leave()
         super()._leave()
 
     def _abandon(self) -> None:
@@ -253,43 +197,30 @@ class ShardTrainer(Trainer):
         self._device = self._device or make_device()
         self._group = group = Group(members, me, store, self._device)
         self._note_connected()
-        self._roll_forward(plan, group)
+        self._roll_forward(plan.step, plan.holder, plan.forward, group)
         self._take_shard(plan, group, store)
-        self._peers.enter(self._make_mirror(standings, store))
+        self._peers.enter(self._make_mirror({m: s.node for m, s in standings.items()}, store))
         self._copies = plan.copies
         self._plan_rounds(plan.todo)
-        self._disk.enter(me in plan.copies[0])
+        shard = plan.layout[me]
+        self._disk.enter(me in plan.copies[0], shard.number, shard.count)
         if not plan.sources:
             self._load_checkpoint()
         if not plan.sources and self._every:
             self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
 
+    def _describe(self, plan: Any) -> dict[str, Any]:
+        return {"back": plan.back}
+
     def _load_checkpoint(self) -> None:
         """Take the newest checkpoint's state in the place of the initial one."""
         extra: dict[str, Any] = {}
-        restored = self._disk.restore_shard(extra)
+        restored = self._disk.restore_part(extra)
         if restored:
             self._steering.load(extra)
             self._applied = self._furthest = restored
             self._old.clear()
-
-    def _make_mirror(self, standings: dict[int, ShardStanding], store: Any) -> Mirror | None:
-        """Return connections to who keeps this member's snapshots, where that is on another node.
-
-        Raises:
-            Broken: a member was lost.
-        """
-        mirrors = plan_mirrors({member: s.node for member, s in standings.items()})
-        if not mirrors or not self._every:
-            return None
-        me, members = self._membership.me, tuple(sorted(standings))
-        return Mirror(Group(members, me, _PrefixStore("mirror", store), self._device), me, mirrors)
-
-    def _open_store(self, members: tuple[int, ...]) -> Any:
-        if len(members) > 1:
-            return self._membership.store()
-        return _HashStore()
 
     def _stand(self) -> ShardStanding:
         shards = tuple(self._old)
@@ -304,19 +235,6 @@ class ShardTrainer(Trainer):
             ready=self._ready,
             snapshots=self._peers.list_all(),
         )
-
-    def _roll_forward(self, plan: ShardReformation, group: Group) -> None:
-        """Apply what is reduced, where others have: they tell the losses."""
-        me = self._membership.me
-        tally = self._sums[(plan.step - 1) % 2]
-        if me == plan.holder:
-            for member in plan.forward:
-                group.send(tally, member, 0)
-        elif me in plan.forward:
-            group.receive(tally, plan.holder, 0)
-        group.wait()
-        if me in plan.forward:
-            self._apply(group)
 
     def _take_shard(self, plan: ShardReformation, group: Group, store: Any) -> None:
         """Become the shard that the plan gives to this member, at the plan's step."""
@@ -339,23 +257,17 @@ class ShardTrainer(Trainer):
         )
         parts = move_parts(group, me, plan, replica.skeleton.shapes, plain["keys"], read, overtaken)
         mine = next(copy for copy in plan.copies if me in copy)
-        prefix = _PrefixStore(f"copy/{min(mine)}", store)
+        prefix = open_prefix(f"copy/{min(mine)}", store)
         copy = Copy(mine, me, prefix)
         self._copy = copy
         replica.adopt(copy, shard, parts, plain, self._take)
         self._rebuilt = True
         self._old = held
         if not at_step:
-            self._steering.load(plain)
-            self._applied, self._line = plan.step, plan.line
-            self._holds = False
-            self._buckets.drop()
-            self._forget()
-            self._peers.forget(plan.step)
+            self._begin_at(plan.step, plan.line, plain)
         self._ready = NO_LINE
 
     def _tell_plain(self) -> dict[str, Any]:
-        """Return what all members have alike, settings included."""
         return self._sharded.plain() | self._steering.state()
 
     def _make_reader(

@@ -240,13 +240,27 @@ class Trainer:
             return
         self._feed.stand(self._applied, self._membership.epoch, self._replica)
         self._reduce(group)
-        counts = self._sums[self._applied % 2][0].tolist()
+        counts = self._read_counts()
         if any(count != 1.0 for count in counts):
             raise ProtocolError(f"step {self._applied}: micro-batches were counted {counts}")
         self._apply(group)
-        shares = assign(self._count, group.members)
+        self._give_out(group.members)
+
+    def _give_out(self, members: tuple[int, ...]) -> None:
+        """Take this rank's share of an undisturbed step."""
+        shares = assign(self._count, members)
         self._todo = list(shares[self._membership.me])
         self._owner = {m: rank for rank, mine in shares.items() for m in mine}
+
+    def _read_counts(self) -> list[float]:
+        """Return how often each micro-batch of this step was done, over all ranks."""
+        counts: list[float] = self._sums[self._applied % 2][0].tolist()
+        return counts
+
+    def _read_losses(self) -> list[float]:
+        """Return the loss of each micro-batch of this step."""
+        losses: list[float] = self._sums[self._applied % 2][1].tolist()
+        return losses
 
     def _reduce(self, group: Group) -> None:
         """Compute what is missing, and reduce: afterwards the step's buffers have its sum."""
@@ -310,7 +324,7 @@ class Trainer:
         else:
             flats = self._buckets.flats(self._applied)
             self._feed.release(self._applied, self._membership.epoch, flats, self._replica)
-        losses = self._sums[self._applied % 2][1].tolist()
+        losses = self._read_losses()
         self._steering.save_if_due(self._applied, group)
         self._buckets.expose(self._applied)
         self._replica.update(clipped=sent)
@@ -452,10 +466,14 @@ class Trainer:
                 ordered_s=now_s - (time.monotonic() - ordered),
                 formed_s=now_s,
                 redo=len(self._todo) if plan is not None and plan.redone else 0,
-                back=getattr(plan, "back", 0),
                 waited_s=now_s - time.monotonic() + self._waited_s if self._waited_s else 0.0,
                 connected_s=self._connected_s,
                 reason=plan.reason if plan is not None else "",
                 finished=finished,
+                **(self._describe(plan) if plan is not None else {}),
             )
         )
+
+    def _describe(self, plan: Any) -> dict[str, Any]:
+        """Return what else there is to be said of a new world."""
+        return {}

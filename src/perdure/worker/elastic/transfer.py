@@ -5,8 +5,9 @@ at a time, from several sources at once; what came is hashed against what was se
 member's own state is altered or freed here, so who is interrupted is what it was.
 """
 
+import functools
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -69,64 +70,106 @@ def move_parts(
         parts = _make_parts(mine, shapes, keys)
         for piece in inner:
             _view(parts, mine.rows(shapes[piece[0]][0]).start, piece).copy_(_find(read, piece))
-    out = [_Outgoing(to, _blobs(p, shapes, keys)) for (a, to), p in pairs.items() if a == me]
-    into = [_Incoming(a, _blobs(p, shapes, keys)) for (a, to), p in pairs.items() if to == me]
-    turns = max((len(p) for p in (*(o.blobs for o in out), *(i.blobs for i in into))), default=0)
-    for turn in range(turns):
-        for sent in out:
-            sent.begin(group, turn, read)
-        for came in into:
-            came.begin(group, turn, shapes, keys)
-        group.wait()
-        for came in into:
-            came.end(turn, parts, plan, shapes, me)
-    for sent in out:
-        group.store.set(f"rows/{me}/{sent.to}", sent.digest.hexdigest())
-    wait_for(group.store, [f"rows/{one.source}/{me}" for one in into], overtaken)
-    for one in into:
-        if group.store.get(f"rows/{one.source}/{me}").decode() != one.digest.hexdigest():
-            raise ProtocolError(f"the rows that rank {one.source} sent came over damaged")
+    out = [
+        Outgoing(to, [functools.partial(_join, read, blob) for blob in _blobs(p, shapes, keys)])
+        for (a, to), p in pairs.items()
+        if a == me
+    ]
+    into = []
+    for (source, to), pieces in pairs.items():
+        if to == me:
+            blobs = _blobs(pieces, shapes, keys)
+            sizes = [sum(_size_of(piece, shapes, keys) for piece in blob) for blob in blobs]
+            fill = functools.partial(_fill, blobs, parts, mine, shapes)
+            into.append(Incoming(source, sizes, fill))
+    swap(group, me, "rows", out, into, overtaken)
     return parts
 
 
-class _Outgoing:
-    """What goes to one member."""
+class Outgoing:
+    """What goes to one member: what makes each message, when its turn has come."""
 
-    def __init__(self, to: int, blobs: list[list[Piece]]) -> None:
-        self.to, self.blobs = to, blobs
+    def __init__(self, to: int, makes: Sequence[Callable[[], Tensor]]) -> None:
+        """Send to member `to`."""
+        self.to, self.makes = to, makes
         self.digest = xxhash.xxh3_128()
 
-    def begin(self, group: Group, turn: int, read: Callable[[Source], Parts]) -> None:
-        if turn < len(self.blobs):
-            data = torch.cat([_bytes_of(_find(read, piece)) for piece in self.blobs[turn]])
+    def begin(self, group: Group, turn: int) -> None:
+        """Begin to send a message, if there is one left."""
+        if turn < len(self.makes):
+            data = self.makes[turn]()
             self.digest.update(_buffer(data))
             group.send(data, self.to, turn)
 
 
-class _Incoming:
-    """What comes from one member."""
+class Incoming:
+    """What comes from one member: the size of each message, and what takes it."""
 
-    def __init__(self, source: int, blobs: list[list[Piece]]) -> None:
-        self.source, self.blobs = source, blobs
+    def __init__(
+        self, source: int, sizes: Sequence[int], take: Callable[[int, Tensor], object]
+    ) -> None:
+        """Receive from member `source`; `take` is given the number of a message, and its bytes."""
+        self.source, self.sizes, self._take = source, sizes, take
         self.digest = xxhash.xxh3_128()
         self._data = torch.empty(0)
 
-    def begin(self, group: Group, turn: int, shapes: Any, keys: Any) -> None:
-        if turn < len(self.blobs):
-            size = sum(_size_of(piece, shapes, keys) for piece in self.blobs[turn])
-            self._data = torch.empty(size, dtype=torch.uint8)
+    def begin(self, group: Group, turn: int) -> None:
+        """Begin to receive a message, if there is one left."""
+        if turn < len(self.sizes):
+            self._data = torch.empty(self.sizes[turn], dtype=torch.uint8)
             group.receive(self._data, self.source, turn)
 
-    def end(self, turn: int, parts: Parts, plan: ShardReformation, shapes: Any, me: int) -> None:
-        if turn >= len(self.blobs):
-            return
-        self.digest.update(_buffer(self._data))
-        at = 0
-        for piece in self.blobs[turn]:
-            first = plan.layout[me].rows(shapes[piece[0]][0]).start
-            target = _bytes_of(_view(parts, first, piece))
-            target.copy_(self._data[at : at + target.numel()])
-            at += target.numel()
+    def end(self, turn: int) -> None:
+        """It has come."""
+        if turn < len(self.sizes):
+            self.digest.update(_buffer(self._data))
+            self._take(turn, self._data)
+
+
+def swap(
+    group: Group,
+    me: int,
+    name: str,
+    out: Sequence[Outgoing],
+    into: Sequence[Incoming],
+    overtaken: Callable[[], bool],
+) -> None:
+    """Send and receive all, each one's first message at once, then the second ones, and so on.
+
+    Raises:
+        Broken: a member was lost.
+        ProtocolError: what came is not what was sent.
+    """
+    lengths = [len(one.makes) for one in out] + [len(one.sizes) for one in into]
+    for turn in range(max(lengths, default=0)):
+        for sent in out:
+            sent.begin(group, turn)
+        for came in into:
+            came.begin(group, turn)
+        group.wait()
+        for came in into:
+            came.end(turn)
+    for sent in out:
+        group.store.set(f"{name}/{me}/{sent.to}", sent.digest.hexdigest())
+    wait_for(group.store, [f"{name}/{one.source}/{me}" for one in into], overtaken)
+    for one in into:
+        if group.store.get(f"{name}/{one.source}/{me}").decode() != one.digest.hexdigest():
+            raise ProtocolError(f"the {name} that rank {one.source} sent came over damaged")
+
+
+def _join(read: Callable[[Source], Parts], pieces: Sequence[Piece]) -> Tensor:
+    return torch.cat([_bytes_of(_find(read, piece)) for piece in pieces])
+
+
+def _fill(
+    blobs: list[list[Piece]], parts: Parts, mine: Shard, shapes: Any, turn: int, data: Tensor
+) -> None:
+    at = 0
+    for piece in blobs[turn]:
+        first = mine.rows(shapes[piece[0]][0]).start
+        target = _bytes_of(_view(parts, first, piece))
+        target.copy_(data[at : at + target.numel()])
+        at += target.numel()
 
 
 def _make_parts(shard: Shard, shapes: Any, keys: Any) -> Parts:

@@ -1,0 +1,115 @@
+"""Checkpoints of a pipelined state: the first copy of each stage saves its blocks, by their names.
+
+A checkpoint does not know of stages: it is read into any layout, by each member what it needs.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perdure.worker.checkpoint import Checkpointer
+from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.elastic.part_saving import PartSaving
+from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.staged import StagedReplica, join_block
+
+_SEPARATOR = "/"
+"""Between a parameter's name and the key of its optimizer's state."""
+
+
+class StageSaving(PartSaving):
+    """One member's stage; without perdure, nothing."""
+
+    def _open_part(self, number: int, count: int) -> Checkpointer:
+        membership, replica = self._membership, cast(StagedReplica, cast(Any, self._replica))
+        registry = StageRegistry(replica, number, count)
+        saver = self._make(number, count, f"e{membership.epoch}", registry)
+        saver.register("optimizer", replica.optimizer)
+        return saver
+
+    def find(self) -> int:
+        """Return the step of the newest usable checkpoint, 0 where there is none."""
+        return self._saver.find()[0] if self._saver is not None else 0
+
+
+class StageRegistry(Registry):
+    """What a member has of a pipelined state."""
+
+    def __init__(self, replica: StagedReplica, number: int, count: int) -> None:
+        """Save and restore `replica`, which has stage `number` of `count`."""
+        super().__init__(number, count)
+        self._replica = replica
+        self._targets: dict[str, Tensor] = {}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors of its blocks."""
+        parts, _ = self._replica.split()
+        return {
+            name + _SEPARATOR + key: tensor
+            for name, values in parts.items()
+            for key, tensor in values.items()
+        }
+
+    def gated(self, tensors: Iterable[str]) -> set[str]:
+        """Return all of them: nothing but the optimizer's step changes any."""
+        return set(tensors)
+
+    def own(self) -> dict[str, Any]:
+        """Return the rest of its state, and what the tensors are."""
+        kinds = {key: (list(t.shape), t.dtype) for key, t in self.tensors().items()}
+        return {
+            "stage": {"numbers": self._replica.split()[1], "kinds": kinds},
+            "plain": self._replica.plain(),
+        }
+
+    def list_own(self, folder: Path) -> list[Path]:
+        """Return the files of all stages."""
+        return sorted(folder.glob("rank-*.pt"), key=lambda p: int(re.sub(r"\D", "", p.stem)))
+
+    def merge(self, found: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the first stage's file, with what all of them say of their blocks."""
+        stages = [one["stage"] for one in found]
+        stage = {what: {k: v for s in stages for k, v in s[what].items()} for what in stages[0]}
+        return {**found[0], "stage": stage}
+
+    def replay(self, own: dict[str, Any]) -> list[str]:
+        """Return nothing: no buckets are in an order of their own."""
+        return []
+
+    def targets(self, own: dict[str, Any]) -> dict[str, Tensor]:
+        """Return tensors for what this member needs of a checkpoint.
+
+        Raises:
+            KeyError: it has a block less.
+        """
+        mine = range(*self._replica.section)
+        kinds = own["stage"]["kinds"]
+        self._targets = {
+            key: torch.empty(shape, dtype=dtype)
+            for key, (shape, dtype) in kinds.items()
+            if int(key.partition(".")[0]) in mine
+        }
+        for block in mine:
+            for name in self._replica.shapes[block]:
+                if (
+                    self._targets[f"{block}.{name}{_SEPARATOR}"].shape
+                    != (self._replica.shapes[block][name])
+                ):
+                    raise ValueError(f"block {block}: {name} has another shape")
+        return self._targets
+
+    def load_own(self, own: dict[str, Any]) -> list[str]:
+        """Become what was read."""
+        parts: Parts = {}
+        for path, tensor in self._targets.items():
+            name, _, key = path.rpartition(_SEPARATOR)
+            parts.setdefault(name, {})[key] = tensor
+        self._targets = {}
+        numbers, section = own["stage"]["numbers"], self._replica.section
+        states = {b: join_block(b, parts, numbers) for b in range(*section)}
+        self._replica.adopt(section, states, own["plain"])
+        return []

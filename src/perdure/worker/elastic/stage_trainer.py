@@ -1,0 +1,431 @@
+"""One rank of an elastic world whose model is cut into pipeline stages.
+
+What differs from a replicated one:
+
+- A member has some blocks, and does their part of the micro-batches that pass through it; gradients
+  are reduced over the members that have the same blocks.
+- Micro-batches of a lost member pass through the other copies of its stage. Where there is none,
+  or another cut is much better, blocks move, and only those that somebody lacks.
+- A micro-batch that one stage has finished and another has lost passes through both once more;
+  the former then computes only what the latter needs of it.
+"""
+
+import functools
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.pipeline import Action
+from perdure.plan.commit import FRESH
+from perdure.plan.shards import NO_LINE
+from perdure.plan.stage_commit import (
+    Holder,
+    StageReformation,
+    StageSnapshot,
+    StageStanding,
+    decide_stages,
+)
+from perdure.plan.stage_orders import Passes, plan_passes
+from perdure.plan.stages import Choose, Layout, Section
+from perdure.worker.config import Config
+from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.group import Broken, Group, exchange_standings, make_device, wait_for
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.part_trainer import PartTrainer, open_prefix
+from perdure.worker.elastic.peers import Peers
+from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.stage_moves import move_blocks
+from perdure.worker.elastic.stage_saving import StageSaving
+from perdure.worker.elastic.staged import (
+    BlockState,
+    StagedReplica,
+    count_bytes,
+    find_norms,
+    join_block,
+)
+from perdure.worker.elastic.trainer import BUCKET_BYTES
+from perdure.worker.elastic.transfer import share_plain
+from perdure.worker.elastic.tree import GradientTree
+from perdure.worker.pipeline import Runner, Schedule, StageBlocks
+
+
+class StageTrainer(PartTrainer):
+    """Passes every micro-batch of every step through all stages, once."""
+
+    def __init__(
+        self,
+        replica: StagedReplica,
+        load: Callable[[int, int], Any],
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        count: int,
+        seed: int,
+        exact: bool,
+        membership: Membership,
+        choose: Choose,
+        config: Config | None = None,
+        snapshot_every: int = 0,
+        memory: Path | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        recompute: bool = False,
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Train `replica`, cut as `choose` says.
+
+        `load(step, micro_batch)` returns (inputs, targets), `loss(output, targets)` a mean. Every
+        `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
+        """
+        peers = Peers(memory if snapshot_every else None, membership.me, StageSnapshot)
+        self._disk = StageSaving(membership, replica, peers)
+        super().__init__(
+            cast(Any, replica), cast(Any, None), count=count, seed=seed, exact=False,
+            membership=membership, config=config, saving=self._disk, peers=peers,
+            buckets=Buckets((), bucket_bytes, sets=1), snapshot_every=snapshot_every,
+        )  # fmt: skip
+        self._staged, self._load, self._loss, self._choose = replica, load, loss, choose
+        self._bucket_bytes, self._exact = bucket_bytes, exact
+        self._recompute, self._on = recompute, device
+        blocks = len(replica.blocks)
+        self._tally = torch.zeros(blocks + 2, count, dtype=torch.float64)
+        """How often each block did each micro-batch here; losses; whether a checkpoint is due."""
+        self._norms = torch.zeros(len(replica.parameters), dtype=torch.float64)
+        """Of the reduced gradients of each parameter, in the model's order."""
+        size = self._tally.numel() + len(self._norms)
+        self._sums = tuple(torch.zeros(size, dtype=torch.float64) for _ in range(2))
+        self._trees: dict[int, GradientTree] = {}
+        self._stage: Group | None = None
+        """The members that have the same blocks."""
+        self._layout = Layout((), ())
+        self._steady: Passes | None = None
+        """An undisturbed step's."""
+        self._passes: Passes | None = None
+        self._runner: Runner | None = None
+        self._armed = False
+        self._last = -1
+        """The last micro-batch of a step whose gradients are computed here."""
+        self._has_section = False
+        self._fitted = Section(0, 0)
+        """What buckets and trees are for."""
+        self._old: dict[int, BlockState] = {}
+        """Blocks of the world before, of the same step."""
+        self._moved = 0
+        """Bytes that this member was sent for the newest world."""
+
+    @property
+    def layout(self) -> Layout:
+        """Return who has which blocks in the newest world."""
+        return self._layout
+
+    # --- one step -----------------------------------------------------------------------------
+
+    def _give_out(self, members: tuple[int, ...]) -> None:
+        if self._steady is None:
+            self._steady = plan_passes(self._layout, self._count, {}, self._find_works())
+        self._take_passes(self._steady)
+
+    def _find_works(self) -> list[float]:
+        return [sum(self._staged.weights[s.first : s.stop]) for s in self._layout.sections]
+
+    def _take_passes(self, passes: Passes) -> None:
+        """Pass what `passes` says; done before is what this member keeps."""
+        if passes is not self._passes:
+            self._passes, stage = passes, self._layout.find_stage(self._membership.me)
+            section = self._staged.section
+            part = StageBlocks(
+                stage,
+                self._staged.blocks[section.first : section.stop],
+                section.first,
+                recompute=self._recompute,
+            )
+            assert self._group is not None
+            schedule = Schedule(passes.orders, len(self._layout.sections), passes.cells)
+            self._runner = Runner(
+                schedule, passes.cells.index(self._membership.me), [part], self._group,
+                load=self._load, loss=self._loss, seed=self._seed,
+                trees=self._trees if self._exact else None, device=self._on,
+            )  # fmt: skip
+            self._runner.before = self._watch
+        self._todo = list(passes.find_todo(self._membership.me, self._done))
+
+    def _watch(self, action: Action) -> None:
+        """Before an action: the last backward sends gradients as they come."""
+        self._progress.mark_work()
+        if action.kind == "B" and not self._exact and action.micro_batch == self._last:
+            self._arm()
+
+    def _arm(self) -> None:
+        assert self._stage is not None
+        self._armed = True
+        self._buckets.arm(self._applied, 1.0 / self._count, self._stage.all_reduce)
+
+    def _reduce(self, group: Group) -> None:
+        """Compute what is missing, and reduce it over this stage's copies; the counts last."""
+        runner, stage = self._runner, self._stage
+        assert runner is not None
+        assert stage is not None
+        todo, at = set(self._todo), self._layout.find_stage(self._membership.me)
+        orders = runner.schedule.orders[runner.cell]
+        self._last = next(
+            (a.micro_batch for a in reversed(orders) if a.kind == "B" and a.micro_batch in todo), -1
+        )
+        self._armed = False
+        others = [(at, m) for m in runner.schedule.micro_batches if m not in todo]
+        runner.run(self._applied, self._membership.overtaken, counted=others)
+        self._take_done(runner)
+        if not self._checked:
+            self._checked = True
+            self._replica.refuse_buffers()
+        if self._exact:
+            self._reduce_trees(stage)
+        else:
+            if not self._armed:
+                self._arm()
+            self._buckets.flush()
+        stage.wait()
+        self._note_norms(stage)
+        self._tally[-1, 0] = float(self._disk.wants(self._applied, group.members))
+        self._prove(group)
+        self._disk.agreed = bool(self._view_tally()[-1].sum() > 0.0)
+
+    def _reduce_trees(self, stage: Group) -> None:
+        passes, me = self._passes, self._membership.me
+        assert passes is not None
+        owner = passes.counted[self._layout.find_stage(me)]
+        views = self._buckets.list_views(self._applied)
+        for block, tree in self._trees.items():
+            out = [views[p] for p in self._staged.trained([block])]
+            if out:
+                tree.reduce(stage, owner, me, out)
+                torch._foreach_mul_(out, 1.0 / self._count)
+
+    def _take_done(self, runner: Runner) -> None:
+        """Note what the gradients contain."""
+        first, stop = self._staged.section
+        last = stop == len(self._staged.blocks)
+        for _, micro_batch in sorted(runner.done):
+            if micro_batch not in self._done:
+                self._done.append(micro_batch)
+                self._tally[first:stop, micro_batch] = 1.0
+                if last:
+                    self._tally[-2, micro_batch] = float(runner.losses[micro_batch])
+
+    def _drop_unfinished(self) -> None:
+        """The attempt has broken: what was finished of it is kept."""
+        if self._runner is not None:
+            self._take_done(self._runner)
+
+    def _note_norms(self, stage: Group) -> None:
+        """Have the first copy tell the norms of its blocks, so that all know that of all."""
+        self._norms.zero_()
+        if self._staged.clip_norm and stage.index == 0:
+            views = self._buckets.list_views(self._applied)
+            before = len(self._staged.trained(range(self._staged.section.first)))
+            norms = find_norms([views[p] for p in self._staged.parameters])
+            self._norms[before : before + len(norms)] = norms
+
+    def _send_tally(self, group: Group) -> None:
+        total = self._sums[self._applied % 2]
+        torch.cat([self._tally.flatten(), self._norms], out=total)
+        group.all_reduce(total)
+
+    def _view_tally(self) -> Tensor:
+        size = self._tally.numel()
+        return self._sums[self._applied % 2][:size].view_as(self._tally)
+
+    def _read_counts(self) -> list[float]:
+        counts: list[float] = self._view_tally()[:-2].flatten().tolist()
+        return counts
+
+    def _read_losses(self) -> list[float]:
+        losses: list[float] = self._view_tally()[-2].tolist()
+        return losses
+
+    def _apply(self, group: Group, *, sent: bool = False) -> None:
+        norms = self._sums[self._applied % 2][self._tally.numel() :]
+        self._staged.norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
+        super()._apply(group)
+
+    def _forget(self) -> None:
+        super()._forget()
+        for tree in self._trees.values():
+            tree.clear()
+
+    def _let_go(self) -> None:
+        self._old.clear()
+
+    def _tell_parts(self) -> tuple[StageSnapshot, Parts]:
+        me, section = self._membership.me, self._staged.section
+        named = StageSnapshot(self._applied, self._line, section, me)
+        return named, self._staged.split()[0]
+
+    def _tell_plain(self) -> dict[str, Any]:
+        numbers = {"numbers": self._staged.split()[1]}
+        return numbers | self._staged.plain() | self._steering.state()
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        stage, self._stage = self._stage, None
+        if stage is not None:
+            stage.give_up()
+        super()._leave()
+
+    def _abandon(self) -> None:
+        stage = self._stage
+        if stage is not None:
+            stage.abandon()
+        super()._abandon()
+
+    def _form(self, members: tuple[int, ...]) -> Any:
+        me, store = self._membership.me, self._open_store(members)
+        overtaken = self._membership.overtaken
+        standings = exchange_standings(store, members, me, self._stand(), overtaken)
+        plan = decide_stages(self._count, self._staged.sizes, self._choose, standings)
+        if plan is None:
+            raise PlatformError(
+                "the last copy of a stage is lost, and no snapshot is whole",
+                hint="the world starts again from the newest checkpoint",
+            )
+        self._device = self._device or make_device()
+        self._group = group = Group(members, me, store, self._device)
+        self._note_connected()
+        self._roll_forward(plan.step, plan.holder, plan.forward, group)
+        self._take_blocks(plan, group)
+        number = plan.layout.find_stage(me)
+        copies, prefix = plan.layout.copies[number], open_prefix(f"stage/{number}", store)
+        self._stage = Group(copies, me, prefix, self._device)
+        self._peers.enter(self._make_mirror({m: s.node for m, s in standings.items()}, store))
+        self._disk.enter(me == copies[0], number, len(plan.layout.sections))
+        self._steady = self._passes = None
+        self._take_passes(plan.passes)
+        if (plan.step, plan.line) == (0, NO_LINE):  # Nobody has trained anything yet.
+            self._load_checkpoint(group, number, len(plan.layout.sections))
+            if self._every:
+                self._take_snapshot(members)  # To go back to, before there is a newer one.
+        return plan
+
+    def _describe(self, plan: Any) -> dict[str, Any]:
+        shape, morphed = plan.layout.shape, plan.changed
+        moved = {"morphed": morphed, "moved_bytes": self._moved}
+        return {"back": plan.back, "shape": shape, **moved}
+
+    def _load_checkpoint(self, group: Group, number: int, count: int) -> None:
+        """Take the newest checkpoint's state in the place of the initial one.
+
+        Raises:
+            PlatformError: members do not find the same one.
+        """
+        found, extra = self._disk.find(), dict[str, Any]()
+        if group.index == 0:
+            group.store.set("checkpoint", str(found))
+        wait_for(group.store, ["checkpoint"], self._membership.overtaken)
+        chosen = int(group.store.get("checkpoint"))
+        if found != chosen:
+            raise PlatformError(
+                f"rank {self._membership.me} finds the checkpoint of step {found}, and the first "
+                f"rank that of step {chosen}",
+                hint="all nodes have to see the same checkpoints",
+            )
+        if self._disk.restore_part(extra):
+            self._steering.load(extra)
+            self._applied = self._furthest = found
+            self._old.clear()
+            self._disk.enter(self._layout.copies[number][0] == self._membership.me, number, count)
+
+    def _stand(self) -> StageStanding:
+        section = self._staged.section
+        held = sorted({*range(*section), *self._old})
+        return StageStanding(
+            node=os.environ.get("PERDURE_NODE", ""),
+            applied=FRESH if self._fresh else self._applied,
+            line=self._line,
+            section=section if self._has_section else Section(0, 0),
+            held=() if self._fresh else tuple(held),
+            done=tuple(sorted(self._done)),
+            ready=self._ready,
+            snapshots=self._peers.list_all(),
+        )
+
+    def _take_blocks(self, plan: StageReformation, group: Group) -> None:
+        """Have the blocks that the plan gives to this member, at the plan's step."""
+        me, replica = self._membership.me, self._staged
+        mine = plan.layout.sections[plan.layout.find_stage(me)]
+        at_step = not self._fresh and (self._applied, self._line) == (plan.step, plan.line)
+        first = plan.fresh and me == plan.plain.member
+        held: dict[int, BlockState] = {}
+        if at_step or first:
+            held = self._old | {b: replica.state_of(b) for b in range(*replica.section)}
+        states, plain = self._bring(plan, group, held)
+        states |= {b: s for b, s in self._old.items() if at_step and b in range(*mine)}
+        if states or not self._has_section or mine != replica.section:
+            self._rebuilt = self._has_section
+            replica.adopt(mine, states, None if at_step or first else plain)
+        if not at_step:
+            self._begin_at(plan.step, plan.line, plain)
+        if not self._has_section or mine != self._fitted:
+            self._fit(mine)
+        if me not in plan.kept:
+            self._buckets.drop()
+            self._forget()
+        self._old = {b: state for b, state in held.items() if b not in range(*mine)}
+        self._layout, self._fresh, self._has_section = plan.layout, False, True
+        self._ready = NO_LINE
+
+    def _fit(self, section: Section) -> None:
+        """Have room for the gradients of the blocks of `section`."""
+        self._buckets.close()
+        self._buckets = Buckets(self._staged.parameters, self._bucket_bytes, sets=1)
+        self._trees = {b: GradientTree(self._count) for b in range(*section)}
+        self._fitted = section
+
+    def _bring(
+        self, plan: StageReformation, group: Group, held: Mapping[int, BlockState]
+    ) -> tuple[dict[int, BlockState], dict[str, Any]]:
+        """Return the blocks that this member lacks, and what all have alike if any moves.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        self._moved = 0
+        if not plan.moves:
+            return {}, {}
+        me, overtaken, holder = self._membership.me, self._membership.overtaken, plan.plain
+        read, plain_of = self._make_reader(plan, held)
+        told = plain_of(holder) if me == holder.member else None
+        plain = share_plain(group, me, holder.member, told, overtaken)
+        states = move_blocks(group, me, plan.moves, read, overtaken)
+        remote = {m.block for m in plan.moves if m.to == me != m.holders[0].member}
+        self._moved = sum(count_bytes(states[block]) for block in remote)
+        return states, plain
+
+    def _make_reader(
+        self, plan: StageReformation, held: Mapping[int, BlockState]
+    ) -> tuple[Callable[[Holder, int], BlockState], Callable[[Holder], Any]]:
+        """Return what gives a block of this member's, and what all members have alike."""
+
+        @functools.cache
+        def open_snapshot(owner: int) -> tuple[Parts, Any]:
+            wanted = (plan.step, plan.line, owner)
+            for one in self._peers.list_all():
+                if (one.step, one.line, one.owner) == wanted:
+                    try:
+                        return self._peers.read(one)
+                    except ProtocolError as error:
+                        raise Broken(error.message) from None
+            raise Broken(f"the snapshot of step {plan.step} by rank {owner} is gone")
+
+        def read(holder: Holder, block: int) -> BlockState:
+            if holder.owner < 0:
+                return held[block]
+            parts, plain = open_snapshot(holder.owner)
+            return join_block(block, parts, plain["numbers"])
+
+        def plain_of(holder: Holder) -> Any:
+            return self._tell_plain() if holder.owner < 0 else open_snapshot(holder.owner)[1]
+
+        return read, plain_of

@@ -1,0 +1,217 @@
+"""The state of a pipelined model: of some blocks, with their optimizer's state, and a schedule.
+
+State is kept and moved by block: its parameters, its buffers, and what the optimizer has for each
+of its parameters. What is left (learning rates, the schedule) is small and the same on every
+member: the *plain* part. The model keeps all of its blocks; those of other members are empty.
+The optimizer is made anew for other blocks, and given back what it had for each parameter.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.model.errors import ConfigError
+from perdure.plan.stages import Section
+from perdure.worker.elastic.replica import BufferGuard
+from perdure.worker.elastic.sharding import PARAMETER, Parts
+
+BlockState = dict[str, dict[str, Any]]
+"""Name of a parameter or buffer -> key -> tensor or number; `PARAMETER` is the value itself."""
+
+
+class StagedReplica:
+    """A list of blocks, of which this member has those of its section."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer],
+        *,
+        scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+        clip_norm: float = 0.0,
+    ) -> None:
+        """Train `blocks`, called in order; `adopt` says which of them are this member's.
+
+        Raises:
+            ConfigError: two blocks share a parameter.
+        """
+        self.blocks = list(blocks)
+        self.model = nn.Sequential(*blocks)
+        _refuse_shared(self.blocks)
+        self.clip_norm = clip_norm
+        self.norm = 0.0
+        """Of the gradients of all blocks: what the next update is clipped by."""
+        self.section = Section(0, len(self.blocks))
+        self._make_optimizer, self._make_scheduler = optimizer, scheduler
+        self._anchor = nn.Parameter(torch.zeros(1))
+        """Has no gradient: a stage without parameters has settings and a schedule too."""
+        self.shapes = [{n: t.shape for n, t in _list_tensors(b).items()} for b in self.blocks]
+        self.sizes = tuple(_count_bytes(block) for block in self.blocks)
+        self.weights = tuple(
+            1.0 + sum(p.numel() for p in block.parameters()) for block in self.blocks
+        )
+        self._make()
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what the whole state has."""
+        return sum(self.sizes)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Return what is trained of this member's blocks."""
+        return self.trained(range(*self.section))
+
+    def trained(self, blocks: Iterable[int]) -> list[Tensor]:
+        """Return the parameters of `blocks` that are trained."""
+        return [p for b in blocks for p in self.blocks[b].parameters() if p.requires_grad]
+
+    # --- the state ----------------------------------------------------------------------------
+
+    def state_of(self, block: int) -> BlockState:
+        """Return the state of a block that this member has; tensors are not copied."""
+        state: BlockState = {
+            name: {PARAMETER: tensor.detach()}
+            for name, tensor in _list_tensors(self.blocks[block]).items()
+        }
+        for name, parameter in self.blocks[block].named_parameters():
+            state[name] |= self.optimizer.state.get(parameter, {})
+        return state
+
+    def plain(self) -> dict[str, Any]:
+        """Return what every member has alike."""
+        plain: dict[str, Any] = {
+            "groups": [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
+            ]
+        }
+        if self.scheduler is not None:
+            plain["scheduler"] = self.scheduler.state_dict()
+        return plain
+
+    def adopt(
+        self, section: Section, states: Mapping[int, BlockState], plain: dict[str, Any] | None
+    ) -> None:
+        """Become `section`: blocks of `states` are taken, the others are there already.
+
+        With `plain`, settings and schedule are taken too.
+        """
+        before = {} if plain is not None else self.plain()
+        entries: dict[Tensor, Any] = {
+            parameter: self.optimizer.state[parameter]
+            for block in range(*section)
+            for parameter in self.blocks[block].parameters()
+            if parameter in self.optimizer.state
+        }
+        for block, state in states.items():
+            tensors = _list_tensors(self.blocks[block])
+            for name, values in state.items():
+                tensors[name].data = values[PARAMETER].to(self._anchor.device)
+            for name, parameter in self.blocks[block].named_parameters():
+                entries.pop(parameter, None)
+                mine = {k: v for k, v in state[name].items() if k != PARAMETER}
+                if mine:
+                    entries[parameter] = mine
+        for block in range(len(self.blocks)):
+            if not section.first <= block < section.stop:
+                for tensor in _list_tensors(self.blocks[block]).values():
+                    tensor.grad = None
+                    tensor.data = tensor.data.new_empty(0)
+        self.section = section
+        self._make()
+        self._load_plain(plain if plain is not None else before)
+        self.optimizer.state.update(entries)
+
+    def _make(self) -> None:
+        self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
+        self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
+        self._guard = BufferGuard(self.model)
+
+    def _load_plain(self, plain: Mapping[str, Any]) -> None:
+        groups = plain.get("groups", ())
+        for group, saved in zip(self.optimizer.param_groups, groups, strict=False):
+            group.update(saved)
+        if self.scheduler is not None and "scheduler" in plain:
+            self.scheduler.load_state_dict(plain["scheduler"])
+
+    def tensors(self) -> list[Tensor]:
+        """Return parameters and buffers of its blocks, by which copies are compared."""
+        mine = self.blocks[self.section.first : self.section.stop]
+        return [t.detach() for block in mine for t in _list_tensors(block).values()]
+
+    def split(self) -> tuple[Parts, dict[str, Any]]:
+        """Return its blocks' tensors, by names that no other block has, and their numbers."""
+        parts: Parts = {}
+        numbers: dict[str, Any] = {}
+        for block in range(*self.section):
+            for name, values in self.state_of(block).items():
+                full = f"{block}.{name}"
+                parts[full] = {k: v for k, v in values.items() if isinstance(v, Tensor)}
+                numbers[full] = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
+        return parts, numbers
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def update(self, *, clipped: bool = False) -> None:
+        """Apply the gradients that its parameters have; `norm` is that of all blocks'."""
+        if self.clip_norm:
+            total = torch.tensor(self.norm)
+            nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, total)
+        self.optimizer.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
+
+    def refuse_buffers(self) -> None:
+        """Refuse a model whose forward pass alters its buffers; see `BufferGuard`."""
+        self._guard.check()
+
+
+def join_block(block: int, parts: Parts, numbers: Mapping[str, Any]) -> BlockState:
+    """Return the state of a block, copied from what `split` has returned."""
+    prefix = f"{block}."
+    return {
+        full.removeprefix(prefix): {k: v.clone() for k, v in values.items()} | numbers.get(full, {})
+        for full, values in parts.items()
+        if full.startswith(prefix)
+    }
+
+
+def count_bytes(state: BlockState) -> int:
+    """Return the bytes of a block's tensors."""
+    return sum(
+        v.nbytes for values in state.values() for v in values.values() if isinstance(v, Tensor)
+    )
+
+
+def find_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each gradient."""
+    if not gradients:
+        return torch.zeros(0)
+    return torch.stack([norm.to(torch.float64) for norm in torch._foreach_norm(list(gradients))])
+
+
+def _list_tensors(block: nn.Module) -> dict[str, Tensor]:
+    state = block.state_dict(keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _count_bytes(block: nn.Module) -> int:
+    """Return about what a block's state has, with the two moments of Adam."""
+    moments = 2 * sum(p.nbytes for p in block.parameters() if p.requires_grad)
+    return moments + sum(t.nbytes for t in _list_tensors(block).values())
+
+
+def _refuse_shared(blocks: Sequence[nn.Module]) -> None:
+    seen: dict[int, str] = {}
+    for number, block in enumerate(blocks):
+        for name, tensor in block.named_parameters():
+            first = seen.setdefault(id(tensor), f"{number}.{name}")
+            if int(first.partition(".")[0]) != number:
+                raise ConfigError(
+                    f"elastic: blocks share the parameter {first} = {number}.{name}, whose "
+                    "gradients would be on different ranks",
+                    hint="put what shares a parameter into one block, or untie it",
+                )

@@ -1,0 +1,162 @@
+"""How a model is cut into stages, who holds which, and what has to move for it."""
+
+import itertools
+import random
+
+import pytest
+
+from perdure.plan.commit import FRESH
+from perdure.plan.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
+from perdure.plan.stage_orders import plan_passes
+from perdure.plan.stages import (
+    Choice,
+    Layout,
+    Model,
+    Section,
+    choose_balanced,
+    cut_balanced,
+    find_rest,
+    place,
+)
+
+BLOCKS = 6
+MODEL = Model((1.0,) * BLOCKS, (100,) * BLOCKS, 2)
+FIRST, SECOND = Section(0, 3), Section(3, 6)
+
+
+def choose(members: object, rest: Layout | None) -> Choice:
+    return choose_balanced(MODEL, members, rest)  # type: ignore[arg-type]
+
+
+def stand(section: Section, applied: int = 5, **more: object) -> StageStanding:
+    fields = {"line": 0, "section": section, "held": tuple(range(*section)), **more}
+    return StageStanding("a", applied, **fields)  # type: ignore[arg-type]
+
+
+def test_members_are_placed_so_that_they_hold_most() -> None:
+    """Against every assignment there is."""
+    chance = random.Random(1)
+    for _ in range(60):
+        copies = [chance.randint(1, 2) for _ in range(chance.randint(1, 3))]
+        cuts = [Section(i, i + 1) for i in range(len(copies))]
+        members = range(sum(copies))
+        sizes = [chance.choice([1, 5, 9]) for _ in copies]
+        held = {m: {s for s in range(len(copies)) if chance.random() < 0.5} for m in members}
+        choice = Choice(tuple(cuts), tuple(copies), None, "")
+        layout = place(choice, members, held, sizes)
+        assert [len(c) for c in layout.copies] == copies
+        deal = [stage for stage, n in enumerate(copies) for _ in range(n)]
+
+        def gain(stages: object, held: object = held, sizes: object = sizes) -> int:
+            return sum(sizes[s] for m, s in enumerate(stages) if s in held[m])  # type: ignore
+
+        best = max(gain(order) for order in itertools.permutations(deal))
+        assert gain([layout.find_stage(m) for m in members]) == best
+
+
+@pytest.mark.parametrize("size", range(1, 10))
+@pytest.mark.parametrize("stages", [1, 2, 3, 7])
+def test_every_member_has_a_stage_and_the_remainder_helps(size: int, stages: int) -> None:
+    choice = cut_balanced(Model(MODEL.weights, MODEL.sizes, stages), size)
+    assert [b for s in choice.sections for b in range(*s)] == list(range(BLOCKS))
+    assert sum(choice.copies) == size
+    assert len(choice.sections) == min(stages, size, BLOCKS)
+    works = [(s.stop - s.first) / c for s, c in zip(choice.sections, choice.copies, strict=True)]
+    assert max(works) <= BLOCKS / (size // len(works)) / len(works) + 1
+
+
+def test_a_loss_with_a_living_copy_moves_nothing() -> None:
+    """And only what the lost one had is done again: by its stage; others pass it on."""
+    left = {
+        0: stand(FIRST, done=(0, 1)),
+        2: stand(FIRST, done=(2, 3)),
+        3: stand(SECOND, done=(2, 3)),
+    }
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert (plan.step, plan.back, plan.moves, plan.changed) == (5, 0, (), False)
+    assert plan.layout == Layout((FIRST, SECOND), ((0, 2), (3,)))
+    assert plan.passes.numbers == (0, 1)
+    assert plan.todo == {0: (), 2: (), 3: (0, 1)}
+
+
+def test_a_stage_without_a_copy_is_taken_over_with_the_fewest_bytes() -> None:
+    snapshot = StageSnapshot(5, 0, SECOND, 3)
+    left = {0: stand(FIRST), 2: stand(FIRST, snapshots=(snapshot,))}
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert plan.layout == Layout((FIRST, SECOND), ((0,), (2,)))
+    assert [(m.block, m.to, m.holders) for m in plan.moves] == [
+        (block, 2, (Holder(2, 3),)) for block in range(3, 6)
+    ]
+
+
+def test_blocks_come_from_all_who_have_them() -> None:
+    left = {m: stand(FIRST) for m in (0, 1)} | {m: stand(SECOND) for m in (2, 3)}
+    left[4] = StageStanding("a", FRESH)
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert plan.layout.shape in ("(3,2)", "(2,3)")
+    assert {m.to for m in plan.moves} == {4}
+    assert all(len(m.holders) == 2 for m in plan.moves)
+    assert len({m.holders[0] for m in plan.moves}) == 2
+
+
+def test_a_lost_stage_takes_all_back_to_what_is_whole() -> None:
+    kept = (StageSnapshot(4, 0, FIRST, 0), StageSnapshot(4, 0, SECOND, 1))
+    plan = decide_stages(4, MODEL.sizes, choose, {0: stand(FIRST, snapshots=kept, done=(1,))})
+    assert plan is not None
+    assert (plan.step, plan.back, plan.kept) == (4, 1, {})
+    assert "1 steps back" in plan.reason
+    assert decide_stages(4, MODEL.sizes, choose, {0: stand(FIRST, snapshots=kept[:1])}) is None
+
+
+def test_who_has_reduced_rolls_forward_by_itself() -> None:
+    left = {0: stand(FIRST, 5, ready=1), 1: stand(SECOND, 6, line=1), 4: StageStanding("a", FRESH)}
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert (plan.step, plan.line, plan.forward, plan.holder) == (6, 1, (0,), 1)
+
+
+def test_who_joins_before_the_first_step_rolls_nothing_forward() -> None:
+    left = {0: stand(FIRST, 0, line=-1), 1: stand(SECOND, 0, line=-1), 2: StageStanding("a", FRESH)}
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert (plan.step, plan.forward, plan.fresh) == (0, (), False)
+
+
+def test_a_first_world_that_broke_begins_again_with_who_is_still_whole() -> None:
+    left = {1: stand(SECOND, 0, line=-1), 2: StageStanding("a", FRESH)}
+    plan = decide_stages(4, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert (plan.step, plan.fresh, plan.plain) == (0, True, Holder(2))
+
+
+def test_two_who_did_the_same_do_not_both_keep_it() -> None:
+    left = {0: stand(FIRST, done=(0, 1)), 1: stand(FIRST, done=(1,)), 2: stand(SECOND)}
+    plan = decide_stages(2, MODEL.sizes, choose, left)
+    assert plan is not None
+    assert plan.kept == {0: (0, 1), 2: ()}
+
+
+def test_a_much_better_cut_is_worth_a_move() -> None:
+    uneven = Layout((Section(0, 1), Section(1, 6)), ((0, 1), (2,)))
+    assert choose_balanced(MODEL, (0, 1, 2), uneven).stays is None
+    even = Layout((FIRST, SECOND), ((0, 1), (2,)))
+    assert choose_balanced(MODEL, (0, 1, 2), even).stays == even
+
+
+def test_what_is_left_of_a_layout_must_be_whole() -> None:
+    assert find_rest(6, [0, 1], {0: FIRST, 1: SECOND}) == Layout((FIRST, SECOND), ((0,), (1,)))
+    assert find_rest(6, [0], {0: FIRST, 1: SECOND}) is None
+    assert find_rest(6, [0, 1], {0: FIRST, 1: Section(2, 6)}) is None
+
+
+def test_each_stage_of_each_micro_batch_is_counted_once() -> None:
+    layout = Layout((FIRST, SECOND), ((0, 1), (2,)))
+    passes = plan_passes(layout, 5, {0: (0, 3), 2: (3,)})
+    assert passes.numbers == (0, 1, 2, 4)
+    assert [sorted(at) for at in passes.counted] == [list(range(5))] * 2
+    assert (passes.counted[0][0], passes.counted[1][3]) == (0, 2)
+    done = [(a.stage, a.micro_batch) for mine in passes.orders for a in mine if a.kind == "B"]
+    assert sorted(done) == [(s, m) for s in range(2) for m in passes.numbers]
