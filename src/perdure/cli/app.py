@@ -17,6 +17,7 @@ from perdure.cli import (
     notify,
     output,
     plan,
+    profile,
     profiles,
     queue,
     run,
@@ -97,6 +98,7 @@ for command in (
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
+app.command(context_settings=profile.CONTEXT)(profile.profile)
 trace.app.command()(trace_simulate.simulate)
 trace.app.command()(trace_replay.replay)
 app.add_typer(trace.app, name="trace")
@@ -129,12 +131,12 @@ def run_command(args: Sequence[str]) -> int:
 
 
 def _own_args(args: Sequence[str]) -> Sequence[str]:
-    """Return the arguments that are perdure's own: of `run`, those before the script.
+    """Return the arguments that are perdure's own: of `run` and `profile`, those before the script.
 
     Whether a word is a script or an option's value is only known to the parser; here it is enough
     that a word after an option may be its value.
     """
-    if not args or args[0] != "run":
+    if not args or args[0] not in ("run", "profile"):
         return args
     for index, arg in enumerate(args[1:], start=1):
         if not arg.startswith("-") and not args[index - 1].startswith("-"):

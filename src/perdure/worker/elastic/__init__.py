@@ -11,6 +11,7 @@ how many ranks there are.
 """
 
 import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import ConfigError
+from perdure.model.profiling import ASK
 from perdure.plan.microbatches import plan_batches
 from perdure.plan.stages import Model, choose_balanced
 from perdure.worker.attach import attach_rank
@@ -85,6 +87,8 @@ def train(
             the model's forward pass alters its buffers, or it cannot be cut into stages.
     """
     settings.declare_all(config or {})
+    if ASK in os.environ:
+        _measure(locals())
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
@@ -144,6 +148,13 @@ def _open(
     schedule = scheduler(made) if scheduler is not None else None
     compute = functools.partial(run, model)
     return open_trainer(model, made, compute, scheduler=schedule, **common)
+
+
+def _measure(call: Mapping[str, Any]) -> None:
+    """Under `perdure profile`: measure what `train` was called with, and end the process."""
+    from perdure.worker.profiling import Script, find_request, measure_script
+
+    measure_script(find_request(), Script(**{name: call[name] for name in Script.__annotations__}))
 
 
 def open_trainer(

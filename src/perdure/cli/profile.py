@@ -1,0 +1,129 @@
+"""`perdure profile`: what a script's model and this machine cost, measured by the script itself."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from shutil import copyfile
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.options import Json
+from perdure.cli.say import note, print_json, render_table
+from perdure.model.codec import decode, encode
+from perdure.model.costs import CostProfile, read_profile
+from perdure.model.errors import ConfigError, PerdureError
+from perdure.model.profiling import ASK, ProfileReport, ProfileRequest
+from perdure.service.jobfiles import resolve_home
+
+CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
+"""What follows the script is the script's."""
+
+Script = Annotated[
+    Path, typer.Argument(help="A Python file that calls perdure.elastic.train with blocks=[...].")
+]
+Args = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
+MicroBatch = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--micro-batch", min=1, help="Samples; repeatable. Default: the script's, half and double."
+    ),
+]
+Ranks = Annotated[
+    int, typer.Option("--ranks", min=1, help="Processes of the largest group that is measured.")
+]
+Seconds = Annotated[
+    float, typer.Option("--seconds", min=0.0, help="At least so long for each micro-batch size.")
+]
+Again = Annotated[bool, typer.Option("--again", help="Measure also what was measured before.")]
+Out = Annotated[Path | None, typer.Option("--out", "-o", help="Also write the profile here.")]
+
+
+def profile(
+    script: Script,
+    args: Args = None,
+    micro_batch: MicroBatch = None,
+    ranks: Ranks = 8,
+    seconds: Seconds = 2.0,
+    again: Again = False,
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Measure what a model's blocks and this machine's links cost, for `perdure plan`.
+
+    Runs SCRIPT until it calls perdure.elastic.train, which measures and does not train. What was
+    measured of the same model on the same machine is kept.
+    """
+    if not script.is_file():
+        raise ConfigError(f"no such script: {script}")
+    report = _run(script, args or [], tuple(sorted(set(micro_batch or ()))), ranks, seconds, again)
+    for text in report.notes:
+        note(text)
+    text = Path(report.path).read_text(encoding="utf-8")
+    if out is not None:
+        copyfile(report.path, out)
+    found = read_profile(text, report.path)
+    if as_json:
+        costs = {**msgspec.to_builtins(report), "fingerprint": found.fingerprint}
+        print_json({name: costs[name] for name in costs if name not in ("error", "hint")})
+        return
+    _show(found, report)
+
+
+def _run(
+    script: Path, args: list[str], sizes: tuple[int, ...], ranks: int, seconds: float, again: bool
+) -> ProfileReport:
+    with tempfile.TemporaryDirectory(prefix="perdure-profile-") as folder:
+        report = Path(folder, "report")
+        request = ProfileRequest(
+            folder=str(Path(resolve_home(), "costs")),
+            report=str(report),
+            model=script.name,
+            micro_batches=sizes,
+            ranks=ranks,
+            seconds=seconds,
+            again=again,
+        )
+        env = {"OMP_NUM_THREADS": "1", **os.environ, ASK: encode(request).decode()}
+        done = subprocess.run([sys.executable, str(script), *args], env=env, stdout=sys.stderr)
+        if not report.exists():
+            if done.returncode:
+                raise PerdureError(f"{script} failed with exit code {done.returncode}")
+            raise ConfigError(
+                f"{script} has ended without a call of perdure.elastic.train",
+                hint="its model is measured there: perdure.elastic.train(blocks=[...], ...)",
+            )
+        found = decode(report.read_bytes(), ProfileReport)
+    if found.error:
+        error = PerdureError(found.error, hint=found.hint)
+        error.exit_code = found.exit_code
+        raise error
+    return found
+
+
+def _show(found: CostProfile, report: ProfileReport) -> None:
+    size = found.micro_batches[-1]
+    rows = []
+    for block in found.blocks:
+        cost = block.costs[size]
+        weight = "-" if cost.weight_s is None else round(1e3 * cost.weight_s, 3)
+        rows.append(
+            (block.name, round(1e3 * cost.forward_s, 3), round(1e3 * cost.backward_s, 3), weight,
+             cost.input_bytes, cost.stored_bytes, block.state_bytes)
+        )  # fmt: skip
+    print(f"profile      {report.path}")
+    print(f"machine      {found.machine}")
+    what = ", ".join(report.measured) or "nothing: all was kept from before"
+    print(f"measured     {what}; worst spread {report.spread:.0%} ({report.spread_of})")
+    print(f"micro-batch  {', '.join(map(str, found.micro_batches))}; below: {size}\n")
+    head = ("block", "forward ms", "backward ms", "weights ms", "input B", "stored B", "state B")
+    print(render_table(head, rows))
+    for transfer in found.transfers:
+        rate = transfer.bytes_per_s / 1e9
+        print(f"\nmessage      {1e6 * transfer.latency_s:.0f} us + bytes at {rate:.2f} GB/s")
+    for cost in found.all_reduces:
+        words = f"{1e6 * cost.latency_s:.0f} us + bytes at {cost.bytes_per_s / 1e9:.2f} GB/s"
+        print(f"all-reduce   over {cost.group_size}: {words}")
