@@ -10,7 +10,7 @@ from perdure.cli.options import Json
 from perdure.cli.say import print_json
 from perdure.model.errors import ConfigError
 
-KINDS = ("device-failed", "device-ok", "preemption")
+KINDS = ("device-failed", "device-ok", "preemption", "preemption-withdrawn")
 
 
 def notify(
@@ -31,13 +31,13 @@ def notify(
     """Tell a job of what it cannot see: a failed device, or a machine that will be taken away.
 
     A failed device makes the verdict UnhealthyDevice, which `policy.unhealthy_device` acts upon;
-    a preemption drains the node within its grace.
+    a preemption has the node left within its grace, unless it is withdrawn.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown notice `{kind}`", hint=f"one of {', '.join(KINDS)}")
     if (device is None) == (node is None):
         raise ConfigError(f"{kind} of what?", hint="a DEVICE, or --node N")
-    if kind == "preemption" and device is not None:
+    if kind.startswith("preemption") and device is not None:
         raise ConfigError("a preemption is of a node", hint="--node N --grace SECONDS")
     args: dict[str, Any] = {"kind": kind}
     args |= {"device": device} if device is not None else {"node": node}

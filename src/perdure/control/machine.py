@@ -6,6 +6,7 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 
 from typing import assert_never
 
+from perdure.control import preemption
 from perdure.control.answers import answer, answer_open
 from perdure.control.elastic import reform
 from perdure.control.groups.replicas import find_group_deadline, handle_replicas
@@ -22,7 +23,6 @@ from perdure.control.progress import (
 from perdure.control.recovery.culprits import correct_culprit
 from perdure.control.recovery.evidence import (
     ask_stacks,
-    ask_stacks_again,
     hold_action,
     note_stacks,
     withdraw,
@@ -31,17 +31,16 @@ from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
     advance_formation,
-    close_job,
     end_job,
     form_world,
     note_end,
+    note_started,
     note_submission,
     wait_for_nodes,
 )
 from perdure.control.recovery.notices import note_device
-from perdure.control.recovery.placement import cordon_again, note_cordon
+from perdure.control.recovery.placement import note_cordon
 from perdure.control.recovery.probing import (
-    probe_again,
     probe_overdue,
     probe_verdict,
     take_probe,
@@ -53,33 +52,29 @@ from perdure.control.recovery.response import (
     blame_device,
     weigh_verdict,
 )
-from perdure.control.state import ControllerState
+from perdure.control.reissue import issue_again
+from perdure.control.state import ControllerState, OpenNotice
 from perdure.control.steering.boundary import (
     abort_boundary,
     answer_boundary,
     note_pace,
     retry_boundary,
     send_boundary,
-    send_boundary_again,
 )
-from perdure.control.steering.changes import changes_again, note_high
+from perdure.control.steering.changes import note_high
 from perdure.control.steering.commands import (
     find_reached_stop,
     finish_job,
     give_up_stop,
-    inject_again,
     receive_command,
     start_waiting_command,
     stop_deadline,
 )
 from perdure.control.steering.moves import (
     advance_moves,
-    moves_again,
     moves_deadline,
     note_left,
-    note_preemption,
 )
-from perdure.control.steering.pauses import pauses_again
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
     AnyEvent,
@@ -149,7 +144,11 @@ class Controller:
         if state.groups:
             return find_group_deadline(state)
         times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
-        times += [moves_deadline(state), reform.elastic_deadline(state)]
+        times += [
+            moves_deadline(state),
+            preemption.notices_deadline(state),
+            reform.elastic_deadline(state),
+        ]
         if state.boundary is not None:
             times[1] = state.boundary.deadline_s
         if state.stacks is not None and state.stacks.held is not None:
@@ -162,18 +161,24 @@ class Controller:
         """Return what to do about `event`, which is in the journal already."""
         if self.state.of_replicas:
             return handle_replicas(self.state, now, event)
-        before = self.state.asked if self.state.elastic.members else ()
-        actions = self._react(now, event)
-        if before:
-            actions = [*actions, *settle_members(self.state, now, before)]
-        return [*actions, *advance_moves(self.state, now)] if self.state.moves else actions
+        state, before = self.state, self._members()
+        actions = [*self._react(now, event), *preemption.advance_notices(state, now)]
+        while True:  # An eviction takes members away as well.
+            actions += settle_members(state, now, before) if before else []
+            before = self._members()
+            actions += advance_moves(state, now) if state.moves else []
+            if self._members() == before:
+                return actions
+
+    def _members(self) -> tuple[int, ...]:
+        return self.state.asked if self.state.elastic.members else ()
 
     def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
         match event:
             case JobSubmitted():
                 return note_submission(self.state, now, event)
             case ControllerStarted():
-                return self._issue_again(now, f"controller {event.incarnation} took over")
+                return issue_again(self.state, now, f"controller {event.incarnation} took over")
             case NodeRegistered():
                 return self._register(now, event)
             case StoreReady():
@@ -185,7 +190,7 @@ class Controller:
                 self.state.stopped[event.node] = max(known, event.generation)
                 return [*advance_formation(self.state, now), *advance_end(self.state, now)]
             case RanksStarted():
-                return self._note_started(event)
+                return note_started(self.state, event)
             case RankExited():
                 return self._note_exit(now, event)
             case KeeperLost() | NodeLost():
@@ -218,15 +223,15 @@ class Controller:
                 return self._fire(now, event.pace)
             case JobEnded():
                 return note_end(self.state)
-            case PreemptionNoticed():
-                return note_preemption(self.state, now, event)
+            case PreemptionNoticed() | PreemptionWithdrawn():
+                return preemption.take_notice(self.state, now, event)
             case ProbeEnded():
                 return take_probe(self.state, now, event)
             case DeviceReported():
                 return note_device(self.state, now, event)
             case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
                 return note_steering(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining() | PreemptionWithdrawn():
+            case MetricsLogged() | ControllerLost() | NodeDraining():
                 return []
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)
@@ -243,33 +248,29 @@ class Controller:
 
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state
+        taken, freed = (
+            preemption.find_notice(state, now, event.node),
+            preemption.note_return(state, now, event),
+        )
         state.nodes[event.node] = event
         state.lost.pop(event.node, None)
         if state.phase == "pending":
             if len(state.nodes) < state.the_spec().num_nodes:
-                return []
+                return freed
             return form_world(state, now, f"all {len(state.nodes)} nodes are there")
         actions = reform.return_node(state, event)
         if actions is None:
             why = "its ranks are gone, keeper and all"
-            return self._fail(now, f"node {event.node}", why, code=1)
+            return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
+        actions = [*freed, *actions]
         if state.assignment is None:
-            return []
+            return actions
         reason = f"node {event.node} registered"
         again = AssignNodes(nodes=(event.node,), assignment=state.assignment, reason=reason)
         actions.append(again)
         if state.boundary is not None:
             actions.append(send_boundary(state, reason))
         return actions
-
-    def _note_started(self, event: RanksStarted) -> list[AnyAction]:
-        state = self.state
-        if event.generation == state.generation and state.phase == "starting":
-            state.started.add(event.node)
-            if state.started >= set(state.placement):
-                state.phase = "running"
-                state.phase_deadline_s = None
-        return []
 
     def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
         state, record = self.state, event.record
@@ -292,6 +293,7 @@ class Controller:
             left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
             if left and record.lost_peer:
                 culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
+            taken = preemption.find_taken(state, event.node, record)
             blamed, without, why = blame_device(state, record)
             return blamed + self._fail(
                 now,
@@ -304,6 +306,7 @@ class Controller:
                 exit_s=record.at_s,
                 without=without,
                 why=why,
+                taken=taken,
             )
         others = reform.leave_world(state, now, event)
         if isinstance(others, str):
@@ -314,6 +317,7 @@ class Controller:
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
         state = self.state
+        taken = preemption.find_notice(state, now, event.node)
         if isinstance(event, KeeperLost):
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
@@ -321,19 +325,21 @@ class Controller:
             if outside is not None:
                 return outside
             why = f": it {event.cause}" if event.cause else ""
-            return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1)
+            return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1, taken=taken)
         state.lost.setdefault(event.node, event.at_s)
         outside = reform.lose_outside(state, event.node)
         if outside is not None:
             return outside
         if event.node not in state.placement and not reform.is_elastic(state):
             return []
-        state.blames[event.node] = state.blames.get(event.node, 0) + 1
+        if taken is None:
+            state.blames[event.node] = state.blames.get(event.node, 0) + 1
         if state.phase == "forming" and state.spares:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
-        return self._fail(now, f"node {event.node}", f"node lost: {event.reason}", code=1)
+        why = f"node lost: {event.reason}"
+        return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Take stacks at a verdict's first word; act once it is actionable."""
@@ -393,9 +399,12 @@ class Controller:
         without: int | None = None,
         why: str = "",
         grace_s: float = 0.0,
+        taken: OpenNotice | None = None,
     ) -> list[AnyAction]:
         """Decide on one failure of the world: the next generation, or the end."""
         state = self.state
+        if taken is not None:
+            culprit, cause = f"node {taken.node}", f"Preemption ({taken.words}); {culprit}: {cause}"
         failure = Failure(
             at_s=now,
             cause=cause,
@@ -406,6 +415,7 @@ class Controller:
             error=error,
             code=code,
             signal=signal,
+            preempted=taken is not None,
         )
         stopped = find_reached_stop(state)
         if stopped is not None:
@@ -480,20 +490,3 @@ class Controller:
         state.boundary = None
         plan_checkpoint(self.state, now)
         return start_waiting_command(state, now)
-
-    def _issue_again(self, now: float, reason: str) -> list[AnyAction]:
-        """Return everything that is outstanding, once more."""
-        state = self.state
-        actions: list[AnyAction] = []
-        if state.phase == "ended":
-            return close_job(state)
-        if state.assignment is None:
-            return actions
-        nodes = tuple(sorted(state.nodes))
-        actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
-        actions += send_boundary_again(state, reason)
-        actions += ask_stacks_again(state, reason)
-        actions += [*cordon_again(state), *moves_again(state)]
-        actions += [*changes_again(state), *pauses_again(state, now)]
-        actions += [*probe_again(state), *reform.reissue(state, reason)]
-        return actions + inject_again(state, reason)

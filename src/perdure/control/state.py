@@ -90,6 +90,8 @@ class OpenMove:
     """For a spare node, should none be ready."""
     guarded: bool = False
     """A checkpoint was agreed upon meanwhile."""
+    late_s: float | None = None
+    """When to save once more, should nobody stand in until then: just before the end."""
     stage: Literal["waiting", "agreeing", "held", "moved"] = "waiting"
     """For a spare node or a world that trains; for the ranks' agreement; for the checkpoint, which
     held ranks wait for; for the world without these nodes."""
@@ -111,6 +113,29 @@ class OpenMove:
     """In an elastic world: its nodes were restored after their members had begun to leave."""
     instead: str = ""
     """What was done in place of what was asked for."""
+
+
+@dataclass(slots=True)
+class OpenNotice:
+    """A node that the platform takes away, or may take away soon."""
+
+    node: int
+    source: str
+    id: str
+    reason: str
+    certain: bool
+    at_s: float
+    gone_s: float
+    """When it goes away; of a mere risk, when it was told."""
+    boot_id: str = ""
+    """Of the machine that it is about: another one in its place is not."""
+    acted: bool = False
+    """What to do about it was decided."""
+
+    @property
+    def words(self) -> str:
+        """Return who has said what, such as `aws: spot terminate`."""
+        return f"{self.source}: {self.reason}" if self.reason else self.source
 
 
 @dataclass(slots=True)
@@ -161,6 +186,12 @@ class ControllerState:
     """Restored node -> by whom, until `NodeRestored` is in the journal."""
     moves: dict[str, OpenMove] = field(default_factory=dict)
     """Nodes that are being left, the oldest first."""
+    notices: dict[str, OpenNotice] = field(default_factory=dict)
+    """What platforms have announced and not withdrawn, by node, source and id."""
+    notices_due_s: float | None = None
+    """When those that are not acted upon are."""
+    going: set[int] = field(default_factory=set)
+    """Nodes that are given nothing to run for a notice, and for nothing else."""
     blames: dict[int, int] = field(default_factory=dict)
     """Node -> how often it was blamed for a failure."""
     failed_s: float | None = None
@@ -246,7 +277,8 @@ class ControllerState:
     @property
     def leaving(self) -> set[int]:
         """Return the nodes that shall run nothing in the next world."""
-        return {n for m in self.moves.values() if m.stage != "moved" for n in m.nodes}
+        moved = {n for m in self.moves.values() if m.stage != "moved" for n in m.nodes}
+        return moved | self.going
 
     @property
     def spares(self) -> tuple[int, ...]:

@@ -13,6 +13,7 @@ from perdure.model.events import (
     JobPaused,
     JobResumed,
     PreemptionNoticed,
+    PreemptionWithdrawn,
     SettingsChanged,
     VerdictReached,
 )
@@ -276,6 +277,7 @@ class RecordEvent(Action, frozen=True, kw_only=True):
     event: (
         DeviceReported
         | PreemptionNoticed
+        | PreemptionWithdrawn
         | VerdictReached
         | SettingsChanged
         | JobPaused

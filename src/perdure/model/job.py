@@ -198,7 +198,7 @@ class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """A signal to the agent that is a notice -> the grace that it gives, in seconds."""
     grace_s: Annotated[float, Meta(ge=0)] = 30.0
     """The grace of a notice that does not say its own."""
-    lead_s: Seconds = 300.0
+    lead_s: Seconds = 60.0
     """The node is left no earlier than this long before it goes away."""
     coalesce_s: Annotated[float, Meta(ge=0)] = 0.25
     """Notices within this time, or a tenth of the shortest grace, are acted upon as one."""

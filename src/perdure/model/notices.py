@@ -3,6 +3,7 @@
 import msgspec
 
 from perdure.model.event import Event
+from perdure.model.exits import ExitRecord
 
 
 class Announced(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,3 +44,24 @@ class PreemptionWithdrawn(Event, frozen=True, kw_only=True):
     source: str
     id: str = ""
     reason: str = ""
+
+
+LATE_S = 300.0
+"""A machine that is there this long after it should have gone is not going any more."""
+_NEAR_S = 5.0
+_TAKEN = (9, 15)
+"""SIGKILL, SIGTERM: what a rank dies of when its machine is shut down."""
+
+
+def is_explained(record: ExitRecord, gone_s: float, *, here: bool) -> bool:
+    """Return whether a rank's end is what a notice has announced.
+
+    On the machine itself (`here`) that is an end from outside: a rank that raised an exception, or
+    ran out of memory, has crashed there as it would elsewhere. On another machine it is the loss
+    of a peer, about when the noticed one goes away.
+    """
+    if record.at_s > gone_s + LATE_S:
+        return False
+    if here:
+        return record.signal in _TAKEN and not record.oom
+    return record.lost_peer and record.at_s >= gone_s - _NEAR_S

@@ -132,16 +132,16 @@ class Command(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An outside monitor's word: by `perdure notify`, the webhook, or `subject_notices`."""
 
-    kind: Literal["device-failed", "device-ok", "preemption"]
+    kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn"]
     device: str = ""
     """Of `device-failed`, `device-ok`: an id as `perdure map` shows it; or `node`."""
     node: int = -1
-    """Of `preemption`; of the others where the device is not known by its id."""
+    """Of a preemption; of the others where the device is not known by its id."""
     grace_s: float = 0.0
     """Of `preemption`: how long the machine stays."""
     reason: str = ""
     source: str = ""
-    """Who says so, such as `dcgm` or a person's name."""
+    """Who says so, such as `dcgm` or a person's name; who withdraws a preemption has said it."""
     id: str = ""
     """Makes a repetition harmless; without one, each is taken."""
 

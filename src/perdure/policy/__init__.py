@@ -1,6 +1,7 @@
 """Verdict, history and budget in, decision with its reason out."""
 
 from perdure.policy.checkpointing import decide_checkpoint_interval
+from perdure.policy.preemption import HandOver, Outlook, decide_hand_over
 from perdure.policy.recovery import Decision, Failure, decide_recovery
 from perdure.policy.response import (
     Reaction,
@@ -13,9 +14,12 @@ from perdure.policy.response import (
 __all__ = [
     "Decision",
     "Failure",
+    "HandOver",
+    "Outlook",
     "Reaction",
     "Situation",
     "decide_checkpoint_interval",
+    "decide_hand_over",
     "decide_recovery",
     "find_device_error",
     "find_restart_cost_s",

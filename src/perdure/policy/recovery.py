@@ -31,6 +31,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     """Last line of the exception, where there was one."""
     code: int = 0
     signal: int = 0
+    preempted: bool = False
+    """The platform had said that it takes the machine away."""
 
 
 class Decision(msgspec.Struct, frozen=True):
@@ -48,8 +50,12 @@ def decide_recovery(
     A failure counts against `max_restarts` only while nothing is achieved in between: a job that
     makes progress may be killed for ever, up to `window_max` within `window_s`. The same fault
     at the same step is counted apart, because a script that dies on the same batch makes progress
-    up to that batch every time.
+    up to that batch every time. What a platform takes away is
+    nobody's fault, and counts for nothing.
     """
+    if failure.preempted:
+        return Decision("restart", f"{failure.culprit}: {failure.cause}; it counts as no failure")
+    earlier = tuple(one for one in earlier if not one.preempted)
     if failure.signal == _SIGINT:
         return Decision("give up", f"{failure.culprit} was interrupted (SIGINT)")
     if failure.mark <= 0 and failure.error.split(":")[0].split(".")[-1] in _USERS_ERRORS:

@@ -4,7 +4,7 @@ Nothing is computed here. A stamp that the journal lacks stays absent, so that t
 have explained ends up as `unattributed` and somebody asks why.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from perdure.model.events import (
     CheckpointRestored,
@@ -21,6 +21,8 @@ from perdure.model.events import (
     NodeCordoned,
     NodeDraining,
     NodeLost,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     ProgressNoted,
     RankExited,
     RankJoined,
@@ -32,6 +34,7 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.notices import Notice, NoticeFold
 from perdure.telemetry.reforms import BROKEN, Reform
 from perdure.telemetry.stalls import Stall, make_stall
 
@@ -174,6 +177,7 @@ class History:
     reforms: list[Reform] = field(default_factory=list)
     draining: dict[int, str] = field(default_factory=dict)
     """Nodes that their ranks were to leave -> why."""
+    notices: NoticeFold = field(default_factory=NoticeFold)
     weighed: tuple[float, Verdict] | None = None
     """A verdict that ends nothing by itself, and when: it is an incident if the policy acts."""
 
@@ -366,7 +370,8 @@ class History:
                     if record.failed and not record.asked and not outside:
                         early = generation.find_early(record) if record.lost_peer else None
                         cause = _crash(event, history.account.step, early)
-                        self._blame(generation, cause)
+                        taken = self.notices.explain(event.node, record)
+                        self._blame(generation, _announced(cause, taken))
             case VerdictReached() as event if event.verdict.kind in _WEIGHED:
                 self.weighed = (entry.at_s, event.verdict)
             case VerdictReached() as event if event.verdict.actionable:
@@ -376,7 +381,7 @@ class History:
                 step = self.newest.step
                 node = f"node {event.node}"
                 cause = Incident("NodeLost", node, step, seen_s, entry.at_s, event.reason)
-                self._blame(self.newest, cause)
+                self._blame(self.newest, _announced(cause, self.notices.find(event.node, seen_s)))
             case NodeDraining() as event:
                 self.draining.pop(event.node, None)
                 if not event.over:
@@ -392,7 +397,10 @@ class History:
                 cause = Incident(
                     "keeper lost", node, generation.step, event.at_s, entry.at_s, reason
                 )
-                self._blame(generation, cause)
+                taken = self.notices.find(event.node, event.at_s)
+                self._blame(generation, _announced(cause, taken))
+            case PreemptionNoticed() | PreemptionWithdrawn() as event:
+                self.notices.take(event)
             case _:
                 pass
 
@@ -404,7 +412,9 @@ class History:
         saved = bool(self.checkpoints) and self.checkpoints[-1].step >= newest.step >= 0
         step = self.checkpoints[-1].step if saved else newest.step
         newest.decided_s = at_s
-        newest.incident = Incident("moved", f"node {node}", step, at_s, at_s, reason, at_s, saved)
+        notice = self.notices.find(node, at_s)
+        cause = f"moved, before a preemption ({notice.words})" if notice is not None else "moved"
+        newest.incident = Incident(cause, f"node {node}", step, at_s, at_s, reason, at_s, saved)
 
     def _blame(self, generation: Generation, cause: Incident) -> None:
         """The earliest failure is the cause; those that come after it are consequences."""
@@ -431,6 +441,15 @@ def _crash(event: RankExited, step: int, early: int | None) -> Incident:
         culprit, cause = f"rank {early}", f"left early; then {culprit}: {cause}"
         reason = f"{culprit} ended with exit code 0 while others needed it: {reason}"
     return Incident(cause, culprit, step, record.at_s, event.detected_s, reason)
+
+
+def _announced(incident: Incident, notice: Notice | None) -> Incident:
+    """Return a loss that was announced as what it is: the platform's doing."""
+    if notice is None:
+        return incident
+    what = incident.cause if incident.culprit.startswith("node") else incident.reason
+    cause, culprit = f"Preemption ({notice.words}); {what}", f"node {notice.node}"
+    return replace(incident, cause=cause, culprit=culprit)
 
 
 def _hang(verdict: Verdict) -> Incident:

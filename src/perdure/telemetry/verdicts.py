@@ -18,6 +18,7 @@ from perdure.model.events import (
     KeeperLost,
     NodeLost,
     PreemptionNoticed,
+    PreemptionWithdrawn,
     RankExited,
     StacksTaken,
     VerdictReached,
@@ -25,6 +26,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
+from perdure.telemetry.notices import Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler")
 
@@ -67,9 +69,12 @@ class VerdictFold:
     early: dict[int, list[RankExited]] = field(default_factory=dict)
     """Exits with code 0: harmless unless others were still waiting for that rank."""
     stacks: dict[int, StacksTaken] = field(default_factory=dict)
+    notices: NoticeFold = field(default_factory=NoticeFold)
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
+        if self._is_taken(entry):
+            return
         match entry.body:
             case VerdictReached() as event:
                 self.reached[_key(event.verdict)] = event.verdict
@@ -98,9 +103,8 @@ class VerdictFold:
                 cause = f": it {event.cause}" if event.cause else ""
                 reason = f"the keeper of node {event.node} died, and its ranks with it{cause}"
                 self._put("Crash", event.node, event.generation, event.at_s, entry.at_s, reason)
-            case PreemptionNoticed() as event:
-                reason = f"{event.source}: node {event.node} goes away in {event.grace_s:.0f} s"
-                self._put("Preemption", event.node, -1, event.at_s, entry.at_s, reason)
+            case PreemptionNoticed() | PreemptionWithdrawn() as event:
+                self._note_preemption(entry.at_s, event)
             case _:
                 pass
 
@@ -129,9 +133,49 @@ class VerdictFold:
             for generation in [g for g in table if g < before]:
                 del table[generation]
 
+    def _note_preemption(self, at_s: float, event: PreemptionNoticed | PreemptionWithdrawn) -> None:
+        notice = self.notices.take(event)
+        if notice is None:
+            return
+        grace_s = notice.gone_s - notice.at_s
+        reason = f"{notice.words}: node {notice.node} goes away in {grace_s:.0f} s"
+        verdict = self._put("Preemption", notice.node, -1, notice.at_s, at_s, reason)
+        evidence: dict[str, Any] = {"source": notice.source, "grace_s": round(grace_s, 3)}
+        evidence |= {"announced": notice.reason} if notice.reason else {}
+        if isinstance(event, PreemptionWithdrawn):
+            evidence |= {"withdrawn": event.reason, "withdrawn_s": event.at_s}
+        self.reached[_key(verdict)] = msgspec.structs.replace(verdict, evidence=evidence)
+
+    def _is_taken(self, entry: JournalEntry) -> bool:
+        """Return whether `entry` is a death that was announced: evidence, and no new verdict."""
+        match entry.body:
+            case RankExited() as event if event.record.failed and not event.record.asked:
+                notice = self.notices.explain(event.node, event.record)
+                at_s, what = event.record.at_s, f"rank {event.record.rank}: {event.record.cause}"
+            case NodeLost() as event:
+                notice = self.notices.find(event.node, event.last_seen_s or event.at_s)
+                at_s, what = event.last_seen_s or event.at_s, event.reason
+            case KeeperLost() as event:
+                notice = self.notices.find(event.node, event.at_s)
+                at_s, what = event.at_s, f"the keeper of node {event.node} died"
+            case _:
+                return False
+        if notice is not None:
+            self._add_death(notice, at_s, what)
+        return notice is not None
+
+    def _add_death(self, notice: Notice, at_s: float, what: str) -> None:
+        for key, verdict in self.reached.items():
+            mine = verdict.kind == "Preemption" and verdict.culprit.node == notice.node
+            if mine and verdict.first_seen_s == notice.at_s:
+                died = {"after_s": round(at_s - notice.at_s, 3), "what": what}
+                deaths = [*verdict.evidence.get("deaths", ()), died]
+                evidence = {**verdict.evidence, "deaths": deaths}
+                self.reached[key] = msgspec.structs.replace(verdict, evidence=evidence)
+
     def _put(
         self, kind: str, node: int, generation: int, first_s: float, at_s: float, reason: str
-    ) -> None:
+    ) -> Verdict:
         verdict = Verdict(
             kind=kind,  # type: ignore[arg-type]
             culprit=Culprit(node=node),
@@ -143,6 +187,7 @@ class VerdictFold:
             actionable=True,
         )
         self.reached[_key(verdict)] = verdict
+        return verdict
 
     def _find_crash(
         self, generation: int, since_s: float, exits: list[RankExited]

@@ -32,7 +32,6 @@ from perdure.model.events import (
     NodeCordoned,
     NodeLost,
     NodeRestored,
-    PreemptionNoticed,
     ProgressNoted,
     RankJoined,
     RanksStarted,
@@ -321,35 +320,6 @@ def test_a_dry_run_says_what_would_happen_and_changes_nothing() -> None:
     assert result["moves"] == [{"node": 1, "to": 2, "ranks": [2, 3]}]
     assert repr(driver.controller.state) == before
     assert preview_verb(driver.controller.state, "drain", {"targets": ["1"]}) is None
-
-
-def test_preemption_notice_drains_within_its_grace() -> None:
-    driver = start()
-    notice = PreemptionNoticed(node=1, at_s=driver.now, grace_s=30.0, source="spot")
-    sent = one(driver.do(notice), SendBoundary)
-    assert sent.kind == "drain"
-    assert driver.do(notice) == []
-    agree(driver, sent)
-    hold(driver, sent)
-    assert one(save(driver, sent.step), AssignNodes).assignment.placement == (0, 2)
-    assert driver.controller.state.barred == set(), "the platform is no operator"
-
-
-def test_preemption_notice_without_a_spare_node_is_a_checkpoint() -> None:
-    driver = start(spares=0)
-    notice = PreemptionNoticed(node=1, at_s=driver.now, grace_s=30.0, source="spot")
-    assert one(driver.do(notice), SendBoundary).kind == "checkpoint"
-    driver.now += 28.0
-    driver.do(TimerFired())
-    assert driver.controller.state.moves == {}
-    assert driver.controller.state.placement == (0, 1)
-
-
-def test_the_deadline_of_a_preemption_evicts() -> None:
-    driver = start()
-    driver.do(PreemptionNoticed(node=1, at_s=driver.now, grace_s=10.0, source="spot"))
-    driver.now += 9.0
-    assert one(driver.do(TimerFired()), AssignNodes).assignment.placement == (0, 2)
 
 
 def test_the_next_controller_goes_on_at_any_point() -> None:

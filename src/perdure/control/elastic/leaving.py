@@ -54,7 +54,7 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
         return _take_back(state, now, move, "the members did not agree on a step")
     objection = find_objection(state, move.nodes)
     if objection:
-        return _take_back(state, now, move, objection)
+        return _take_back(state, now, move, objection) if move.who else guard(state, now, move)
     if move.kind == "evict":
         return _put_out(state, now, move, leavers)
     ready = state.phase == "running" and state.stepping and state.resumable
@@ -62,6 +62,16 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
         return []
     move.stage, move.ranks, move.generation = "agreeing", leavers, state.generation
     return open_boundary(state, now, "drain", reason=move.why, command=move.id, leaves=leavers)
+
+
+def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Nobody can stand in for a node that the platform takes away: save while there is time."""
+    can = state.phase == "running" and state.stepping and state.resumable
+    if move.who or state.boundary is not None or not can or move.guarded:
+        return []
+    move.guarded = True
+    reason = f"{move.why}, and no spare node is ready"
+    return open_boundary(state, now, "checkpoint", reason=reason)
 
 
 def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> list[AnyAction]:

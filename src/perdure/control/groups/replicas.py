@@ -28,6 +28,7 @@ from perdure.control.groups.lifecycle import (
     start_group,
 )
 from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
+from perdure.control.groups.notices import take_group_notice
 from perdure.control.groups.pauses import advance_pause, note_group_pause, pauses_again
 from perdure.control.groups.saving import (
     find_save_deadline,
@@ -60,6 +61,8 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     NodeRestored,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     QuorumFormed,
     RankExited,
     RanksStarted,
@@ -139,6 +142,8 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
             return []
         case NodeCordoned() | NodeRestored():
             return note_cordon(state, event)
+        case PreemptionNoticed() | PreemptionWithdrawn():
+            return take_group_notice(state, now, event)
         case JobPaused() | JobResumed():
             note_group_pause(state, event)
             return []

@@ -12,7 +12,7 @@ from perdure.control.state import ControllerState, Ending
 from perdure.control.steering.changes import note_high, restart_changes
 from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
-from perdure.model.events import JobSubmitted
+from perdure.model.events import JobSubmitted, RanksStarted
 from perdure.model.settings import Steering
 
 REGISTER_TIMEOUT_S = 180.0
@@ -115,6 +115,16 @@ def wait_for_nodes(state: ControllerState, now: float, missing: list[int]) -> li
     names = ", ".join(f"node {node}" for node in missing)
     why = f"{names} did not come back within {wait_s:g} s, and no spare node can stand in"
     return end_job(state, now, "failed", 1, why)
+
+
+def note_started(state: ControllerState, event: RanksStarted) -> list[AnyAction]:
+    """A node has started its ranks; the world runs once all have."""
+    if event.generation == state.generation and state.phase == "starting":
+        state.started.add(event.node)
+        if state.started >= set(state.placement):
+            state.phase = "running"
+            state.phase_deadline_s = None
+    return []
 
 
 def end_job(

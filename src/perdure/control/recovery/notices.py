@@ -15,7 +15,12 @@ from perdure.control.recovery.response import weigh_verdict
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.events import DeviceReported, PreemptionNoticed, VerdictReached
+from perdure.model.events import (
+    DeviceReported,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+    VerdictReached,
+)
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.model.wire import Notice
 
@@ -37,10 +42,18 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
     if notice.kind == "preemption":
         if not 0 <= notice.grace_s <= _GRACE_S_MAX:
             return answer(state, command.id, False, f"grace_s of {notice.grace_s:g} s", {})
-        noticed = PreemptionNoticed(node=node, at_s=now, grace_s=notice.grace_s, source=source)
+        noticed = PreemptionNoticed(
+            node=node, at_s=now, grace_s=notice.grace_s, source=source, reason=notice.reason
+        )
         told = f"node {node} goes away in {notice.grace_s:g} s"
         record = RecordEvent(event=noticed, reason=f"told by {source}")
         return [record, *answer(state, command.id, True, told, result)]
+    if notice.kind == "preemption-withdrawn":
+        withdrawn = PreemptionWithdrawn(
+            node=node, at_s=now, source=source, reason=notice.reason or "not going away after all"
+        )
+        record = RecordEvent(event=withdrawn, reason=f"told by {source}")
+        return [record, *answer(state, command.id, True, f"node {node} stays", result)]
     device = notice.device or f"node {node}"  # All of it: its id is not known.
     healthy = notice.kind == "device-ok"
     reported = DeviceReported(

@@ -137,4 +137,5 @@ def _forget(state: ControllerState, node: int) -> None:
     state.cordoned_by.pop(node, None)
     state.cordons_noted.discard(node)
     state.barred.discard(node)
+    state.going.discard(node)
     state.blames.pop(node, None)

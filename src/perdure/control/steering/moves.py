@@ -12,7 +12,7 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 """
 
 from perdure.control.answers import answer_open
-from perdure.control.elastic.leaving import advance_leaving, find_leavers, restore_leaving
+from perdure.control.elastic.leaving import advance_leaving, guard, restore_leaving
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
@@ -24,21 +24,19 @@ from perdure.model.events import (
     BoundaryReached,
     CheckpointFailed,
     CheckpointSaved,
-    PreemptionNoticed,
     RankExited,
 )
 
 _ALIVE = ("forming", "starting", "running")
-_MARGIN = 0.1
-_MARGIN_S_MAX = 2.0
-"""A platform's grace is not used up to its end: the ranks have to be gone before the machine."""
 
 
 def moves_deadline(state: ControllerState) -> float | None:
     """Return when the next move is overdue."""
     if state.phase in ("ending", "ended"):
         return None
-    return min((move.deadline_s for move in state.moves.values()), default=None)
+    times = [move.deadline_s for move in state.moves.values()]
+    times += [move.late_s for move in state.moves.values() if move.late_s is not None]
+    return min(times, default=None)
 
 
 def advance_moves(state: ControllerState, now: float) -> list[AnyAction]:
@@ -51,41 +49,16 @@ def advance_moves(state: ControllerState, now: float) -> list[AnyAction]:
     actions = _settle(state, now)
     for id_ in [*state.moves, *state.moves]:  # What was left past its deadline is answered, too.
         if id_ in state.moves:
+            _note_late(now, state.moves[id_])
             actions += _advance(state, now, state.moves[id_])
             actions += _settle(state, now)
     return actions
 
 
-def note_preemption(
-    state: ControllerState, now: float, event: PreemptionNoticed
-) -> list[AnyAction]:
-    """Leave a node that the platform takes away, within its grace and at whatever cost."""
-    reason = f"{event.source}: node {event.node} goes away in {event.grace_s:g} s"
-    if state.phase in ("ending", "ended") or not 0 <= event.node < state.the_spec().num_nodes:
-        return []
-    margin_s = min(_MARGIN_S_MAX, _MARGIN * event.grace_s)
-    deadline_s = event.at_s + event.grace_s - margin_s
-    if event.node not in state.placement and not find_leavers(state, (event.node,)):
-        return cordon(state, event.node, reason)
-    for move in state.moves.values():
-        if event.node in move.nodes and move.stage != "moved":
-            move.deadline_s = min(move.deadline_s, deadline_s)
-            move.force = True
-            return []
-    id_ = f"preemption-{event.node}"
-    state.moves[id_] = OpenMove(
-        id=id_,
-        kind="drain",
-        nodes=[event.node],
-        groups={n: group for group, n in enumerate(state.placement) if n == event.node},
-        who="",
-        why=reason,
-        at_s=event.at_s,
-        deadline_s=deadline_s,
-        force=True,
-        wait=True,
-    )
-    return [NoteDraining(node=event.node, reason=reason)]
+def _note_late(now: float, move: OpenMove) -> None:
+    """Just before the end it is saved once more, so that little is lost with the node."""
+    if move.late_s is not None and now >= move.late_s:
+        move.late_s, move.guarded = None, False
 
 
 def note_held(
@@ -195,7 +168,7 @@ def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyActi
 def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once there is somewhere to go."""
     if find_shortage(state, set()):
-        return _guard(state, now, move)
+        return guard(state, now, move)
     if move.kind == "evict":
         return _leave(state, now, move) if state.phase in _ALIVE else []
     if state.phase != "running" or not (state.stepping or stands(state)):
@@ -210,16 +183,6 @@ def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction
     assert state.boundary is not None
     move.step, move.boundary = state.boundary.step, f"{state.boundary.id}.{state.boundary.tries}"
     return actions
-
-
-def _guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
-    """Nobody can stand in for a node that the platform takes away: save while there is time."""
-    wanted = not move.who and not move.guarded and state.boundary is None
-    if not (wanted and state.phase == "running" and state.stepping and state.resumable):
-        return []
-    move.guarded = True
-    reason = f"{move.why}, and no spare node is ready"
-    return open_boundary(state, now, "checkpoint", reason=reason)
 
 
 def _leave(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
@@ -284,7 +247,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
 
 def _give_up(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """It cannot be done as asked: evict where that was allowed, else take it back."""
-    evictable = move.force and move.kind == "drain" and state.phase in _ALIVE
+    evictable = move.force and state.phase in _ALIVE
     if not evictable or find_shortage(state, set()):
         return _take_back(state, now, move, why)
     move.instead = f"evicted instead: {why}"

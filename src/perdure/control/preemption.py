@@ -1,0 +1,290 @@
+"""Machines that platforms take away: from a notice to the nodes being left, or to their death.
+
+    noticed --a moment, for others that come with it--> decided (policy) --> a move, or a cordon
+       └-----------------withdrawn: what was decided is taken back-----------------> as before
+
+Notices are kept by node, source and id, so that one that comes again changes nothing, unless the
+end has come nearer. What is decided is one move of all nodes that are noticed together
+(`steering.moves`), which ends at the smallest deadline. A node that dies with a notice was taken
+away: that is no failure, and counts against nobody.
+"""
+
+from perdure.control.elastic.leaving import find_leavers
+from perdure.control.elastic.members import fill_slots, find_living, find_spares
+from perdure.control.elastic.reform import is_elastic
+from perdure.control.recovery.placement import cordon, release
+from perdure.control.state import ControllerState, OpenMove, OpenNotice
+from perdure.control.steering.boundary import open_boundary
+from perdure.control.steering.moves import restore_move
+from perdure.model.actions import AnyAction, NoteDraining
+from perdure.model.events import (
+    ExitRecord,
+    NodeRegistered,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+)
+from perdure.model.notices import LATE_S, is_explained
+from perdure.model.steering import LEAVE_DEADLINE_S
+from perdure.policy import HandOver, Outlook, decide_hand_over
+
+_MARGIN = 0.1
+_MARGIN_S_MAX = 2.0
+"""A platform's grace is not used up to its end: the ranks have to be gone before the machine."""
+_LATE = 0.25
+_LATE_S_MAX = 10.0
+"""Where nobody can stand in, the last save begins so long before the end."""
+_EARLIER_S = 0.5
+"""A deadline that has come nearer by less is the same one."""
+
+
+def take_notice(
+    state: ControllerState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
+) -> list[AnyAction]:
+    """Keep a notice, to be acted upon in its time, or forget it."""
+    if isinstance(event, PreemptionWithdrawn):
+        return _withdraw(state, now, event)
+    _note(state, now, event)
+    return []
+
+
+def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> None:
+    if state.phase in ("ending", "ended") or not 0 <= event.node < state.the_spec().num_nodes:
+        return
+    key, gone_s = f"{event.node} {event.source} {event.id}", event.at_s + event.grace_s
+    known = state.notices.get(key)
+    if known is not None and gone_s > known.gone_s - _EARLIER_S:
+        return
+    there = state.nodes.get(event.node)
+    state.notices[key] = OpenNotice(
+        node=event.node,
+        source=event.source,
+        id=event.id,
+        reason=event.reason,
+        certain=event.certain,
+        at_s=event.at_s if known is None else known.at_s,
+        gone_s=gone_s,
+        boot_id=there.boot_id if there is not None else "",
+    )
+    if event.certain and _opens(state, state.notices[key]) <= now:
+        state.going.add(event.node)  # From this moment on, and not from the decision on.
+    _plan(state, now)
+
+
+def _withdraw(state: ControllerState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
+    """Forget a notice, and undo what was done for it and can be undone."""
+    notice = state.notices.pop(f"{event.node} {event.source} {event.id}", None)
+    if notice is None or any(other.node == event.node for other in state.notices.values()):
+        return []
+    actions: list[AnyAction] = []
+    why = f"{notice.words}: withdrawn"
+    together = {n for m in state.moves.values() if event.node in m.nodes for n in m.nodes}
+    if any(not m.who and event.node in m.nodes for m in state.moves.values()):
+        actions += restore_move(state, now, event.node, why)
+        for other in state.notices.values():  # What was one move is decided once more without it.
+            other.acted = other.acted and other.node not in together
+        _plan(state, now)
+    return actions + _free(state, event.node, notice.source, why)
+
+
+def note_return(state: ControllerState, now: float, event: NodeRegistered) -> list[AnyAction]:
+    """A node is there: after a notice it is another machine, or the one that was away."""
+    before = state.nodes.get(event.node)
+    mine = [n for n in state.notices.values() if n.node == event.node]
+    was_away = event.node in state.lost
+    over = [
+        n
+        for n in mine
+        if (n.boot_id and n.boot_id != event.boot_id) or (was_away and now >= n.gone_s)
+    ]
+    if not mine or len(over) < len(mine) or before is None:
+        return []
+    state.notices = {k: n for k, n in state.notices.items() if n.node != event.node}
+    return _free(state, event.node, over[0].source, f"node {event.node} is back")
+
+
+def notices_deadline(state: ControllerState) -> float | None:
+    """Return when notices are to be acted upon."""
+    return None if state.phase in ("ending", "ended") else state.notices_due_s
+
+
+def advance_notices(state: ControllerState, now: float) -> list[AnyAction]:
+    """Decide on all notices that are open together, once it is time."""
+    if state.notices_due_s is None or now < state.notices_due_s:
+        return []
+    state.notices_due_s = None
+    if state.phase in ("ending", "ended"):
+        return []
+    ready = [n for n in state.notices.values() if not n.acted and _opens(state, n) <= now]
+    for notice in ready:
+        notice.acted = True
+    actions: list[AnyAction] = []
+    for certain in (True, False):
+        alike = [n for n in ready if n.certain is certain]
+        if alike:
+            actions += _hand_over(state, now, alike)
+    _plan(state, now)
+    return actions
+
+
+def find_notice(state: ControllerState, now: float, node: int) -> OpenNotice | None:
+    """Return what says that `node` goes away; None where nothing does."""
+    found = [
+        n
+        for n in state.notices.values()
+        if n.node == node and n.certain and now <= n.gone_s + LATE_S
+    ]
+    return min(found, key=lambda n: n.gone_s, default=None)
+
+
+def find_taken(state: ControllerState, node: int, record: ExitRecord) -> OpenNotice | None:
+    """Return the notice that explains a rank's end: of its own node, or of a peer's."""
+    for notice in sorted(state.notices.values(), key=lambda n: (n.node != node, n.gone_s)):
+        here = notice.node == node
+        if notice.certain and is_explained(record, notice.gone_s, here=here):
+            return notice
+    return None
+
+
+# --- when, and what ------------------------------------------------------------------------------
+
+
+def _opens(state: ControllerState, notice: OpenNotice) -> float:
+    """Return when a notice is acted upon at the earliest: a far one leaves time to train."""
+    if not notice.certain:
+        return notice.at_s
+    return max(notice.at_s, notice.gone_s - state.the_spec().preemption.lead_s)
+
+
+def _plan(state: ControllerState, now: float) -> None:
+    """Wait a moment for what comes with it, bounded by the smallest grace that is left."""
+    wait_s, due_s = state.the_spec().preemption.coalesce_s, state.notices_due_s
+    for notice in state.notices.values():
+        if notice.acted:
+            continue
+        opens_s = _opens(state, notice)
+        left_s = max(0.0, notice.gone_s - max(now, opens_s)) if notice.certain else wait_s / _MARGIN
+        soon_s = max(now, opens_s) + min(wait_s, _MARGIN * left_s)
+        due_s = soon_s if due_s is None else min(due_s, soon_s)
+    state.notices_due_s = due_s
+
+
+def _hand_over(state: ControllerState, now: float, notices: list[OpenNotice]) -> list[AnyAction]:
+    """Decide on `notices`, and begin what was decided."""
+    actions: list[AnyAction] = []
+    busy: list[OpenNotice] = []
+    for notice in notices:
+        if not _runs(state, notice.node):
+            actions += _cordon(state, notice.node, _describe(state, now, [notice]))
+        elif not _hasten(state, now, notice):
+            busy.append(notice)
+    if not busy:
+        return actions
+    nodes = sorted({n.node for n in busy})
+    decided = decide_hand_over(_look(state, now, nodes, busy), state.the_spec().preemption)
+    why = f"{_describe(state, now, busy)}; {decided.reason}"
+    if decided.way == "mark":
+        for node in nodes if busy[0].certain else ():
+            actions += _cordon(state, node, why)
+        return actions
+    if decided.way == "checkpoint" and not busy[0].certain:
+        can = state.boundary is None and state.phase == "running" and state.resumable
+        return actions + (open_boundary(state, now, "checkpoint", reason=why) if can else [])
+    return actions + _begin_move(state, now, nodes, busy, decided, why)
+
+
+def _begin_move(
+    state: ControllerState,
+    now: float,
+    nodes: list[int],
+    notices: list[OpenNotice],
+    decided: HandOver,
+    why: str,
+) -> list[AnyAction]:
+    certain, gone_s = notices[0].certain, min(n.gone_s for n in notices)
+    left_s = max(0.0, gone_s - now)
+    deadline_s = gone_s - min(_MARGIN_S_MAX, _MARGIN * left_s)
+    id_ = f"preemption-{'-'.join(map(str, nodes))}"
+    state.going |= set(nodes)
+    state.moves[id_] = OpenMove(
+        id=id_,
+        kind="evict" if decided.way == "evict" else "drain",
+        nodes=nodes,
+        groups={n: group for group, n in enumerate(state.placement) if n in nodes},
+        who="",
+        why=why,
+        at_s=now,
+        deadline_s=deadline_s if certain else now + LEAVE_DEADLINE_S,
+        force=certain,
+        wait=True,
+        late_s=gone_s - min(_LATE_S_MAX, _LATE * left_s) if certain else None,
+    )
+    return [NoteDraining(node=node, reason=why) for node in nodes]
+
+
+def _hasten(state: ControllerState, now: float, notice: OpenNotice) -> bool:
+    """Have a move that leaves the node already do so in time; return whether there is one."""
+    for move in state.moves.values():
+        if notice.node in move.nodes and move.stage != "moved":
+            left_s = max(0.0, notice.gone_s - now)
+            if notice.certain:
+                deadline_s = notice.gone_s - min(_MARGIN_S_MAX, _MARGIN * left_s)
+                move.deadline_s, move.force = min(move.deadline_s, deadline_s), True
+            return True
+    return False
+
+
+def _look(
+    state: ControllerState, now: float, nodes: list[int], notices: list[OpenNotice]
+) -> Outlook:
+    """Return what the policy has to know."""
+    certain = notices[0].certain
+    if is_elastic(state):
+        leavers = find_leavers(state, nodes)
+        spares, short = len([m for m in find_spares(state) if m not in leavers]), len(leavers)
+        left = len(find_living(state)) - short
+    else:
+        spares = len([node for node in state.spares if node not in nodes])
+        short, left = sum(node in nodes for node in state.placement), 0
+    supervised = state.stepping and not state.joined
+    return Outlook(
+        depth="elastic" if is_elastic(state) else "supervised" if supervised else "resumable",
+        nodes=tuple(nodes),
+        grace_s=max(0.0, min(n.gone_s for n in notices) - now),
+        certain=certain,
+        spares=spares,
+        short=short,
+        left=left,
+    )
+
+
+def _runs(state: ControllerState, node: int) -> bool:
+    """Return whether `node` runs ranks of the world, or members of it."""
+    if is_elastic(state):
+        return bool(find_leavers(state, (node,)))
+    return node in state.placement
+
+
+def _describe(state: ControllerState, now: float, notices: list[OpenNotice]) -> str:
+    words = []
+    for notice in sorted(notices, key=lambda n: (n.node, n.gone_s)):
+        when = f"in {max(0.0, notice.gone_s - now):.1f} s" if notice.certain else "perhaps"
+        words.append(f"node {notice.node} goes away {when} ({notice.words})")
+    return ", ".join(words)
+
+
+def _cordon(state: ControllerState, node: int, why: str) -> list[AnyAction]:
+    if node in state.cordoned:
+        return []
+    state.going.add(node)
+    return cordon(state, node, why)
+
+
+def _free(state: ControllerState, node: int, source: str, why: str) -> list[AnyAction]:
+    """Let a node run ranks again that did not for a notice alone."""
+    if node not in state.going:
+        return []
+    state.going.discard(node)
+    actions: list[AnyAction] = []
+    if node in state.cordoned and node not in state.barred:
+        actions += release(state, node, source, why)
+    return actions + (fill_slots(state, why) if is_elastic(state) else [])

@@ -1,0 +1,66 @@
+"""What is done about nodes that are taken away, within the grace that is left.
+
+Whatever can be left at a step that all agree on loses nothing; what cannot be is saved as late as
+is safe, or its death is at least known for what it is.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from perdure.model.job import PreemptionConfig
+
+Depth = Literal["supervised", "resumable", "torchft", "elastic"]
+
+
+class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+    """Nodes that are noticed together, and what the job could do without them."""
+
+    depth: Depth
+    nodes: tuple[int, ...]
+    grace_s: float
+    """Of the one that goes first."""
+    certain: bool = True
+    spares: int = 0
+    """Nodes, or in an elastic world members, that can stand in at once."""
+    short: int = 0
+    """How many are needed for the world to stay as large as it is."""
+    left: int = 0
+    """Members, or replica groups, that would go on."""
+
+
+class HandOver(msgspec.Struct, frozen=True):
+    """What to do, and why."""
+
+    way: Literal["drain", "evict", "checkpoint", "mark"]
+    """Leave at an agreed step, or at once; save, for nobody can stand in; or only note it."""
+    reason: str
+
+
+def decide_hand_over(outlook: Outlook, config: PreemptionConfig) -> HandOver:
+    """Return what is done about `outlook`."""
+    if not outlook.certain:
+        return _weigh_risk(outlook, config)
+    match outlook.depth:
+        case "supervised" if outlook.spares >= outlook.short > 0:
+            return HandOver("evict", "the script cannot be saved; a spare node makes up for it")
+        case "supervised":
+            return HandOver("mark", "the script cannot be saved, and nobody can stand in")
+        case "elastic" | "torchft" if not outlook.left:
+            return HandOver("checkpoint", "nobody would be left who has the state")
+        case "resumable" if outlook.spares < outlook.short:
+            return HandOver("checkpoint", "no spare node stands ready: saved now and once more")
+        case _ if outlook.grace_s <= 0:
+            return HandOver("evict", "left out at once, for there is no grace")
+        case _:
+            return HandOver("drain", "left at a step that all agree on")
+
+
+def _weigh_risk(outlook: Outlook, config: PreemptionConfig) -> HandOver:
+    """A risk is worth what costs little: no smaller world, and no restart without a spare node."""
+    risk = "a higher risk is no notice yet"
+    if config.rebalance == "report" or outlook.depth == "supervised":
+        return HandOver("mark", f"{risk}: it is only reported")
+    if config.rebalance == "drain" and outlook.spares >= outlook.short > 0:
+        return HandOver("drain", f"{risk}, and spares can stand in")
+    return HandOver("checkpoint", f"{risk}: saved, should it come to one")
