@@ -96,7 +96,7 @@ def _run(
                 f"{script} has ended without a call of perdure.elastic.train",
                 hint="its model is measured there: perdure.elastic.train(blocks=[...], ...)",
             )
-        found = decode(report.read_bytes(), ProfileReport)
+        found: ProfileReport = decode(report.read_bytes(), ProfileReport)
     if found.error:
         error = PerdureError(found.error, hint=found.hint)
         error.exit_code = found.exit_code
@@ -124,6 +124,6 @@ def _show(found: CostProfile, report: ProfileReport) -> None:
     for transfer in found.transfers:
         rate = transfer.bytes_per_s / 1e9
         print(f"\nmessage      {1e6 * transfer.latency_s:.0f} us + bytes at {rate:.2f} GB/s")
-    for cost in found.all_reduces:
-        words = f"{1e6 * cost.latency_s:.0f} us + bytes at {cost.bytes_per_s / 1e9:.2f} GB/s"
-        print(f"all-reduce   over {cost.group_size}: {words}")
+    for total in found.all_reduces:
+        words = f"{1e6 * total.latency_s:.0f} us + bytes at {total.bytes_per_s / 1e9:.2f} GB/s"
+        print(f"all-reduce   over {total.group_size}: {words}")

@@ -121,17 +121,19 @@ def refresh(
     runs = sorted({(o.first, o.stop, o.recompute) for o in observed})
     for first, stop, recompute in runs:
         copies = [
-            (o.device, median(o.forward_s), median(o.backward_s), median(o.weight_s or [0.0]))
+            (o.device, (median(o.forward_s), median(o.backward_s), median(o.weight_s or [0.0])))
             for o in observed
             if (o.first, o.stop, o.recompute) == (first, stop, recompute)
             and min(len(o.forward_s), len(o.backward_s)) >= SAMPLES_MIN
         ]
         if not copies:
             continue
-        whole_s = median_low([sum(times) for _, *times in copies])
-        for device, *times in copies:
+        whole_s = median_low([sum(times) for _, times in copies])
+        for device, times in copies:
             slowdowns[device] = max(slowdowns.get(device, 1.0), sum(times) / whole_s)
-        forward_s, backward_s, weight_s = (median_low([c[i] for c in copies]) for i in (1, 2, 3))
+        forward_s, backward_s, weight_s = (
+            median_low(values) for values in zip(*(times for _, times in copies), strict=True)
+        )
         costs = [block.costs[micro_batch] for block in blocks[first:stop]]
         split = weight_s > 0.0 and all(cost.weight_s is not None for cost in costs)
         expected_s = [_expect_backward(cost, recompute, split) for cost in costs]

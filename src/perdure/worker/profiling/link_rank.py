@@ -15,7 +15,7 @@ import torch.distributed as dist
 from perdure.model.codec import encode
 from perdure.worker.elastic.group import Group, make_device
 from perdure.worker.pipeline.messages import HEADER_BYTES, describe, pack, unpack
-from perdure.worker.profiling.links import list_groups
+from perdure.worker.profiling.links import Found, list_groups
 
 MESSAGE_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 22)
 SUM_BYTES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
@@ -35,7 +35,7 @@ def _live(rank: int, size: int, store: Any) -> None:
         if rank < count
     }
     whole = groups[size]
-    found: dict[str, list[tuple[int, list[float]]]] = {}
+    found: Found = {}
     for count in list_groups(size):
         whole.meet()
         if rank < count:

@@ -21,6 +21,9 @@ from perdure.model.costs import AllReduce, Transfer
 from perdure.model.errors import MeasureError, PlatformError
 from perdure.plan.measures import fit_line, settle
 
+Found = dict[str, list[tuple[int, list[float]]]]
+"""What was timed -> by bytes, the seconds of each repetition."""
+
 _PROGRAM = "perdure.worker.profiling.link_rank"
 _WHOLE_S = 300.0
 
@@ -76,7 +79,7 @@ def measure_links(ranks: int, say: Callable[[str], object]) -> LinkFigures:
             if any(child.poll() for child in children) or time.monotonic() > deadline:
                 raise PlatformError("links: a measuring process has failed", hint="see its output")
             time.sleep(0.05)
-        found = decode(store.get("done"), dict[str, list[tuple[int, list[float]]]])
+        found: Found = decode(store.get("done"), Found)
         for child in children:
             child.wait(timeout=30)
     finally:
@@ -86,7 +89,7 @@ def measure_links(ranks: int, say: Callable[[str], object]) -> LinkFigures:
     return _fit(found)
 
 
-def _fit(found: dict[str, list[tuple[int, list[float]]]]) -> LinkFigures:
+def _fit(found: Found) -> LinkFigures:
     worst, worst_of = 0.0, ""
     lines: dict[str, tuple[float, float]] = {}
     for name, sizes in found.items():
