@@ -1,12 +1,18 @@
-"""Two measurements in forked processes: the floor of a new gloo group; DDP against elastic."""
+"""Steady cost of the elastic loop: plain DDP, the elastic loop and plain DDP again take turns.
+
+usage: elastic_overhead.py RANKS PAIRS
+
+Forked ranks; a turn is a few steps of the same model and the same micro-batches, and begins at a
+barrier. Prints a JSON document: medians, and ratios of neighbouring turns (elastic to DDP, DDP to
+DDP) as bounds of the median and the median between them, by bootstrap.
+"""
 
 import json
-import math
 import os
+import random
 import statistics
 import sys
 import time
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,9 +22,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from perdure.worker.elastic import open_trainer
-from perdure.worker.elastic.group import Group, make_device, wait_for
 
-STEPS = 20
+STEPS = 4
 COUNT = 8
 
 
@@ -30,22 +35,7 @@ def make_model() -> nn.Module:
     return nn.Sequential(*layers)
 
 
-def measure_floor(rank: int, size: int, rounds: int, store: Any) -> dict[str, Any]:
-    device, found = make_device(), []
-    prefix: Any = vars(dist)["PrefixStore"]
-    for number in range(rounds):
-        part = prefix(f"round{number}", store)
-        part.set(f"ready/{rank}", b"")
-        wait_for(part, [f"ready/{r}" for r in range(size)], lambda: False)
-        began = time.perf_counter()
-        group = Group(tuple(range(size)), rank, prefix("group", part), device)
-        group.all_reduce(torch.zeros(1000))
-        group.wait()
-        found.append(time.perf_counter() - began)
-    return {"new_group_s": found}
-
-
-def measure_overhead(rank: int, size: int, blocks: int) -> dict[str, Any]:
+def measure(rank: int, size: int, pairs: int) -> dict[str, Any]:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     plain, mine = make_model(), make_model()
     data = [torch.randn(16, 384) for _ in range(COUNT)]
@@ -59,10 +49,15 @@ def measure_overhead(rank: int, size: int, blocks: int) -> dict[str, Any]:
 
     def ddp_steps() -> None:
         for _ in range(STEPS):
+            losses = 0.0
             with ddp.no_sync():
                 for batch in share[:-1]:
-                    (ddp(batch).square().mean() / len(share)).backward()
-            (ddp(share[-1]).square().mean() / len(share)).backward()
+                    loss = ddp(batch).square().mean() / len(share)
+                    loss.backward()
+                    losses += loss.detach().item()
+            loss = ddp(share[-1]).square().mean() / len(share)
+            loss.backward()
+            losses += loss.detach().item()
             adam.step()
             adam.zero_grad()
 
@@ -72,30 +67,33 @@ def measure_overhead(rank: int, size: int, blocks: int) -> dict[str, Any]:
         for _ in range(STEPS):
             next(steps)
 
-    times: dict[str, list[float]] = {"ddp": [], "elastic": []}
-    ddp_steps()
-    elastic_steps()
-    for block in range(blocks):
-        both = [("ddp", ddp_steps), ("elastic", elastic_steps)]
-        for name, run in both if block % 2 else both[::-1]:
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - began) / STEPS)
-    ratios = [e / d for e, d in zip(times["elastic"], times["ddp"], strict=True)]
-    middle = statistics.mean(ratios)
-    error = 2.0 * statistics.stdev(ratios) / math.sqrt(len(ratios))
+    def time_of(run: Any) -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        run()
+        return (time.perf_counter() - began) / STEPS
+
+    for _ in range(5):
+        ddp_steps()
+        elastic_steps()
+    turns = [[time_of(run) for run in (ddp_steps, elastic_steps, ddp_steps)] for _ in range(pairs)]
     return {
-        "ddp_ms": 1e3 * statistics.median(times["ddp"]),
-        "elastic_ms": 1e3 * statistics.median(times["elastic"]),
-        "ratio": middle,
-        "ratio_low": middle - error,
-        "ratio_high": middle + error,
+        "ddp_ms": 1e3 * statistics.median(a for a, _, _ in turns),
+        "elastic_ms": 1e3 * statistics.median(b for _, b, _ in turns),
+        "ratio": bounds([2.0 * b / (a + c) for a, b, c in turns]),
+        "same": bounds([c / a for a, _, c in turns]),
     }
 
 
+def bounds(ratios: list[float]) -> tuple[float, float, float]:
+    """Return the 95 % bounds of the median, and it between them."""
+    chance = random.Random(0)
+    drawn = sorted(statistics.median(chance.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return drawn[25], statistics.median(ratios), drawn[975]
+
+
 def main() -> None:
-    what, size, number = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    size, pairs = int(sys.argv[1]), int(sys.argv[2])
     make: Any = vars(dist)["TCPStore"]
     served = make("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.environ |= {
@@ -108,12 +106,7 @@ def main() -> None:
         if pid == 0:
             torch.set_num_threads(1)
             os.environ["RANK"] = str(rank)
-            timeout = timedelta(seconds=60)
-            store = make("127.0.0.1", served.port, is_master=False, timeout=timeout)
-            if what == "floor":
-                found = measure_floor(rank, size, number, store)
-            else:
-                found = measure_overhead(rank, size, number)
+            found = measure(rank, size, pairs)
             if rank == 0:
                 print(json.dumps(found), flush=True)
             os._exit(0)

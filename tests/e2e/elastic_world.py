@@ -194,7 +194,7 @@ def make_trainer(
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
     return sharded, ShardTrainer(
         sharded, compute, minimum=scenario["shard"], snapshot_every=scenario.get("every", 0),
-        memory=find_memory(scenario, membership.me), **common,
+        exact=scenario.get("exact", False), memory=find_memory(scenario, membership.me), **common,
     )  # fmt: skip
 
 

@@ -132,6 +132,12 @@ class Config(Mapping[str, Value]):
 
     # --- changes, by perdure ------------------------------------------------------------------
 
+    def reapply(self, name: str) -> None:
+        """Tell a setting's hook its value again, if it has one that is not the default."""
+        spec, hook = self._specs.get(name), self._hooks.get(name)
+        if spec is not None and hook is not None and self._values[name] != spec.default:
+            hook(self._values[name])
+
     def specs(self) -> tuple[KeySpec, ...]:
         """Return what was declared."""
         return tuple(self._specs.values())

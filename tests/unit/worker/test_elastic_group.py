@@ -1,9 +1,15 @@
-"""How the end of a collective is seen."""
+"""How the end of a collective is seen, and how a world that is not to be is left."""
+
+import threading
+import time
 
 import pytest
 
 pytest.importorskip("torch")
 
+import torch.distributed as dist
+
+from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic.group import Broken, Group
 
 pytestmark = pytest.mark.torch
@@ -39,3 +45,19 @@ def test_one_that_ends_well_between_two_looks_is_no_failure() -> None:
 def test_one_that_fails_between_two_looks_tells_its_own_error() -> None:
     with pytest.raises(Broken, match="reset by peer"):
         wait_for(Late("Connection reset by peer"))
+
+
+def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What waits inside gloo is left behind, to its own time-out."""
+    monkeypatch.setattr(group_module, "_BUILD_S", 1.0)
+    began, before = time.monotonic(), set(threading.enumerate())
+    device = group_module.make_device()
+    with pytest.raises(Broken, match="newer epoch"):
+        Group((0, 1), 0, dist.HashStore(), device, lambda: time.monotonic() > began + 0.05)
+    left = set(threading.enumerate()) - before
+    assert [thread.name for thread in left] == ["perdure-connect"]
+    for thread in left:
+        thread.join(30)
+        assert not thread.is_alive()

@@ -178,7 +178,7 @@ def open_trainer(
     attachment = attach_rank()
     if attachment is not None:
         attachment.enter("init")
-    declare_rate(config, optimizer, scheduler)
+    declare_rate(config, optimizer, lambda: (optimizer, scheduler))
     return Trainer(
         Replica(model, optimizer, scheduler=scheduler, clip_norm=clip_norm),
         compute,
@@ -214,14 +214,12 @@ def open_sharded_trainer(
     company. `options` go to `fully_shard`.
 
     Raises:
-        ConfigError: `shard` is no number of ranks, or `exact` is asked for.
+        ConfigError: `shard` is no number of ranks.
     """
     from perdure.worker.elastic.peers import find_memory
     from perdure.worker.elastic.shard_trainer import ShardTrainer
     from perdure.worker.elastic.sharded import ShardedReplica
 
-    if exact:
-        raise ConfigError("elastic: exact=True is for replicated state", hint="leave out shard=")
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
     attachment = attach_rank()
@@ -230,6 +228,9 @@ def open_sharded_trainer(
     replica = ShardedReplica(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
     )
+    sample = optimizer(replica.parameters)  # For its rates: each world has one of its own.
+    declare_rate(config, sample, lambda: (replica.optimizer, replica.scheduler))
+    replica.begun = lambda: config.reapply("lr")
     return ShardTrainer(
         replica,
         lambda step, micro_batch: compute(replica.now(), step, micro_batch),
@@ -237,6 +238,7 @@ def open_sharded_trainer(
         seed=seed,
         membership=Membership(attachment),
         minimum=0 if shard == "full" else shard,
+        exact=exact,
         config=config,
         snapshot_every=snapshot_every,
         memory=find_memory(),

@@ -6,9 +6,12 @@ waits by looking, so that a newer order can end it, which a blocking wait would 
 """
 
 import contextlib
+import functools
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,9 +34,11 @@ _SLICE_S = 0.05
 """How often a collective that is waited for is asked whether its group was abandoned."""
 _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
-
+_APART_LOOK_S = 0.005
+_BACKEND = "perdure"
 
 AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding, StageStanding)
+Made = TypeVar("Made")
 
 _left_behind: set[Any] = set()
 """Groups with a collective that never ends: their destructor would wait for it."""
@@ -46,11 +51,18 @@ class Broken(Exception):
 class Group:
     """The members of one epoch, in order; `index` is this process's place among them."""
 
-    def __init__(self, members: tuple[int, ...], me: int, store: Any, device: Any) -> None:
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        me: int,
+        store: Any,
+        device: Any,
+        overtaken: Callable[[], bool] = lambda: False,
+    ) -> None:
         """Connect. With one member there is nothing to connect.
 
         Raises:
-            Broken: a member was lost meanwhile.
+            Broken: a member was lost meanwhile, or `overtaken()` became true.
         """
         self.members = members
         self.index = members.index(me)
@@ -64,14 +76,7 @@ class Group:
         """Monotonic time at which the wait under way, or the one that failed, began."""
         self._group: Any = None
         if len(members) > 1:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [device]
-            options._timeout = timedelta(seconds=_BUILD_S)
-            options._threads = 2
-            try:
-                self._group = dist.ProcessGroupGloo(store, self.index, len(members), options)
-            except RuntimeError as error:
-                raise Broken(f"no connections: {error}") from None
+            self._group = _connect(store, self.index, len(members), device, overtaken)
 
     @property
     def size(self) -> int:
@@ -219,22 +224,33 @@ class Copy(Group):
     It is torch's default process group, because a device mesh asks for that.
     """
 
-    def __init__(self, members: tuple[int, ...], me: int, store: Any) -> None:
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        me: int,
+        store: Any,
+        device: Any,
+        overtaken: Callable[[], bool],
+    ) -> None:
         """Connect, also where there is but one member.
 
         Raises:
-            Broken: a member was lost meanwhile.
+            Broken: a member was lost meanwhile, or `overtaken()` became true.
         """
-        super().__init__((me,), me, store, None)
-        self.members, self.index = members, members.index(me)
-        timeout = timedelta(seconds=_BUILD_S)
-        with _translated():
-            dist.init_process_group(
-                "gloo", store=store, rank=self.index, world_size=len(members), timeout=timeout
-            )
-        world: Any = dist.group.WORLD
-        self._group = world._get_backend(torch.device("cpu"))
+        super().__init__(members, me, store, device, overtaken)
+        if self._group is None:
+            self._group = _connect(store, 0, 1, device, overtaken)
         self._group._set_default_timeout(timedelta(seconds=_COLLECTIVE_S))
+        _register_backend()
+        with _translated():
+            # What torch would connect by itself hears of no order meanwhile.
+            dist.init_process_group(
+                _BACKEND,
+                store=store,
+                rank=self.index,
+                world_size=len(members),
+                pg_options=self._group,
+            )
 
     def give_up(self) -> None:
         """Wait until nothing is under way, disconnect, and forget torch's default group.
@@ -258,6 +274,54 @@ def make_device() -> Any:
     if host in ("127.0.0.1", "localhost"):
         return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
     return dist.ProcessGroupGloo.create_default_device()
+
+
+def _connect(store: Any, index: int, size: int, device: Any, overtaken: Callable[[], bool]) -> Any:
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [device]
+    options._timeout = timedelta(seconds=_BUILD_S)
+    options._threads = 2
+
+    def connect() -> Any:
+        return dist.ProcessGroupGloo(store, index, size, options)
+
+    try:
+        return make_apart(connect, overtaken, "perdure-connect")
+    except RuntimeError as error:
+        raise Broken(f"no connections: {error}") from None
+
+
+@functools.cache
+def _register_backend() -> None:
+    """Have torch take a group that is connected, given as its options, for its default one."""
+    dist.Backend.register_backend(
+        _BACKEND, lambda _, connected: connected, extended_api=True, devices=["cpu"]
+    )
+
+
+def make_apart(make: Callable[[], Made], overtaken: Callable[[], bool], name: str) -> Made:
+    """Return what `make()` returns, which waits for others and hears of no order meanwhile.
+
+    It runs in a thread, which a newer order leaves behind to its own time-out. The interpreter
+    waits for it when it ends: a thread that came back from native code later would abort it.
+
+    Raises:
+        Broken: `overtaken()` became true first.
+        Exception: what `make()` has raised.
+    """
+    made: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    threading.Thread(target=run, name=name).start()
+    while not wait([made], _APART_LOOK_S).done:
+        if overtaken():
+            raise Broken("a newer epoch was ordered")
+    return made.result()
 
 
 @contextlib.contextmanager

@@ -7,7 +7,6 @@ and wherever it would wait. Alone, or under torchrun, the first world is the onl
 
 import contextlib
 import os
-import queue
 import socket
 import threading
 import time
@@ -22,6 +21,7 @@ from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.model.settings import Steering
 from perdure.worker.attach import Attachment
+from perdure.worker.elastic.group import make_apart
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
 from perdure.worker.store import serve_store
@@ -62,8 +62,10 @@ class Membership:
         self._meet = ""
         """Address of the store of the world that this rank has formed, or is forming."""
         self._stores: dict[str, Any] = {}
+        """Connections to stores, by address."""
         self._address = ""
         """Of the store that this rank serves."""
+        self._served: Any = None
         control = attachment.control if attachment is not None else None
         self.supervised = control is not None
         if not self.joins:
@@ -227,6 +229,13 @@ class Membership:
         root = self._stores[self._meet]
         return _PrefixStore(f"perdure/g{self.generation}/e{self.epoch}", root)
 
+    def drop_store(self) -> None:
+        """Use this epoch's connection to its store no more.
+
+        A thread that was left behind in the middle of forming the world may hold it for long.
+        """
+        self._stores.pop(self._meet, None)
+
     def _serve(self) -> str:
         """Serve a store of this rank's own; return its address, an empty string without one."""
         host = find_host()
@@ -236,7 +245,7 @@ class Membership:
             print(f"perdure: no store at {host}: {error}")
             return ""
         address = f"{host}:{port}"
-        self._stores[address] = store
+        self._served = self._stores[address] = store
         return address
 
     def _reach_first(self) -> Any:
@@ -255,7 +264,7 @@ class Membership:
 
         It is there if its member lives. That is seen here first: TCPStore itself would go on
         trying for its whole time-out. It still does if the member dies in between, so it connects
-        in a thread of its own, and a newer order leaves it to its time-out.
+        apart.
         """
         host, _, port = self._meet.rpartition(":")
         deadline = time.monotonic() + _CONNECT_S
@@ -267,26 +276,14 @@ class Membership:
                 gone = not isinstance(error, TimeoutError) or time.monotonic() > deadline
                 if gone or self.overtaken():
                     raise dist.DistNetworkError(f"{self._meet}: {error}") from None
-        made: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        threading.Thread(
-            target=_connect, args=(host, int(port), made), name="perdure-store", daemon=True
-        ).start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                found = made.get(timeout=_LOOK_S)
-                if isinstance(found, Exception):
-                    raise dist.DistNetworkError(f"{self._meet}: {found}") from None
-                return found
-            if self.overtaken():
-                raise dist.DistNetworkError(f"{self._meet}: a newer epoch was ordered")
+        timeout = timedelta(seconds=_CONNECT_S)
 
+        def connect() -> Any:
+            return _TCPStore(
+                host, int(port), is_master=False, wait_for_workers=False, timeout=timeout
+            )
 
-def _connect(host: str, port: int, made: "queue.SimpleQueue[Any]") -> None:
-    timeout = timedelta(seconds=_CONNECT_S)
-    try:
-        made.put(_TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout))
-    except Exception as error:
-        made.put(error)
+        return make_apart(connect, self.overtaken, "perdure-store")
 
 
 def find_host() -> str:

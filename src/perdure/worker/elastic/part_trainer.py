@@ -131,7 +131,8 @@ class PartTrainer(Trainer):
         if not mirrors or not self._every:
             return None
         me, members = self._membership.me, tuple(sorted(nodes))
-        return Mirror(Group(members, me, open_prefix("mirror", store), self._device), me, mirrors)
+        prefix, overtaken = open_prefix("mirror", store), self._membership.overtaken
+        return Mirror(Group(members, me, prefix, self._device, overtaken), me, mirrors)
 
     def _roll_forward(self, step: int, holder: int, forward: tuple[int, ...], group: Group) -> None:
         """Members of `forward` apply what they have reduced, to be at `step`.

@@ -6,7 +6,7 @@ schedule goes on from where it is. Doing it twice does no more than once: what t
 measured against travels with the optimizer's state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,8 +15,16 @@ from torch import Tensor
 from perdure.worker.config import Config
 
 
-def declare_rate(config: Config, optimizer: torch.optim.Optimizer, scheduler: Any) -> None:
-    """Declare `lr`, unless the script has one of its own or there is no rate to change."""
+def declare_rate(
+    config: Config,
+    optimizer: torch.optim.Optimizer,
+    find: Callable[[], tuple[torch.optim.Optimizer | None, Any]],
+) -> None:
+    """Declare `lr`, unless the script has one of its own or there is no rate to change.
+
+    `optimizer` has the rates to begin with; `find` returns the optimizer whose rates are to
+    change, which may be made anew meanwhile or be still to come, and its schedule.
+    """
     groups = optimizer.param_groups
     if "lr" in config or not groups or "lr" not in groups[0]:
         return
@@ -28,7 +36,10 @@ def declare_rate(config: Config, optimizer: torch.optim.Optimizer, scheduler: An
     shares = [base / bases[0] for base in bases]
 
     def change(value: float) -> None:
-        for index, (group, share) in enumerate(zip(optimizer.param_groups, shares, strict=True)):
+        target, scheduler = find()
+        if target is None:
+            return
+        for index, (group, share) in enumerate(zip(target.param_groups, shares, strict=True)):
             scale_rate(group, value * share)
             for each in _find_schedulers(scheduler):
                 if isinstance(getattr(each, "base_lrs", None), list):
@@ -42,7 +53,7 @@ def declare_rate(config: Config, optimizer: torch.optim.Optimizer, scheduler: An
 
 def scale_rate(group: dict[str, Any], base: float) -> None:
     """Make `base` the group's rate before its schedule, and move the rate of now with it."""
-    before = float(_number(group["initial_lr"]))
+    before = float(_number(group.setdefault("initial_lr", _number(group["lr"]))))
     if before == base:
         return
     rate = _number(group["lr"]) * (base / before) if before else base

@@ -55,6 +55,7 @@ class ShardTrainer(PartTrainer):
         seed: int,
         membership: Membership,
         minimum: int,
+        exact: bool = False,
         config: Config | None = None,
         snapshot_every: int = 0,
         memory: Path | None = None,
@@ -68,7 +69,7 @@ class ShardTrainer(PartTrainer):
         peers = Peers(memory if snapshot_every else None, membership.me, Snapshot)
         self._disk = ShardSaving(membership, replica, peers)
         super().__init__(
-            cast(Any, replica), compute, count=count, seed=seed, exact=False, membership=membership,
+            cast(Any, replica), compute, count=count, seed=seed, exact=exact, membership=membership,
             config=config, saving=self._disk, buckets=buckets, peers=peers,
             snapshot_every=snapshot_every,
         )  # fmt: skip
@@ -107,13 +108,15 @@ class ShardTrainer(PartTrainer):
         while self._rounds:
             if self._membership.overtaken():
                 raise Broken("a new world was ordered")
-            armed = self._rounds == 1
+            armed = self._rounds == 1 and self._tree is None
             self._run_round(group, scale, last=armed)
             if self._todo:
                 self._done.append(self._todo.pop(0))
             self._rounds -= 1
             self._progress.mark_work()
-        if not armed:
+        if self._tree is not None:
+            self._add_up(self._tree, group, scale)
+        elif not armed:
             self._buckets.arm(self._applied, scale, group.all_reduce)
         self._buckets.flush()
         group.wait()
@@ -143,6 +146,8 @@ class ShardTrainer(PartTrainer):
             raise
         finally:
             self._before.clear()
+        if not self._filling:
+            self._keep_apart(micro_batch)
         if not self._checked:
             self._checked = True
             self._replica.refuse_buffers()
@@ -195,13 +200,18 @@ class ShardTrainer(PartTrainer):
                 hint="the world starts again from the newest checkpoint",
             )
         self._device = self._device or make_device()
-        self._group = group = Group(members, me, store, self._device)
+        self._group = group = Group(members, me, store, self._device, overtaken)
         self._note_connected()
         self._roll_forward(plan.step, plan.holder, plan.forward, group)
         self._take_shard(plan, group, store)
         self._peers.enter(self._make_mirror({m: s.node for m, s in standings.items()}, store))
         self._copies = plan.copies
         self._plan_rounds(plan.todo)
+        at_step = {
+            m: s for m, s in standings.items() if (s.applied, s.line) == (plan.step, plan.line)
+        }
+        kept = {number: m for m, s in at_step.items() for number in s.done}
+        self._owner = kept | {number: m for m, todo in plan.todo.items() for number in todo}
         shard = plan.layout[me]
         self._disk.enter(me in plan.copies[0], shard.number, shard.count)
         if not plan.sources:
@@ -258,7 +268,7 @@ class ShardTrainer(PartTrainer):
         parts = move_parts(group, me, plan, replica.skeleton.shapes, plain["keys"], read, overtaken)
         mine = next(copy for copy in plan.copies if me in copy)
         prefix = open_prefix(f"copy/{min(mine)}", store)
-        copy = Copy(mine, me, prefix)
+        copy = Copy(mine, me, prefix, self._device, overtaken)
         self._copy = copy
         replica.adopt(copy, shard, parts, plain, self._take)
         self._rebuilt = True

@@ -41,6 +41,8 @@ class ShardedReplica:
         self.optimizer: Any = None
         self.scheduler: Any = None
         self.shard: Shard | None = None
+        self.begun: Callable[[], object] = lambda: None
+        """Hears that the first world's optimizer is there, as it was given."""
         self._initial: nn.Module | None = model
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._clip_norm = clip_norm
@@ -132,6 +134,8 @@ class ShardedReplica:
             group_.update(saved)
         if self.scheduler is not None and "scheduler" in plain:
             self.scheduler.load_state_dict(plain["scheduler"])
+        if "groups" not in plain:
+            self.begun()
         self.shard = shard
         self._empty_initial()
         self._updated = False

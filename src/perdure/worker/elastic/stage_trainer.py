@@ -292,13 +292,13 @@ class StageTrainer(PartTrainer):
                 hint="the world starts again from the newest checkpoint",
             )
         self._device = self._device or make_device()
-        self._group = group = Group(members, me, store, self._device)
+        self._group = group = Group(members, me, store, self._device, overtaken)
         self._note_connected()
         self._roll_forward(plan.step, plan.holder, plan.forward, group)
         self._take_blocks(plan, group)
         number = plan.layout.find_stage(me)
         copies, prefix = plan.layout.copies[number], open_prefix(f"stage/{number}", store)
-        self._stage = Group(copies, me, prefix, self._device)
+        self._stage = Group(copies, me, prefix, self._device, overtaken)
         self._peers.enter(self._make_mirror({m: s.node for m, s in standings.items()}, store))
         self._disk.enter(me == copies[0], number, len(plan.layout.sections))
         self._steady = self._passes = None

@@ -276,10 +276,7 @@ class Trainer:
             self._send_tally(group)
         scale = 1.0 / self._count
         if self._tree is not None:
-            flats = self._buckets.flats(self._applied)
-            self._tree.reduce(group, self._owner, self._membership.me, flats)
-            for flat in flats:
-                flat.mul_(scale)
+            self._add_up(self._tree, group, scale)
         elif not armed:
             self._buckets.arm(self._applied, scale, group.all_reduce)
         self._buckets.flush()
@@ -298,10 +295,21 @@ class Trainer:
         if not self._checked:
             self._checked = True
             self._replica.refuse_buffers()
+        self._keep_apart(micro_batch)
+
+    def _keep_apart(self, micro_batch: int) -> None:
+        """With `exact`, put what a micro-batch has left in `p.grad` into the tree."""
         if self._tree is not None:
             flats = [flat.clone() for flat in self._buckets.copy(self._applied, 1.0)]
             self._tree.add((0, micro_batch), flats)
             self._buckets.drop()
+
+    def _add_up(self, tree: GradientTree, group: Group, scale: float) -> None:
+        """With `exact`, make the step's gradients of everyone's."""
+        flats = self._buckets.flats(self._applied)
+        tree.reduce(group, self._owner, self._membership.me, flats)
+        for flat in flats:
+            flat.mul_(scale)
 
     def _send_tally(self, group: Group) -> None:
         total = self._sums[self._applied % 2]
@@ -374,6 +382,7 @@ class Trainer:
                 plan = self._form(order.ranks)
         except Broken as error:
             self._leave()
+            self._membership.drop_store()
             return str(error)
         self._fresh = False
         self._todo = list(plan.todo[self._membership.me])
@@ -397,7 +406,7 @@ class Trainer:
         if store is not None:
             standings = exchange_standings(store, members, me, mine, membership.overtaken)
         plan = decide_reformation(self._count, standings)
-        self._group = Group(members, me, store, self._device)
+        self._group = Group(members, me, store, self._device, membership.overtaken)
         self._note_connected()
         self._bring_together(plan, self._group)
         if store is not None:
