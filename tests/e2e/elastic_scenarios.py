@@ -18,12 +18,17 @@ def scenario(name: str, ranks: int, **more: Any) -> dict[str, Any]:
     return base | {"timeout_s": 60} | more
 
 
-def seeded(seed: int, sizes: tuple[int, ...] = (3, 4), **more: Any) -> dict[str, Any]:
+def seeded(
+    seed: int,
+    sizes: tuple[int, ...] = (3, 4),
+    places: tuple[str, ...] = KILLED_AT,
+    **more: Any,
+) -> dict[str, Any]:
     """Return a world of which all ranks but one die, anywhere."""
     chance = random.Random(seed)
     ranks = chance.choice(sizes)
     victims = chance.sample(range(ranks), ranks - 1)
-    kill = {str(v): f"{chance.choice(KILLED_AT)} {chance.randrange(10)}" for v in victims}
+    kill = {str(v): f"{chance.choice(places)} {chance.randrange(10)}" for v in victims}
     exact = chance.random() < 0.3
     return scenario(f"seed-{seed}", ranks, kill=kill, exact=exact, **more)
 

@@ -41,6 +41,9 @@ from perdure.worker.interrupt import shut_down_gloo
 KILLED_AT = (
     "forward", "backward", "reduce", "reduced", "optimizer", "applied", "form", "connect", "bring",
 )  # fmt: skip
+FORMED_AT = ("form", "agreed", "connecting", "connect", "bring")
+"""Where a world is being formed: after its members have told their standings, and before they are
+connected, nothing but an order ends what the others wait for."""
 
 
 class Line(Membership):
@@ -77,7 +80,7 @@ class Killer:
 
     def __init__(self, at: str, *, flaps: bool = False) -> None:
         place, _, number = at.partition(" ")
-        assert not place or place in KILLED_AT, place
+        assert not place or place in {*KILLED_AT, *FORMED_AT}, place
         self._place, self._left, self._flaps = place, int(number or 0), flaps
         self.takes_along: Path | None = None
         """Memory of a node that is lost with it."""
@@ -88,6 +91,10 @@ class Killer:
             if self._left < 0 and not self._flaps:
                 if self.takes_along is not None:
                     shutil.rmtree(self.takes_along, ignore_errors=True)
+                if place == "connecting":  # In the middle of it, in another thread.
+                    delay_s = 0.0005 * (os.getpid() % 8)
+                    threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+                    return
                 os.kill(os.getpid(), signal.SIGKILL)
             if self._left == -1:
                 shut_down_gloo()
@@ -155,6 +162,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
     killer.wrap(trainer._replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
+    killer.wrap(sys.modules[type(trainer).__module__], "exchange_standings", "", "agreed")
+    killer.wrap(group_module, "_connect", "connecting")
     places = {"shard": "_take_shard", "stages": "_take_blocks"}
     bring = next((place for key, place in places.items() if key in scenario), "_bring_together")
     killer.wrap(trainer, bring, "connect", "bring")

@@ -17,7 +17,7 @@ from tests.e2e.elastic_scenarios import (
     scenario,
     seeded,
 )
-from tests.e2e.elastic_world import KILLED_AT
+from tests.e2e.elastic_world import FORMED_AT, KILLED_AT
 
 EVERY = 3
 SEEDS = 9
@@ -38,7 +38,7 @@ FOLLOWS: dict[str, dict[str, Any]] = {
 def fixed() -> list[dict[str, Any]]:
     kills = [(place, {str(i % 3): f"{place} 4"}) for i, place in enumerate(PLACES)]
     # The second to die serves the store at which the others meet after the first one's death.
-    nested = [(p, {"0": "reduced 3", "1": f"{p} 1"}) for p in KILLED_AT[6:]]
+    nested = [(p, {"0": "reduced 3", "1": f"{p} 1"}) for p in FORMED_AT]
     return [
         scenario("whole", 2),
         *(scenario(f"kill-{place}", 3, kill=kill) for place, kill in kills),
@@ -92,6 +92,17 @@ NAMES = [one["name"] for one in fixed()] + [f"seed-{seed}" for seed in range(SEE
 @pytest.mark.parametrize("name", [n for n in NAMES if "sole" not in n and n != "stages-lost"])
 def test_survivors_commit_every_step_and_agree(outcomes: dict[str, Any], name: str) -> None:
     judge(outcomes[name])
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.timeout(1000)
+def test_who_dies_while_a_world_is_formed_is_not_waited_for(outcomes: dict[str, Any]) -> None:
+    """Inside gloo, a connection to a dead member is waited for as long as 10 s."""
+    for place in FORMED_AT:
+        for rank in ("2", "3"):
+            times = [row["at"] for row in outcomes[f"again-{place}"]["rows"][rank]]
+            assert max(b - a for a, b in itertools.pairwise(times)) < 5.0, (place, rank)
 
 
 @pytest.mark.slow
