@@ -61,6 +61,7 @@ def train(
     pipeline: int | None = None,
     snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    scaler: Any = None,
     clip_norm: float = 0.0,
     config: Mapping[str, Value] | None = None,
     device: str | torch.device = "cpu",
@@ -75,6 +76,7 @@ def train(
     schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
     committed step. `config` declares settings by name and default, to be read from
     `perdure.elastic.config`.
+    `scaler` is a `torch.amp.GradScaler` (not with `shard` or `pipeline`); a step that it skips, all skip.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
     more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
@@ -95,12 +97,9 @@ def train(
 
     trainer = _open(
         model, data, optimizer, loss, device=device, shard=shard, pipeline=pipeline,
-        scheduler=scheduler, snapshot_every=snapshot_every,
+        scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
         common={
-            "micro_batches": plan.count,
-            "seed": seed,
-            "exact": exact,
-            "clip_norm": clip_norm,
+            "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
         },
     )  # fmt: skip
     for step in trainer.steps(steps):
@@ -119,6 +118,7 @@ def _open(
     shard: int | Literal["full"] | None,
     pipeline: int | None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    scaler: Any,
     snapshot_every: int,
     common: dict[str, Any],
 ) -> Trainer:
@@ -134,6 +134,8 @@ def _open(
 
     if pipeline is not None and shard is not None:
         raise ConfigError("elastic: shard= and pipeline= are alternatives", hint="leave out one")
+    if scaler is not None and (pipeline or shard) is not None:
+        raise ConfigError("elastic: scaler= is for replicated state", hint="train in bfloat16")
     if pipeline is not None:
         return open_pipeline_trainer(
             list_blocks(model), optimizer, load, loss, stages=pipeline, scheduler=scheduler,
@@ -147,7 +149,7 @@ def _open(
     made = optimizer(model.parameters())
     schedule = scheduler(made) if scheduler is not None else None
     compute = functools.partial(run, model)
-    return open_trainer(model, made, compute, scheduler=schedule, **common)
+    return open_trainer(model, made, compute, scheduler=schedule, scaler=scaler, **common)
 
 
 def _measure(call: Mapping[str, Any]) -> None:
@@ -166,6 +168,7 @@ def open_trainer(
     seed: int = 0,
     exact: bool = False,
     scheduler: Any = None,
+    scaler: Any = None,
     clip_norm: float = 0.0,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Trainer:
@@ -173,14 +176,14 @@ def open_trainer(
 
     `compute(step, micro_batch)` returns the mean loss of a micro-batch; it is called for each
     micro-batch once by some rank, and has to depend on its arguments alone. Generators are
-    seeded for it.
+    seeded for it. A loss is to be returned unscaled; `scaler` is applied to it here.
     """
     attachment = attach_rank()
     if attachment is not None:
         attachment.enter("init")
     declare_rate(config, optimizer, lambda: (optimizer, scheduler))
     return Trainer(
-        Replica(model, optimizer, scheduler=scheduler, clip_norm=clip_norm),
+        Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm),
         compute,
         count=micro_batches,
         seed=seed,

@@ -17,21 +17,50 @@ class Replica:
         optimizer: torch.optim.Optimizer,
         *,
         scheduler: Any = None,
+        scaler: Any = None,
         clip_norm: float = 0.0,
     ) -> None:
-        """Update `model` by `optimizer`; gradients are clipped to `clip_norm` if that is not 0."""
+        """Update `model` by `optimizer`; gradients are clipped to `clip_norm` if that is not 0.
+
+        `scaler` is a GradScaler. It looks at reduced gradients, which are the same everywhere: a
+        step that it skips is skipped, and so committed, by all.
+        """
         self.model, self.optimizer, self.scheduler = model, optimizer, scheduler
-        self._clip_norm = clip_norm
+        self.scaler, self._clip_norm = scaler, clip_norm
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        if scaler is not None:  # Who follows or rolls forward may not have scaled a loss yet.
+            scaler.scale(self.parameters[0].new_zeros(1))
         self._guard = BufferGuard(model)
 
     def update(self, *, clipped: bool = False) -> None:
-        """Apply the gradients that the parameters have now; `clipped` says that they are."""
+        """Apply the gradients that the parameters have now.
+
+        `clipped` says that they are, and are unscaled: another member has applied them before.
+        """
+        if self.scaler is not None:
+            self._unscale(done=clipped)
         if self._clip_norm and not clipped:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
-        self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        else:
+            self.optimizer.step()
         if self.scheduler is not None:
             self.scheduler.step()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return what backward is to begin with."""
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def _unscale(self, *, done: bool) -> None:
+        """Unscale, and find out whether the step is to be skipped."""
+        kept = self.scaler.state_dict()
+        if done:
+            self.scaler.load_state_dict(kept | {"scale": 1.0})
+        self.scaler.unscale_(self.optimizer)
+        if done:
+            self.scaler.load_state_dict(kept)
 
     def state(self) -> dict[str, Any]:
         """Return all of it; tensors are not copied."""
@@ -41,6 +70,8 @@ class Replica:
         }
         if self.scheduler is not None:
             state["scheduler"] = self.scheduler.state_dict()
+        if self.scaler is not None:
+            state["scaler"] = self.scaler.state_dict()
         return state
 
     @property
@@ -54,6 +85,8 @@ class Replica:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
         self._guard = BufferGuard(self.model)
 
     def tensors(self) -> list[Tensor]:

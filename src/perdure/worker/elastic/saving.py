@@ -93,6 +93,7 @@ class Saving:
         saver = self._make(rank, 1)
         saver.register("model", self._replica.model)
         saver.register("optimizer", self._replica.optimizer)
-        if self._replica.scheduler is not None:
-            saver.register("scheduler", self._replica.scheduler)
+        for name in ("scheduler", "scaler"):
+            if getattr(self._replica, name) is not None:
+                saver.register(name, getattr(self._replica, name))
         return saver

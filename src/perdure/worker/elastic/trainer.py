@@ -291,7 +291,7 @@ class Trainer:
         if reduce:
             self._send_tally(group)
             self._buckets.arm(self._applied, 1.0 / self._count, group.all_reduce)
-        loss.backward()  # type: ignore[no-untyped-call]
+        self._replica.scale(loss).backward()  # type: ignore[no-untyped-call]
         if not self._checked:
             self._checked = True
             self._replica.refuse_buffers()

@@ -1,0 +1,71 @@
+"""An update of a replica: alike on whoever has the reduced gradients, a scaler's skip included."""
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import nn
+
+from perdure.worker.elastic.replica import Replica
+
+pytestmark = pytest.mark.torch
+
+
+def make() -> Replica:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    return Replica(model, optimizer, scaler=scaler, clip_norm=0.5)
+
+
+def compute(replica: Replica, *, overflow: bool) -> None:
+    replica.optimizer.zero_grad()
+    loss = replica.model(torch.ones(1, 3)).square().mean()
+    replica.scale(loss * (float("inf") if overflow else 1.0)).backward()
+
+
+def take_gradients(replica: Replica, other: Replica) -> None:
+    for mine, its in zip(replica.parameters, other.parameters, strict=True):
+        mine.grad = its.grad.clone()
+
+
+def states(replica: Replica) -> list[object]:
+    return [[t.tolist() for t in replica.tensors()], replica.scaler.state_dict()]
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_who_rolls_forward_with_applied_gradients_comes_to_the_same_state(overflow: bool) -> None:
+    ahead, behind = make(), make()
+    before = states(ahead)
+    compute(ahead, overflow=overflow)
+    ahead.update()
+    take_gradients(behind, ahead)
+    behind.update(clipped=True)
+    assert states(behind) == states(ahead)
+    assert (states(ahead)[0] == before[0]) == overflow
+
+
+def test_a_step_that_overflows_is_skipped_and_the_scale_halved() -> None:
+    replica = make()
+    compute(replica, overflow=True)
+    replica.update()
+    assert replica.scaler.get_scale() == 4.0
+
+
+def test_scaled_and_clipped_gradients_are_those_without_a_scaler() -> None:
+    scaled, plain = make(), make()
+    plain.scaler = None
+    for replica in (scaled, plain):
+        compute(replica, overflow=False)
+        replica.update()
+    assert states(scaled)[0] == [t.tolist() for t in plain.tensors()]
+
+
+def test_a_replica_that_is_given_a_state_has_its_scale() -> None:
+    one, other = make(), make()
+    compute(one, overflow=True)
+    one.update()
+    other.load(one.state())
+    assert other.scaler.get_scale() == 4.0
