@@ -58,10 +58,11 @@ def fixed() -> list[dict[str, Any]]:
         ),
         *(
             scenario(f"shard-{n}", 4, shard=2, joins=1, join_epoch=1, kill={str(n): place})
-            for n, place in enumerate(("forward 5", "backward 9", "reduced 41", "applied 3"))
+            for n, place in enumerate(("forward 5", "reduced 41", "applied 3"))
         ),
+        scenario("shard-again", 4, shard=2, kill={"2": "reduced 41", "1": "connect 1"}),
         scenario(
-            "exact-shard", 4, exact=True, shard=2, kill={"1": "backward 9", "3": "reduced 20"}
+            "exact-shard", 4, exact=True, shard=2, joins=1, join_epoch=1, kill={"1": "backward 9"}
         ),
         *(
             scenario(f"sole-{n}", 3, shard=0, every=EVERY, joins=n, join_epoch=1,

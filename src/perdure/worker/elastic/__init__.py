@@ -76,7 +76,7 @@ def train(
     schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
     committed step. `config` declares settings by name and default, to be read from
     `perdure.elastic.config`.
-    `scaler` is a `torch.amp.GradScaler` (not with `shard` or `pipeline`); a step that it skips, all skip.
+    `scaler` is a `torch.amp.GradScaler` (for replicated state); what it skips, all skip.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
     more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
