@@ -2,7 +2,7 @@
 
     python bench/bench_elastic.py kills [--ranks 4] [--kills 40] [--spares 0] [--state-mb 0]
     python bench/bench_elastic.py floor [--ranks 4] [--kills 40] [--state-mb 0]
-    python bench/bench_elastic.py overhead [--pairs 400]
+    python bench/bench_elastic.py overhead [--ranks 2] [--pairs 400]
     python bench/bench_elastic.py show FILE...
 
 `kills`: one real job of `perdure run`; a random rank is killed at a random instant, and the next
@@ -99,13 +99,15 @@ def show(rows: list[dict[str, Any]]) -> None:
             print(f"joined without having followed: {sum(row['fresh'] for row in moved):.0f}")
 
 
-def overhead(pairs: int) -> None:
-    cost = run_script("elastic_overhead.py", 2, pairs)
-    print(f"steady step: DDP {cost['ddp_ms']:.3f} ms, elastic {cost['elastic_ms']:.3f} ms")
-    for name in ("ratio", "same"):
-        low, middle, high = cost[name]
-        label = {"ratio": "elastic to DDP", "same": "DDP to DDP (A/A)"}[name]
-        print(f"{label}: {middle:.4f} (95 %: {low:.4f} to {high:.4f}), {pairs} pairs")
+def overhead(ranks: int, pairs: int) -> None:
+    load = os.getloadavg()[0]
+    found = run_script("elastic_overhead.py", ranks, pairs)
+    print(f"{ranks} ranks, {pairs} turns of each; load {load:.1f}")
+    for kind, cost in found.items():
+        print(f"{kind}: a step of DDP {cost['ddp_ms']:.3f} ms, elastic {cost['elastic_ms']:.3f} ms")
+        for key, label in (("ratio", "elastic to DDP"), ("same", "DDP to DDP")):
+            low, middle, high = cost[key]
+            print(f"  {label}: {middle:.4f} (95 %: {low:.4f} to {high:.4f})")
 
 
 def main() -> None:
@@ -122,7 +124,7 @@ def main() -> None:
     parser.add_argument("--save", type=Path)
     args = parser.parse_args()
     if args.what == "overhead":
-        return overhead(args.pairs)
+        return overhead(args.ranks, args.pairs)
     if args.what == "show":
         return show([json.loads(x) for f in args.files for x in f.read_text().splitlines()])
     kind = f"{args.ranks} ranks, {args.spares} spares, {args.state_mb:g} MB"

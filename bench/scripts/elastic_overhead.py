@@ -3,8 +3,9 @@
 usage: elastic_overhead.py RANKS PAIRS
 
 Forked ranks; a turn is a few steps of the same model and the same micro-batches, and begins at a
-barrier. Prints a JSON document: medians, and ratios of neighbouring turns (elastic to DDP, DDP to
-DDP) as bounds of the median and the median between them, by bootstrap.
+barrier. Prints a JSON document, of wall time and of the CPU time of the process with its threads:
+medians, and ratios of neighbouring turns (elastic to DDP, DDP to DDP) as bounds of the median and
+the median between them, by bootstrap.
 """
 
 import json
@@ -67,22 +68,26 @@ def measure(rank: int, size: int, pairs: int) -> dict[str, Any]:
         for _ in range(STEPS):
             next(steps)
 
-    def time_of(run: Any) -> float:
+    def time_of(run: Any) -> tuple[float, float]:
         dist.barrier()
-        began = time.perf_counter()
+        began, used = time.perf_counter(), time.process_time()
         run()
-        return (time.perf_counter() - began) / STEPS
+        return (time.perf_counter() - began) / STEPS, (time.process_time() - used) / STEPS
 
     for _ in range(5):
         ddp_steps()
         elastic_steps()
     turns = [[time_of(run) for run in (ddp_steps, elastic_steps, ddp_steps)] for _ in range(pairs)]
-    return {
-        "ddp_ms": 1e3 * statistics.median(a for a, _, _ in turns),
-        "elastic_ms": 1e3 * statistics.median(b for _, b, _ in turns),
-        "ratio": bounds([2.0 * b / (a + c) for a, b, c in turns]),
-        "same": bounds([c / a for a, _, c in turns]),
-    }
+    found = {}
+    for kind, name in enumerate(("wall", "cpu")):
+        rows = [[times[kind] for times in turn] for turn in turns]
+        found[name] = {
+            "ddp_ms": 1e3 * statistics.median(a for a, _, _ in rows),
+            "elastic_ms": 1e3 * statistics.median(b for _, b, _ in rows),
+            "ratio": bounds([2.0 * b / (a + c) for a, b, c in rows]),
+            "same": bounds([c / a for a, _, c in rows]),
+        }
+    return found
 
 
 def bounds(ratios: list[float]) -> tuple[float, float, float]:
