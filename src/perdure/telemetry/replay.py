@@ -18,6 +18,7 @@ Present = Sequence[tuple[float, frozenset[int]]]
 _PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 _LATE = 2.0
 """A step of so many times its reference is late for a change; less is steady overhead."""
+_CALM_STEPS = 20
 
 
 @dataclass(slots=True)
@@ -65,6 +66,21 @@ def count_committed(run: Run) -> tuple[float, int]:
                 samples += step.samples
         seen.add(step.step)
     return samples, again
+
+
+def refresh_rates(run: Run) -> dict[int, float]:
+    """Return the reference, with what the replay itself has shown of it.
+
+    The machine is not equally fast all the time: where there are enough steps between which
+    nobody came or went, their median is what so many nodes could do meanwhile.
+    """
+    times: dict[int, list[float]] = {}
+    for old, new in pairwise(run.steps):
+        calm = len(_cut(run.present, old.at_s, new.at_s)) == 1 and old.at_s > 0
+        if calm and old.places == new.places and new.step == old.step + 1:
+            times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
+    seen = {n: 1.0 / median(each) for n, each in times.items() if len(each) >= _CALM_STEPS}
+    return {**run.rates, **seen}
 
 
 @dataclass(slots=True)

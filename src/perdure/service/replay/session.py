@@ -12,7 +12,7 @@ from perdure.model.simulation import Comparison, Physics
 from perdure.model.traces import AvailabilityTrace, find_intervals
 from perdure.model.traces.transform import cut
 from perdure.plan.policies import POLICIES, apply_costs
-from perdure.plan.throughput import Throughput
+from perdure.plan.throughput import Shape, Throughput
 from perdure.service.replay.calibrate import (
     check_rising,
     find_cache,
@@ -29,6 +29,7 @@ from perdure.telemetry.replay import (
     count_committed,
     find_rates,
     measure_costs,
+    refresh_rates,
 )
 
 SYSTEMS = ("perdure", "torchrun", "torchft")
@@ -161,6 +162,7 @@ def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> Replay
     """Return what the systems made, beside what was possible."""
     policy, costs = POLICIES["perdure"], None
     if "perdure" in played:
+        table = _refresh(table, played)
         costs = measure_costs(played["perdure"].run, _describe(wish, played["perdure"]))
         policy = apply_costs(policy, costs)
     ends = {name: one.run.end_s for name, one in played.items()}
@@ -188,6 +190,20 @@ def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> Replay
         costs=costs,
         simulated=bounds[ends["perdure"]].policies[0] if costs else None,
         counts=tuple((i.begin_s, len(i.living)) for i in find_intervals(trace)),
+    )
+
+
+def _refresh(table: Throughput, played: dict[str, Played]) -> Throughput:
+    """Return the throughput of the time of the replay, and make it everyone's reference."""
+    rates = refresh_rates(played["perdure"].run)
+    for one in played.values():
+        one.run.rates = rates
+    return Throughput(
+        table.name,
+        {Shape(nodes, 1): rate for nodes, rate in rates.items()},
+        global_batch=table.global_batch,
+        state_bytes=table.state_bytes,
+        source=table.source,
     )
 
 
