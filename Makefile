@@ -13,6 +13,7 @@ setup:
 demo: setup
 	@$(BIN)/python examples/demo.py
 	@$(BIN)/python examples/demo_elastic.py
+	@$(BIN)/python examples/demo_replay.py
 	@$(BIN)/python examples/demo_links.py
 
 check: setup
@@ -41,4 +42,4 @@ bench: setup
 	$(BIN)/python bench/run_all.py
 
 clean:
-	rm -rf .demo .demo-elastic .demo-links .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist
+	rm -rf .demo .demo-elastic .demo-replay .demo-links .venv-nightly .mypy_cache .ruff_cache .pytest_cache .hypothesis build dist

@@ -96,53 +96,61 @@ def replay(wish: Wish, say: Say) -> ReplayResult:
     Path(wish.home, "replay").mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(wish.home, "replay")))
     played: dict[str, Played] = {}
-    table = _find_table(wish, count, folder, say)
-    for name in wish.systems:
-        where = folder / name
-        where.mkdir(exist_ok=True)
-        played[name] = _play_one(name, wish, schedule, count, where, table, say)
-        if not played[name].complete:
-            break
+    table, running = _find_table(wish, count, folder, say)
+    try:
+        check_rising(table)
+        for name in wish.systems:
+            known = running if name == "perdure" else None
+            system: System = known or _make_system(name, wish, count, folder)
+            played[name] = _play_one(name, system, schedule, wish, table, say)
+            if not played[name].complete:
+                break
+    finally:
+        if running is not None:
+            running.end()
     shutil.rmtree(folder, ignore_errors=True)
     return _compare(wish, table, played)
 
 
-def _find_table(wish: Wish, count: int, folder: Path, say: Say) -> Throughput:
-    """Return the measured throughput, from an earlier replay where there was one."""
+def _find_table(
+    wish: Wish, count: int, folder: Path, say: Say
+) -> tuple[Throughput, Perdure | None]:
+    """Return the measured throughput, and the job that it was measured with, if it was now."""
     path = find_cache(wish.home, count, wish.pace_s)
     table = None if wish.measure else load_throughput(path)
-    if table is None:
-        where = folder / "measure"
-        where.mkdir()
-        system = Perdure(where, wish.home, count, wish.pace_s)
-        try:
-            say("start", 0.0, f"{count} nodes")
-            system.start(range(count))
-            table = measure_throughput(
-                system, count, path, lambda n: say("measure", 1 - n / count, f"{n} nodes")
-            )
-        finally:
-            system.end()
-    check_rising(table)
-    return table
+    if table is not None:
+        return table, None
+    system = Perdure(_make(folder, "perdure"), wish.home, count, wish.pace_s)
+    try:
+        say("start", 0.0, f"{count} nodes")
+        system.start(range(count))
+        table = measure_throughput(
+            system, count, path, lambda n: say("measure", 1 - n / count, f"{n} nodes")
+        )
+    except BaseException:
+        system.end()
+        raise
+    return table, system
+
+
+def _make(folder: Path, name: str) -> Path:
+    where = folder / name
+    where.mkdir(exist_ok=True)
+    return where
+
+
+def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
+    where = _make(folder, name)
+    if name == "perdure":
+        return Perdure(where, wish.home, count, wish.pace_s)
+    if name == "torchrun":
+        return Torchrun(where, wish.pace_s)
+    return Torchft(where, count, wish.pace_s)
 
 
 def _play_one(
-    name: str,
-    wish: Wish,
-    schedule: Schedule,
-    count: int,
-    folder: Path,
-    table: Throughput,
-    say: Say,
+    name: str, system: System, schedule: Schedule, wish: Wish, table: Throughput, say: Say
 ) -> Played:
-    system: System
-    if name == "perdure":
-        system = Perdure(folder, wish.home, count, wish.pace_s)
-    elif name == "torchrun":
-        system = Torchrun(folder, wish.pace_s)
-    else:
-        system = Torchft(folder, count, wish.pace_s)
     rates = {shape.nodes: rate for shape, rate in table.rates.items()}
     end_s = wish.trace.duration_s
 

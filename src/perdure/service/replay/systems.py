@@ -109,7 +109,16 @@ class Perdure:
         )
 
     def start(self, places: Sequence[int]) -> None:
-        """Begin with all places; those that are none of `places` are drained once it trains."""
+        """Begin with all places; those that are none of `places` are drained once it trains.
+
+        A job that runs already is only brought to these places.
+        """
+        if self._process is None:
+            self._launch()
+            self.wait_world(range(self._count), 180.0)
+        self.shape(places)
+
+    def _launch(self) -> None:
         placement = self._folder / "placement.json"
         write_document(str(placement), self._gates.placement())
         plan = render(self._spec, self._home, placement=str(placement))
@@ -121,8 +130,6 @@ class Perdure:
                 plan.command, env=os.environ | plan.env, cwd=plan.cwd, stdin=subprocess.DEVNULL,
                 stdout=out, stderr=out, start_new_session=True,
             )  # fmt: skip
-        self.wait_world(range(self._count), 180.0)
-        self.shape(places)
 
     def shape(self, places: Sequence[int], *, keep: bool = False) -> None:
         """Come to exactly these places, without a loss; `keep` what the others' nodes run."""
