@@ -245,10 +245,11 @@ def _split(total_s: float, recoveries: Sequence[Recovery]) -> MeasuredPhases:
     return MeasuredPhases(**{f"{name}_s": s * total_s / whole_s for name, s in parts.items()})
 
 
-def find_rates(run: Run, columns: int = 120) -> tuple[tuple[float, float], ...]:
+def find_rates(run: Run) -> tuple[tuple[float, float], ...]:
     """Return (seconds, committed samples a second from then on), in equal stretches of time."""
     if run.end_s <= 0:
         return ()
+    columns = max(10, min(120, len(run.steps) // 4))  # Of a few steps each, or they look ragged.
     width_s, seen = run.end_s / columns, set[int]()
     sums = [0.0] * columns
     for step in run.steps:
