@@ -28,6 +28,7 @@ from perdure.agent.messages import (
     SupervisorGone,
     TellKeeper,
     TellWorker,
+    TermHeard,
     WorkerSaid,
 )
 from perdure.agent.relay import (
@@ -103,6 +104,9 @@ class Agent:
                 return self._note_exit(now, input_)
             case OrderReceived(order=order):
                 return self._obey(now, order)
+            case TermHeard(term=term):
+                self.state.term = max(self.state.term, term)
+                return []
             case WorkerSaid():
                 return answer_worker(self.state, self.identity, now, input_)
             case StacksCollected(generation=generation, stacks=stacks, traces=traces):
@@ -119,6 +123,10 @@ class Agent:
 
     def _obey(self, now: float, order: NodeOrder) -> list[Request]:
         state, requests = self.state, list[Request]()
+        unsure = self.spec.contested and not state.term
+        if (unsure or order.term < state.term) and order.fence is None:
+            return []  # A `fence` is the lighthouse's, and names its quorum.
+        state.term = max(state.term, order.term)
         if order.register and order.controller != state.registered_with and state.keeper:
             state.registered_with = order.controller
             requests.append(self._register(state.keeper))

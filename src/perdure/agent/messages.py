@@ -95,6 +95,12 @@ class OrderReceived(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     order: NodeOrder
 
 
+class TermHeard(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """A controller has put something of ours into the journal, in this term."""
+
+    term: int
+
+
 class WorkerSaid(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A rank says something that is not an event for the journal."""
 
@@ -125,6 +131,7 @@ Input = (
     | KeeperHeard
     | RankEnded
     | OrderReceived
+    | TermHeard
     | WorkerSaid
     | StacksCollected
     | SupervisorGone

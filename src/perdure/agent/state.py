@@ -78,6 +78,12 @@ class AgentState:
     """(generation, rank) that some keeper of this machine has started, by what lies on disk."""
     spawned_by: int = 0
     """Pid of the keeper that was asked for it; asking that one again does no harm."""
+    term: int = 0
+    """The newest that is known: an order of an earlier one comes from a controller deposed.
+
+    Where several could be controllers, an agent that has just begun obeys none before something
+    of its own is in the journal: until then it cannot know.
+    """
     registered: bool = False
     registered_with: str = ""
     """Incarnation of the controller that was last answered with a registration."""

@@ -57,6 +57,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     spec = place_replicas(spec)
+    check_bus(spec)
     cwd = os.path.abspath(spec.cwd)
     checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
     nats, alerts, notify = spec.nats, spec.alerts, spec.notify
@@ -104,6 +105,32 @@ def place_replicas(spec: JobSpec) -> JobSpec:
             hint='torchft.lighthouse = "perdure", or leave checkpoints to the script',
         )
     return msgspec.structs.replace(spec, nodes=replicas)
+
+
+def check_bus(spec: JobSpec) -> None:
+    """Refuse replicas of the bus that would guard against nothing.
+
+    Raises:
+        ConfigError: too few nodes, an even number, or something beside them that is not replicated.
+    """
+    replicas = spec.bus.replicas
+    if replicas == 1:
+        return
+    if replicas % 2 == 0:
+        raise ConfigError(
+            f"bus.replicas = {replicas}: where half of them are cut off, neither half may decide",
+            hint="an odd number of nodes; with two nodes nobody takes over",
+        )
+    if spec.num_nodes < replicas:
+        raise ConfigError(
+            f"bus.replicas = {replicas} on {spec.num_nodes} nodes: each wants a node of its own",
+            hint="more --nodes, or no replicas",
+        )
+    if spec.torchft.replicas:
+        raise ConfigError(
+            "bus.replicas: the lighthouse of a torchft job is on one node",
+            hint="leave bus.replicas out",
+        )
 
 
 def _locate(path: str, cwd: str) -> str:

@@ -22,6 +22,7 @@ from perdure.model.actions import AnyAction
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
+    ControllerStarted,
     Decision,
     DeviceReported,
     JournalEntry,
@@ -60,6 +61,7 @@ class Written:
     certain: Certain
     taken: dict[str, int]
     recent: list[JournalEntry] = field(default_factory=list)
+    term: int = 0
 
 
 class Memory:
@@ -72,12 +74,15 @@ class Memory:
         """Source -> number of its newest event in the journal."""
         self.seq = 0
         """Number of the newest entry."""
+        self.term = 0
+        """Of the newest controller that has written."""
         self._recent: list[JournalEntry] = []
         self._generation = -1
         certain = None
         if written is not None:
             self.machine.state = written.state
             self.taken, self.seq = written.taken, written.seq
+            self.term = written.term
             self._recent, certain = written.recent, written.certain
             self._generation = _find_newest(written.recent)
         self.fold = SnapshotFold(spec, certain)
@@ -90,6 +95,8 @@ class Memory:
         event = entry.body
         if isinstance(event, Decision):
             return
+        if isinstance(event, ControllerStarted):
+            self.term = max(self.term, event.term)
         if entry.source:
             self.taken[entry.source] = max(entry.source_seq, self.taken.get(entry.source, 0))
         self._recent.append(entry)
@@ -125,6 +132,7 @@ class Memory:
             certain=self.fold.certain,
             taken=self.taken,
             recent=find_recent(self._recent),
+            term=self.term,
         )
 
 

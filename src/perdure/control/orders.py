@@ -6,7 +6,7 @@ its replay says is open.
 """
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Any, assert_never
 
 from perdure.model.actions import (
     AnswerCommand,
@@ -80,9 +80,9 @@ class _Open:
 class OrderBook:
     """The open orders of one job."""
 
-    def __init__(self, spec: JobSpec, controller: str) -> None:
-        """Sign orders as `controller`."""
-        self._spec, self._controller = spec, controller
+    def __init__(self, spec: JobSpec, controller: str, term: int = 0) -> None:
+        """Sign orders as `controller`, in its `term`."""
+        self._spec, self._controller, self._term = spec, controller, term
         self._assignments: dict[int, Assignment] = {}
         nodes = spec.num_nodes if spec.torchft.replicas else spec.nodes
         self._placement: tuple[int, ...] = tuple(range(nodes))
@@ -94,6 +94,9 @@ class OrderBook:
         self._open: dict[str, _Open] = {}
         self._repeat_at_s: float | None = None
 
+    def _order(self, **said: Any) -> NodeOrder:
+        return NodeOrder(controller=self._controller, term=self._term, **said)
+
     def next_deadline(self) -> float | None:
         """Return when to call `repeat`."""
         return self._repeat_at_s
@@ -101,7 +104,7 @@ class OrderBook:
     def start(self, now: float) -> list[Sending]:
         """Ask every agent to register: a controller has just started."""
         self._repeat_at_s = now + REPEAT_S
-        return [("all", NodeOrder(controller=self._controller, register=True))]
+        return [("all", self._order(register=True))]
 
     def take(self, action: AnyAction) -> list[Sending]:
         """Keep `action` until it is acknowledged; return what to send now."""
@@ -110,13 +113,13 @@ class OrderBook:
                 return self._assign(action)
             case SendBoundary():
                 limit = {"prepare": 600, "commit": _COMMIT_SENT_MAX, "abort": _ABORT_SENT_MAX}
-                order = NodeOrder(controller=self._controller, boundary=action)
+                order = self._order(boundary=action)
                 return self._keep(
                     f"boundary {action.id}",
                     _Open(order, action.generation, set(action.ranks), 1, limit[action.move]),
                 )
             case TakeStacks():
-                order = NodeOrder(controller=self._controller, stacks=action)
+                order = self._order(stacks=action)
                 self._keep(
                     f"stacks {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _STACKS_SENT_MAX),
@@ -124,51 +127,51 @@ class OrderBook:
                 # Once to all: ranks elsewhere write their Flight Recorder traces.
                 return self._address(order, set(range(self._spec.num_nodes)))
             case InjectFault():
-                order = NodeOrder(controller=self._controller, inject=action)
+                order = self._order(inject=action)
                 return self._keep(
                     f"inject {action.id}", _Open(order, action.generation, {action.rank}, 1)
                 )
             case WatchClosely():
-                order = NodeOrder(controller=self._controller, watch=action)
+                order = self._order(watch=action)
                 return [(node, order) for node in action.nodes]
             case RunProbe():
                 return self._probe(action)
             case InterruptCollectives():
-                order = NodeOrder(controller=self._controller, interrupt=action)
+                order = self._order(interrupt=action)
                 return self._keep(
                     f"interrupt {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1, _INTERRUPT_SENT_MAX),
                 )
             case ReformWorld():
-                order = NodeOrder(controller=self._controller, reform=action)
+                order = self._order(reform=action)
                 return self._keep(
                     f"reform {action.generation}",
                     _Open(order, action.generation, set(action.ranks), 1),
                 )
             case FollowWorld():
-                order = NodeOrder(controller=self._controller, follow=action)
+                order = self._order(follow=action)
                 key = f"follow {action.generation} {action.rank}"
                 return self._keep(key, _Open(order, action.generation, {action.rank}, 1))
             case ResumeRanks():
-                order = NodeOrder(controller=self._controller, resume=action)
+                order = self._order(resume=action)
                 return self._keep(
                     f"boundary {action.id}{RESUMED}",
                     _Open(order, action.generation, set(action.ranks), 1, _COMMIT_SENT_MAX),
                 )
             case HoldReplicas():
-                self._hold = NodeOrder(controller=self._controller, hold=action)
+                self._hold = self._order(hold=action)
                 return [(LIGHTHOUSE, self._hold)]
             case EvictReplica():
-                return [(LIGHTHOUSE, NodeOrder(controller=self._controller, evict=action))]
+                return [(LIGHTHOUSE, self._order(evict=action))]
             case FenceAbort():
-                order = NodeOrder(controller=self._controller, fence=action)
+                order = self._order(fence=action)
                 return [(group, order) for group in action.groups]
             case _:
                 return []
 
     def _probe(self, action: RunProbe) -> list[Sending]:
         """Keep one order a node: nodes answer a probe one by one, and it has no generation."""
-        order = NodeOrder(controller=self._controller, probe=action)
+        order = self._order(probe=action)
         nodes = {node for pair in action.pairs for node in pair} | set(action.hosts)
         sendings: list[Sending] = []
         for node in sorted(nodes):
@@ -189,9 +192,7 @@ class OrderBook:
             # A replica group's assignment says nothing of the other groups' generations.
             if open_.generation < assignment.generation and assignment.replica < 0:
                 del self._open[key]
-        return self._address(
-            NodeOrder(controller=self._controller, assignment=assignment), set(action.nodes)
-        )
+        return self._address(self._order(assignment=assignment), set(action.nodes))
 
     def _keep(self, key: str, open_: _Open) -> list[Sending]:
         self._open[key] = open_
@@ -260,7 +261,7 @@ class OrderBook:
         register = node not in self._registered
         if assignment is None and not register:
             return []
-        order = NodeOrder(controller=self._controller, assignment=assignment, register=register)
+        order = self._order(assignment=assignment, register=register)
         return [(node, order)]
 
     def _send(self, open_: _Open) -> list[Sending]:

@@ -51,6 +51,8 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     """A controller has replayed the journal up to here and takes over."""
 
     incarnation: str
+    term: int = 0
+    """Its fencing token, where several could be controllers: it only grows along the journal."""
 
 
 class NodeRegistered(Event, frozen=True, kw_only=True):

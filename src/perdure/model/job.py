@@ -173,6 +173,16 @@ class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """Authority that has signed the server's certificate; empty: the system's, or `tls_cert`."""
 
 
+class BusConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whether the loss of one node may stop the decisions."""
+
+    replicas: Annotated[int, Meta(ge=1, le=5)] = 1
+    """Servers that each hold the whole journal, on as many nodes, each with a controller that can
+    take over. 1: one of each; otherwise 3 or 5, since a majority of them has to be there."""
+    lease_s: Seconds = 1.5
+    """A controller that could not renew its lease for so long acts no more."""
+
+
 class NotifyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """How a cluster's own monitor tells of what it knows, beside `perdure notify` and NATS."""
 
@@ -316,11 +326,17 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     policy: PolicyConfig = PolicyConfig()
     torchft: TorchftConfig = TorchftConfig()
     nats: NatsConfig = NatsConfig()
+    bus: BusConfig = BusConfig()
     notify: NotifyConfig = NotifyConfig()
     preemption: PreemptionConfig = PreemptionConfig()
     alerts: AlertsConfig = AlertsConfig()
     metrics: MetricsConfig = MetricsConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def contested(self) -> bool:
+        """Whether several processes could be the controller, so that one has to be elected."""
+        return self.bus.replicas > 1
 
     @property
     def spare_nodes(self) -> int:

@@ -94,6 +94,8 @@ class EventAck(msgspec.Struct, frozen=True):
     """Everything of these sources up to these numbers is in the journal."""
 
     seqs: dict[str, int]
+    term: int = 0
+    """Of the controller that put it there: no order of an earlier one is obeyed any more."""
 
 
 class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -101,6 +103,8 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
 
     controller: str
     """Incarnation of the sender."""
+    term: int = 0
+    """Of the sender, where several could be controllers."""
     assignment: Assignment | None = None
     boundary: SendBoundary | None = None
     stacks: TakeStacks | None = None
@@ -337,6 +341,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     """
 
     url: str
+    """A server; the first of `servers` where there are several."""
     token: str
     """Password of `user`; without one, a token."""
     clock_offset_s: float
@@ -352,3 +357,5 @@ class Endpoint(msgspec.Struct, frozen=True):
     tls_cert: str = ""
     """Path of the certificate that is shown to the user's own server; with `tls_key`."""
     tls_key: str = ""
+    servers: tuple[str, ...] = ()
+    """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""

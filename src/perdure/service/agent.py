@@ -42,6 +42,7 @@ from perdure.agent.messages import (
     SupervisorGone,
     TellKeeper,
     TellWorker,
+    TermHeard,
 )
 from perdure.launch.environment import rank_environment
 from perdure.model.codec import decode, encode
@@ -125,6 +126,7 @@ class AgentService:
         )
         self.machine = Agent(spec, identity)
         self._outbox = Outbox(bus, subject_events(spec.name), node=node, source=incarnation)
+        self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
         self._workers = WorkerServer(spec.name, self._outbox, self.take)
         self._reader = RankReader(paths, clock_offset_s)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)

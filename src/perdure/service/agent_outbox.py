@@ -45,6 +45,8 @@ class Outbox:
         self._empty.set()
         self.company = 1
         """Ranks that answer together."""
+        self.on_term: Callable[[int], None] = lambda term: None
+        """Hears the term of each controller that has acknowledged something."""
 
     def put(self, event: AnyEvent, done: Callable[[], None] | None = None) -> None:
         """Queue an event of the agent's own; `done` is called once it is in the journal."""
@@ -114,6 +116,8 @@ class Outbox:
         except ProtocolError as error:
             log.error("acknowledgement refused: %s", error)
             return False
+        if ack.term:
+            self.on_term(ack.term)
         return self._settle(ack.seqs)
 
     def _settle(self, seqs: dict[str, int]) -> bool:

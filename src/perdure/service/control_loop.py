@@ -28,6 +28,7 @@ from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
 from perdure.model.codec import encode
+from perdure.model.errors import FencedError
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -92,10 +93,14 @@ class ControllerService:
         note: Callable[[list[JournalEntry]], None] = lambda entries: None,
         snapshots: SnapshotFiles | None = None,
         snapshot_every: int = EVERY,
+        term: int = 0,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
 
-        With `snapshots`, what is known is written down every `snapshot_every` entries.
+        With `snapshots`, what is known is written down every `snapshot_every` entries. Orders
+        carry `term`; before anything is written or sent `check` is called, which raises
+        FencedError where this process may not act any more.
         """
         self._spec, self._bus, self._journal = spec, bus, journal
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
@@ -106,7 +111,8 @@ class ControllerService:
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._snapshot_seq = 0
         self._writing: asyncio.Task[None] | None = None
-        self._orders = OrderBook(spec, incarnation)
+        self._term, self._check = term, check
+        self._orders = OrderBook(spec, incarnation, term)
         self._links = LinkFold()
         self._waiting: dict[str, list[Reply]] = {}
         self._wake = asyncio.Event()
@@ -123,11 +129,15 @@ class ControllerService:
         """Replay, take over, decide until the job has ended; return how it did.
 
         Raises:
-            FencedError: another controller writes the journal.
+            FencedError: another controller writes the journal, or has the lease.
             PlatformError: the journal cannot be read at the start.
         """
         await self._remember()
         if self._ended is None:
+            if self._term and self._memory.term >= self._term:
+                raise FencedError(
+                    f"the journal is in term {self._memory.term}, this lease in {self._term}"
+                )
             await self._serve()
             await self._begin(first=not self._memory.seq)
         while self._ended is None:
@@ -177,7 +187,7 @@ class ControllerService:
         turn = _Turn(self._clock())
         if first:
             self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
-        self._add(turn, ControllerStarted(incarnation=self._incarnation))
+        self._add(turn, ControllerStarted(incarnation=self._incarnation, term=self._term))
         turn.sendings += self._orders.start(turn.now)
         await self._finish(turn)
 
@@ -331,14 +341,16 @@ class ControllerService:
 
     async def _finish(self, turn: _Turn) -> None:
         """Wait until the turn is on disk; then send what it decided."""
+        self._check()
         if turn.entries:
             await self._journal.append(turn.entries)
             self._note(turn.entries)
+            self._check()
         for node, order in turn.sendings:
             await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
         for reply, sources in turn.acks:
             seqs = {source: self._memory.taken.get(source, 0) for source in sorted(sources)}
-            await reply(encode(EventAck(seqs)))
+            await reply(encode(EventAck(seqs, self._term)))
         for action in turn.answers:
             answer = CommandReply(
                 id=action.id, ok=action.ok, reason=action.reason, result=action.result

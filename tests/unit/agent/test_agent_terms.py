@@ -1,0 +1,51 @@
+"""An agent obeys no controller that it knows to be deposed."""
+
+from perdure.agent import Agent, NodeIdentity
+from perdure.agent.messages import KeeperUp, OrderReceived, TermHeard
+from perdure.model.actions import Assignment, FenceAbort
+from perdure.model.job import BusConfig, JobSpec
+from perdure.model.wire import KeeperState, NodeOrder
+
+
+def make_agent(replicas: int) -> Agent:
+    spec = JobSpec(script="s.py", nodes=3, bus=BusConfig(replicas=replicas))
+    agent = Agent(spec, NodeIdentity(node=1, incarnation="a1"))
+    agent.handle(1.0, KeeperUp(state=KeeperState(pid=5, generation=-1, running={0: 7}, exits=())))
+    return agent
+
+
+def obeys(agent: Agent, term: int, number: int) -> bool:
+    wanted = Assignment(number=number, generation=0, phase="store")
+    order = NodeOrder(controller=f"c{term}", term=term, assignment=wanted)
+    agent.handle(2.0, OrderReceived(order=order))
+    held = agent.state.assignment
+    return held is not None and held.number == number
+
+
+def test_an_order_of_an_earlier_term_changes_nothing() -> None:
+    agent = make_agent(3)
+    agent.handle(1.5, TermHeard(term=5))
+    assert not obeys(agent, 4, 1)
+    assert obeys(agent, 5, 2)
+    assert obeys(agent, 9, 3)
+    assert not obeys(agent, 5, 4)
+    agent.handle(3.0, TermHeard(term=5))  # An acknowledgement that was long under way.
+    assert not obeys(agent, 8, 5)
+
+
+def test_an_agent_that_has_just_begun_waits_until_it_is_in_the_journal() -> None:
+    agent = make_agent(3)
+    assert not obeys(agent, 7, 1)
+    agent.handle(1.5, TermHeard(term=7))
+    assert obeys(agent, 7, 1)
+
+
+def test_where_there_is_one_controller_there_are_no_terms() -> None:
+    assert obeys(make_agent(1), 0, 1)
+
+
+def test_an_abort_of_the_lighthouse_has_no_term_and_is_passed_on() -> None:
+    agent = make_agent(3)
+    agent.handle(1.5, TermHeard(term=5))
+    fence = NodeOrder(controller="l", fence=FenceAbort(reason="", quorum_id=1, groups=(1,)))
+    assert len(agent.handle(2.0, OrderReceived(order=fence))) == 1
