@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Serial tests time real processes on a machine that others may use: a second try is shown, not hidden.
 SECOND_TRY := --reruns 1 -r R
 
-.PHONY: setup demo test check lab nightly campaign bench clean
+.PHONY: setup demo test check lab nightly campaign platforms bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -23,8 +23,8 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -q -m "not serial" -n 2 --dist worksteal $(SECOND_TRY)
-	$(BIN)/pytest -q -m serial $(SECOND_TRY) --ignore tests/lab
+	$(BIN)/pytest -q -m "not serial" -n 2 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
+	$(BIN)/pytest -q -m serial $(SECOND_TRY) --ignore tests/lab --ignore tests/platforms
 	$(BIN)/pytest -q $(SECOND_TRY) tests/lab -k "not (gil or sleep or backward or data or memory or size)"
 
 # The laboratory whole; `make test` runs the shorter half of it.
@@ -37,6 +37,10 @@ nightly: setup
 
 campaign: setup
 	$(BIN)/python bench/campaign.py
+
+# Jobs on real platforms, started here: Slurm needs root and `apt-get install slurm-wlm munge`.
+platforms: setup
+	$(BIN)/pytest -q tests/platforms
 
 bench: setup
 	$(BIN)/python bench/run_all.py

@@ -18,6 +18,7 @@ from perdure.model.profile import Kind, Profile
 MODULES: dict[Kind, str] = {
     "local": "perdure.launch.here",
     "ssh": "perdure.launch.ssh",
+    "slurm": "perdure.launch.slurm",
 }
 """Kind of a profile -> module that is a `Platform`."""
 

@@ -11,6 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from perdure.model.slurm import SlurmSection
+
 HOST_DEPENDENT = "host-dependent"
 """In place of a value: measured on the box."""
 
@@ -188,6 +190,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Section 7."""
     overrides: OverridesSection = OverridesSection()
     """Section 8."""
+    slurm: SlurmSection = SlurmSection()
+    """What is asked of Slurm, where `kind` is slurm."""
 
     @property
     def detach(self) -> str:

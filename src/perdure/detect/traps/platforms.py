@@ -6,7 +6,6 @@ from perdure.detect.traps.universal import _SYMPTOMS, _VANISHED, Row, row
 _K8S = "there is no launcher for Kubernetes yet"
 _NB = "there is no launcher for notebooks yet"
 _SSH = "comes with the SSH launcher"
-_SLURM = "comes with the Slurm launcher"
 
 GENERIC: tuple[Row, ...] = (
     row("GEN1", "a forgotten box bills day and night",
@@ -45,14 +44,16 @@ SLURM: tuple[Row, ...] = (
         prevented="perdure.control.steering.boundary:open_boundary"),
     row("SLURM2", "the warning comes too late, or before its handler stands",
         "time limit > warning + 60 s + start-up + checkpoint; USR1 to the batch shell",
-        c.check_slurm_signal, scope="slurm", lack=_SLURM, diagnosed=_SYMPTOMS),
+        c.check_slurm_signal, scope="slurm",
+        prevented="perdure.launch.slurm.checks:check_walltime", diagnosed=_SYMPTOMS),
     row("SLURM2b", "the cluster allows no requeue", "ask the site for JobRequeue=1",
         c.check_slurm_requeue, scope="slurm"),
     row("SLURM3", "srun inside sbatch does not inherit --cpus-per-task",
-        "srun --cpus-per-task, always", scope="slurm", lack=_SLURM),
+        "srun --cpus-per-task, always", scope="slurm",
+        prevented="perdure.launch.slurm.batch:place_nodes"),
     row("SLURM4", "an OOM kill is a state of the job and no traceback",
         "every step's state and DerivedExitCode", c.check_slurm_accounting, scope="slurm",
-        diagnosed=_SYMPTOMS),
+        diagnosed="perdure.model.slurm:explain_rows"),
     row("SLURM5", "checkpoints in $TMPDIR are gone with the job",
         "a shared file system for DURABLE_DIR and checkpoint.url", c.check_durable,
         prevented="perdure.launch.lint:check_plan"),

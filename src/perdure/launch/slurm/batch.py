@@ -1,0 +1,175 @@
+"""The program of the batch script: one run of the chain that makes up a job.
+
+    python -m perdure.launch.slurm.batch PLACE WARNED
+
+It starts `perdure run`, stops it at an agreed step when Slurm warns (USR1) or ends the job (TERM),
+and decides what follows. Only after a warning is the job put back into the queue, under the same
+id; a preempted or lost one Slurm puts back itself, and a cancelled one stays out. Each run leaves a
+line in PLACE/runs.jsonl, so that a chain that gets nowhere is ended and not repeated for ever.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from perdure.launch.slurm.chain import Chain, Run, decide
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths, job_paths
+from perdure.model.report import Snapshot
+
+RUNS = "runs.jsonl"
+_POLL_S = 0.2
+_CALL_S = 60.0
+
+
+def main(place: str, warned: str) -> int:
+    """Be one run; return the exit code of the batch script."""
+    began_s = time.time()
+    folder = Path(place)
+    chain = msgspec.json.decode((folder / "chain.json").read_bytes(), type=Chain)
+    spec = msgspec.json.decode((folder / "job.json").read_bytes(), type=JobSpec)
+    job, task = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    name = f"{spec.name}-{task}" if task else spec.name
+    told: list[int] = []
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        signal.signal(number, lambda got, frame: told.append(got))
+    if os.path.exists(warned):  # Before our handler stood.
+        told.append(signal.SIGUSR1)
+    command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(folder / "job.json")]
+    command += ["--name", name, *place_nodes(spec, folder, chain)]
+    restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+    say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
+    code = follow(subprocess.Popen(command), told)
+    state, checkpoint = look_at_job(name)
+    run = Run(
+        job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
+        warned=signal.SIGUSR1 in told, ended_by="TERM" if signal.SIGTERM in told else "",
+        started_s=began_s, ended_s=time.time(),
+    )  # fmt: skip
+    records = folder / (f"runs-{task}.jsonl" if task else RUNS)
+    before = read_runs(records)
+    with open(records, "ab") as file:
+        file.write(msgspec.json.encode(run) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    what, why = decide(run, before, chain.requeue_max)
+    say(f"{what}: {why}")
+    if what == "requeue":
+        return requeue(job)
+    return 1 if what == "give up" else code
+
+
+def follow(process: "subprocess.Popen[bytes]", told: list[int]) -> int:
+    """Wait for `perdure run`, stopping it once Slurm has told us; return its exit code.
+
+    It is told once: a second signal would end it at once, without a checkpoint.
+    """
+    passed = False
+    while process.poll() is None:
+        if told and not passed:
+            passed = True
+            words = {signal.SIGUSR1: "the walltime is near", signal.SIGTERM: "Slurm ends the job"}
+            say(f"{words[signal.Signals(told[0])]}: stops at an agreed step")
+            process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_POLL_S)
+    code = process.returncode
+    return code if code >= 0 else 128 - code
+
+
+def look_at_job(name: str) -> tuple[str, int]:
+    """Return the state of a job by its own files, and the step of its newest checkpoint."""
+    paths: JobPaths = job_paths(os.environ["PERDURE_HOME"], name, os.getuid())
+    try:
+        snapshot = msgspec.json.decode(Path(paths.snapshot).read_bytes(), type=Snapshot)
+    except (OSError, msgspec.MsgspecError):
+        return "lost", -1
+    steps = [int(str(row.get("step", -1))) for row in snapshot.checkpoints]
+    return snapshot.state, max(steps, default=-1)
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Return the runs so far; a torn last line counts for none."""
+    runs = []
+    with contextlib.suppress(FileNotFoundError):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(msgspec.MsgspecError):
+                runs.append(msgspec.json.decode(line, type=Run))
+    return runs
+
+
+def requeue(job: str) -> int:
+    """Put this job back into the queue, under its own id; return 0 once it is.
+
+    A preempted job is back already: then Slurm says that it is pending, and all is well. Where
+    this succeeds, Slurm ends this very program.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for attempt in range(5):
+        try:
+            done = subprocess.run(
+                ["scontrol", "requeue", job], capture_output=True, text=True, timeout=_CALL_S
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            say(f"scontrol requeue: {error}")
+        else:
+            if done.returncode == 0 or "pending" in done.stderr:
+                time.sleep(_CALL_S)  # Slurm's SIGTERM and SIGKILL are on their way.
+                return 0
+            say(f"scontrol requeue: {done.stderr.strip()}")
+        time.sleep(2.0**attempt)
+    say("cannot be put back; `perdure launch` with the same name goes on from the checkpoint")
+    return 75
+
+
+def place_nodes(spec: JobSpec, folder: Path, chain: Chain) -> list[str]:
+    """Return the option of `perdure run` that puts an agent on each node of the allocation."""
+    if spec.num_nodes < 2:
+        return []
+    listed = os.environ["SLURM_JOB_NODELIST"]
+    hosts = subprocess.run(
+        ["scontrol", "show", "hostnames", listed],
+        capture_output=True, text=True, timeout=_CALL_S, check=True,
+    ).stdout.split()  # fmt: skip
+    addresses = [find_address(host) for host in hosts]
+    here = all(address.startswith("127.") for address in addresses)
+    step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
+            f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none"]  # fmt: skip
+    step += [f"--gres={chain.gres}"] if chain.gres else []
+    document = {
+        "bind": "127.0.0.1" if here else addresses[0],
+        "addresses": [] if here else addresses,
+        "command": [*step, chain.python, "-P", "-m", "perdure.launch.slurm.node"],
+    }
+    path = folder / f"placement-{os.environ['SLURM_JOB_ID']}.json"
+    path.write_bytes(msgspec.json.encode(document))
+    return ["--placement", str(path)]
+
+
+def find_address(host: str) -> str:
+    """Return the address of a node of the allocation, as Slurm reaches it."""
+    try:
+        return socket.gethostbyname(host)
+    except OSError:
+        done = subprocess.run(
+            ["scontrol", "-o", "show", "node", host],
+            capture_output=True, text=True, timeout=_CALL_S, check=True,
+        )  # fmt: skip
+        fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
+        return socket.gethostbyname(fields["NodeAddr"])
+
+
+def say(text: str) -> None:
+    """Tell the job's output."""
+    print(f"perdure: {text}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:3]))

@@ -1,0 +1,57 @@
+"""A step's only task on a node: keeps the agent up there.
+
+    python -m perdure.launch.slurm.node AGENT...
+
+Slurm ends all of a step with its task, so an agent that died would take keeper and ranks along.
+This task outlives it and starts the next one, which takes over from the keeper.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+RESTARTS_MAX = 30
+_PAUSE_S = 0.05
+
+
+def main(command: list[str]) -> int:
+    """Keep `command` up until it leaves with 0; return its last exit code."""
+    env = dict(os.environ)
+    if _is_elsewhere(env):
+        # `perdure run` is on another machine: what goes with it here is Slurm's own daemon, and
+        # this machine's monotonic clock counts from another moment.
+        env["PERDURE_RUN_PID"] = str(os.getppid())
+        env["PERDURE_CLOCK_OFFSET_S"] = repr(time.time() - time.monotonic())
+    child: subprocess.Popen[bytes] | None = None
+
+    def forward(number: int, frame: object) -> None:
+        if child is not None:
+            child.send_signal(number)
+        ended.append(number)
+
+    ended: list[int] = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    code = 1
+    for _ in range(RESTARTS_MAX):
+        child = subprocess.Popen(command, env=env)
+        code = child.wait()
+        if code == 0 or ended:
+            break
+        time.sleep(_PAUSE_S)
+    return code if code >= 0 else 128 - code
+
+
+def _is_elsewhere(env: dict[str, str]) -> bool:
+    """Return whether the job's own process is not on this machine."""
+    try:
+        with open(f"/proc/{env['PERDURE_RUN_PID']}/cmdline", "rb") as file:
+            return b"perdure" not in file.read()
+    except (OSError, KeyError):
+        return True
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,221 @@
+"""Slurm's words: what a profile asks for, and what its states mean for a job."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from perdure.model.errors import ConfigError
+
+Count = Annotated[int, Meta(ge=0)]
+Word = Annotated[str, Meta(pattern=r"^[^\s'\"\\$`;&|<>]*$")]
+"""Goes into an `#SBATCH` line as it is."""
+
+JITTER_S = 60
+"""Slurm checks time limits once a minute: a warning may come that much early or late."""
+
+
+class SlurmSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a job asks of Slurm, and what it is told before its walltime."""
+
+    partition: Word = ""
+    """Empty: the cluster's default."""
+    account: Word = ""
+    """Whom the time is charged to."""
+    qos: Word = ""
+    """Quality of service."""
+    constraint: Word = ""
+    """Features that a node must have."""
+    time_limit: Word = "01:00:00"
+    """Walltime of one run of the chain: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    warn_s: Annotated[int, Meta(ge=1)] = 120
+    """How long before the walltime the job is told to save and to leave."""
+    startup_s: Annotated[int, Meta(ge=0)] = 60
+    """From the start of a run to its first step, as the linter counts."""
+    checkpoint_s: Annotated[int, Meta(ge=0)] = 30
+    """One checkpoint, as the linter counts; less than `warn_s`."""
+    cpus_per_task: Count = 0
+    """Cores of a node's agent with all its ranks; 0: as many as ranks."""
+    mem: Word = ""
+    """Memory of a node, such as `64G`."""
+    gres: Word = ""
+    """Devices of a node, such as `gpu:a100:4`; empty: `gpu:N` where launch.gpus says N."""
+    array: Word = ""
+    """Tasks such as `0-7%2`: each is a job of its own, NAME-TASK, and sees SLURM_ARRAY_TASK_ID."""
+    dependency: Word = ""
+    """Such as `afterok:123`; the job is cancelled where that can never come true."""
+    requeue_max: Count = 1000
+    """So many times the job is put back into the queue at its walltime; then it fails."""
+    modules: tuple[str, ...] = ()
+    """Loaded before anything else (`module load`)."""
+    container: str = ""
+    """A command that carries perdure into a container, such as `apptainer exec --nv image.sif`."""
+    extra: tuple[str, ...] = ()
+    """More lines for the head of the script, such as `--exclude=n7`."""
+
+
+def parse_time_limit(text: str) -> int:
+    """Return a time limit in seconds.
+
+    Raises:
+        ConfigError: it is none that Slurm reads.
+
+    >>> parse_time_limit("1-02:00:00"), parse_time_limit("90"), parse_time_limit("02:30")
+    (93600, 5400, 150)
+    """
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise ConfigError(
+            f"slurm.time_limit = {text!r} is no time limit", hint="minutes, HH:MM:SS or D-HH:MM:SS"
+        )
+    days, *parts = (int(part) if part else None for part in match.groups())
+    first, second, third = parts
+    if days is not None:  # D-HH[:MM[:SS]]
+        return days * 86400 + (first or 0) * 3600 + (second or 0) * 60 + (third or 0)
+    if third is not None:  # HH:MM:SS
+        return (first or 0) * 3600 + (second or 0) * 60 + third
+    return (first or 0) * 60 + (second or 0)  # MM[:SS]
+
+
+State = Literal["waiting", "running", "done", "failed", "out of memory", "time limit", "preempted",
+                "node failed", "cancelled", "unknown"]  # fmt: skip
+
+_STATES: dict[str, State] = {
+    "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting",
+    "REQUEUE_HOLD": "waiting", "REQUEUE_FED": "waiting", "SPECIAL_EXIT": "waiting",
+    "RESV_DEL_HOLD": "waiting", "RUNNING": "running", "COMPLETING": "running",
+    "SIGNALING": "running", "STAGE_OUT": "running", "SUSPENDED": "running", "STOPPED": "running",
+    "RESIZING": "running", "COMPLETED": "done", "FAILED": "failed",
+    "OUT_OF_MEMORY": "out of memory", "TIMEOUT": "time limit", "DEADLINE": "time limit",
+    "PREEMPTED": "preempted",
+    "NODE_FAIL": "node failed", "BOOT_FAIL": "node failed", "CANCELLED": "cancelled",
+    "REVOKED": "cancelled",
+}  # fmt: skip
+_WORST: Sequence[State] = ("out of memory", "node failed", "preempted", "time limit")
+"""What is told first of an attempt whose steps ended differently: causes before consequences."""
+
+
+class SlurmRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One row of `sacct -D`, or what `squeue` and `scontrol show job` tell of a job."""
+
+    id: str
+    """Such as `12`, `12.batch`, `12.0`."""
+    state: str
+    """Slurm's own word, without what follows it (`CANCELLED by 0`)."""
+    code: int = 0
+    signal: int = 0
+    derived_code: int = 0
+    """Highest exit code of the job's steps."""
+    derived_signal: int = 0
+    reason: str = ""
+    start: str = ""
+    end: str = ""
+    restarts: int = 0
+    nodes: str = ""
+
+
+class SlurmEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """How a job is, or how its newest attempt ended, in perdure's words."""
+
+    state: State
+    code: int = 0
+    signal: int = 0
+    reason: str = ""
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing of it runs or waits any more."""
+        return self.state not in ("waiting", "running", "unknown")
+
+
+def map_state(word: str) -> State:
+    """Return perdure's word for a state of Slurm's, long form."""
+    return _STATES.get(word.split()[0].rstrip("+") if word else "", "unknown")
+
+
+def split_exit(text: str) -> tuple[int, int]:
+    """Return (exit code, signal) of Slurm's `0:9`."""
+    code, _, number = text.partition(":")
+    return (int(code) if code.isdigit() else 0, int(number) if number.isdigit() else 0)
+
+
+def explain_rows(rows: Sequence[SlurmRow], job: str) -> SlurmEnd:
+    """Return how the newest attempt of `job` is, by its own row and those of its steps.
+
+    A step that was killed for memory leaves a COMPLETED job behind when the script ends in another
+    command, and a job that ran out of time shows exit code 0: so every step is looked at.
+    """
+    own = [row for row in rows if row.id == job]
+    if not own:
+        return SlurmEnd(state="unknown", reason="Slurm says nothing of it")
+    newest = own[-1]
+    state = map_state(newest.state)
+    if state in ("waiting", "running"):
+        return SlurmEnd(state=state, reason=newest.reason)
+    after = rows[rows.index(newest) :]  # Of an earlier attempt, -D shows the steps before.
+    steps = [row for row in after if row.id.startswith(f"{job}.")]
+    found = [(map_state(row.state), row) for row in (newest, *steps)]
+    for worst in _WORST:
+        for kind, row in found:
+            if kind == worst:
+                return SlurmEnd(
+                    state=worst,
+                    code=newest.code or newest.derived_code,
+                    signal=newest.signal or row.signal,
+                    reason=f"{row.state} in {row.id}",
+                )
+    if newest.derived_code == 125:  # slurmstepd's own word for a step that ran out of memory
+        return SlurmEnd(state="out of memory", code=125, reason="a step left with 125")
+    code = newest.code or newest.derived_code
+    return SlurmEnd(
+        state="failed" if state == "done" and (code or newest.derived_signal) else state,
+        code=code,
+        signal=newest.signal or newest.derived_signal,
+        reason=f"{newest.state} {newest.code}:{newest.signal}",
+    )
+
+
+def parse_sacct(text: str) -> list[SlurmRow]:
+    """Return the rows of `sacct -D -n -P -o JobID,State,ExitCode,DerivedExitCode,Start,End`."""
+    rows = []
+    for line in text.splitlines():
+        parts = line.split("|")
+        if len(parts) < 6:
+            continue
+        (code, number), (derived, derived_signal) = split_exit(parts[2]), split_exit(parts[3])
+        rows.append(
+            SlurmRow(
+                id=parts[0], state=parts[1].split(" ")[0], code=code, signal=number,
+                derived_code=derived, derived_signal=derived_signal, start=parts[4], end=parts[5],
+            )
+        )  # fmt: skip
+    return rows
+
+
+def parse_scontrol(text: str) -> Mapping[str, str]:
+    """Return the fields of `scontrol -o show job`, of the first job in it."""
+    line = next(iter(text.strip().splitlines()), "")
+    return dict(re.findall(r"(?:^|\s)([A-Za-z/:]+)=(\S*)", line))
+
+
+def read_scontrol(fields: Mapping[str, str]) -> SlurmRow | None:
+    """Return the row that `scontrol show job` tells; None where there is none."""
+    if "JobState" not in fields:
+        return None
+    code, number = split_exit(fields.get("ExitCode", "0:0"))
+    derived, derived_signal = split_exit(fields.get("DerivedExitCode", "0:0"))
+    return SlurmRow(
+        id=fields.get("JobId", ""), state=fields["JobState"], code=code, signal=number,
+        derived_code=derived, derived_signal=derived_signal,
+        reason="" if fields.get("Reason") in (None, "None") else fields["Reason"],
+        start=fields.get("StartTime", ""), end=fields.get("EndTime", ""),
+        restarts=int(fields.get("Restarts", "0") or 0), nodes=fields.get("BatchHost", ""),
+    )  # fmt: skip
+
+
+def find_job_id(lines: Iterable[str]) -> str:
+    """Return the job id in what `sbatch --parsable` printed, below whatever a login prints."""
+    found = [m[1] for line in lines if (m := re.fullmatch(r"(\d+)(;\S+)?", line.strip()))]
+    return found[-1] if found else ""

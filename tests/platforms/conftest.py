@@ -1,0 +1,37 @@
+"""One cluster for all tests of a run; a folder that no profile takes for fleeting."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.platforms.slurm_cluster import Cluster, find_lack
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    lack = find_lack()
+    if lack:
+        pytest.skip(lack)
+    made = Cluster(tmp_path_factory.mktemp("slurm"))
+    for folder in (made.root, *made.root.parents):  # munge refuses what others may write to.
+        if folder.name.startswith("pytest-") and folder.stat().st_uid == 0:
+            folder.chmod(0o755)
+    try:
+        made.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in made.env.items():
+                patch.setenv(name, value)
+            yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Return a folder outside /tmp, which is wiped at a boot and refused as a durable one."""
+    folder = Path(tempfile.mkdtemp(prefix=".perdure-platforms-", dir=Path.home()))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
