@@ -119,6 +119,7 @@ def test_more_notice_never_hurts(
     )
     assert after.u1 == before.u1
     assert after.u2 >= before.u2 * (1 - 1e-9)
+    assert after.u2_online >= before.u2_online * (1 - 1e-9)
     for low, high in zip(before.policies, after.policies, strict=True):
         assert high.committed >= low.committed * (1 - 1e-9) - 1e-6, low.policy
 

@@ -53,7 +53,9 @@ def simulate(
         typer.Option(
             "--tau",
             metavar="TABLE",
-            help="Samples a second by shape: FILE, FILE:MODEL, or " + " or ".join(MODELS) + ".",
+            help="Samples a second by shape: FILE, FILE:MODEL, plan:PROFILE:BATCH:MEMORY, or "
+            + " or ".join(MODELS)
+            + ".",
         ),
     ] = "linear",
     settings: Annotated[
@@ -128,7 +130,7 @@ def load_costs(path: Path) -> MeasuredCosts:
 
 
 def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) -> Throughput:
-    """Return the table called `tau`: a built-in one, a file, or a file's model.
+    """Return the table called `tau`: a built-in one, a file, a file's model, or a planned one.
 
     Raises:
         ConfigError: There is none, or it is malformed.
@@ -136,6 +138,10 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
     state_bytes = state_gb * 1e9 if state_gb is not None else None
     if tau in MODELS:
         table = MODELS[tau](max(len(i.living) for i in find_intervals(trace)))
+        table.state_bytes = state_bytes or table.state_bytes
+        return table
+    if tau.startswith("plan:"):
+        table = plan_throughput(tau, max(len(i.living) for i in find_intervals(trace)))
         table.state_bytes = state_bytes or table.state_bytes
         return table
     path, model = Path(tau), None
@@ -148,6 +154,24 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
         hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
         raise ConfigError(f"cannot read a table of throughput from {tau}", hint=hint) from error
     return read_throughput(text, str(path), model, state_bytes=state_bytes)
+
+
+def plan_throughput(tau: str, nodes_max: int) -> Throughput:
+    """Return what the planner predicts for `plan:PROFILE:GLOBAL_BATCH:MEMORY`.
+
+    Raises:
+        ConfigError: it is not of that form, the profile is malformed, or nothing fits.
+    """
+    from perdure.cli.plan import load_profile, parse_size
+    from perdure.plan.tabulate import tabulate
+
+    name, colon, memory = tau.removeprefix("plan:").rpartition(":")
+    file, second, batch = name.rpartition(":")
+    if not colon or not second or not batch.isdecimal() or int(batch) < 1:
+        raise ConfigError(
+            f"--tau {tau}", hint="plan:PROFILE:GLOBAL_BATCH:MEMORY, as p.json:64:16GB"
+        )
+    return tabulate(load_profile(Path(file)), nodes_max, parse_size(memory), int(batch))
 
 
 def _simulate(

@@ -132,13 +132,14 @@ class _Step:
         """Return the samples of `length_s` in which state moves beside training in `old`.
 
         At no more than the pace of `new`: nobody turns to a slower shape of its own will, and a
-        longer move must not pay.
+        longer move must not pay. Nor may a shorter one cost: who has no time left to turn trains
+        on to the end, and is taken to have turned then.
         """
         rates = self._table.rates
         aside_s = min(move_s, length_s)
         rest_s = max(0.0, length_s - aside_s - self._costs.voluntary_s)
         beside = min(rates[old], rates[new]) if old else 0.0
-        return beside * aside_s + rates[new] * rest_s
+        return max(beside * aside_s + rates[new] * rest_s, beside * length_s)
 
     def _move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
         return find_move_s(self._table, old, new, fresh, self._costs.bytes_per_s)
