@@ -1,9 +1,11 @@
 """Every recorded trace under every policy, as a table for bench/RESULTS.md.
 
     python bench/bench_traces.py TRACES [--tau FILE:MODEL] [--speed 1 10] [--notice S] [--sweep]
+        [--costs FILE]
 
 TRACES is a folder with traces in any of the formats of docs/traces.md; files that are none are
-named and left out. Traces with more nodes than the table knows are scaled down to it.
+named and left out. Traces with more nodes than the table knows are scaled down to it. FILE has
+perdure's costs as `perdure trace replay --costs` has measured them on live kills.
 """
 
 import argparse
@@ -12,13 +14,13 @@ import time
 from pathlib import Path
 
 from perdure.cli.trace import load_trace
-from perdure.cli.trace_simulate import SWEEP_S, load_throughput
+from perdure.cli.trace_simulate import SWEEP_S, load_costs, load_throughput
 from perdure.model.errors import ConfigError
 from perdure.model.simulation import Physics
 from perdure.model.traces import AvailabilityTrace, find_intervals
 from perdure.model.traces.faults import add_quiet
 from perdure.model.traces.transform import announce, scale_to, speed_up
-from perdure.plan.policies import POLICIES, change_policy
+from perdure.plan.policies import POLICIES, apply_costs, change_policy
 from perdure.plan.throughput import Throughput
 from perdure.sim.generate import draw_victims
 from perdure.sim.replay.compare import compare, sweep_communicator
@@ -53,9 +55,13 @@ def main() -> int:
     parser.add_argument("--speed", type=float, nargs="+", default=[1.0, 10.0])
     parser.add_argument("--notice", type=float, default=0.0)
     parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--costs", type=Path)
     parser.add_argument("--sweep", action="store_true", help="perdure's communicator, 0.1 to 10 s")
     args = parser.parse_args()
     policies = list(POLICIES.values())
+    if args.costs:
+        costs = load_costs(args.costs)
+        policies = [apply_costs(p, costs) if p.name == "perdure" else p for p in policies]
     for setting in args.settings:
         policies = change_policy(policies, setting)
     names = [policy.name for policy in policies]
