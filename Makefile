@@ -38,9 +38,9 @@ nightly: setup
 campaign: setup
 	$(BIN)/python bench/campaign.py
 
-# Jobs on real platforms, started here: Slurm needs root and `apt-get install slurm-wlm munge`.
+# Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`.
 platforms: setup
-	$(BIN)/pytest -q tests/platforms
+	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms
 
 bench: setup
 	$(BIN)/python bench/run_all.py

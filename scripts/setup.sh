@@ -21,6 +21,15 @@ if ! "$python" -c 'import venv, ensurepip' 2>/dev/null; then
   $sudo apt-get update -qq && $sudo apt-get install -y -qq python3-venv >/dev/null
 fi
 
+missing=""
+[ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
+for tool in rsync tmux; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
+if [ -n "$missing" ] && command -v apt-get >/dev/null; then
+  say "installing$missing for the tests of platforms, which skip without them"
+  sudo=""; [ "$(id -u)" = 0 ] || sudo="sudo -n"
+  { $sudo apt-get update -qq && $sudo apt-get install -y -qq $missing; } >/dev/null 2>&1 || say "they cannot be had"
+fi
+
 stamp=.venv/.perdure-setup
 want="$(sha256sum pyproject.toml scripts/setup.sh | sha256sum) $TORCH ${THIRDPARTY:-1}"
 build_native() { # 15 s of one core, once for a torch and a source; without it, a fallback.

@@ -19,7 +19,9 @@ from perdure.cli import (
     plan,
     profile,
     profiles,
+    pull,
     queue,
+    remote,
     run,
     schema,
     steer,
@@ -30,6 +32,7 @@ from perdure.cli import (
     verify,
     watch,
 )
+from perdure.cli.jobs import ElsewhereError
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.model.errors import PerdureError
@@ -95,6 +98,10 @@ for command in (
     launch.launch,
     launch.render,
     profiles.profiles,
+    remote.attach,
+    remote.tunnel,
+    pull.pull,
+    pull.teardown,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)
@@ -109,8 +116,11 @@ def run_command(args: Sequence[str]) -> int:
     """Run one command line; return the exit code. All errors are printed here."""
     as_json = "--json" in _own_args(args)
     try:
-        command = typer.main.get_command(app)
-        result = command(args=list(args), prog_name="perdure", standalone_mode=False)
+        try:
+            command = typer.main.get_command(app)
+            result = command(args=list(args), prog_name="perdure", standalone_mode=False)
+        except ElsewhereError as elsewhere:
+            result = remote.run_there(elsewhere.record, args)
     except PerdureError as error:
         return print_perdure_error(error, as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):

@@ -11,9 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.adapters.host import read_boot_id, read_kernel_kills
-from perdure.model.errors import ConfigError, SafetyError
+from perdure.launch.records import read_remote
+from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
+from perdure.model.launching import LaunchRecord
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.model.steering import Verb
@@ -91,13 +93,31 @@ class Job:
         return snapshot
 
 
+class ElsewhereError(PerdureError):
+    """The job runs on another machine: the command line belongs there, as it is."""
+
+    def __init__(self, record: LaunchRecord) -> None:
+        """Keep where it was launched."""
+        super().__init__(f"job `{record.job}` is on {record.profile.platform}")
+        self.record = record
+
+
+def _is_here(record: LaunchRecord, home: str) -> bool:
+    """Return whether the job's own state directory is this one: a command has arrived."""
+    return not record.profile.launch.host and record.home == home
+
+
 def find_job(name: str) -> Job:
-    """Return the job `name`.
+    """Return the job `name` of this machine.
 
     Raises:
         ConfigError: there is none; the hint names similar ones.
+        ElsewhereError: it was launched to another machine, and not yet torn down.
     """
     home = resolve_home()
+    record = read_remote(home, name)
+    if record is not None and not record.torn_down_s and not _is_here(record, home):
+        raise ElsewhereError(record)
     paths = paths_of(home, name)
     try:
         return Job(name, home, paths, load_spec(paths))

@@ -14,13 +14,13 @@ from perdure.cli.jobspec import read_job_file, validate
 from perdure.cli.options import Json
 from perdure.cli.profiles import Host, choose_profile, here, render_danger
 from perdure.cli.say import note, print_json
-from perdure.launch.catalog import overlay
+from perdure.launch.catalog import Resolved, overlay
 from perdure.launch.platforms import Here, Platform, find_platform
 from perdure.launch.records import read_remote, write_record
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.launching import Finding, Plan
-from perdure.model.profile import find_unmeasured
+from perdure.model.profile import Profile, find_unmeasured
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
@@ -38,7 +38,7 @@ def render(
 ) -> int:
     """Print the scripts, manifest or notebook that a launch would submit; touch nothing."""
     home = resolve_home()
-    plan = make_plan(job_file, on, host, home)
+    plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
     if as_json:
         print_json(describe_plan(plan))
     elif out is not None:
@@ -66,12 +66,13 @@ def launch(
     """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
     home = resolve_home()
     place = here(home)
-    plan = make_plan(job_file, on, host, home)
+    spec = make_launch_spec(job_file, home)
+    plan = make_plan(spec, choose_profile(on, host, home).profile)
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
     check_name(plan.job, plan.kind, home)
     platform = find_platform(plan.kind)
-    plan = check_place(plan, platform, place)
+    plan = check_place(spec, plan, platform, place)
     for finding in plan.findings:
         note(render_finding(finding))
     errors = [finding for finding in plan.findings if finding.level == "error"]
@@ -94,15 +95,13 @@ def launch(
     return 0
 
 
-def make_plan(job_file: str, on: str, host: str | None, home: str) -> Plan:
-    """Return the plan of a job file on a profile.
+def make_plan(spec: JobSpec, profile: Profile) -> Plan:
+    """Return the plan of a job on a profile.
 
     Raises:
-        ConfigError: the job file, the profile or the two together are wrong.
+        ConfigError: the two do not go together.
     """
-    profile = choose_profile(on, host, home).profile
-    platform = find_platform(profile.kind)
-    return platform.render(make_launch_spec(job_file, home), profile)
+    return find_platform(profile.kind).render(spec, profile)
 
 
 def make_launch_spec(job_file: str, home: str) -> JobSpec:
@@ -146,21 +145,20 @@ def check_name(job: str, kind: str, home: str) -> None:
         raise ConfigError(f"job `{job}` was launched on {where}", hint=hint)
 
 
-def check_place(plan: Plan, platform: Platform, place: Here) -> Plan:
-    """Return the plan with what the place itself says: values measured, findings added.
+def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> Plan:
+    """Return the plan for what the place itself says: values measured, findings added.
 
     Raises:
         PlatformError: it cannot be reached.
     """
-    from perdure.launch.catalog import Resolved
-
     values, findings = platform.check(plan, place)
     wanted = set(find_unmeasured(plan.profile))
     measured = {key: value for key, value in values.items() if key in wanted}
-    profile = overlay(Resolved(plan.profile, {}), measured, "measured").profile
     for key, value in measured.items():
-        place.tell(f"measured: {key} = {value}")
-    return msgspec.structs.replace(plan, profile=profile, findings=(*plan.findings, *findings))
+        place.tell(f"measured: {key} = {value if value != '' else 'none'}")
+    profile = overlay(Resolved(plan.profile, {}), measured, "measured").profile
+    plan = platform.render(spec, profile)
+    return msgspec.structs.replace(plan, findings=(*plan.findings, *findings))
 
 
 def write_files(plan: Plan, folder: Path) -> None:

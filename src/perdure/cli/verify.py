@@ -1,5 +1,6 @@
-"""`perdure verify DIR`: whether checkpoints are whole."""
+"""`perdure verify DIR`: whether checkpoints, or all that was pulled, are whole."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -11,19 +12,30 @@ from perdure.model.errors import ConfigError
 
 def verify(
     directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A checkpoint, or a directory (URL) of them.")
+        str,
+        typer.Argument(metavar="DIR", help="A checkpoint, a directory (URL) of them, or a pull."),
     ],
     as_json: Json = False,
 ) -> int:
-    """Read checkpoints back and compare sizes and hashes; nothing is loaded or changed.
+    """Read checkpoints back and compare sizes and hashes.
 
-    Leaves with 3 if one is damaged.
+    A directory that `perdure pull` has filled is compared with its roster, and everything in it
+    that has tensors is loaded with `weights_only`: the proof that `perdure teardown` asks for.
+    Leaves with 3 if something is damaged.
     """
     from perdure.adapters.checkpoints import verify_all
+    from perdure.cli.pull import verify_pulled
+    from perdure.launch.pulling import read_manifest
 
+    if "://" not in directory:
+        manifest = read_manifest(Path(directory))
+        if manifest is not None:
+            return verify_pulled(Path(directory), manifest, as_json=as_json)
     results = verify_all(directory)
     if not results:
-        raise ConfigError(f"no checkpoints in {directory}", hint="name a directory of step-*")
+        raise ConfigError(
+            f"no checkpoints in {directory}", hint="name a directory of step-*, or of a pull"
+        )
     if as_json:
         print_json({"dir": directory, "checkpoints": results})
     else:

@@ -59,7 +59,6 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         python=sys.executable,
         id=str(pid),
         launched_s=time.time(),
-        outputs=spec.launch.outputs,
     )
 
 

@@ -65,8 +65,8 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Of the box when the job was started."""
     launched_s: float = 0.0
     """Unix time."""
-    outputs: tuple[str, ...] = ()
-    """Folders of the job's own that are pulled as well, relative to `place`/project."""
+    roots: dict[str, str] = {}
+    """Results there: label -> folder. All of it is pulled before anything is torn down."""
     pulled_to: str = ""
     """The newest pull."""
     torn_down_s: float = 0.0
@@ -100,3 +100,42 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
     def over(self) -> bool:
         """Whether nothing of it runs or waits any more."""
         return self.state in ("ended", "killed", "rebooted", "not-started")
+
+
+class PulledFile(msgspec.Struct, frozen=True):
+    """One file of the roster of a pull."""
+
+    path: str
+    """Label, then the path below its folder on the box: the same below the local directory."""
+    bytes: int
+    sha256: str
+
+
+class PullManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """`PULL_MANIFEST.json`: exactly what was on the box when it was pulled."""
+
+    schema: Literal["perdure/pull/v1"] = "perdure/pull/v1"
+    job: str
+    host: str
+    roots: dict[str, str]
+    pulled_s: float
+    """Unix time at which the roster was made, after the job had ended."""
+    files: tuple[PulledFile, ...]
+
+
+class PullVerified(msgspec.Struct, frozen=True, kw_only=True):
+    """`PULL_VERIFIED.json`: that the roster of one manifest was found whole and loaded."""
+
+    schema: Literal["perdure/verified/v1"] = "perdure/verified/v1"
+    job: str
+    manifest_sha256: str
+    """Of the very manifest: a later pull makes this one void."""
+    verified_s: float
+    files: int
+    bytes: int
+    loaded: int
+    """Files and checkpoints whose tensors were loaded, with `weights_only`."""
+
+
+PULL_MANIFEST = "PULL_MANIFEST.json"
+PULL_VERIFIED = "PULL_VERIFIED.json"

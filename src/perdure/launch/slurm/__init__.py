@@ -96,15 +96,17 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         ) from error
     job = client.submit(os.path.join(place, "job.sbatch"))
     here.tell(f"submitted as Slurm job {job}")
+    home = expand(find_home(plan.profile), here)
+    outputs = {f"outputs/{o}": f"{spec.launch.project}/{o}" for o in spec.launch.outputs}
     return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
         place=place,
-        home=expand(find_home(plan.profile), here),
+        home=home,
         python=sys.executable,
         id=job,
         launched_s=time.time(),
-        outputs=spec.launch.outputs,
+        roots={"job": f"{home}/jobs/{plan.job}", **outputs},
     )
 
 

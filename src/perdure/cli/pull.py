@@ -1,0 +1,249 @@
+"""`perdure pull` and `perdure teardown`: results home, and only then the box given back."""
+
+import os
+import shlex
+import subprocess
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.act import JobName
+from perdure.cli.launch import render_finding
+from perdure.cli.options import Json
+from perdure.cli.profiles import here, is_terminal
+from perdure.cli.say import note, print_json
+from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.gate import find_obstacles
+from perdure.launch.platforms import Here, find_platform
+from perdure.launch.pulling import (
+    compare_files,
+    find_loadable,
+    find_roster,
+    load_files,
+    pull_files,
+    read_manifest,
+    read_verified,
+    write_verified,
+)
+from perdure.launch.records import read_remote, write_record
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
+from perdure.service.jobfiles import resolve_home
+
+_STOP_S = 900.0
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")]
+
+
+def pull(
+    job: JobName,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes.")],
+    live: Annotated[
+        bool, typer.Option("--live", help="Also while the job runs: a copy, not the last one.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Bring a job's checkpoints, journal, logs and outputs here from the box.
+
+    What has arrived stays: the same command goes on from there.
+    """
+    home = resolve_home()
+    place, record = here(home), find_record(home, job)
+    state = find_platform(record.profile.kind).find_state(record, place)
+    if not state.over and not live:
+        raise SafetyError(
+            f"job `{job}` is {state.state}: what is pulled now is not its end",
+            hint=f"perdure stop {job} first, or --live for a copy of what there is",
+        )
+    manifest = find_roster(record)
+    size = sum(file.bytes for file in manifest.files)
+    text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"
+    if not dry_run:
+        pull_files(record, manifest, directory, place.tell)
+        write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
+    if as_json:
+        files = len(manifest.files)
+        print_json({"job": job, "dir": str(directory), "files": files, "bytes": size,
+                    "roots": manifest.roots, "dry_run": dry_run})  # fmt: skip
+    else:
+        verb = "would pull" if dry_run else "pulled"
+        print(f"{verb} {text}; next: perdure verify {directory}")
+    return 0
+
+
+def verify_pulled(directory: Path, manifest: PullManifest, *, as_json: bool) -> int:
+    """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
+    problems = compare_files(directory, manifest)
+    loaded = 0
+    if not problems:
+        loaded, problems = load_files(find_loadable(directory, manifest))
+    proof = None
+    if not problems:
+        proof = write_verified(directory, manifest, loaded, time.time())
+    else:
+        (directory / "PULL_VERIFIED.json").unlink(missing_ok=True)
+    size = sum(file.bytes for file in manifest.files)
+    if as_json:
+        print_json({"dir": str(directory), "job": manifest.job, "ok": not problems,
+                    "files": len(manifest.files), "bytes": size, "loaded": loaded,
+                    "problems": problems, "verified": proof})  # fmt: skip
+    elif problems:
+        print("\n".join(f"DAMAGED: {problem}" for problem in problems))
+    else:
+        print(f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
+              f"many, SHA-256 equal; {loaded} with tensors load with weights_only")  # fmt: skip
+    return 3 if problems else 0
+
+
+def teardown(
+    job: JobName,
+    confirm: Annotated[
+        str | None, typer.Option("--confirm", metavar="JOB", help="The job's name, typed again.")
+    ] = None,
+    box_is_gone: Annotated[
+        bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
+    ] = False,
+    by_hand: Annotated[
+        bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
+    home = resolve_home()
+    place, record = here(home), find_record(home, job)
+    obstacles = check_gate(record, place, box_is_gone=box_is_gone)
+    command = fill_command(record)
+    told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": command}
+    if not as_json:
+        for obstacle in obstacles:
+            note(render_finding(obstacle))
+    if dry_run:
+        if as_json:
+            print_json({**told, "dry_run": True})
+        elif not obstacles:
+            way = shlex.join(command) if command else f"nothing; by hand: {_how(record)}"
+            print(f"the gate is open; after the name is typed, it would run: {way}")
+        return 4 if obstacles else 0
+    if obstacles:
+        raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
+    if not command and not by_hand:
+        raise SafetyError(
+            f"the profile has no stop command; {_how(record)}",
+            hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
+        )
+    _ask_name(job, confirm, record)
+    if not box_is_gone:
+        _clean(record)
+    if command and not by_hand:
+        _stop(command, place)
+    write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
+    if as_json:
+        print_json({**told, "torn_down": True})
+    else:
+        print(f"{job}: torn down; still billed, if you have any: {_left(record)}")
+    return 0
+
+
+def find_record(home: str, job: str) -> LaunchRecord:
+    """Return what is remembered of a job that was launched to another machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    record = read_remote(home, job)
+    if record is None:
+        raise ConfigError(f"job `{job}` was not launched to another machine from here",
+                          hint="perdure ps lists the jobs of this machine")  # fmt: skip
+    if record.torn_down_s:
+        raise ConfigError(f"job `{job}` was torn down already")
+    return record
+
+
+def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
+    """Return why the box may not be given back yet; empty where it may."""
+    directory = Path(record.pulled_to) if record.pulled_to else None
+    pulled: PullManifest | None = None
+    proof: PullVerified | None = None
+    differences: list[str] = []
+    if directory is not None:
+        pulled, proof = read_manifest(directory), read_verified(directory)
+        differences = compare_files(directory, pulled, hashes=False) if pulled else []
+    state: BoxState | None = None
+    on_box: PullManifest | None = None
+    try:
+        if not box_is_gone:
+            state = find_platform(record.profile.kind).find_state(record, place)
+            on_box = find_roster(record)
+    except UnreachedError as error:
+        place.tell(str(error))
+    return find_obstacles(
+        record,
+        state=state,
+        on_box=on_box,
+        pulled=pulled,
+        verified=proof,
+        differences=differences,
+        box_is_gone=box_is_gone,
+    )
+
+
+def fill_command(record: LaunchRecord) -> tuple[str, ...]:
+    """Return the profile's stop command for this job."""
+    values = {"{job}": record.job, "{host}": record.profile.launch.host}
+    words = []
+    for word in record.profile.teardown.stop_command:
+        for name, value in values.items():
+            word = word.replace(name, value)
+        words.append(word)
+    return tuple(words)
+
+
+def _how(record: LaunchRecord) -> str:
+    return record.profile.teardown.how or "see your provider"
+
+
+def _left(record: LaunchRecord) -> str:
+    return record.profile.teardown.keeps_billing or "nothing that this profile knows of"
+
+
+def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
+    """Have a person type the job's name."""
+    if confirm is None and is_terminal():
+        undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
+        note(f"{record.profile.launch.host}: {record.profile.meter_stop_verb}; {undo}")
+        confirm = input(f"type the job's name ({job}) to go on: ").strip()
+    if confirm != job:
+        raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
+
+
+def _clean(record: LaunchRecord) -> None:
+    """Take secrets and what starts the job again off the box; it may be about to be deleted."""
+    from perdure.launch.ssh.ask import in_job
+
+    script = 'if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; rm -f "$CRED_FILE"'
+    channel = Channel(record.profile.launch)
+    done = channel.ask(in_job(record.place, script))
+    if done.code:
+        note(f"{channel.name}: {done.err}")
+    channel.disconnect()
+
+
+def _stop(command: tuple[str, ...], place: Here) -> None:
+    place.tell(f"running: {shlex.join(command)}")
+    try:
+        done = subprocess.run(command, timeout=_STOP_S, env=dict(os.environ), check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PlatformError(
+            f"the stop command did not run to its end: {error}",
+            hint="THE METER MAY STILL RUN: look at the provider",
+        ) from error
+    if done.returncode:
+        raise PlatformError(
+            f"the stop command ended with {done.returncode}",
+            hint="THE METER MAY STILL RUN: look at the provider",
+        )

@@ -1,0 +1,111 @@
+"""Jobs on other machines: commands carried there, `perdure attach` and `perdure tunnel`."""
+
+import time
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from perdure.cli.act import JobName
+from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
+from perdure.cli.options import Json
+from perdure.cli.profiles import here
+from perdure.cli.say import note, print_json
+from perdure.launch.platforms import find_platform
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.launching import BoxState, LaunchRecord
+from perdure.service.jobfiles import resolve_home
+
+_POLL_S = 0.5
+
+
+def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
+    """Run a command line where its job is; return its exit code."""
+    platform, place = find_platform(record.profile.kind), here(resolve_home())
+    code = platform.run(record, argv, place)
+    if argv[0] == "status" and "--json" not in argv:
+        note(describe_state(record, platform.find_state(record, place)))
+    return code
+
+
+def describe_state(record: LaunchRecord, state: BoxState) -> str:
+    """Return in one sentence how a job is, by what its supervisor wrote down."""
+    where = record.profile.launch.host or record.profile.platform
+    more = "; the same `perdure launch` resumes it" if state.state in ("rebooted", "killed") else ""
+    return f"{where}: {state.state}: {state.reason}{more}"
+
+
+def attach(job: JobName, as_json: Json = False) -> int:
+    """Follow a job's output until it ends, wherever it runs; leave with its exit code.
+
+    A connection that breaks is made again, and the output goes on where it was. Ctrl-C leaves the
+    job running.
+    """
+    try:
+        found = find_job(job)
+    except ElsewhereError as elsewhere:
+        return _attach_there(elsewhere.record, as_json)
+    return _attach_here(found, as_json)
+
+
+def _attach_here(found: Job, as_json: bool) -> int:
+    from perdure.cli.output import logs
+
+    try:
+        logs(found.name, follow=True, as_json=as_json)
+    except KeyboardInterrupt:
+        note(f"the job goes on; perdure attach {found.name}")
+        return 130
+    snapshot = found.snapshot()
+    if snapshot.state not in ENDED:
+        note(snapshot.reason)
+    return 0 if snapshot.state in ("done", "stopped") else 1
+
+
+def _attach_there(record: LaunchRecord, as_json: bool) -> int:
+    platform, place = find_platform(record.profile.kind), here(resolve_home())
+    words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
+    try:
+        while True:
+            platform.run(record, words, place)
+            state = platform.find_state(record, place)
+            if state.over:
+                break
+            time.sleep(_POLL_S)
+    except KeyboardInterrupt:
+        note(f"the job goes on; perdure attach {record.job}")
+        return 130
+    note(describe_state(record, state))
+    if state.state != "ended":
+        raise PlatformError(f"job `{record.job}` has not ended by itself: {state.reason}",
+                            hint="the same `perdure launch` resumes it")  # fmt: skip
+    return 128 + state.signal if state.signal else state.code
+
+
+def tunnel(
+    job: JobName,
+    port: Annotated[
+        list[int], typer.Option("--port", min=1, max=65535, help="On the box; may be repeated.")
+    ],
+    as_json: Json = False,
+) -> int:
+    """Make ports of the box reachable here, on loopback, until Ctrl-C; made again when broken."""
+    try:
+        find_job(job)
+    except ElsewhereError as elsewhere:
+        record = elsewhere.record
+    else:
+        raise ConfigError(f"job `{job}` is on this machine", hint=f"http://127.0.0.1:{port[0]}")
+    from perdure.launch.channel import Channel
+
+    if record.profile.kind != "ssh":
+        raise ConfigError(f"no tunnels to a platform of kind {record.profile.kind}")
+    urls = [f"http://127.0.0.1:{number}" for number in port]
+    if as_json:
+        print_json({"job": job, "urls": urls})
+    else:
+        print("\n".join(urls), flush=True)
+    try:
+        return Channel(record.profile.launch).forward(port)
+    except KeyboardInterrupt:
+        return 0

@@ -1,0 +1,243 @@
+"""The one door to OpenSSH: a short command on a box, its answer, and whether it came at all.
+
+The client of OpenSSH itself is run, so that aliases, ProxyJump, ProxyCommand, agents and hardware
+keys work as the user has set them up. Its exit code 255 is its own as well as a remote program's:
+therefore every command ends with a trailer on standard error. Without it nothing is known, least
+of all that something is dead. The same commands run on this machine where no host is named (a
+login node that one is on already).
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from perdure.model.errors import PlatformError
+from perdure.model.profile import LaunchSection
+
+BEGIN = "@@perdure begin@@"
+"""On standard output before the command's own: what shells print at login stands above it."""
+ANSWER = "@@perdure-json "
+"""Begins the line that is the answer of a program of ours."""
+_TRAILER = re.compile(r"@@perdure rc=(\d+) boot=(\S*)@@")
+_LASTED_S = 60.0
+"""A tunnel that stood for so long had been made; the next attempts count from the beginning."""
+ATTEMPTS = 4
+"""For what may be asked twice. Pauses between them: 1, 2 and 4 s."""
+
+
+class UnreachedError(PlatformError):
+    """The connection was not made, or broke: nothing is known of what it was for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """A command that ran to its end on the box."""
+
+    code: int
+    out: str
+    err: str
+    boot_id: str
+    banner: str = ""
+    """What a shell of the box prints at every login, before anything of ours."""
+
+
+class Channel:
+    """How commands get to one box."""
+
+    def __init__(self, section: LaunchSection) -> None:
+        """Connect to nothing yet: each command makes, or shares, a connection of its own."""
+        self.host = section.host
+        self._section = section
+
+    @property
+    def name(self) -> str:
+        """What the box is called to a person."""
+        return self.host or "this machine"
+
+    def ssh(self, *, shared: bool = True) -> list[str]:
+        """Return the ssh command up to the host's name.
+
+        `shared` connections are multiplexed over one that stays for a minute; bulk data must not
+        be among them, since a stuck transfer would hold up every poll.
+        """
+        section = self._section
+        command = ["ssh"]
+        if section.ssh_config:
+            command += ["-F", os.path.expanduser(section.ssh_config)]
+        options = [
+            "BatchMode=yes",
+            f"ConnectTimeout={section.connect_timeout_s}",
+            "ServerAliveInterval=5",
+            "ServerAliveCountMax=3",
+        ]
+        if shared:
+            options += ["ControlMaster=auto", f"ControlPath={_sockets()}/%C", "ControlPersist=60"]
+        else:
+            options += ["ControlMaster=no", "ControlPath=none"]
+        for option in [*section.ssh_options, *options]:
+            command += ["-o", option]
+        return command
+
+    def command(self, script: str, *, tty: bool = False) -> list[str]:
+        """Return the command of this machine that runs the shell script `script` on the box."""
+        wrapped = (
+            f"echo {shlex.quote(BEGIN)}; ( {script}\n); rc=$?; "
+            'printf "\\n@@perdure rc=%s boot=%s@@\\n" "$rc" '
+            '"$(cat /proc/sys/kernel/random/boot_id)" >&2; exit $rc'
+        )
+        if not self.host:
+            return ["sh", "-c", wrapped]
+        words = [*self.ssh(), *(["-tt"] if tty else []), self.host]
+        return [*words, f"exec sh -c {shlex.quote(wrapped)}"]
+
+    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Done:
+        """Run `script` once; return how it ended.
+
+        Raises:
+            UnreachedError: the connection was not made, or broke before the end was told.
+        """
+        try:
+            done = subprocess.run(
+                self.command(script), input=stdin, capture_output=True, timeout=timeout_s
+            )
+        except subprocess.TimeoutExpired:
+            raise UnreachedError(f"{self.name}: no answer in {timeout_s:.0f} s") from None
+        except FileNotFoundError as error:
+            raise PlatformError(f"{error.filename} is not installed here") from error
+        err = done.stderr.decode(errors="replace")
+        banner, _, out = done.stdout.decode(errors="replace").partition(BEGIN + "\n")
+        trailer = _TRAILER.search(err)
+        if trailer is None:
+            last = (err.strip().splitlines() or ["ssh said nothing"])[-1]
+            raise UnreachedError(
+                f"{self.name} did not answer: {last}",
+                hint=f"this says nothing about a job there; try: {shlex.join(self._try())}",
+            )
+        said = err[: trailer.start()].rstrip()
+        return Done(int(trailer[1]), out, said, trailer[2], banner.strip())
+
+    def _try(self) -> list[str]:
+        config = self._section.ssh_config
+        return ["ssh", *(["-F", config] if config else []), self.host, "true"]
+
+    def ask(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Done:
+        """Run what may be run twice, again where the connection broke; return how it ended.
+
+        Raises:
+            UnreachedError: every attempt broke.
+        """
+        for attempt in range(ATTEMPTS):
+            try:
+                return self.run(script, stdin=stdin, timeout_s=timeout_s)
+            except UnreachedError:
+                if attempt == ATTEMPTS - 1:
+                    raise
+                self.disconnect()
+                time.sleep(2.0**attempt)
+        raise AssertionError
+
+    def query(self, script: str, type_: Any, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Any:
+        """Return the answer of one of our programs, decoded as `type_`.
+
+        Raises:
+            UnreachedError: no connection.
+            PlatformError: the program failed; its last line is told.
+        """
+        done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
+        lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
+        if done.code or not lines:
+            last = (done.err.splitlines() or ["no answer"])[-1]
+            raise PlatformError(f"{self.name}: exit code {done.code}: {last}")
+        return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)
+
+    def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
+        """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown."""
+        process = subprocess.Popen(
+            self.command(script),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+        )
+        assert process.stdout is not None
+        assert process.stderr is not None
+        codes: list[int] = []
+        errors = threading.Thread(
+            target=_pass_errors, args=(process.stderr, codes), name="perdure-ssh-errors"
+        )
+        errors.start()
+        try:
+            begun = False
+            for line in process.stdout:
+                if begun:
+                    on_line(line)
+                begun = begun or line.rstrip("\n") == BEGIN
+        finally:
+            if process.poll() is None:
+                process.terminate()
+            process.wait()
+            errors.join()
+            process.stdout.close()
+            process.stderr.close()
+        return codes[-1] if codes else None
+
+    def attend(self, script: str) -> int:
+        """Run `script` with this terminal as its own; return ssh's exit code."""
+        words = [*self.ssh(), "-tt", self.host, f"exec sh -c {shlex.quote(script)}"]
+        return subprocess.run(words if self.host else ["sh", "-c", script]).returncode
+
+    def forward(self, ports: Sequence[int]) -> int:
+        """Forward loopback ports of the box to the same ports here, until it cannot be done.
+
+        Raises:
+            UnreachedError: a connection of its own cannot be made, several times in a row.
+        """
+        forwards = [word for port in ports for word in ("-L", f"127.0.0.1:{port}:127.0.0.1:{port}")]
+        words = [*self.ssh(shared=False), "-o", "ExitOnForwardFailure=yes", "-N", *forwards]
+        broken = 0
+        while broken < ATTEMPTS:
+            began = time.monotonic()
+            code = subprocess.run([*words, self.host]).returncode
+            if code != 255:
+                return code
+            broken = 1 if time.monotonic() - began > _LASTED_S else broken + 1
+            time.sleep(2.0**broken)
+        raise UnreachedError(f"{self.name}: no tunnel", hint="is a port taken here?")
+
+    def disconnect(self) -> None:
+        """End the shared connection, if there is one: the next command makes a fresh one."""
+        if self.host:
+            words = [*self.ssh(), "-O", "exit", self.host]
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+                subprocess.run(words, capture_output=True, timeout=10)
+
+
+def _pass_errors(pipe: Any, codes: list[int]) -> None:
+    """Pass standard error on, but for the trailer, whose exit code goes to `codes`."""
+    for line in pipe:
+        trailer = _TRAILER.search(line)
+        if trailer is not None:
+            codes.append(int(trailer[1]))
+        elif line.strip():
+            print(line, end="", file=sys.stderr, flush=True)
+
+
+def _sockets() -> str:
+    """Return the private folder of shared connections: paths of sockets have to be short."""
+    folder = f"/tmp/perdure-{os.getuid()}/ssh"
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    if os.stat(folder).st_uid != os.getuid():
+        raise PlatformError(f"{folder} belongs to another user", hint="remove it")
+    os.chmod(os.path.dirname(folder), 0o700)
+    return folder

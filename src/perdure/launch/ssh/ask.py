@@ -1,0 +1,184 @@
+"""A launched job asked on its box: its state, and any perdure command beside it.
+
+A command runs on the box, next to the job's files and its bus, and not here over a forwarded port:
+credentials never leave the box, the versions of both ends agree, and what the command needs (the
+journal, the ranks' streams) need not be carried. Each is one short connection.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.platforms import Here
+from perdure.model.launching import BoxState, LaunchRecord
+
+LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
+"""Commands that may be run twice: they change nothing."""
+_PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
+"""Before a broken stream is taken up again; then it is left."""
+
+
+def in_job(place: str, script: str) -> str:
+    """Return `script` with the variables of the job's env.sh, in the job's folder."""
+    return f'. "{place}/launch/env.sh" && cd "$JOB_DIR" && {script}'
+
+
+def find_state(record: LaunchRecord, here: Here) -> BoxState:
+    """Return how the job is, by what its supervisor wrote down."""
+    return ask_state(Channel(record.profile.launch), record)
+
+
+def ask_state(channel: Channel, record: LaunchRecord) -> BoxState:
+    """Return how the job is, over `channel`."""
+    folder = shlex.quote(record.place)
+    script = f"python3 {folder}/launch/box.py state {folder}/launch"
+    state: BoxState = channel.query(script, BoxState)
+    return state
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Run one perdure command line on the box; return its exit code.
+
+    What only looks is asked again when the connection breaks, a stream goes on where it was. What
+    acts is sent once, over a connection that has just been proved: nobody knows whether a command
+    whose answer was lost has been carried out.
+
+    Raises:
+        UnreachedError: no connection; this says nothing about the job.
+    """
+    channel = Channel(record.profile.launch)
+    command, rest = argv[0], list(argv[1:])
+    script = _script(record, argv)
+    if command == "watch" and "--json" not in rest:
+        return _watch(channel, script)
+    if command == "watch" or {"-f", "--follow", "--watch"} & set(rest):
+        return _follow(channel, record, command, rest)
+    if "--html" in rest:
+        return _fetch_page(channel, record, argv)
+    if command in LOOKING:
+        done = channel.ask(script, timeout_s=120)
+    else:
+        channel.ask("true")
+        try:
+            done = channel.run(script, timeout_s=900)
+        except UnreachedError as error:
+            hint = f"it may have been done all the same: perdure events {record.job}"
+            raise UnreachedError(f"the answer was lost: {error}", hint=hint) from error
+    print(done.out, end="", flush=True)
+    if done.err:
+        print(done.err, file=sys.stderr, flush=True)
+    return done.code
+
+
+def _script(record: LaunchRecord, argv: Sequence[str]) -> str:
+    columns = shutil.get_terminal_size().columns
+    words = shlex.join(argv)
+    return in_job(record.place, f'COLUMNS={columns} exec "$PERDURE_PYTHON" -P -m perdure {words}')
+
+
+def _watch(channel: Channel, script: str) -> int:
+    """Show the screen of the box's own command; come back to it when the connection breaks."""
+    for pause_s in (*_PAUSES_S, None):
+        code = channel.attend(script)
+        if code != 255 or pause_s is None or not channel.host:
+            return code
+        time.sleep(pause_s)
+        channel.disconnect()
+    raise AssertionError
+
+
+def _follow(channel: Channel, record: LaunchRecord, command: str, rest: list[str]) -> int:
+    """Follow a stream to its end, over as many connections as it takes; no line comes twice."""
+    as_json = "--json" in rest
+    argv = [command, *rest]
+    if command == "logs" and not as_json:
+        argv.append("--json")
+    show = _LogLines(as_json, "--rank" in rest) if command == "logs" else _Numbered()
+    broken = 0
+    while True:
+        before = show.shown
+        show.begin()
+        code = channel.stream(_script(record, argv), show)
+        if code is not None:
+            return code
+        broken = 0 if show.shown > before else broken
+        if broken == len(_PAUSES_S):
+            raise UnreachedError(
+                f"{channel.name} does not answer any more",
+                hint=f"this says nothing about the job: perdure status {record.job}",
+            )
+        time.sleep(_PAUSES_S[broken])
+        broken += 1
+        channel.disconnect()
+
+
+class _LogLines:
+    """Lines of ranks, each shown once: the n-th of a stream is the same on every connection."""
+
+    def __init__(self, as_json: bool, one: bool) -> None:
+        self.shown = 0
+        self._as_json, self._one = as_json, one
+        self._seen: Counter[tuple[int, int, str]] = Counter()
+        self._now: Counter[tuple[int, int, str]] = Counter()
+
+    def begin(self) -> None:
+        """A new connection tells everything from the beginning."""
+        self._now.clear()
+
+    def __call__(self, line: str) -> None:
+        row = msgspec.json.decode(line)
+        stream = (row["generation"], row["rank"], row["stream"])
+        self._now[stream] += 1
+        if self._now[stream] <= self._seen[stream]:
+            return
+        self._seen[stream] += 1
+        self.shown += 1
+        if self._as_json:
+            print(line, end="", flush=True)
+        else:
+            prefix = "" if self._one else f"[rank {row['rank']}] "
+            print(prefix + row["text"], flush=True)
+
+
+class _Numbered:
+    """Lines that begin with a sequence number, each shown once; others as they come."""
+
+    _NUMBER = re.compile(r'\s*(?:\{"seq":)?(\d+)\b')
+
+    def __init__(self) -> None:
+        self.shown = 0
+        self._last = 0
+
+    def begin(self) -> None:
+        """Numbers go on."""
+
+    def __call__(self, line: str) -> None:
+        match = self._NUMBER.match(line)
+        if match:
+            if int(match[1]) <= self._last:
+                return
+            self._last = int(match[1])
+        self.shown += 1
+        print(line, end="", flush=True)
+
+
+def _fetch_page(channel: Channel, record: LaunchRecord, argv: Sequence[str]) -> int:
+    """Run `report --html FILE` with the page written here."""
+    words = list(argv)
+    index = words.index("--html") + 1
+    local, words[index] = words[index], f"{record.place}/launch/report.html"
+    done = channel.ask(_script(record, words), timeout_s=120)
+    print(done.out, end="", flush=True)
+    if done.code == 0:
+        page = channel.ask(f"cat {shlex.quote(words[index])}")
+        with open(os.path.expanduser(local), "w", encoding="utf-8") as file:
+            file.write(page.out)
+    return done.code

@@ -1,0 +1,399 @@
+"""What runs on the box itself, beside the job: sent along as one file, with nothing but Python.
+
+    python3 box.py probe JSON          what the machine is like
+    python3 box.py supervise FOLDER    start the job, wait for it, write down how it ended
+    python3 box.py state FOLDER        how it is, by what was written down
+
+Only here is told whether a job lives: a connection that breaks, an exit code 255 of ssh and an
+empty list of tmux sessions prove nothing. It imports nothing of perdure's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pwd
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from typing import Any
+
+ANSWER = "@@perdure-json "
+"""Begins the one line of standard output that is the answer: shells may print banners."""
+REFUSED = 4
+"""Exit code of a supervisor that did not start the job."""
+
+
+def main(argv: list[str]) -> int:
+    """Run one of the commands above; return the exit code."""
+    command, argument = argv
+    if command == "supervise":
+        return supervise(argument)
+    answer = probe(json.loads(argument)) if command == "probe" else find_state(argument)
+    print(ANSWER + json.dumps(answer))
+    return 0
+
+
+# --- the supervisor, and what it writes down
+
+
+def supervise(folder: str) -> int:
+    """Run the command of `folder`/settings.json to its end; return its code, 128 + N for signal N.
+
+    `start.json` says who runs it since which boot, `exit.json` how it ended. Both are on the disk
+    before anything follows from them. Signals are handled before the child exists.
+    """
+    settings = read(folder, "settings.json") or {}
+    lock = take_lock(os.path.join(folder, "supervise.lock"))
+    if lock is None:
+        print("box: this job runs already", file=sys.stderr)
+        return REFUSED
+    before = read(folder, "start.json") or {}
+    started = {
+        "attempt": int(before.get("attempt", 0)) + 1,
+        "boot_id": boot_id(),
+        "pid": os.getpid(),
+        "pid_start": start_time(os.getpid()),
+        "at": time.time(),
+    }
+    write(folder, "start.json", started)
+    try:
+        devices, locks = take_devices(settings.get("gpus", 0))
+    except LookupError as error:
+        end(folder, started, {"code": REFUSED, "refused": str(error)})
+        print(f"box: {error}", file=sys.stderr)
+        return REFUSED
+    child: list[subprocess.Popen[bytes]] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        if child and number != signal.SIGHUP:
+            child[0].send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, forward)
+    environment = dict(os.environ)
+    if devices:
+        environment["CUDA_VISIBLE_DEVICES"] = devices
+    with open(os.path.join(folder, "run.out"), "ab") as output:
+        child.append(
+            subprocess.Popen(
+                [os.path.expandvars(word) for word in settings["command"]],
+                cwd=os.path.expandvars(settings["cwd"]),
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        )
+    started |= {"child": child[0].pid, "child_start": start_time(child[0].pid), "devices": devices}
+    write(folder, "start.json", started)
+    code = child[0].wait()
+    end(folder, started, {"code": max(code, 0), "signal": max(-code, 0)})
+    for fd in [lock, *locks]:
+        os.close(fd)
+    return code if code >= 0 else 128 - code
+
+
+def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:
+    """Write down how the attempt `started` ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    spent = {"cpu_s": used.ru_utime + used.ru_stime, "max_rss_bytes": used.ru_maxrss * 1024}
+    told = {"attempt": started["attempt"], "boot_id": boot_id(), "at": time.time(), **spent, **how}
+    write(folder, "exit.json", told)
+
+
+def find_state(folder: str) -> dict[str, Any]:
+    """Return how the job of `folder` is: what was written down, and who of it still lives."""
+    start, exited = read(folder, "start.json"), read(folder, "exit.json")
+    now = {"boot_id": boot_id(), "now": time.time()}
+    if not start:
+        return {**now, "state": "not-started", "reason": "its supervisor has written nothing yet"}
+    told = {**now, "attempt": start["attempt"], "started_s": start["at"],
+            "devices": start.get("devices", "")}  # fmt: skip
+    if exited and exited["attempt"] == start["attempt"]:
+        code, number = exited.get("code", 0), exited.get("signal", 0)
+        how = f"signal {number}" if number else f"exit code {code}"
+        reason = exited.get("refused") or f"`perdure run` ended with {how}"
+        return {**told, "state": "ended", "code": code, "signal": number,
+                "ended_s": exited["at"], "reason": reason}  # fmt: skip
+    if start["boot_id"] != now["boot_id"]:
+        return {**told, "state": "rebooted",
+                "reason": "the machine has started anew since the job was started"}  # fmt: skip
+    if start_time(start["pid"]) == start["pid_start"]:
+        return {**told, "state": "running", "reason": f"supervisor {start['pid']} lives"}
+    if start_time(start.get("child", 0)) == start.get("child_start", -1):
+        return {**told, "state": "orphaned",
+                "reason": "the supervisor is gone, `perdure run` goes on"}  # fmt: skip
+    reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
+    return {**told, "state": "killed", "reason": reason}
+
+
+def take_lock(path: str) -> int | None:
+    """Return a descriptor that holds the lock at `path`; None where another holds it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        return None
+    os.set_inheritable(fd, False)
+    return fd
+
+
+def take_devices(wanted: int) -> tuple[str, list[int]]:
+    """Return CUDA_VISIBLE_DEVICES for `wanted` GPUs that are held by nobody, and their locks.
+
+    On a machine without GPUs there is nothing to hold. A process that computes on a GPU holds it,
+    whether it ever heard of these locks or not.
+
+    Raises:
+        LookupError: fewer are free; the message names the holders.
+    """
+    gpus = list_gpus()
+    if not gpus or not wanted:
+        return "", []
+    folder = os.path.join(home(), ".perdure-locks")
+    taken: list[str] = []
+    locks: list[int] = []
+    holders: list[str] = []
+    for gpu in gpus:
+        if len(taken) == wanted:
+            break
+        busy = gpu["pids"]
+        if busy:
+            holders.append(f"GPU {gpu['index']}: process {', '.join(busy)}")
+            continue
+        lock = take_lock(os.path.join(folder, f"{gpu['uuid']}.lock"))
+        if lock is None:
+            holders.append(f"GPU {gpu['index']}: another run of perdure")
+            continue
+        locks.append(lock)
+        taken.append(gpu["uuid"])
+    if len(taken) < wanted:
+        for lock in locks:
+            os.close(lock)
+        raise LookupError(
+            f"{wanted} GPUs are wanted and {len(taken)} of {len(gpus)} are free; "
+            + "; ".join(holders)
+        )
+    return ",".join(taken), locks
+
+
+def list_gpus() -> list[dict[str, Any]]:
+    """Return the GPUs that nvidia-smi tells of, each with the processes that compute on it."""
+    rows = query_smi("--query-gpu=index,uuid,name,memory.total")
+    pids: dict[str, list[str]] = {}
+    for row in query_smi("--query-compute-apps=gpu_uuid,pid"):
+        if len(row) == 2:
+            pids.setdefault(row[0], []).append(row[1])
+    return [
+        {"index": r[0], "uuid": r[1], "name": r[2], "memory": r[3], "pids": pids.get(r[1], [])}
+        for r in rows
+        if len(r) == 4
+    ]
+
+
+def query_smi(query: str) -> list[list[str]]:
+    """Return nvidia-smi's answer as rows; none where it cannot be had."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", query, "--format=csv,noheader"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=20,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    if done.returncode:
+        return []
+    lines = done.stdout.decode(errors="replace").splitlines()
+    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+
+# --- what the machine is like
+
+
+def probe(wanted: dict[str, Any]) -> dict[str, Any]:
+    """Return what a launch has to know of this machine; nothing is changed.
+
+    `wanted`: `places` (name -> path with variables), `python`, `mirror` (a host and port to reach,
+    or empty), `folder` of the job.
+    """
+    places = {name: locate(path) for name, path in wanted["places"].items()}
+    tools = ("tmux", "setsid", "rsync", "crontab", "systemctl", "nvidia-smi")
+    python = shutil.which(os.path.expandvars(wanted["python"])) or ""
+    folder = locate(wanted["folder"])
+    return {
+        "boot_id": boot_id(),
+        "uptime_s": float(first_line("/proc/uptime").split()[0]),
+        "user": pwd.getpwuid(os.getuid()).pw_name,
+        "home": home(),
+        "python": python,
+        "python_version": ask_python(python, "import sys; print(sys.version.split()[0])"),
+        "torch": ask_python(python, "import importlib.metadata as m; print(m.version('torch'))"),
+        "tools": [tool for tool in tools if shutil.which(tool)],
+        "places": {name: describe_place(path) for name, path in places.items()},
+        "gpus": list_gpus(),
+        "cuda_max": find_cuda(),
+        "nvme": find_nvme(),
+        "reached": reach(wanted["mirror"]) if wanted.get("mirror") else None,
+        "lingers": lingers(),
+        "state": find_state(os.path.join(folder, "launch")),
+        "folder": folder,
+    }
+
+
+def locate(path: str) -> str:
+    """Return `path` with variables, as the shell there would have it."""
+    return os.path.normpath(os.path.expanduser(os.path.expandvars(path)))
+
+
+def describe_place(path: str) -> dict[str, Any]:
+    """Return the file system that `path` is on, or would be on."""
+    existing = path
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    stats = os.statvfs(existing)
+    mount, kind = find_mount(existing)
+    return {
+        "path": path,
+        "mount": mount,
+        "type": kind,
+        "free_bytes": stats.f_bavail * stats.f_frsize,
+        "inodes": stats.f_files,
+        "free_inodes": stats.f_favail,
+        "writable": os.access(existing, os.W_OK),
+    }
+
+
+def find_mount(path: str) -> tuple[str, str]:
+    """Return mount point and type of the file system of `path`."""
+    best = ("/", "unknown")
+    real = os.path.realpath(path)
+    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
+        for line in file:
+            point, kind = line.split()[1:3]
+            point = point.replace("\\040", " ")
+            inside = real == point or real.startswith(point.rstrip("/") + "/")
+            if inside and len(point) >= len(best[0]):
+                best = (point, kind)
+    return best
+
+
+def find_cuda() -> str:
+    """Return the newest CUDA that the driver runs; empty without one."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, timeout=20)
+        _, found, rest = done.stdout.decode(errors="replace").partition("CUDA Version:")
+        if found:
+            return rest.split()[0]
+    return ""
+
+
+def find_nvme() -> str:
+    """Return where a local NVMe disk is mounted; empty without one."""
+    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
+        points = [line.split()[1] for line in file if line.startswith("/dev/nvme")]
+        return max(points, key=len, default="")
+    return ""
+
+
+def reach(address: str) -> bool:
+    """Return whether a TCP connection to `address` (host:port) can be made in three seconds."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=3).close()
+    except OSError:
+        return False
+    return True
+
+
+def lingers() -> bool | None:
+    """Return whether this user's processes outlive the last logout; None where nobody ends them."""
+    if not shutil.which("loginctl") or first_line("/proc/1/comm") != "systemd":
+        return None
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        user = pwd.getpwuid(os.getuid()).pw_name
+        done = subprocess.run(
+            ["loginctl", "show-user", user, "-p", "Linger"], stdout=subprocess.PIPE, timeout=5
+        )
+        return b"Linger=yes" in done.stdout
+    return None
+
+
+def ask_python(python: str, code: str) -> str:
+    """Return what a Python prints; empty where it fails."""
+    if not python:
+        return ""
+    try:
+        done = subprocess.run(
+            [python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.decode().strip() if not done.returncode else ""
+
+
+# --- small things
+
+
+def home() -> str:
+    """Return this user's home."""
+    return os.path.expanduser("~")
+
+
+def boot_id() -> str:
+    """Return the id that the kernel takes anew at each start of the machine."""
+    return first_line("/proc/sys/kernel/random/boot_id")
+
+
+def first_line(path: str) -> str:
+    """Return the first line of a file; empty where it cannot be read."""
+    try:
+        with open(path) as file:
+            return file.readline().strip()
+    except OSError:
+        return ""
+
+
+def start_time(pid: int) -> int:
+    """Return when process `pid` was started, in ticks since boot; 0 where it is gone or dead."""
+    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+        return 0 if fields[0] in "ZX" else int(fields[19])
+    return 0
+
+
+def read(folder: str, name: str) -> dict[str, Any] | None:
+    """Return a document of the job's folder; None where there is none."""
+    try:
+        with open(os.path.join(folder, name)) as file:
+            document: dict[str, Any] = json.load(file)
+            return document
+    except (OSError, ValueError):
+        return None
+
+
+def write(folder: str, name: str, document: dict[str, Any]) -> None:
+    """Replace a document so that it is there whole, also after a loss of power."""
+    path = os.path.join(folder, name)
+    temporary = f"{path}.{os.getpid()}"
+    with open(temporary, "w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    fd = os.open(folder, os.O_RDONLY)
+    os.fsync(fd)
+    os.close(fd)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

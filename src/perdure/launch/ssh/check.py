@@ -1,0 +1,180 @@
+"""The box looked at before anything is sent: what it has, who holds it, what would go wrong."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perdure.launch.channel import Channel
+from perdure.launch.platforms import Here
+from perdure.model.launching import Finding, Plan
+
+_BOX = Path(__file__).resolve().parent / "box.py"
+_SHARED = (
+    "nfs",
+    "nfs4",
+    "lustre",
+    "gpfs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse.sshfs",
+    "9p",
+    "glusterfs",
+)
+_FREE_MIN = 2 << 30
+_INODES_MIN = 20_000
+MIRROR_PROBE = "huggingface.co:443"
+
+
+def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Return what was measured, by key of the profile, and what is amiss.
+
+    Raises:
+        PlatformError: the box cannot be reached, or has no Python at all.
+    """
+    told = probe(plan)
+    durable = told["places"]["DURABLE_DIR"]
+    measured = {
+        "shared_fs": durable["type"] in _SHARED,
+        "inode_cap": durable["inodes"] or "none",
+        "host_driver_cuda_max": told["cuda_max"] or "none",
+        "local_nvme": told["nvme"] or "none",
+    }
+    if told["reached"] is not None:
+        measured["mirror"] = ""
+    found = [
+        *_check_banner(plan),
+        *_check_places(told),
+        *_check_tools(plan, told),
+        *_check_gpus(plan, told),
+        *_check_secrets(plan, told, here),
+    ]
+    if told["reached"] is False:
+        found.append(
+            Finding("warning", f"{MIRROR_PROBE} cannot be reached from the box",
+                    'mirror = "https://..." where data or weights come from there')
+        )  # fmt: skip
+    state = told["state"]["state"]
+    if state in ("running", "orphaned"):
+        found.append(
+            Finding("error", f"job {plan.job} runs there already: {told['state']['reason']}",
+                    f"perdure attach {plan.job}, perdure stop {plan.job}, or another name")
+        )  # fmt: skip
+    elif state == "rebooted":
+        found.append(Finding("note", "the box was rebooted; the job goes on from its checkpoint"))
+    return measured, tuple(found)
+
+
+def _check_banner(plan: Plan) -> list[Finding]:
+    banner = Channel(plan.profile.launch).ask("true").banner
+    if not banner:
+        return []
+    text = f"a shell of the box prints at every login: {banner.splitlines()[0]}"
+    return [Finding("error", text, "rsync breaks on it: ~/.bashrc has to be silent without a tty")]
+
+
+def probe(plan: Plan) -> dict[str, Any]:
+    """Return what `box.py probe` tells of the box."""
+    profile = plan.profile
+    overrides = profile.overrides
+    places = {"DATA_DIR": overrides.DATA_DIR, "DURABLE_DIR": overrides.DURABLE_DIR}
+    if overrides.CRED_FILE:
+        places["CRED_FILE"] = overrides.CRED_FILE
+    wanted = {
+        "places": places,
+        "python": profile.launch.python,
+        "mirror": MIRROR_PROBE if profile.mirror == "host-dependent" else "",
+        "folder": plan.place,
+    }
+    argument = shlex.quote(msgspec.json.encode(wanted).decode())
+    names = f"DATA_DIR={_quote(overrides.DATA_DIR)}; export DATA_DIR; "
+    script = f"{names}exec python3 - probe {argument}"
+    answer: dict[str, Any] = Channel(profile.launch).query(
+        script, dict[str, Any], stdin=_BOX.read_bytes(), timeout_s=120
+    )
+    return answer
+
+
+def _quote(place: str) -> str:
+    """Return a place for the shell: its variables are expanded there, nothing else is."""
+    return '"' + ("$HOME" + place[1:] if place.startswith("~") else place) + '"'
+
+
+def _check_places(told: dict[str, Any]) -> list[Finding]:
+    found = []
+    for name in ("DATA_DIR", "DURABLE_DIR"):
+        place = told["places"][name]
+        where = f"{name} {place['path']}"
+        if not place["writable"]:
+            found.append(Finding("error", f"{where} cannot be written", f"overrides.{name}"))
+        if place["type"] in ("tmpfs", "ramfs"):
+            text = f"{where} is in memory ({place['type']}): gone with a reboot"
+            found.append(Finding("error", text, f"overrides.{name} on a disk", "GEN6"))
+        if place["free_bytes"] < _FREE_MIN:
+            text = f"{where}: {place['free_bytes'] / 1e9:.1f} GB free"
+            found.append(Finding("warning", text, "a full disk breaks checkpoints", "U6"))
+        if place["inodes"] and place["free_inodes"] < _INODES_MIN:
+            text = f"{where}: {place['free_inodes']} files fit"
+            found.append(Finding("warning", text, "inodes end before bytes do", "U7"))
+    return list(dict.fromkeys(found))
+
+
+def _check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
+    found = []
+    tools = told["tools"]
+    launch = plan.profile.launch
+    if "rsync" not in tools and plan.profile.launch.host:
+        found.append(Finding("error", "the box has no rsync", "apt-get install rsync", "GEN3"))
+    if "tmux" not in tools and plan.profile.detach == "tmux":
+        word = "note" if "setsid" in tools else "error"
+        hint = "setsid takes its place" if word == "note" else "install tmux"
+        found.append(Finding("note" if word == "note" else "error", "the box has no tmux", hint))
+    if told["lingers"] is False:
+        found.append(
+            Finding("warning", "this user does not linger: systemd may end what is left at logout",
+                    "loginctl enable-linger", "GEN2")
+        )  # fmt: skip
+    if plan.settings.get("relaunch") and not {"crontab", "systemctl"} & set(tools):
+        text = "neither cron nor systemd is there to start the job after a reboot"
+        found.append(Finding("error", text, 'interruption.relaunch = "none"', "GEN6"))
+    if not told["python"]:
+        text = f"there is no {launch.python} on the box"
+        found.append(Finding("error", text, "launch.python names another"))
+    elif tuple(map(int, told["python_version"].split(".")[:2])) < (3, 11):
+        text = f"{launch.python} on the box is {told['python_version']}; perdure needs 3.11"
+        found.append(Finding("error", text, "launch.python names another"))
+    elif not told["torch"] and launch.environment == "use":
+        text = f"{launch.python} on the box has no torch"
+        found.append(Finding("error", text, 'launch.environment = "create", or another python'))
+    return found
+
+
+def _check_gpus(plan: Plan, told: dict[str, Any]) -> list[Finding]:
+    gpus = told["gpus"]
+    if not gpus:
+        return []
+    settings = msgspec.json.decode(plan.files["settings.json"])
+    wanted = settings["gpus"]
+    busy = [gpu for gpu in gpus if gpu["pids"]]
+    holders = "; ".join(f"GPU {g['index']}: process {', '.join(g['pids'])}" for g in busy)
+    if len(gpus) - len(busy) < wanted:
+        text = f"{wanted} GPUs are wanted, {len(gpus) - len(busy)} of {len(gpus)} are free"
+        return [Finding("error", text, holders or "launch.gpus", "GEN7")]
+    return [Finding("warning", "GPUs are held by others", holders, "GEN7")] if busy else []
+
+
+def _check_secrets(plan: Plan, told: dict[str, Any], here: Here) -> list[Finding]:
+    names = plan.settings.get("secrets", ())
+    found = [
+        Finding("error", f"the secret {name} is not set here", f"export {name}=...", "U34")
+        for name in names
+        if not here.environ.get(name)
+    ]
+    place = told["places"].get("CRED_FILE")
+    if names and place and place["type"] in _SHARED:
+        text = f"CRED_FILE {place['path']} is on a shared file system ({place['type']})"
+        hint = "overrides.CRED_FILE on the box's own disk"
+        found.append(Finding("error", text, hint, "U34"))
+    return found

@@ -1,0 +1,164 @@
+"""A plan carried out on a box: sent, compared, mended, given an environment, started, left."""
+
+import shlex
+import subprocess
+import tempfile
+import time
+from pathlib import Path, PurePosixPath
+
+from perdure.launch.channel import Channel
+from perdure.launch.platforms import Here
+from perdure.launch.ssh.ask import ask_state, in_job
+from perdure.launch.transfer import PARTIAL, push
+from perdure.launch.wheel import write_wheel
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.launching import LaunchRecord, Plan
+
+_SETUP_S = 3600.0
+_START_S = 30.0
+
+
+def submit(plan: Plan, here: Here) -> LaunchRecord:
+    """Start the job of `plan` on its box; return what is to be remembered.
+
+    Every step may be done twice: what broke off is begun again by the same command.
+
+    Raises:
+        ConfigError: a secret is missing, or a job of this name runs there.
+        PlatformError: a step failed.
+    """
+    channel = Channel(plan.profile.launch)
+    secrets = {name: here.environ.get(name, "") for name in plan.settings["secrets"]}
+    missing = [name for name, value in secrets.items() if not value]
+    if missing:
+        raise ConfigError(f"the secret {missing[0]} is not set", hint=f"export {missing[0]}=...")
+    folder = _make_folder(channel, plan)
+    _send_files(channel, plan, folder, here)
+    _send_project(channel, plan, folder, here)
+    here.tell("looking for Python, or making an environment")
+    done = _must(channel, plan, f"sh {shlex.quote(folder)}/launch/setup.sh", _SETUP_S)
+    for line in done.splitlines():
+        here.tell(line)
+    if secrets:
+        _send_secrets(channel, plan, secrets)
+        here.tell(f"sent {len(secrets)} secrets over standard input")
+    if plan.settings["relaunch"]:
+        _must(channel, plan, f"sh {shlex.quote(folder)}/launch/relaunch.sh")
+    where = _must(channel, plan, 'echo "$PERDURE_HOME"; echo "$PERDURE_PYTHON"').split("\n")
+    record = LaunchRecord(
+        job=plan.job,
+        profile=plan.profile,
+        place=folder,
+        home=where[0],
+        python=where[1],
+        launched_s=time.time(),
+        roots=find_roots(plan, folder, where[0]),
+    )
+    return _start(channel, plan, record, here)
+
+
+def find_roots(plan: Plan, folder: str, home: str) -> dict[str, str]:
+    """Return what is to be pulled once the job has ended: label -> absolute folder on the box."""
+    roots = {"job": f"{home}/jobs/{plan.job}", "launch": f"{folder}/launch"}
+    roots |= {f"outputs/{name}": f"{folder}/project/{name}" for name in plan.settings["outputs"]}
+    url = plan.settings["checkpoints"]
+    if url and "://" not in url:
+        roots["checkpoints"] = str(PurePosixPath(folder, "project", plan.settings["cwd"], url))
+    return roots
+
+
+def _make_folder(channel: Channel, plan: Plan) -> str:
+    """Return the absolute path of the job's folder on the box, made where it was missing."""
+    done = channel.ask(
+        f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
+    )
+    if done.code:
+        raise PlatformError(f"{channel.name}: {done.err}", hint="overrides.DATA_DIR")
+    return done.out.strip()
+
+
+def _send_files(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
+    with tempfile.TemporaryDirectory(prefix="perdure-") as scratch:
+        for name, content in plan.files.items():
+            path = Path(scratch, name)
+            path.write_text(content, encoding="utf-8")
+            path.chmod(0o755 if content.startswith("#!") else 0o644)
+        write_wheel(Path(scratch))
+        push(channel, Path(scratch), f"{folder}/launch", tell=here.tell)
+
+
+def _send_project(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
+    """Send the project, see that what arrived is what was sent, and mend its scripts."""
+    source, exclude = Path(plan.settings["project"]), plan.settings["exclude"]
+    here.tell(f"sending {source} to {channel.name}:{folder}/project")
+    push(channel, source, f"{folder}/project", exclude=exclude, tell=here.tell)
+    differing = _compare(channel, source, f"{folder}/project", exclude)
+    if differing:
+        raise PlatformError(
+            f"{len(differing)} files differ after they were sent, {differing[0]} among them",
+            hint="is the project being edited? launch again",
+        )
+    script = f"python3 {shlex.quote(folder)}/launch/results.py repair {shlex.quote(folder)}/project"
+    told = channel.query(script, dict[str, list[str]])
+    for what, names in told.items():
+        if names:
+            here.tell(f"mended {what.replace('_', ' ')} of {', '.join(names)}")
+
+
+def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ...]) -> list[str]:
+    """Return the files whose contents differ, by their hashes."""
+    at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
+    command = ["rsync", "-acn", "-s", "--out-format=%n"]
+    command += [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
+    if channel.host:
+        command += ["-e", shlex.join(channel.ssh(shared=False))]
+    done = subprocess.run([*command, f"{source}/", at], capture_output=True, text=True)
+    if done.returncode:
+        raise PlatformError(f"cannot compare with {at}: {done.stderr.strip()}")
+    return [line for line in done.stdout.splitlines() if not line.endswith("/")]
+
+
+def _send_secrets(channel: Channel, plan: Plan, secrets: dict[str, str]) -> None:
+    """Write the secrets to CRED_FILE, on the box's own disk; they are in no argument and no log."""
+    lines = [f"{name}={shlex.quote(value)}\n" for name, value in secrets.items()]
+    script = in_job(plan.place, 'umask 077; mkdir -p "$(dirname "$CRED_FILE")"; cat > "$CRED_FILE"')
+    done = channel.ask(script, stdin="".join(lines).encode())
+    if done.code:
+        raise PlatformError(f"{channel.name}: cannot write secrets: {done.err}")
+
+
+def _must(channel: Channel, plan: Plan, script: str, timeout_s: float = 120.0) -> str:
+    """Return the output of a step that can be repeated and must succeed."""
+    done = channel.ask(in_job(plan.place, script), timeout_s=timeout_s)
+    if done.code:
+        lines = (done.err or done.out).strip().splitlines() or ["it said nothing"]
+        raise PlatformError(f"{channel.name}: {lines[-1]}", hint=f"the step was: {script}")
+    return done.out.strip()
+
+
+def _start(channel: Channel, plan: Plan, record: LaunchRecord, here: Here) -> LaunchRecord:
+    """Start the job, and wait until its supervisor has written down that it runs."""
+    before = ask_state(channel, record)
+    if not before.over:
+        raise ConfigError(f"job {plan.job} runs there already", hint=f"perdure attach {plan.job}")
+    _must(channel, plan, f"sh {shlex.quote(record.place)}/launch/start.sh")
+    deadline = time.monotonic() + _START_S
+    while True:
+        state = ask_state(channel, record)
+        if state.attempt > before.attempt:
+            break
+        if time.monotonic() > deadline:
+            output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
+            last = (output.strip().splitlines() or ["it wrote nothing"])[-1]
+            raise PlatformError(f"{channel.name}: the job did not start: {last}")
+        time.sleep(0.3)
+    if state.state == "ended" and state.code:
+        raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {plan.job}")
+    here.tell(f"{channel.name}: {state.reason}")
+    seen = f'test -e "$PERDURE_HOME/jobs/{plan.job}/endpoint.json"'
+    while time.monotonic() < deadline and channel.ask(in_job(record.place, seen)).code:
+        time.sleep(0.3)
+    return LaunchRecord(
+        **{name: getattr(record, name) for name in record.__struct_fields__ if name != "boot_id"},
+        boot_id=state.boot_id,
+    )

@@ -1,0 +1,159 @@
+"""Files to and from a box by rsync, over a connection of their own; broken ones go on.
+
+`--partial-dir` and never `--partial`: what a broken transfer leaves must not lie under its final
+name, where a cut-off checkpoint looks whole. A transfer that stands still is ended and begun
+again, from what has arrived; it is given up only when attempts bring nothing more.
+"""
+
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from perdure.launch.channel import Channel
+from perdure.model.errors import PlatformError
+
+PARTIAL = ".rsync-partial"
+STALL_S = 30
+"""Without a byte for so long, a transfer is ended and tried again."""
+FRUITLESS_MAX = 5
+"""Attempts in a row that brought nothing."""
+_AGAIN = {10, 12, 20, 24, 30, 35, 255}
+"""rsync's codes of broken connections, stalls and files that vanished meanwhile."""
+_TEMPORARY = re.compile(r"^\.(.+)\.[A-Za-z0-9]{6}$")
+_PROGRESS = re.compile(r"([\d,]+)\s+(\d+)%")
+_TELL_S = 5.0
+
+
+def push(
+    channel: Channel,
+    source: Path,
+    target: str,
+    *,
+    exclude: Sequence[str] = (),
+    tell: Callable[[str], None],
+) -> None:
+    """Make the absolute folder `target` on the box hold what `source` holds; delete nothing there.
+
+    Raises:
+        PlatformError: it cannot be done, or attempts bring nothing more.
+    """
+    options = [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
+    at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
+    _repeat(channel, [*options, f"{source}/", at], f"{source} to {channel.name}", tell)
+
+
+def pull(
+    channel: Channel,
+    source: str,
+    target: Path,
+    names: Sequence[str],
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    """Bring the files `names` (relative) of the absolute folder `source` into `target`.
+
+    Raises:
+        PlatformError: it cannot be done, or attempts bring nothing more.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    listed = "\0".join(names).encode()
+    at = f"{channel.host}:{source}/" if channel.host else f"{source}/"
+    options = ["--from0", "--files-from=-", at, f"{target}/"]
+
+    def prepare() -> None:
+        salvage(target, set(names))
+
+    _repeat(channel, options, f"{source} from {channel.name}", tell, listed, prepare)
+
+
+def salvage(target: Path, names: set[str]) -> None:
+    """Have the next attempt begin with what a killed rsync left under a temporary name."""
+    for path in target.rglob(".*"):
+        match = _TEMPORARY.match(path.name)
+        if match is None or not path.is_file() or path.parent.name == PARTIAL:
+            continue
+        if str((path.parent / match[1]).relative_to(target)) in names:
+            kept = path.parent / PARTIAL / match[1]
+            kept.parent.mkdir(exist_ok=True)
+            if not kept.exists() or kept.stat().st_size < path.stat().st_size:
+                path.replace(kept)
+            else:
+                path.unlink()
+
+
+def _repeat(
+    channel: Channel,
+    options: Sequence[str],
+    what: str,
+    tell: Callable[[str], None],
+    stdin: bytes = b"",
+    prepare: Callable[[], None] | None = None,
+) -> None:
+    command = ["rsync", "-a", "-s", f"--partial-dir={PARTIAL}", f"--timeout={STALL_S}"]
+    command += ["--info=progress2", "--no-human-readable", "--outbuf=L"]
+    if channel.host:
+        command += ["-e", shlex.join(channel.ssh(shared=False))]
+    fruitless = attempt = 0
+    while True:
+        if prepare is not None:
+            prepare()
+        began = time.monotonic()
+        code, moved, last = _transfer([*command, *options], stdin, what, tell)
+        if code == 0:
+            return
+        if code not in _AGAIN:
+            hint = "make room there" if code == 11 else "rsync has to be on both machines"
+            raise PlatformError(f"{what}: rsync ended with {code}: {last}", hint=hint)
+        fruitless = 0 if moved else fruitless + 1
+        if fruitless == FRUITLESS_MAX:
+            raise PlatformError(
+                f"{what}: nothing more arrives: {last}",
+                hint="what has arrived is kept: the same command goes on from there",
+            )
+        attempt += 1
+        tell(f"{what}: broke after {time.monotonic() - began:.0f} s ({last}); going on")
+        time.sleep(min(2.0**fruitless / 2, 10.0))
+
+
+def _transfer(
+    command: Sequence[str], stdin: bytes, what: str, tell: Callable[[str], None]
+) -> tuple[int, int, str]:
+    """Run rsync once; return its exit code, the bytes that moved and its last words."""
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+    except FileNotFoundError:
+        raise PlatformError("rsync is not installed here", hint="apt-get install rsync") from None
+    assert process.stdin is not None
+    assert process.stdout is not None
+    moved, last, told = 0, "", time.monotonic()
+    try:
+        try:
+            process.stdin.write(stdin.decode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # It ended before it had read the list; its exit code says why.
+        for line in process.stdout:
+            progress = _PROGRESS.search(line)
+            if progress is None:
+                last = line.strip() or last
+                continue
+            moved = int(progress[1].replace(",", ""))
+            if time.monotonic() - told > _TELL_S:
+                told = time.monotonic()
+                tell(f"{what}: {moved / 1e6:.1f} MB, {progress[2]}%")
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        code = process.wait()
+        process.stdout.close()
+    return code, moved, last or f"rsync ended with {code}"

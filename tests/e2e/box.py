@@ -1,0 +1,218 @@
+"""A box: a private sshd on loopback with a home of its own, and a laptop that launches to it."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+MISSING = [tool for tool in ("ssh", "rsync", "ssh-keygen", SSHD) if not shutil.which(tool)]
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
+
+_SSHD_CONFIG = """\
+Port {port}
+ListenAddress 127.0.0.1
+HostKey {folder}/host_key
+PidFile none
+AuthorizedKeysFile {folder}/id.pub
+PermitRootLogin prohibit-password
+PasswordAuthentication no
+KbdInteractiveAuthentication no
+UsePAM no
+StrictModes no
+PrintMotd no
+SetEnv HOME={folder}/home PERDURE_HOME={folder}/not-this-one
+"""
+_SSH_CONFIG = """\
+Host gpu-box
+  HostName 127.0.0.1
+  Port {port}
+  IdentityFile {folder}/id
+  IdentitiesOnly yes
+  UserKnownHostsFile {folder}/known_hosts
+  StrictHostKeyChecking accept-new
+"""
+
+
+class Box:
+    """The box; `cut` breaks its connections, `reboot` ends everything on it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.home = folder, folder / "home"
+        self.home.mkdir(parents=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        for key in ("host_key", "id"):
+            command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
+            subprocess.run(command, check=True, timeout=30)
+        values = {"port": self.port, "folder": folder}
+        (folder / "sshd_config").write_text(_SSHD_CONFIG.format(**values))
+        (folder / "ssh_config").write_text(_SSH_CONFIG.format(**values))
+        self.server: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, boot_id: str = "") -> None:
+        """Start sshd; with `boot_id`, in a mount namespace where the kernel's is this one."""
+        Path("/run/sshd").mkdir(exist_ok=True)
+        command = [SSHD, "-D", "-f", str(self.folder / "sshd_config")]
+        if boot_id:
+            (self.folder / "boot_id").write_text(boot_id + "\n")
+            bind = f"mount --bind {self.folder}/boot_id /proc/sys/kernel/random/boot_id"
+            command = ["unshare", "-m", "sh", "-c", f"{bind} && exec {' '.join(command)}"]
+        with open(self.folder / "sshd.log", "ab") as log:
+            self.server = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.05)
+        raise AssertionError((self.folder / "sshd.log").read_text())
+
+    def cut(self) -> int:
+        """Break every connection, as a network does that goes away; return how many there were."""
+        assert self.server is not None
+        sessions = psutil.Process(self.server.pid).children()
+        for session in sessions:
+            session.kill()
+        psutil.wait_procs(sessions, timeout=10)
+        return len(sessions)
+
+    def find_processes(self) -> list[psutil.Process]:
+        """Return every process of the box but its sshd."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                mine = process.environ().get("HOME") == str(self.home)
+                if mine and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+    def power_off(self) -> None:
+        """End everything at once."""
+        if self.server is not None:
+            self.cut()
+            self.server.kill()
+            self.server.wait()
+        deadline = time.monotonic() + 20
+        while processes := self.find_processes():
+            assert time.monotonic() < deadline, processes
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+            time.sleep(0.05)
+
+    def reboot(self) -> None:
+        """End everything, and start again with another boot id."""
+        self.power_off()
+        self.start(boot_id=str(uuid.uuid4()))
+
+
+class Laptop:
+    """The machine of the person: a state directory, a profile `box`, and the command line."""
+
+    def __init__(self, folder: Path, box: Box, **profile: Any) -> None:
+        self.folder, self.box = folder, box
+        self.home = folder / "state"
+        (self.home / "profiles").mkdir(parents=True)
+        self.stopped = folder / "stopped"
+        text = (
+            f'[launch]\nhost = "gpu-box"\nssh_config = "{box.folder}/ssh_config"\n'
+            f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
+            f'environment = "{profile.get("environment", "auto")}"\n'
+            f'[teardown]\nstop_command = ["touch", "{self.stopped}-{{job}}"]\n'
+            f"[daemon]\ntools = {json.dumps(profile.get('tools', ['tmux', 'setsid']))}\n"
+            f'[overrides]\nDETACH = "{profile.get("detach", "")}"\n'
+        )
+        (self.home / "profiles" / "box.toml").write_text(text)
+        self.env = dict(os.environ, PERDURE_HOME=str(self.home), COLUMNS="120")
+
+    def start(self, *args: str) -> "subprocess.Popen[str]":
+        """Start a perdure command."""
+        return subprocess.Popen(
+            [sys.executable, "-m", "perdure", *args],
+            env=self.env, cwd=self.folder, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def cli(self, *args: str, code: int = 0) -> "subprocess.CompletedProcess[str]":
+        """Run a perdure command to its end, which has to be `code`."""
+        done = subprocess.run(
+            [sys.executable, "-m", "perdure", *args],
+            env=self.env, cwd=self.folder, capture_output=True, text=True, timeout=150,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
+        return done
+
+    def ask(self, *args: str) -> dict[str, Any]:
+        """Return a command's answer as JSON."""
+        document: dict[str, Any] = json.loads(self.cli(*args, "--json").stdout)
+        return document
+
+    def wait_step(self, job: str, step: int) -> None:
+        """Wait until the job on the box has committed `step`, by the box's own files."""
+        state = self.box.home / "perdure" / "state" / "jobs" / job / "state.json"
+        wait_until(lambda: read_json(state).get("step", -1) >= step, f"step {step}")
+
+    def disconnect(self) -> None:
+        """End connections that are kept open for the next command."""
+        config = str(self.box.folder / "ssh_config")
+        for process in psutil.process_iter():
+            try:
+                if config in process.cmdline() and process.name() == "ssh":
+                    process.kill()
+            except psutil.Error:
+                continue
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return a document; empty where there is none yet."""
+    try:
+        document: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return document
+
+
+def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+    """Wait until `condition()` is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what}"
+        time.sleep(0.05)
+
+
+def make_boxes(tmp_path: Path) -> Iterator[Callable[..., Laptop]]:
+    """Yield a function that starts a box and a laptop; afterwards nothing of either is left."""
+    laptops: list[Laptop] = []
+
+    def make(boot_id: str = "", **profile: Any) -> Laptop:
+        number = len(laptops)
+        box = Box(tmp_path / f"box{number}")
+        box.start(boot_id=boot_id)
+        (tmp_path / f"laptop{number}").mkdir()
+        laptops.append(Laptop(tmp_path / f"laptop{number}", box, **profile))
+        return laptops[-1]
+
+    try:
+        yield make
+    finally:
+        for laptop in laptops:
+            laptop.disconnect()
+            laptop.box.power_off()
+
+
+needs_sshd = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")

@@ -1,0 +1,75 @@
+"""A box behind a real sshd: a job is launched, the connection breaks, the results come home."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.box import EXAMPLE, Laptop, make_boxes, needs_sshd, wait_until
+
+pytestmark = [pytest.mark.torch, pytest.mark.serial, needs_sshd]
+
+JOB = """\
+name = "gpt"
+script = "train.py"
+args = ["--steps", "300", "--layers", "1", "--width", "32", "--context", "16", "--batch-size", "2"]
+env = { OMP_NUM_THREADS = "1" }
+[checkpoint]
+every_steps = 150
+[launch]
+project = "gpt"
+secrets = ["HF_TOKEN"]
+"""
+
+
+@pytest.fixture
+def laptop(tmp_path: Path) -> Iterator[Laptop]:
+    """Return a laptop with a box."""
+    for make in make_boxes(tmp_path):
+        yield make()
+
+
+def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: Laptop) -> None:
+    project = laptop.folder / "gpt"
+    shutil.copytree(EXAMPLE, project, ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "prepare.sh").write_bytes(b"#!/bin/sh\r\necho ready\r\n")
+    (project / "prepare.sh").chmod(0o644)
+    (laptop.folder / "job.toml").write_text(JOB)
+    laptop.env["HF_TOKEN"] = "hf_very'secret"
+    told = laptop.cli("launch", "job.toml", "--on", "box").stderr
+    assert "DANGER" in told
+    assert "mended line ends of" in told
+
+    # The output goes on where it was when every connection is cut under it.
+    attached = laptop.start("attach", "gpt")
+    assert attached.stdout is not None
+    lines = [attached.stdout.readline()]
+    wait_until(laptop.box.cut, "a connection to cut")
+    out, err = attached.communicate(timeout=120)
+    assert attached.returncode == 0, err
+    steps = [int(line.split()[3]) for line in [*lines, *out.splitlines()] if " loss " in line]
+    assert steps == list(range(0, 300, 50))
+
+    # What is on the box is what was sent, mended; the secret is in its file and nowhere else.
+    there = laptop.box.home / "perdure" / "gpt"
+    script = there / "project" / "prepare.sh"
+    assert script.read_bytes() == b"#!/bin/sh\necho ready\n"
+    assert script.stat().st_mode & 0o100
+    secret = laptop.box.home / ".perdure-credentials-gpt"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    files = [path for path in laptop.box.home.rglob("*") if path.is_file() and path != secret]
+    assert not [path for path in files if b"hf_very" in path.read_bytes()]
+
+    # Nothing is given back before it was pulled, verified and confirmed.
+    assert "nothing was pulled" in laptop.cli("teardown", "gpt", "--confirm", "gpt", code=4).stderr
+    laptop.cli("pull", "gpt", "pulled")
+    newest = sorted((laptop.folder / "pulled/job/checkpoints").glob("step-*/rank-0.pt"))[-1]
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-1])
+    assert "rank-0.pt has" in laptop.cli("verify", "pulled", code=3).stdout
+    newest.write_bytes(whole)
+    assert laptop.ask("verify", "pulled")["ok"]
+    laptop.cli("teardown", "gpt", "--confirm", "gpt")
+    assert Path(f"{laptop.stopped}-gpt").exists()
+    assert not secret.exists()

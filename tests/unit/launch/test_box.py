@@ -1,0 +1,141 @@
+"""What runs on the box: the supervisor's records, locks on GPUs, rosters, mended scripts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.launch.ssh import box, results
+
+BOX = str(Path(box.__file__))
+
+
+def supervise(folder: Path, code: str, **settings: Any) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", code]
+    document = {"command": command, "cwd": str(folder), **settings}
+    (folder / "settings.json").write_text(json.dumps(document))
+    return subprocess.Popen([sys.executable, BOX, "supervise", str(folder)])
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def wait_state(folder: Path, state: str) -> None:
+    wait_until(lambda: box.find_state(str(folder))["state"] == state)
+
+
+def wait_child(folder: Path, attempt: int = 1) -> int:
+    def find() -> Any:
+        start = box.read(str(folder), "start.json") or {}
+        return start.get("attempt") == attempt and start.get("child")
+
+    wait_until(find)
+    return int(find())
+
+
+def test_exit_code_and_signal_are_written_down_exactly(tmp_path: Path) -> None:
+    assert box.find_state(str(tmp_path))["state"] == "not-started"
+    assert supervise(tmp_path, "raise SystemExit(37)").wait(30) == 37
+    found = box.find_state(str(tmp_path))
+    assert (found["state"], found["code"], found["signal"]) == ("ended", 37, 0)
+    runner = supervise(tmp_path, "import time; time.sleep(60)")
+    os.kill(wait_child(tmp_path, attempt=2), signal.SIGKILL)
+    assert runner.wait(30) == 137
+    found = box.find_state(str(tmp_path))
+    assert (found["code"], found["signal"], found["attempt"]) == (0, 9, 2)
+
+
+def test_who_is_gone_and_who_goes_on_is_told_apart(tmp_path: Path) -> None:
+    runner = supervise(tmp_path, "import time; time.sleep(60)")
+    child = wait_child(tmp_path)
+    wait_state(tmp_path, "running")
+    second = subprocess.run([sys.executable, BOX, "supervise", str(tmp_path)], capture_output=True)
+    assert second.returncode == box.REFUSED
+    runner.kill()
+    runner.wait()
+    wait_state(tmp_path, "orphaned")
+    os.kill(child, signal.SIGKILL)
+    wait_state(tmp_path, "killed")
+    start = box.read(str(tmp_path), "start.json")
+    assert start is not None
+    box.write(str(tmp_path), "start.json", start | {"boot_id": "another"})
+    assert box.find_state(str(tmp_path))["state"] == "rebooted"
+
+
+def test_a_signal_to_the_supervisor_reaches_the_job(tmp_path: Path) -> None:
+    handler = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); "
+    runner = supervise(tmp_path, handler + "open('up', 'w'); time.sleep(60)")
+    wait_until((tmp_path / "up").exists)
+    runner.send_signal(signal.SIGHUP)
+    runner.terminate()
+    assert runner.wait(30) == 5
+
+
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu*) printf '0, GPU-a, T4, 16 GB\\n1, GPU-b, T4, 16 GB\\n';;
+--query-compute-apps*) printf '%s' "$BUSY";;
+*) echo 'Driver Version: 550 CUDA Version: 12.4 ';;
+esac
+"""
+
+
+def test_one_run_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("BUSY", "")
+    assert box.find_cuda() == "12.4"
+    devices, locks = box.take_devices(1)
+    assert devices == "GPU-a"
+    other, more = box.take_devices(1)
+    assert other == "GPU-b"
+    with pytest.raises(LookupError, match="GPU 0: another run of perdure"):
+        box.take_devices(1)
+    for fd in [*locks, *more]:
+        os.close(fd)
+    monkeypatch.setenv("BUSY", "GPU-a, 4242\n")
+    with pytest.raises(LookupError, match=r"2 GPUs are wanted and 1 of 2 .* process 4242"):
+        box.take_devices(2)
+    devices, locks = box.take_devices(1)
+    assert devices == "GPU-b"
+    os.close(locks[0])
+
+
+def test_scripts_from_another_system_are_mended(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_bytes(b"echo a\r\necho b\r\n")
+    (tmp_path / "tool").write_bytes(b"#!/usr/bin/env python3\n")
+    (tmp_path / "data.bin").write_bytes(b"\r\n\r\n")
+    told = results.repair(str(tmp_path))
+    assert told == {
+        "line_ends": [str(tmp_path / "run.sh")],
+        "execute_bits": [str(tmp_path / "tool")],
+    }
+    assert (tmp_path / "run.sh").read_bytes() == b"echo a\necho b\n"
+    assert os.access(tmp_path / "tool", os.X_OK)
+    assert (tmp_path / "data.bin").read_bytes() == b"\r\n\r\n"
+    assert results.repair(str(tmp_path)) == {"line_ends": [], "execute_bits": []}
+
+
+def test_a_roster_is_exact_and_names_links(tmp_path: Path) -> None:
+    (tmp_path / "a" / "sub").mkdir(parents=True)
+    (tmp_path / "a" / "sub" / "best.pt").write_bytes(b"x" * 10)
+    (tmp_path / "a" / "x.latest.pth").write_bytes(b"scratch")
+    (tmp_path / "a" / "link").symlink_to("/etc/hostname")
+    told = results.make_manifest(
+        {"roots": {"out": str(tmp_path / "a"), "no": "/nonexistent"}, "skip": ["*.latest.pth"]}
+    )
+    assert [(row["path"], row["bytes"]) for row in told["files"]] == [("out/sub/best.pt", 10)]
+    assert told["links"] == ["out/link"]

@@ -1,0 +1,146 @@
+"""Results at home: what is missing, cut off, too many or newer on the box keeps the gate shut."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from perdure.launch.catalog import load_profile
+from perdure.launch.gate import find_obstacles
+from perdure.launch.pulling import (
+    compare_files,
+    find_loadable,
+    group_files,
+    read_manifest,
+    read_verified,
+    write_verified,
+)
+from perdure.launch.ssh.results import hash_file
+from perdure.launch.transfer import PARTIAL, salvage
+from perdure.model.launching import (
+    PULL_MANIFEST,
+    BoxState,
+    LaunchRecord,
+    PulledFile,
+    PullManifest,
+)
+
+NAMES = ("job/checkpoints/step-00000010/rank-0.pt", "job/journal.jsonl", "outputs/runs/a/best.pth")
+ENDED = BoxState(state="ended", reason="exit code 0")
+
+
+def make(folder: Path) -> PullManifest:
+    files = []
+    for name in NAMES:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"content of {name}")
+        files.append(PulledFile(name, *hash_file(str(path))))
+    manifest = PullManifest(
+        job="gpt",
+        host="box",
+        roots={"job": "/b/state/jobs/gpt", "outputs/runs": "/b/gpt/project/runs"},
+        pulled_s=1.0,
+        files=tuple(files),
+    )
+    (folder / PULL_MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    return manifest
+
+
+def test_what_differs_from_the_roster_is_named(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    assert read_manifest(tmp_path) == manifest
+    assert compare_files(tmp_path, manifest) == []
+    (tmp_path / NAMES[0]).unlink()
+    (tmp_path / NAMES[1]).write_text("Content of job/journal.jsonl")
+    (tmp_path / NAMES[2]).write_text("cut")
+    (tmp_path / "job" / "stray.pt").write_text("?")
+    assert compare_files(tmp_path, manifest) == [
+        f"{NAMES[0]} is missing",
+        f"{NAMES[1]} does not match its SHA-256",
+        f"{NAMES[2]} has 3 bytes instead of {manifest.files[2].bytes}",
+        "job/stray.pt is not in the roster",
+    ]
+
+
+def test_an_empty_directory_is_not_whole(tmp_path: Path) -> None:
+    nothing = PullManifest(job="gpt", host="box", roots={}, pulled_s=1.0, files=())
+    assert compare_files(tmp_path, nothing) == ["the roster is empty: nothing was pulled"]
+
+
+def test_files_are_pulled_by_label_and_first_folder(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    assert group_files(manifest) == {
+        ("job", "checkpoints"): ["checkpoints/step-00000010/rank-0.pt"],
+        ("job", ""): ["journal.jsonl"],
+        ("outputs/runs", "a"): ["a/best.pth"],
+    }
+    found = find_loadable(tmp_path, manifest)
+    assert found == [str(tmp_path / NAMES[0]), str(tmp_path / NAMES[2])]
+
+
+def test_a_proof_is_of_one_manifest(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    assert read_verified(tmp_path) is None
+    proof = write_verified(tmp_path, manifest, 2, 5.0)
+    assert read_verified(tmp_path) == proof
+    later = msgspec.structs.replace(manifest, pulled_s=9.0)
+    (tmp_path / PULL_MANIFEST).write_bytes(msgspec.json.encode(later))
+    assert read_verified(tmp_path) is None
+
+
+def test_what_a_killed_rsync_left_is_gone_on_from(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / ".big.pt.Ab3xYz").write_text("half of it")
+    (folder / ".hidden.config").write_text("the user's own")
+    salvage(tmp_path, {"checkpoints/big.pt"})
+    assert (folder / PARTIAL / "big.pt").read_text() == "half of it"
+    assert (folder / ".hidden.config").exists()
+
+
+def gate(tmp_path: Path, **changes: object) -> list[str]:
+    manifest = make(tmp_path)
+    proof = write_verified(tmp_path, manifest, 2, 5.0)
+    known: dict[str, object] = {
+        "state": ENDED, "on_box": manifest, "pulled": manifest, "verified": proof,
+        "differences": [], "box_is_gone": False,
+    }  # fmt: skip
+    record = LaunchRecord(
+        job="gpt",
+        profile=load_profile("vastai", "/nonexistent").profile,
+        place="/b/gpt",
+        home="/b/state",
+        python="/usr/bin/python3",
+        pulled_to=str(tmp_path),
+    )
+    return [f.text for f in find_obstacles(record, **(known | changes))]  # type: ignore[arg-type]
+
+
+def test_the_gate_is_open_when_all_is_here_whole_and_the_newest(tmp_path: Path) -> None:
+    assert gate(tmp_path) == []
+    assert gate(tmp_path, state=None, on_box=None, box_is_gone=True) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"state": BoxState(state="running")}, "the job is running"),
+        ({"state": BoxState(state="orphaned")}, "the job is orphaned"),
+        ({"state": None, "on_box": None}, "does not answer"),
+        ({"pulled": None}, "holds no pulled job"),
+        ({"verified": None}, "was not verified"),
+        ({"differences": ["a is missing"]}, "a is missing"),
+    ],
+)
+def test_the_gate_is_shut_by_each_lack(
+    tmp_path: Path, changes: dict[str, object], word: str
+) -> None:
+    assert [text for text in gate(tmp_path, **changes) if word in text]
+
+
+def test_the_gate_is_shut_by_what_is_newer_on_the_box(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    newer = (*manifest.files, PulledFile("job/checkpoints/step-20/rank-0.pt", 1, "0"))
+    found = gate(tmp_path, on_box=msgspec.structs.replace(manifest, files=newer))
+    assert found == ["job/checkpoints/step-20/rank-0.pt on the box is not what was pulled"]

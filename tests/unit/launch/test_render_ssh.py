@@ -1,0 +1,85 @@
+"""A job rendered for a box: files that a person can read, the same for the same job."""
+
+import subprocess
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from perdure.launch.catalog import load_profile, overlay
+from perdure.launch.platforms import find_platform
+from perdure.model.errors import ConfigError
+from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
+from perdure.model.launching import Plan
+
+
+def render(spec: JobSpec, **values: object) -> Plan:
+    profile = overlay(load_profile("generic-ssh", "/nonexistent"), values, "test").profile
+    return find_platform("ssh").render(spec, profile)
+
+
+def make(**fields: object) -> JobSpec:
+    launch = LaunchConfig(project="/p", outputs=("runs",), secrets=("HF_TOKEN",))
+    return JobSpec(**{"name": "gpt", "script": "train.py", "nproc": 2, "launch": launch, **fields})  # type: ignore[arg-type]
+
+
+def test_the_same_job_gives_the_same_files_and_shells_can_read_them(tmp_path: Path) -> None:
+    values = {"launch.host": "gpu-box", "launch.packages": ("einops>=0.8",),
+              "interruption.relaunch": "cron", "mirror": "https://mirror.example"}  # fmt: skip
+    plan = render(make(), **values)
+    assert plan == render(make(), **values)
+    for name, content in plan.files.items():
+        (tmp_path / name).write_text(content)
+        assert "@job@" not in content
+        if name.endswith(".sh"):
+            subprocess.run(["sh", "-n", str(tmp_path / name)], check=True, timeout=20)
+        if name.endswith(".py"):
+            compile(content, name, "exec")
+    assert 'export HF_ENDPOINT="https://mirror.example"' in plan.files["env.sh"]
+    assert "'einops>=0.8'" in plan.files["setup.sh"]
+    assert [step.command[0] for step in plan.steps].count("rsync") == 1
+    assert plan.steps[4].stdin == "values of HF_TOKEN"
+
+
+def test_env_sh_says_where_things_are() -> None:
+    plan = render(make(), **{"overrides.DATA_DIR": "~/data", "overrides.PROXY_HOOK": "module x"})
+    assert plan.files["env.sh"] == (
+        "# Where things are on this box: read by this job's scripts and by perdure's commands.\n"
+        "module x\n"
+        'export DATA_DIR="$HOME/data"\n'
+        'export DURABLE_DIR="$HOME/perdure"\n'
+        'export HF_HOME="$DATA_DIR/.hf"\n'
+        'export CRED_FILE="$HOME/.perdure-credentials-gpt"\n'
+        'export JOB_DIR="$DATA_DIR/gpt"\n'
+        'export PERDURE_HOME="$DURABLE_DIR/state"\n'
+        'export PERDURE_PYTHON="$(cat "$JOB_DIR/launch/python" 2>/dev/null)"\n'
+    )
+
+
+def test_the_job_on_the_box_is_the_job_here() -> None:
+    spec = make(cwd="sub", script="../train.py", args=("--lr", "1"))
+    placed = msgspec.json.decode(render(spec).files["job.json"], type=JobSpec)
+    assert (placed.script, placed.cwd, placed.args) == ("../train.py", "sub", ("--lr", "1"))
+    settings = msgspec.json.decode(render(make(nproc=4)).files["settings.json"])
+    assert settings["gpus"] == 4
+
+
+@pytest.mark.parametrize("fields", [{"script": "/elsewhere/t.py"}, {"cwd": "../other"}])
+def test_what_is_outside_the_project_would_not_be_there(fields: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="outside the project"):
+        render(make(**fields))
+
+
+def test_the_linter_of_a_box() -> None:
+    words = [f.text for f in render(make(nodes=2), **{"overrides.CRED_FILE": ""}).findings]
+    assert any("emulated on the one box" in text for text in words)
+    assert any("keeps no secrets in files" in text for text in words)
+    fleeting = make(checkpoint=CheckpointConfig(url="/tmp/ckpt"))
+    assert [f.trap for f in render(fleeting).findings if f.level == "error"] == ["SLURM5"]
+
+
+def test_the_ways_to_detach_are_tried_in_the_profile_s_order() -> None:
+    start = render(make(), **{"daemon.tools": ("setsid",), "overrides.DETACH": "setsid"})
+    assert "tmux" not in start.files["start.sh"]
+    both = render(make()).files["start.sh"]
+    assert both.index("tmux -S") < both.index("setsid nohup")
