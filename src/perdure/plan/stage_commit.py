@@ -97,11 +97,16 @@ class StageReformation(msgspec.Struct, frozen=True):
 
 
 def decide_stages(
-    count: int, sizes: Sequence[int], choose: Choose, standings: Mapping[int, StageStanding]
+    count: int,
+    sizes: Sequence[int],
+    choose: Choose,
+    standings: Mapping[int, StageStanding],
+    line: int = 0,
 ) -> StageReformation | None:
     """Return how the members go on with `count` micro-batches a step; None where no step is whole.
 
-    `sizes` are the bytes of each block's state.
+    `sizes` are the bytes of each block's state. An initial model that is handed out is of `line`:
+    where that breaks half-way, the next one is not mixed with it.
     """
     members, blocks = sorted(standings), len(sizes)
     fresh = not any(s.held or s.snapshots for s in standings.values())
@@ -112,7 +117,7 @@ def decide_stages(
         whole = [m for m in members if not standings[m].section.stop]
         if not whole:
             return None
-        fresh, found = True, (0, NO_LINE, {b: (Holder(whole[0]),) for b in range(blocks)})
+        fresh, found = True, (0, line, {b: (Holder(whole[0]),) for b in range(blocks)})
     step, line, holders = found
     live = [
         m
@@ -204,7 +209,8 @@ def _choose_layout(
 ) -> tuple[Layout, str]:
     members = sorted(standings)
     sections = {m: s.section for m, s in standings.items() if s.section.stop}
-    choice = choose(members, find_rest(blocks, members, sections))
+    nodes = {m: standings[m].node for m in members}
+    choice = choose(members, nodes, find_rest(blocks, members, sections))
     if choice.stays is not None:
         return choice.stays, choice.reason
     held: dict[int, set[int]] = {m: set() for m in members}

@@ -73,8 +73,8 @@ class Choice(NamedTuple):
     reason: str
 
 
-Choose = Callable[[Sequence[int], Layout | None], Choice]
-"""(members, what is left of the layout before) -> the layout that they are to have."""
+Choose = Callable[[Sequence[int], Mapping[int, str], Layout | None], Choice]
+"""(members, their nodes, what is left of the layout before) -> the layout that they get."""
 
 
 def find_rest(
@@ -96,7 +96,9 @@ def find_rest(
     return Layout(tuple(cuts), tuple(tuple(found[s]) for s in cuts))
 
 
-def choose_balanced(model: Model, members: Sequence[int], rest: Layout | None) -> Choice:
+def choose_balanced(
+    model: Model, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None
+) -> Choice:
     """Return what is left, with newcomers at its busiest stages; or the best cut by weight.
 
     The latter where nothing whole is left, where it has too few stages, or where its busiest

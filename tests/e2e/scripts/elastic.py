@@ -28,6 +28,7 @@ parser.add_argument("--trail", required=True)
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--shard", choices=["full"])
+parser.add_argument("--pipeline", type=int)
 args = parser.parse_args()
 os.makedirs(args.trail, exist_ok=True)
 rank = os.environ.get("RANK", "0")
@@ -58,6 +59,7 @@ perdure.elastic.train(
     steps=args.steps,
     exact=args.exact,
     shard=args.shard,
+    pipeline=args.pipeline,
     snapshot_every=5,
     on_step=note,
 )

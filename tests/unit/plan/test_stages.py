@@ -2,10 +2,13 @@
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
 
 import pytest
+from tests.profiles import make_profile
 
 from perdure.plan.commit import FRESH
+from perdure.plan.stage_choice import PlannedChoice
 from perdure.plan.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
 from perdure.plan.stage_orders import plan_passes
 from perdure.plan.stages import (
@@ -24,8 +27,8 @@ MODEL = Model((1.0,) * BLOCKS, (100,) * BLOCKS, 2)
 FIRST, SECOND = Section(0, 3), Section(3, 6)
 
 
-def choose(members: object, rest: Layout | None) -> Choice:
-    return choose_balanced(MODEL, members, rest)  # type: ignore[arg-type]
+def choose(members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None) -> Choice:
+    return choose_balanced(MODEL, members, nodes, rest)
 
 
 def stand(section: Section, applied: int = 5, **more: object) -> StageStanding:
@@ -141,9 +144,9 @@ def test_two_who_did_the_same_do_not_both_keep_it() -> None:
 
 def test_a_much_better_cut_is_worth_a_move() -> None:
     uneven = Layout((Section(0, 1), Section(1, 6)), ((0, 1), (2,)))
-    assert choose_balanced(MODEL, (0, 1, 2), uneven).stays is None
+    assert choose((0, 1, 2), {}, uneven).stays is None
     even = Layout((FIRST, SECOND), ((0, 1), (2,)))
-    assert choose_balanced(MODEL, (0, 1, 2), even).stays == even
+    assert choose((0, 1, 2), {}, even).stays == even
 
 
 def test_what_is_left_of_a_layout_must_be_whole() -> None:
@@ -160,3 +163,38 @@ def test_each_stage_of_each_micro_batch_is_counted_once() -> None:
     assert (passes.counted[0][0], passes.counted[1][3]) == (0, 2)
     done = [(a.stage, a.micro_batch) for mine in passes.orders for a in mine if a.kind == "B"]
     assert sorted(done) == [(s, m) for s in range(2) for m in passes.numbers]
+
+
+# --- by a cost profile ---------------------------------------------------------------------------
+
+PROFILE = make_profile([0.01] * BLOCKS, (2,), state=400_000_000, inputs=1000)
+
+
+def plan_by(dwell_s: float, members: Sequence[int], rest: Layout | None) -> Choice:
+    """With memory for four blocks a device, so that one stage does not do."""
+    chosen = PlannedChoice(PROFILE, 32, 2, memory_bytes=1_700_000_000, dwell_s=dwell_s)
+    return chosen(members, dict.fromkeys(members, "a"), rest)
+
+
+def test_the_planner_uses_all_members_within_their_memory() -> None:
+    for size in range(2, 9):
+        choice = plan_by(600.0, range(size), None)
+        assert sum(choice.copies) == size
+        assert max(s.stop - s.first for s in choice.sections) <= 4
+
+
+def test_a_better_world_waits_until_it_pays() -> None:
+    """Three of four are left: one stage has one copy, and does all its work alone."""
+    rest = Layout((FIRST, SECOND), ((0, 2), (3,)))
+    short, long = plan_by(0.3, (0, 2, 3), rest), plan_by(600.0, (0, 2, 3), rest)
+    assert short.stays == rest
+    assert "expected" in short.reason
+    assert long.stays is None
+    assert long.sections != rest.sections
+
+
+def test_what_was_not_measured_is_no_reason_to_move() -> None:
+    profile = make_profile([0.01] * BLOCKS, (2,), state=400, links=False)
+    rest = Layout((FIRST, SECOND), ((0, 2), (3,)))
+    choice = PlannedChoice(profile, 32, 2)((0, 2, 3), dict.fromkeys((0, 2, 3), "a"), rest)
+    assert choice.stays == rest

@@ -13,15 +13,17 @@ how many ranks there are.
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
+from perdure.model.costs import read_profile
 from perdure.model.errors import ConfigError
 from perdure.model.profiling import ASK
-from perdure.plan.microbatches import plan_batches
-from perdure.plan.stages import Model, choose_balanced
+from perdure.plan.microbatches import BatchPlan, plan_batches
+from perdure.plan.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.elastic.data import MicroBatches
@@ -32,6 +34,7 @@ from perdure.worker.elastic.state import hash_tensors as hash_tensors
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 
 if TYPE_CHECKING:
+    from perdure.plan.stage_choice import PlannedChoice
     from perdure.worker.elastic.shard_trainer import ShardTrainer
     from perdure.worker.elastic.stage_trainer import StageTrainer
 
@@ -58,7 +61,8 @@ def train(
     shuffle: bool = True,
     exact: bool = False,
     shard: int | Literal["full"] | None = None,
-    pipeline: int | None = None,
+    pipeline: int | str | os.PathLike[str] | None = None,
+    recompute: bool = False,
     snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     scaler: Any = None,
@@ -80,9 +84,10 @@ def train(
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
     more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
-    each copy of the list of blocks is cut into so many stages; the model that is returned has the
-    blocks of this rank's stage, and the others empty. Every `snapshot_every` steps each rank's
-    shard or stage is copied to shared memory, beside training.
+    each copy of the list of blocks is cut into so many stages, or as a cost profile in that file
+    says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward.
+    The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps
+    each rank's shard or stage is copied to shared memory, beside training.
 
     Raises:
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,
@@ -96,7 +101,8 @@ def train(
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
 
     trainer = _open(
-        model, data, optimizer, loss, device=device, shard=shard, pipeline=pipeline,
+        model, data, optimizer, loss, device=device, shard=shard,
+        pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
         scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
         common={
             "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
@@ -116,7 +122,8 @@ def _open(
     *,
     device: str | torch.device,
     shard: int | Literal["full"] | None,
-    pipeline: int | None,
+    pipeline: "int | PlannedChoice | None",
+    recompute: bool,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     scaler: Any,
     snapshot_every: int,
@@ -139,7 +146,7 @@ def _open(
     if pipeline is not None:
         return open_pipeline_trainer(
             list_blocks(model), optimizer, load, loss, stages=pipeline, scheduler=scheduler,
-            snapshot_every=snapshot_every, device=device, **common,
+            snapshot_every=snapshot_every, device=device, recompute=recompute, **common,
         )  # fmt: skip
     if shard is not None:
         return open_sharded_trainer(
@@ -255,7 +262,7 @@ def open_pipeline_trainer(
     load: Callable[[int, int], Any],
     loss: Callable[[Any, Any], Tensor],
     *,
-    stages: int,
+    stages: "int | PlannedChoice",
     micro_batches: int,
     snapshot_every: int = 10,
     seed: int = 0,
@@ -268,24 +275,36 @@ def open_pipeline_trainer(
 ) -> "StageTrainer":
     """Return a loop over `blocks` cut into `stages`: what `open_trainer` is to a replicated model.
 
-    `load(step, micro_batch)` returns (inputs, targets); the ranks of the first and of the last
-    stage call it. A block takes and returns a tensor, or a tuple of tensors. With `recompute`,
-    only the inputs of blocks are kept between forward and backward.
+    `stages` is a number of them, or what chooses by a cost profile. `load(step, micro_batch)`
+    returns (inputs, targets); the ranks of the first and of the last stage call it. A block takes
+    and returns a tensor, or a tuple of tensors. With `recompute`, only the inputs of blocks are
+    kept between forward and backward.
 
     Raises:
-        ConfigError: `stages` is no number of ranks, or blocks share a parameter.
+        ConfigError: `stages` is no number of ranks or of another model, or blocks share a
+            parameter.
     """
     from perdure.worker.elastic.peers import find_memory
     from perdure.worker.elastic.stage_trainer import StageTrainer
     from perdure.worker.elastic.staged import StagedReplica
 
-    if stages < 1:
+    if isinstance(stages, int) and stages < 1:
         raise ConfigError(f"elastic: pipeline={stages!r} is no number of stages")
+    if not isinstance(stages, int) and stages.blocks != len(blocks):
+        raise ConfigError(
+            f"elastic: the cost profile has {stages.blocks} blocks, the model {len(blocks)}",
+            hint="profile the list of blocks that is trained",
+        )
     attachment = attach_rank()
     if attachment is not None:
         attachment.enter("init")
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
-    model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages)
+    choose: Choose
+    if isinstance(stages, int):
+        model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages)
+        choose = functools.partial(choose_balanced, model)
+    else:
+        choose = stages
     return StageTrainer(
         replica,
         load,
@@ -294,13 +313,38 @@ def open_pipeline_trainer(
         seed=seed,
         exact=exact,
         membership=Membership(attachment),
-        choose=functools.partial(choose_balanced, model),
+        choose=choose,
         config=config,
         snapshot_every=snapshot_every,
         memory=find_memory(),
         bucket_bytes=bucket_bytes,
         recompute=recompute,
         device=device,
+    )
+
+
+def _choose_by(
+    pipeline: int | str | os.PathLike[str] | None, plan: BatchPlan, *, recompute: bool
+) -> "int | PlannedChoice | None":
+    """Return a number of stages, or what chooses by the cost profile in a file.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no cost profile of such micro-batches.
+    """
+    from perdure.plan.stage_choice import PlannedChoice
+
+    if pipeline is None or isinstance(pipeline, int):
+        return pipeline
+    try:
+        text = Path(pipeline).read_text()
+    except OSError as error:
+        raise ConfigError(f"elastic: no cost profile at {pipeline}: {error.strerror}") from None
+    memory = 0
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    profile = read_profile(text, str(pipeline))
+    return PlannedChoice(
+        profile, plan.global_batch, plan.micro_batch, recompute=recompute, memory_bytes=memory
     )
 
 

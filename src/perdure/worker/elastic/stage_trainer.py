@@ -285,7 +285,9 @@ class StageTrainer(PartTrainer):
         me, store = self._membership.me, self._open_store(members)
         overtaken = self._membership.overtaken
         standings = exchange_standings(store, members, me, self._stand(), overtaken)
-        plan = decide_stages(self._count, self._staged.sizes, self._choose, standings)
+        plan = decide_stages(
+            self._count, self._staged.sizes, self._choose, standings, self._make_line()
+        )
         if plan is None:
             raise PlatformError(
                 "the last copy of a stage is lost, and no snapshot is whole",
@@ -303,7 +305,7 @@ class StageTrainer(PartTrainer):
         self._disk.enter(me == copies[0], number, len(plan.layout.sections))
         self._steady = self._passes = None
         self._take_passes(plan.passes)
-        if (plan.step, plan.line) == (0, NO_LINE):  # Nobody has trained anything yet.
+        if plan.step == 0:  # Nobody has trained anything yet.
             self._load_checkpoint(group, number, len(plan.layout.sections))
             if self._every:
                 self._take_snapshot(members)  # To go back to, before there is a newer one.
@@ -355,7 +357,8 @@ class StageTrainer(PartTrainer):
         """Have the blocks that the plan gives to this member, at the plan's step."""
         me, replica = self._membership.me, self._staged
         mine = plan.layout.sections[plan.layout.find_stage(me)]
-        at_step = not self._fresh and (self._applied, self._line) == (plan.step, plan.line)
+        fresh = plan.fresh or self._fresh
+        at_step = not fresh and (self._applied, self._line) == (plan.step, plan.line)
         first = plan.fresh and me == plan.plain.member
         held: dict[int, BlockState] = {}
         if at_step or first:
