@@ -299,6 +299,7 @@ def open_pipeline_trainer(
     if attachment is not None:
         attachment.enter("init")
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
+    declare_rate(config, replica.optimizer, lambda: (replica.optimizer, replica.scheduler))
     choose: Choose
     if isinstance(stages, int):
         model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages)
