@@ -320,6 +320,31 @@ def test_a_newer_order_ends_the_attempt_of_all_and_keeps_what_was_finished() -> 
     assert len(cells[0].runner.done) < 6
 
 
+def test_weights_that_cannot_be_put_off_are_refused() -> None:
+    class Beside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, value: Tensor) -> tuple[Tensor, Tensor]:
+            return value, self.bias * 2
+
+    class Add(nn.Module):
+        def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+            return value[0] + value[1]
+
+    schedule = Schedule(join_replicas([order_zero_bubble(3, [0])]), 3, [0, 1, 2])
+    orders = (tuple(a for s in range(3) for a in schedule.orders[s] if a.kind == "F"),)
+    orders = ((*orders[0], *(a for s in (2, 1, 0) for a in schedule.orders[s] if a.kind != "F")),)
+    blocks = [nn.Linear(WIDTH, WIDTH), Beside(), Add()]
+    parts = [StageBlocks(s, [block], s) for s, block in enumerate(blocks)]
+    alone = Group((0,), 0, None, None)
+    runner = Runner(Schedule(orders, 3, [0]), 0, parts, alone, load=load, loss=loss, seed=0)
+    with pytest.raises(ConfigError, match="cannot be put off"):
+        runner.run(0)
+    assert runner._passes == {}
+
+
 def test_orders_that_are_no_step_are_refused() -> None:
     f, b = Action("F", 0, 0), Action("B", 0, 0)
     for orders in (((f,),), ((f, b), (b,)), ((f, f, b),), ((b, Action("W", 0, 1), f),)):

@@ -98,6 +98,16 @@ class Runner:
             Broken: the world has changed; `done` says what was finished.
         """
         self._reset(step, counted)
+        try:
+            self._carry_out(overtaken)
+        except BaseException:
+            self._forget()
+            raise
+        for edge, size in self._largest.items():
+            self._rooms[edge] = max(size, self._rooms.get(edge, 0))
+        return {m: float(loss) for m, loss in self.losses.items()}
+
+    def _carry_out(self, overtaken: Callable[[], bool]) -> None:
         began = time.monotonic()
         for action in self._mine:
             if overtaken():
@@ -118,15 +128,18 @@ class Runner:
             for work, _ in works:
                 self._transport.wait_for(work)
         self._sent.clear()
-        for edge, size in self._largest.items():
-            self._rooms[edge] = max(size, self._rooms.get(edge, 0))
-        return {m: float(loss) for m, loss in self.losses.items()}
 
     # --- actions ------------------------------------------------------------------------------
 
     def _reset(self, step: int, counted: Collection[Pair] = ()) -> None:
         self._step, self._counted = step, frozenset(counted)
         self.done, self.losses, self.executed = set(), {}, []
+        self._largest: dict[Edge, int] = {}
+        self._next = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        """Hold nothing that a step needs only until its end."""
         self._passes: dict[Pair, Pass] = {}
         self._values: dict[tuple[Direction, int, int], Any] = {}
         """What a stage here made for another one here, or what has come for it."""
@@ -134,9 +147,7 @@ class Runner:
         """Of the inputs of a stage: of what was received, and of what was sent on."""
         self._loaded: dict[int, Any] = {}
         self._posted: dict[Message, tuple[Tensor, Any]] = {}
-        self._next = 0
         self._sent: dict[Message, list[tuple[Any, Tensor]]] = {}
-        self._largest: dict[Edge, int] = {}
 
     def _forward(self, action: Action) -> None:
         stage, m = action.stage, action.micro_batch

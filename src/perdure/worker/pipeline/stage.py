@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from perdure.model.errors import ConfigError
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.pipeline.messages import list_tensors
 
@@ -193,8 +194,33 @@ def _split(
 
     # It detaches the outputs in place, which a view refuses.
     outputs = [t.clone() if t._is_view() else t for t in outputs]
+    used = _find_used(outputs)
     _, groups = stage_backward_input(outputs, seeds, inputs, iter(weights))
+    found = {node for group in groups for node in group["params"]}
+    if any(id(p) in used and used[id(p)] not in found for p in weights):
+        raise ConfigError(
+            "pipeline: a stage has weights that its input has no part in: their gradients cannot "
+            "be put off",
+            hint="use a schedule that does not split the backward, such as 1f1b",
+        )
     return lambda: stage_backward_weight(iter(weights), groups)
+
+
+def _find_used(outputs: Sequence[Tensor]) -> dict[int, Any]:
+    """Return the node of each leaf that `outputs` depend on, by the leaf's id."""
+    found: dict[int, Any] = {}
+    seen: set[Any] = set()
+    waiting: list[Any] = [t.grad_fn for t in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            found[id(leaf)] = node
+        waiting += [following for following, _ in node.next_functions]
+    return found
 
 
 def _take(leaf: Tensor) -> Tensor | None:

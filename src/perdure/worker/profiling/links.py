@@ -80,10 +80,8 @@ def measure_links(ranks: int, say: Callable[[str], object]) -> LinkFigures:
                 raise PlatformError("links: a measuring process has failed", hint="see its output")
             time.sleep(0.05)
         found: Found = decode(store.get("done"), Found)
-        for child in children:
-            child.wait(timeout=30)
     finally:
-        for child in children:
+        for child in children:  # Those that have measured have nothing left to do.
             child.kill()
             child.wait()
     return _fit(found)
