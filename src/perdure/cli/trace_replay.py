@@ -53,6 +53,10 @@ CoalesceLive = Annotated[
 PaceMs = Annotated[
     float, typer.Option("--pace-ms", min=1.0, help="Declared time of a micro-batch, of 56 a step.")
 ]
+Stages = Annotated[
+    int,
+    typer.Option("--stages", min=1, max=8, help="Cut perdure's model into so many, if they fit."),
+]
 Measure = Annotated[
     bool, typer.Option("--measure", help="Measure throughput again, though it is known.")
 ]
@@ -73,6 +77,7 @@ def replay(
     draw: Draw = False,
     seed: Seed = 0,
     pace_ms: PaceMs = 20.0,
+    stages: Stages = 1,
     measure: Measure = False,
     costs: CostsOut = None,
     format_name: FormatName = None,
@@ -100,7 +105,7 @@ def replay(
     drawn = seed if draw or not trace.named else None
     trace = prepare(trace, nodes_max, speed, notice, coalesce_s, drawn)
     home, pace_s = resolve_home(), pace_ms / 1000.0
-    wish = session.Wish(trace, systems, home, pace_s, measure, speed, notice, drawn)
+    wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
     with Bar() as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:

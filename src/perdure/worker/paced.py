@@ -1,6 +1,6 @@
 """What `perdure trace replay` trains: one model and one global batch, under each of the systems.
 
-usage: python -m perdure.worker.paced elastic|ddp|torchft FOLDER MICRO_BATCHES PACE_S PLACES
+usage: paced elastic|ddp|torchft FOLDER MICRO_BATCHES PACE_S PLACES [STAGES]
 
 Devices are virtual: tensors, gradients and collectives are real, and a micro-batch takes PACE_S at
 least, so that several ranks of one machine are several times as fast. PLACES is how many there are
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 SAMPLES = 4
 """Of a micro-batch."""
+BLOCKS = 8
+"""Of a pipeline."""
 SAVE_EVERY_S = 10.0
 """Under `ddp`."""
 _STEPS = 100_000_000
@@ -37,13 +39,41 @@ class Device:
 
     def compute(self, model: nn.Module, step: int, micro_batch: int) -> Tensor:
         """Return the loss of a micro-batch, which depends on the arguments alone."""
-        now = time.monotonic()
-        busy = now - self._free_s < self._pace_s  # The backward pass before it belongs to it.
-        self._free_s = (self._free_s if busy else now) + self._pace_s
-        random = torch.Generator().manual_seed(step * self._count + micro_batch)
-        loss: Tensor = model(torch.randn(SAMPLES, 256, generator=random)).square().mean()
-        time.sleep(max(0.0, self._free_s - time.monotonic()))
+        self.begin(1.0)
+        loss: Tensor = model(self.load(step, micro_batch)).square().mean()
+        self.finish()
         return loss
+
+    def load(self, step: int, micro_batch: int) -> Tensor:
+        """Return the samples of a micro-batch."""
+        random = torch.Generator().manual_seed(step * self._count + micro_batch)
+        return torch.randn(SAMPLES, 256, generator=random)
+
+    def begin(self, share: float) -> None:
+        """Be busy for that share of a micro-batch's time; what came just before belongs to it."""
+        now = time.monotonic()
+        busy = now - self._free_s < share * self._pace_s
+        self._free_s = (self._free_s if busy else now) + share * self._pace_s
+
+    def finish(self) -> None:
+        """Wait until it is free."""
+        time.sleep(max(0.0, self._free_s - time.monotonic()))
+
+
+class Block(nn.Module):
+    """One of `BLOCKS` blocks of a pipeline, which takes its share of a micro-batch's time."""
+
+    def __init__(self, device: Device) -> None:
+        """Compute on `device`."""
+        super().__init__()
+        self._device, self.inner = device, nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Compute, and take the time."""
+        self._device.begin(1.0 / BLOCKS)
+        outputs: Tensor = self.inner(inputs)
+        self._device.finish()
+        return outputs
 
 
 class Made:
@@ -81,6 +111,27 @@ def train_elastic(folder: Path, count: int, pace_s: float, places: str) -> None:
     model, optimizer = make_model()
     trainer = perdure.elastic.open_trainer(
         model, optimizer, lambda step, m: device.compute(model, step, m), micro_batches=count
+    )
+    for step in trainer.steps(_STEPS):
+        if step.first:
+            made.note(step.step, count, [member % int(places) for member in step.world])
+
+
+def train_pipeline(folder: Path, count: int, pace_s: float, places: str, stages: int) -> None:
+    """The same, the model cut into stages."""
+    from perdure.worker.elastic import open_pipeline_trainer
+
+    made = Made(folder, os.environ.get("PERDURE_NODE", "0"))
+    device = Device(pace_s, count)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    trainer = open_pipeline_trainer(
+        [Block(device) for _ in range(BLOCKS)],
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        lambda step, m: (device.load(step, m), None),
+        lambda outputs, _: outputs.square().mean(),
+        stages=stages,
+        micro_batches=count,
     )
     for step in trainer.steps(_STEPS):
         if step.first:
@@ -156,7 +207,15 @@ def train_torchft(folder: Path, count: int, pace_s: float, places: str) -> None:
             made.note(step, each, [group])
 
 
-if __name__ == "__main__":
+def main(words: Sequence[str]) -> None:
+    """Train as the arguments say."""
+    mode, folder, count, pace_s, places, *stages = words
+    if stages:
+        train_pipeline(Path(folder), int(count), float(pace_s), places, int(stages[0]))
+        return
     trains = {"elastic": train_elastic, "ddp": train_ddp, "torchft": train_torchft}
-    words = sys.argv[1:]
-    trains[words[0]](Path(words[1]), int(words[2]), float(words[3]), words[4])
+    trains[mode](Path(folder), int(count), float(pace_s), places)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -24,9 +24,10 @@ STATE_BYTES = 3.2e6
 _WINDOW_S, _STEPS = 3.0, 6
 
 
-def find_cache(home: str, count: int, pace_s: float) -> Path:
-    """Return where the table of this machine, so many places and this pace is kept."""
-    words = (platform.node(), os.cpu_count(), platform.processor(), count, pace_s, MICRO_BATCHES)
+def find_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
+    """Return where the table of this machine and of such a job is kept."""
+    machine = (platform.node(), os.cpu_count(), platform.processor())
+    words = (*machine, count, pace_s, stages, MICRO_BATCHES)
     return Path(home, "replay", f"tau-{sha256(repr(words).encode()).hexdigest()[:12]}.json")
 
 

@@ -47,6 +47,8 @@ class Wish(NamedTuple):
     home: str
     pace_s: float
     """Declared time of a micro-batch on a virtual device."""
+    stages: int
+    """Of each copy of the model, under perdure."""
     measure: bool
     """Measure throughput even where that was done before."""
     speed: float
@@ -116,11 +118,11 @@ def _find_table(
     wish: Wish, count: int, folder: Path, say: Say
 ) -> tuple[Throughput, Perdure | None]:
     """Return the measured throughput, and the job that it was measured with, if it was now."""
-    path = find_cache(wish.home, count, wish.pace_s)
+    path = find_cache(wish.home, count, wish.pace_s, wish.stages)
     table = None if wish.measure else load_throughput(path)
     if table is not None:
         return table, None
-    system = Perdure(_make(folder, "perdure"), wish.home, count, wish.pace_s)
+    system = Perdure(_make(folder, "perdure"), wish.home, count, wish.pace_s, wish.stages)
     try:
         say("start", 0.0, f"{count} nodes")
         system.start(range(count))
@@ -142,7 +144,7 @@ def _make(folder: Path, name: str) -> Path:
 def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
     where = _make(folder, name)
     if name == "perdure":
-        return Perdure(where, wish.home, count, wish.pace_s)
+        return Perdure(where, wish.home, count, wish.pace_s, wish.stages)
     if name == "torchrun":
         return Torchrun(where, wish.pace_s)
     return Torchft(where, count, wish.pace_s)

@@ -87,8 +87,8 @@ class System(Protocol):
 class Perdure:
     """An elastic job under `perdure run --nodes`: keeper, agent and rank for each place."""
 
-    def __init__(self, folder: Path, home: str, count: int, pace_s: float) -> None:
-        """Play in `folder`, with up to `count` places."""
+    def __init__(self, folder: Path, home: str, count: int, pace_s: float, stages: int = 1) -> None:
+        """Play in `folder`, with up to `count` places, each copy of the model in so many stages."""
         self.trail, self._folder, self._home, self._count = Trail(folder), folder, home, count
         self.job = f"replay-{token_hex(3)}"
         self.paths = paths_of(home, self.job)
@@ -96,16 +96,17 @@ class Perdure:
         self._gone: set[int] = set()
         """Places that were drained or cordoned, which have to be restored."""
         self._process: subprocess.Popen[bytes] | None = None
+        words = ("elastic", folder, MICRO_BATCHES, pace_s, count, *([stages] if stages > 1 else []))
         self._spec = JobSpec(
             name=self.job,
             script=_NAME,
             module=True,
-            args=("elastic", str(folder), str(MICRO_BATCHES), str(pace_s), str(count)),
+            args=tuple(map(str, words)),
             nodes=count,
             cwd=str(folder),
             tee="none",
             detect=DetectConfig(node_doubt_s=DOUBT_S),
-            restart=RestartConfig(window_max=1_000_000, max_restarts=1_000_000),
+            restart=RestartConfig(window_max=1_000_000, max_restarts=5),
         )
 
     def start(self, places: Sequence[int]) -> None:
