@@ -30,8 +30,9 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
+def place(cluster: Cluster) -> Iterator[Path]:
     """Return a folder outside /tmp, which is wiped at a boot and refused as a durable one."""
     folder = Path(tempfile.mkdtemp(prefix=".perdure-platforms-", dir=Path.home()))
     yield folder
+    cluster.end_jobs()
     shutil.rmtree(folder, ignore_errors=True)

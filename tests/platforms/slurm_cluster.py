@@ -3,6 +3,7 @@
 All state is in one directory, all ports are its own, and nothing of it outlives `stop`.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -33,7 +34,7 @@ SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf_interval=2
 JobAcctGatherType=jobacct_gather/none
 JobRequeue=1
-KillWait=5
+KillWait=30
 MinJobAge=300
 ReturnToService=2
 SlurmctldTimeout=30
@@ -133,7 +134,7 @@ class Cluster:
         names = ",".join(self.nodes)
         text += (
             f"PartitionName=gpu Nodes={names} Default=YES MaxTime=INFINITE State=UP "
-            "PriorityTier=10 GraceTime=10 PreemptMode=REQUEUE\n"
+            "PriorityTier=10 GraceTime=3 PreemptMode=REQUEUE\n"
             f"PartitionName=urgent Nodes={names} MaxTime=INFINITE State=UP PriorityTier=20 "
             "PreemptMode=OFF\n"
         )
@@ -198,20 +199,20 @@ class Cluster:
                 raise AssertionError(f"no {what} after {timeout_s:g} s\n{logs}")
             time.sleep(0.1)
 
-    def stop(self) -> None:
-        """End everything, jobs first; what they left in cgroups is removed."""
-        try:
-            jobs = self.call("squeue", "-h", "-o", "%i", check=False, timeout_s=5).split()
-            for job in jobs:
+    def end_jobs(self) -> None:
+        """Kill all jobs, and wait until none is left."""
+        with contextlib.suppress(subprocess.TimeoutExpired, AssertionError):
+            for job in self.call("squeue", "-h", "-o", "%i", check=False, timeout_s=5).split():
                 self.call("scancel", "-s", "KILL", "--full", job, check=False, timeout_s=5)
                 self.call("scancel", job, check=False, timeout_s=5)
             self.wait(
                 lambda: not self.call("squeue", "-h", check=False, timeout_s=5).strip(),
-                "empty queue",
-                15,
-            )
-        except (subprocess.TimeoutExpired, AssertionError):
-            pass
+                "empty queue", 15,
+            )  # fmt: skip
+
+    def stop(self) -> None:
+        """End everything, jobs first; what they left in cgroups is removed."""
+        self.end_jobs()
         for name in [*self.nodes, "slurmctld", "munged"]:
             process = self.processes.pop(name, None)
             if process is not None:
@@ -232,6 +233,7 @@ class Cluster:
 
     def _kill_steps(self, node: str = "") -> None:
         """Kill what outlives a slurmd (of one node, or all), known by this cluster's directory."""
+        found: list[tuple[bool, int]] = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 env = (folder / "environ").read_bytes()
@@ -241,4 +243,7 @@ class Cluster:
             ours = f"SLURM_CONF={self.root}/".encode() in env
             there = not node or f"SLURMD_NODENAME={node}\0".encode() in env
             if ours and there and (node or b"slurmstepd" in words):
-                os.kill(int(folder.name), signal.SIGKILL)
+                found.append((b"slurmstepd" not in words, int(folder.name)))
+        for _, pid in sorted(found):  # The step's daemon first: it would tell of the others' end.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

@@ -192,7 +192,7 @@ def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) 
     agents = [
         process
         for process in psutil.process_iter()
-        if process.cmdline()[:1] == ["perdure agent job 1"]
+        if process.cmdline()[1:] == ["-P", "-m", "perdure", "agent", "job", "1"]
         and process.environ().get("PERDURE_HOME") == home
     ]
     assert len(agents) == 1

@@ -296,7 +296,7 @@ def read_boot_id() -> str:
 
 
 def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:
-    """Return the kernel's newest lines about killed processes, and whether its log can be read."""
+    """Return the kernel's newest lines about kills and Xids, and whether its log can be read."""
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -310,7 +310,7 @@ def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:
                 break
             except OSError:
                 continue  # Overwritten while it was read: the next one follows.
-            if "Killed process" in text or "oom-kill" in text:
+            if "Killed process" in text or "oom-kill" in text or "NVRM: Xid" in text:
                 lines.append(text.partition(";")[2].splitlines()[0])
     finally:
         os.close(fd)

@@ -20,6 +20,7 @@ from perdure.model.errors import ConfigError, PerdureError, PlatformError
 from perdure.model.health import Check
 from perdure.model.traps import Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
+from perdure.service.storage_watch import find_budget
 from perdure.worker.native.nccl import find_nccl_plugin
 from perdure.worker.native.status import status as recorder_status
 
@@ -190,7 +191,17 @@ def _check_job(job: Job) -> tuple[Check, ...]:
             ),
         )
     checks = [Check(name="perdure run", state="ok", evidence="alive"), _check_controller(job)]
-    return (*checks, *_check_ranks(job))
+    return (*checks, *_check_storage(job), *_check_ranks(job))
+
+
+def _check_storage(job: Job) -> list[Check]:
+    """Say whether the checkpoints to come find room, by the size of the newest one."""
+    budget = find_budget(job.spec, job.paths)
+    if budget is None:
+        return []
+    mend = f"perdure prune {job.name} --free GB, or checkpoint.keep_last"
+    state: Literal["ok", "degraded"] = "ok" if budget.grade == "ok" else "degraded"
+    return [Check(name="storage", state=state, evidence=budget.reason, mend=mend)]
 
 
 def _probe(job: Job) -> Check:

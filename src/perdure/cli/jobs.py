@@ -1,16 +1,20 @@
 """A job as the commands see it: files on disk, and its controller if one lives."""
 
+import contextlib
 import getpass
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, Literal
 
 import msgspec
 
 from perdure.adapters.host import read_boot_id, read_kernel_kills
+from perdure.adapters.rings import read_ring
 from perdure.launch.records import read_remote
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
@@ -32,6 +36,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.journal import read_journal
 from perdure.telemetry import SnapshotFold
+from perdure.telemetry.fate import Fate, Signs, tell_fate
 from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
 
 ENDED = ("done", "failed", "stopped")
@@ -73,6 +78,27 @@ class Job:
         pids = [parts.run, parts.nats, parts.controller, *parts.agents.values()] if parts else []
         return explain_vanishing(entries, facts, (pid for pid in pids if pid))
 
+    def tell_fate(self, entries: list[JournalEntry]) -> Fate:
+        """Return whether it finished, died, stalled or runs, by what lies on the disk."""
+        root = Path(self.paths.root)
+        url = self.spec.checkpoint.url or self.paths.checkpoints
+        streams = Path(self.spec.log_dir or root / "logs" / "ranks").glob("g*/rank-*")
+        checkpoints = [] if "://" in url else Path(url).glob("step-*")
+        beats = []
+        if self.alive:
+            offset_s = load_endpoint(self.paths).clock_offset_s
+            shift_s = time.time() - (time.monotonic() + offset_s)
+            readings = (read_ring(str(p), offset_s) for p in root.glob("rings/g*-r*.ring"))
+            beats = [r.heartbeat_s + shift_s for r in readings if r is not None and r.pid]
+        signs = Signs(
+            now_s=time.time(),
+            alive=self.alive,
+            outputs_s=_find_newest(streams),
+            checkpoints_s=_find_newest(checkpoints),
+            loops_s=max(beats, default=0.0),
+        )
+        return tell_fate(entries, signs, self.spec.detect.hang_action_s)
+
     def snapshot(self) -> Snapshot:
         """Return the newest picture; from the journal where no controller has written one."""
         alive = self.alive
@@ -105,6 +131,15 @@ class ElsewhereError(PerdureError):
 def _is_here(record: LaunchRecord, home: str) -> bool:
     """Return whether the job's own state directory is this one: a command has arrived."""
     return not record.profile.launch.host and record.home == home
+
+
+def _find_newest(paths: Iterable[Path]) -> float:
+    """Return when the newest of `paths` was changed; 0 for none."""
+    newest = 0.0
+    for path in paths:
+        with contextlib.suppress(OSError):
+            newest = max(newest, path.stat().st_mtime)
+    return newest
 
 
 def find_job(name: str) -> Job:

@@ -16,7 +16,9 @@ from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
 from perdure.dash.watch import find_telling
+from perdure.detect.traps import find_trap, name_symptoms
 from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.events import JournalEntry
 from perdure.model.report import DeviceRow, Snapshot
 from perdure.telemetry import (
     DelayMatrix,
@@ -26,6 +28,7 @@ from perdure.telemetry import (
     make_series,
     render_stacks,
 )
+from perdure.telemetry.fate import collect_last_words
 
 _NATIVE_TIMEOUT_S = 30.0
 """Symbols of torch's libraries are read from disk at first."""
@@ -204,10 +207,15 @@ def diagnose(
     entries = found.entries()
     verdicts = find_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
+    fate, named = found.tell_fate(entries), _name_traps(entries)
     if as_json:
-        more = {"vanished": vanished, "native_stacks": stacks}
-        print_json({"verdicts": verdicts, **{k: v for k, v in more.items() if v}})
+        more = {"vanished": vanished, "native_stacks": stacks, "traps": named}
+        print_json({"verdicts": verdicts, "fate": fate, **{k: v for k, v in more.items() if v}})
         return
+    if fate.state in ("dead", "stalled"):
+        print(f"{job} is {fate.state}: {fate.reason}\n")
+    for row in named:
+        print(f"{row['trap']}: {row['says']}: {row['line']}\n  mend: {row['mend']}\n")
     if vanished is not None:
         print(f"`perdure run` is gone: {vanished.cause}: {vanished.reason}")
         for name, value in vanished.evidence.items():
@@ -223,6 +231,14 @@ def diagnose(
         print("\nstacks now, with native frames")
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     print("\n" + _render_matrix(find_delay_matrix(entries), 100))
+
+
+def _name_traps(entries: list[JournalEntry]) -> list[dict[str, str]]:
+    """Return the traps that the last words of ranks that failed speak of."""
+    return [
+        {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
+        for s, line in name_symptoms(collect_last_words(entries))
+    ]
 
 
 def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:

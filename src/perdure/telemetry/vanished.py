@@ -66,12 +66,14 @@ def explain_vanishing(
             "the kernel killed a part of it for lack of memory",
             {"kernel_log": lines[-3:], "last_event_s": last_s},
         )
+    xids = [line for line in facts.kernel_log if "Xid" in line]
+    seen: dict[str, object] = {"xid": xids[-3:]} if xids else {}
     unread = "" if facts.log_readable else " (the kernel's log cannot be read here)"
     return Vanishing(
         "killed",
         f"no reboot, no hang-up and no sign of lack of memory{unread}: SIGKILL from outside, or a "
         "crash of perdure's own; the same --name resumes the job",
-        {"last_event_s": last_s},
+        {"last_event_s": last_s, **seen},
     )
 
 

@@ -1,0 +1,81 @@
+"""Checkpoints on a disk: found, judged, told of once, pruned by a command."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters import storage
+from perdure.cli.app import run_command
+from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
+from perdure.model.codec import encode
+from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.plan.storage import RESERVE_BYTES, Room
+from perdure.service import storage_watch
+from perdure.service.jobfiles import paths_of, write_document
+
+
+def save(root: Path, step: int, loss: float, size: int = 1000) -> None:
+    folder = root / name_checkpoint(step)
+    folder.mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(bytes(size))
+    files = (FileEntry("__0_0.distcp", size, "x"),)
+    manifest = Manifest(step=step, world_size=1, files=files, metrics={"loss": loss})
+    (folder / "manifest.json").write_bytes(encode(manifest))
+
+
+def test_checkpoints_are_found_with_the_best_and_the_damaged(tmp_path: Path) -> None:
+    for step, loss in ((10, 0.5), (20, 0.1), (30, 0.3)):
+        save(tmp_path, step, loss)
+    (tmp_path / name_checkpoint(30) / "__0_0.distcp").write_bytes(b"cut short")
+    (tmp_path / "step-00000040.g1.tmp").mkdir()
+    found = storage.list_stored(tmp_path, "loss")
+    assert [(one.step, one.best, one.whole) for one in found] == [
+        (10, False, True),
+        (20, True, True),
+        (30, False, False),
+    ]
+    load = storage.find_load(found)
+    assert load is not None
+    assert (load.files, load.bytes > 1000) == (3, True)
+    assert storage.list_stored(tmp_path / "none") == []
+
+
+def test_a_worsening_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = JobSpec(script="x", checkpoint=CheckpointConfig(url=str(tmp_path)))
+    save(tmp_path, 10, 0.5, size=10**6)
+    said: list[str] = []
+    now = [0.0]
+    watch = storage_watch.StorageWatch(
+        spec, paths_of(str(tmp_path), "j"), said.append, lambda: now[0]
+    )
+    for free in (10**9, 2 * 10**6, 2 * 10**6, 10**5, 10**9):
+        left = Room(bytes=RESERVE_BYTES + free, inodes=-1)
+        monkeypatch.setattr(storage_watch, "read_room", lambda place, left=left: left)
+        watch.look()
+        watch.look()
+        now[0] += storage_watch.LOOK_S
+    assert [line.split(":")[0] for line in said] == [
+        "storage is low", "storage is short", "storage is well again",
+    ]  # fmt: skip
+
+
+def test_prune_shows_before_it_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    paths = paths_of(str(tmp_path), "j")
+    root = Path(paths.checkpoints)
+    for step in (10, 20, 30):
+        save(root, step, 0.1)
+    (root / "metrics.json").write_text("{}")
+    write_document(paths.spec, JobSpec(name="j", script="x"))
+    wanted = shutil.disk_usage(tmp_path).total / 1e9 + 1
+    words = ["prune", "j", "--free", str(wanted), "--json"]
+    assert run_command(words) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert (answer["applied"], answer["steps"]) == (False, [10, 20])
+    assert (root / name_checkpoint(10)).is_dir()
+    assert run_command([*words, "--yes"]) == 0
+    assert sorted(path.name for path in root.iterdir()) == ["metrics.json", name_checkpoint(30)]
