@@ -123,6 +123,8 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
     assert (first["state"], first["warned"], first["code"]) == ("stopped", True, 0)
     assert first["checkpoint"] > 0
     site.wait_step(first["checkpoint"] + 5)
+    told = json.loads(site.perdure("status", "job", "--json").stdout)  # By srun, into the job.
+    assert (told["job"], told["state"]) == ("job", "running")
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     site.wait_back(job, 2)
     site.wait_state(job, "COMPLETED", 300)

@@ -55,9 +55,14 @@ def main(folder: str) -> int:
     return 0
 
 
+def find_locks() -> Path:
+    """Return where a machine's GPUs are locked: by queues, and by jobs launched onto it."""
+    return Path(os.path.expanduser("~/.perdure-locks"))
+
+
 def take_devices(given: Attempt, locks: contextlib.ExitStack) -> bool:
     """Lock the attempt's GPUs, waiting for whoever else has them; False where it was stopped."""
-    folder = Path(given.home, "locks")
+    folder = find_locks()
     for slot in sorted(given.slots):
         if slot.startswith(CPU_SLOT):
             continue

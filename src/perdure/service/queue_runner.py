@@ -28,7 +28,7 @@ from perdure.control.queue import (
 from perdure.model.errors import PlatformError
 from perdure.model.queue import Attempt, Claim, Ended, Ending, Found, Started
 from perdure.service.jobfiles import write_document
-from perdure.service.queue_holder import CPU_SLOT
+from perdure.service.queue_holder import CPU_SLOT, find_locks
 from perdure.service.queue_store import (
     ATTEMPT,
     CLAIM,
@@ -195,7 +195,7 @@ class Runner:
         now = time.monotonic()
         if now - self._busy_s >= _BUSY_S:
             self._busy_s = now
-            busy = tuple(find_busy(self._store.home, self._slots))
+            busy = tuple(find_busy(self._slots))
             ours = {slot for line in self._store.book.running() for slot in line.slots}
             fresh = set(busy) - set(self._busy) - ours
             if fresh:
@@ -223,7 +223,7 @@ def stop_attempt(claim: Claim) -> None:
             return
 
 
-def find_busy(home: str, slots: Iterable[str]) -> list[str]:
+def find_busy(slots: Iterable[str]) -> list[str]:
     """Return the GPUs that somebody uses: a lock is held, or NVML shows a process on it."""
     gpus = [slot for slot in slots if not slot.startswith(CPU_SLOT)]
     if not gpus:
@@ -232,7 +232,7 @@ def find_busy(home: str, slots: Iterable[str]) -> list[str]:
     used = nvml.list_used() if nvml is not None else frozenset()
     if nvml is not None:
         nvml.close()
-    return [gpu for gpu in gpus if gpu in used or _is_locked(Path(home, "locks", f"{gpu}.lock"))]
+    return [gpu for gpu in gpus if gpu in used or _is_locked(find_locks() / f"{gpu}.lock")]
 
 
 def _is_locked(path: Path) -> bool:
