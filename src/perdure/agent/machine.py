@@ -239,8 +239,10 @@ class Agent:
                 return [self._report_lost(now, generation)]
             if not members:
                 return []
-        elif placed:
+        elif placed and not set(self.spec.ranks_of(group)) <= set(wanted.gone):
             members = ()
+        elif not members:
+            return []  # It is filled once the controller says with whom.
         self._begin(keeper, generation)
         keeper.members_asked |= set(members)
         return [SpawnRanks(wanted, members)]

@@ -11,6 +11,7 @@ import perdure
 from perdure.cli import (
     act,
     doctor,
+    join,
     launch,
     look,
     metrics,
@@ -92,6 +93,8 @@ for command in (
     verbs.evict,
     verbs.restore,
     notify.notify,
+    join.invite,
+    join.join,
     schema.schema,
     verify.verify,
     doctor.doctor,

@@ -58,6 +58,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     spec = place_replicas(spec)
     check_bus(spec)
+    _check_remote(spec)
     cwd = os.path.abspath(spec.cwd)
     checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
     nats, alerts, notify = spec.nats, spec.alerts, spec.notify
@@ -76,6 +77,19 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
     )
     return spec, "name" in document, _find_notes(options)
+
+
+def _check_remote(spec: JobSpec) -> None:
+    """Refuse more nodes from elsewhere than there are, and those that would be replica groups.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    hint = "they are the last of the nodes: --nodes K --remote R with R up to K"
+    if spec.remote > spec.num_nodes:
+        raise ConfigError(f"--remote {spec.remote}: the job has {spec.num_nodes} nodes", hint=hint)
+    if spec.remote and spec.torchft.replicas:
+        raise ConfigError("--remote: replica groups of torchft are all started here", hint=hint)
 
 
 def place_replicas(spec: JobSpec) -> JobSpec:
@@ -146,6 +160,7 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         "name": options.name,
         "nodes": options.nodes,
         "spares": options.spares,
+        "remote": options.remote,
         "log_dir": options.log_dir,
         "run_id": options.rdzv_id if options.rdzv_id != "none" else None,
         "role": options.role,

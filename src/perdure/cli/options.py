@@ -86,6 +86,10 @@ Name = Annotated[
 ]
 Nodes = Annotated[int | None, _option("--nodes", min=1, help="Emulated nodes on this machine.")]
 Spares = Annotated[int | None, _option("--spares", min=0, help="Slots paid for and kept idle.")]
+Remote = Annotated[
+    int | None,
+    _option("--remote", min=0, help="So many of the nodes come from elsewhere: `perdure join`."),
+]
 Torchft = Annotated[
     bool, _option("--torchft", help="Replica groups of torchft; serves them a lighthouse.")
 ]
@@ -152,6 +156,7 @@ class RunOptions:
     name: str | None = None
     nodes: int | None = None
     spares: int | None = None
+    remote: int | None = None
     torchft: bool = False
     replicas: int | None = None
     cold: bool = False

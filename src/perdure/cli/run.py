@@ -36,6 +36,7 @@ def run(
     config: o.Config = None,
     nodes: o.Nodes = None,
     spares: o.Spares = None,
+    remote: o.Remote = None,
     torchft: o.Torchft = False,
     replicas: o.Replicas = None,
     env: o.Env = None,
@@ -143,7 +144,7 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
     from perdure.service.storage_watch import StorageWatch
 
     failure: PerdureError | None = None
-    placement = load_placement(options.placement, spec.num_nodes) if options.placement else HERE
+    placement = load_placement(options.placement, spec.local_nodes) if options.placement else HERE
     with LiveScreen(sys.stderr if options.json else sys.stdout) as screen:
         storage = StorageWatch(
             spec, paths_of(home, spec.name), lambda text: screen.show_line(f"[perdure] {text}")

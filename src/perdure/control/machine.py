@@ -33,6 +33,7 @@ from perdure.control.recovery.formation import (
     advance_formation,
     end_job,
     form_world,
+    has_enough,
     note_end,
     note_started,
     note_submission,
@@ -255,9 +256,9 @@ class Controller:
         state.nodes[event.node] = event
         state.lost.pop(event.node, None)
         if state.phase == "pending":
-            if len(state.nodes) < state.the_spec().num_nodes:
+            if not has_enough(state):
                 return freed
-            return form_world(state, now, f"all {len(state.nodes)} nodes are there")
+            return form_world(state, now, f"{len(state.nodes)} nodes are there")
         actions = reform.return_node(state, event)
         if actions is None:
             why = "its ranks are gone, keeper and all"

@@ -9,7 +9,7 @@ end has come nearer. What is decided is one move of all nodes that are noticed t
 away: that is no failure, and counts against nobody.
 """
 
-from perdure.control.elastic.leaving import find_leavers
+from perdure.control.elastic.leaving import end_spares, find_leavers
 from perdure.control.elastic.members import fill_slots, find_living, find_spares
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.recovery.placement import cordon, release
@@ -276,7 +276,7 @@ def _cordon(state: ControllerState, node: int, why: str) -> list[AnyAction]:
     if node in state.cordoned:
         return []
     state.going.add(node)
-    return cordon(state, node, why)
+    return cordon(state, node, why) + (end_spares(state, (node,), why) if is_elastic(state) else [])
 
 
 def _free(state: ControllerState, node: int, source: str, why: str) -> list[AnyAction]:

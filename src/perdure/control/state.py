@@ -192,6 +192,8 @@ class ControllerState:
     """When those that are not acted upon are."""
     going: set[int] = field(default_factory=set)
     """Nodes that are given nothing to run for a notice, and for nothing else."""
+    claims: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """Node from elsewhere -> the machine that was given its place, and when."""
     blames: dict[int, int] = field(default_factory=dict)
     """Node -> how often it was blamed for a failure."""
     failed_s: float | None = None

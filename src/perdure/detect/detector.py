@@ -8,6 +8,8 @@ matter (`slow`), judged while nothing stands still. Crashes are not looked at he
 no detector.
 """
 
+import math
+
 import msgspec
 
 from perdure.detect.arrival import Finding, find_culprit
@@ -58,7 +60,11 @@ class Detector:
         self._spec = spec
         self._config = spec.detect
         self._nodes = NodeWatch(
-            spec.detect.node_lost_s, spec.restart.node_wait_s, spec.detect.node_doubt_s
+            spec.detect.node_lost_s,
+            spec.restart.node_wait_s,
+            spec.detect.node_doubt_s,
+            remote_lost_s=spec.detect.remote_lost_s,
+            local_nodes=spec.local_nodes if spec.remote else math.inf,
         )
         self._notes = ProgressNotes(spec)
         self._habits = Habits()

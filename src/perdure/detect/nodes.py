@@ -35,9 +35,19 @@ class NodeWatch:
     """Receives every heartbeat and says when a node fell silent."""
 
     def __init__(
-        self, node_lost_s: float, all_lost_s: float = 0.0, doubt_s: float = DOUBT_S
+        self,
+        node_lost_s: float,
+        all_lost_s: float = 0.0,
+        doubt_s: float = DOUBT_S,
+        *,
+        remote_lost_s: float = math.inf,
+        local_nodes: float = math.inf,
     ) -> None:
-        """Begin with no nodes; those that never came are not lost."""
+        """Begin with no nodes; those that never came are not lost.
+
+        Nodes from `local_nodes` on are others' machines, and judged by `remote_lost_s`.
+        """
+        self._remote_lost_s, self._local_nodes = remote_lost_s, local_nodes
         self._node_lost_s, self._all_lost_s, self._doubt_s = node_lost_s, all_lost_s, doubt_s
         self._heard_s: float | None = None
         # The last heartbeats of nodes that fall silent together are not of one moment.
@@ -52,24 +62,32 @@ class NodeWatch:
         node = self._nodes.get(beat.node)
         if node is None:
             self._nodes[beat.node] = _Node(now, beat.sent_s)
-            self._due_s = self._due_s or now + self._node_lost_s
+            self._expect(now, beat.node)
             return True
         if beat.sent_s <= node.sent_s:
             return False
         node.received_s, node.sent_s, node.lost = now, beat.sent_s, False
-        self._due_s = self._due_s or now + self._node_lost_s
+        self._expect(now, beat.node)
         return True
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from the next look on."""
         self._node_lost_s, self._doubt_s = config.node_lost_s, config.node_doubt_s
+        self._remote_lost_s = config.remote_lost_s
 
     def register(self, now: float, node: int) -> None:
         """An agent said hello."""
         self._hear(now)
         known = self._nodes.setdefault(node, _Node(now))
         known.received_s, known.lost = now, False
-        self._due_s = self._due_s or now + self._node_lost_s
+        self._expect(now, node)
+
+    def _find_limit_s(self, node: int) -> float:
+        return self._node_lost_s if node < self._local_nodes else self._remote_lost_s
+
+    def _expect(self, now: float, node: int) -> None:
+        """Look again no later than when `node` would have been silent for too long."""
+        self._due_s = min(self._due_s or math.inf, now + self._find_limit_s(node))
 
     def restart(self, now: float) -> None:
         """A controller has just started: no silence before now counts."""
@@ -79,8 +97,13 @@ class NodeWatch:
 
     def _hear(self, now: float) -> None:
         """Somebody is heard: after a silence of all, the others get time to be heard as well."""
-        if self._heard_s is not None and now - self._heard_s >= self._quiet_s:
+        silence_s = now - self._heard_s if self._heard_s is not None else 0.0
+        if silence_s >= self._quiet_s:
             self.restart(now)
+        elif silence_s >= self._remote_lost_s / 3:
+            for number, node in self._nodes.items():
+                if number >= self._local_nodes:
+                    node.received_s = max(node.received_s, now)
         self._heard_s = now
 
     def doubt(self, now: float) -> None:
@@ -121,24 +144,29 @@ class NodeWatch:
         if self._quiet_s <= all_silent_s < self._all_lost_s:
             self._due_s = now + self._quiet_s
             return lost
-        later, limit_s = [], self._node_lost_s
-        if self._doubted and all_silent_s < _ANY_S:
-            limit_s = min(limit_s, self._doubt_s)
+        later: list[float] = []
         for number, node in sorted(self._nodes.items()):
-            silence_s = now - node.received_s
+            silence_s, limit_s = now - node.received_s, self._find_limit_s(number)
+            if number >= self._local_nodes and all_silent_s >= limit_s / 3:
+                limit_s = self._node_lost_s  # Nobody is heard just now: it may be the controller.
+            if self._doubted and all_silent_s < _ANY_S:
+                limit_s = min(limit_s, self._doubt_s)
             if not node.lost and silence_s >= limit_s:
                 alive_s = find_alive_s(number)
                 if now - alive_s < limit_s:
-                    later.append(alive_s)
+                    later.append(alive_s + limit_s)
                     continue
                 node.lost = True
                 reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
                 agree = 0.0 <= node.received_s - node.sent_s <= TRUSTED_S
                 last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
-        waiting = [n.received_s for n in self._nodes.values() if not n.lost]
-        known = [at_s for at_s in waiting if now - at_s < self._node_lost_s] + later
-        self._due_s = min(known) + self._node_lost_s if known else None
+        for number, node in self._nodes.items():
+            limit_s = self._find_limit_s(number)
+            due_s = node.received_s + limit_s
+            if not node.lost:
+                later.append(due_s if due_s > now else now + limit_s / 5)
+        self._due_s = min(later, default=None)
         if self._doubted:
             self._due_s = min(self._due_s or math.inf, now + self._find_look_s())
         return lost

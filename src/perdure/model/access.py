@@ -1,7 +1,8 @@
 """Who may say and hear what on the bus: roles, and their permissions by subject.
 
     role        may publish                          may hear
-    controller  orders, the journal, every answer    events, beats, commands, queries, notices
+    controller  orders, the journal, every answer    events, beats, commands, queries,
+                                                     notices, requests for a place
     run         events, commands, the journal's end  answers to itself
     operator    commands, queries, notices, replay   answers to itself, the journal
     agent       events, beats, probes                its own orders and probes
@@ -9,6 +10,7 @@
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
+    joiner      requests for a place                 answers to itself
 
 Every role hears answers under an inbox of its own only, so that none reads another's. A viewer
 reads the journal message by message (`DIRECT.GET`) and may make no consumer: a consumer's
@@ -27,6 +29,7 @@ from perdure.model.wire import (
     subject_beats,
     subject_commands,
     subject_events,
+    subject_joins,
     subject_journal,
     subject_notices,
     subject_orders,
@@ -34,7 +37,7 @@ from perdure.model.wire import (
 )
 
 Role = Literal[
-    "controller", "run", "operator", "agent", "lighthouse", "viewer", "worker", "monitor"
+    "controller", "run", "operator", "agent", "lighthouse", "viewer", "worker", "monitor", "joiner"
 ]
 ROLES: tuple[Role, ...] = (
     "controller",
@@ -45,6 +48,7 @@ ROLES: tuple[Role, ...] = (
     "viewer",
     "worker",
     "monitor",
+    "joiner",
 )
 
 
@@ -89,7 +93,7 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
             told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
             return Access(
                 publish=(*orders, "_INBOX.>", *make, *last, *replay),
-                subscribe=(*told, subject_notices(job), *inbox),
+                subscribe=(*told, subject_notices(job), subject_joins(job), *inbox),
             )
         case "run":
             said = (subject_events(job), subject_commands(job))
@@ -116,3 +120,5 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
             return Access(publish=(ask,), subscribe=inbox)
         case "monitor":
             return Access(publish=(subject_notices(job),), subscribe=inbox)
+        case "joiner":
+            return Access(publish=(subject_joins(job),), subscribe=inbox)

@@ -49,6 +49,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     the slot of its number modulo the job's slots; one that has ended is not started again."""
     homes: dict[int, int] = {}
     """Node of each of `extra`: of its slot, where that is one of the world's, else a spare one."""
+    gone: tuple[int, ...] = ()
+    """Ranks of an elastic generation's first world that are lost: a machine that takes the place of
+    theirs has not seen them, and does not start them."""
     steering: Steering = Steering()
     """Changes and a pause that the ranks have to know of before their first step."""
     reason: str = ""

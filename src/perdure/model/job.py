@@ -34,6 +34,10 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     node_doubt_s: Seconds = 3.0
     """The same where an elastic world has broken, too: its ranks' peers saw connections end."""
+    remote_lost_s: Seconds = 0.9
+    """The same for a node from elsewhere (`remote`): nobody else sees its processes end."""
+    beat_s: Annotated[float, Meta(gt=0, le=5)] = 0.2
+    """Between two heartbeats of a node."""
     exit_skew_s: Seconds = 5.0
     """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
     comm_action_s: Seconds = 10.0
@@ -306,6 +310,8 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Nodes; on one machine, that many agents and keepers of their own."""
     spares: Count = 0
     """Slots paid for and kept idle, ready to stand in."""
+    remote: Count = 0
+    """So many of the nodes, the last ones, are not started here: `perdure join` brings them."""
     cwd: str = "."
     """Working directory of the ranks; relative to that of `perdure run`."""
     env: dict[str, str] = {}
@@ -347,6 +353,11 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def num_nodes(self) -> int:
         """Nodes with an agent: those that run ranks at first, then the spare ones."""
         return self.nodes + self.spare_nodes
+
+    @property
+    def local_nodes(self) -> int:
+        """Nodes whose agents `perdure run` starts."""
+        return max(0, self.num_nodes - self.remote)
 
     @property
     def world_size(self) -> int:

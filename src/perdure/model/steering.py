@@ -25,6 +25,7 @@ Verb = Literal[
     "evict",
     "restore",
     "notify",
+    "join",
 ]
 """What an operator may ask for."""
 

@@ -27,6 +27,7 @@ from perdure.model.actions import (
     WatchClosely,
 )
 from perdure.model.events import AnyEvent, ExitRecord
+from perdure.model.job import JobSpec
 from perdure.model.steering import Verb
 
 
@@ -62,6 +63,11 @@ def subject_queries(job: str) -> str:
 def subject_notices(job: str) -> str:
     """What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
     return f"perdure.{job.replace('.', '_')}.notices"
+
+
+def subject_joins(job: str) -> str:
+    """Requests of nodes from elsewhere for a place: a `JoinRequest`, answered by `CommandReply`."""
+    return f"perdure.{job.replace('.', '_')}.joins"
 
 
 def subject_journal(job: str) -> str:
@@ -148,6 +154,31 @@ class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Who says so, such as `dcgm` or a person's name; who withdraws a preemption has said it."""
     id: str = ""
     """Makes a repetition harmless; without one, each is taken."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine asks for a place. `machine` is the same whenever it asks again."""
+
+    id: str
+    """Of this request."""
+    machine: str
+    host: str = ""
+    """Its name, for people."""
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine that was given a place has to know; it travels in the reply only."""
+
+    node: int
+    spec: JobSpec
+    endpoint: "Endpoint"
+
+
+class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `perdure invite` prints and `perdure join` reads. It holds a secret."""
+
+    job: str
+    endpoint: "Endpoint"
 
 
 class CommandReply(msgspec.Struct, frozen=True):

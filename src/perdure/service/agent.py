@@ -85,7 +85,6 @@ from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
 
 log = logging.getLogger("perdure.agent")
 
-BEAT_S = 0.2
 _KEEPER_EXIT_S = 5.0
 _FLUSH_S = 3.0
 RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER")
@@ -182,6 +181,8 @@ class AgentService:
             self._start(self._devices.run(lambda: self._view_ranks().pids))
             for source in self.notices.sources:
                 self._start(self.notices.watch(source))
+            if self._node >= self._spec.local_nodes:
+                self._start(self._leave_when_warned())
             if self._spec.preemption.acknowledge:
                 self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
             self.take(AgentStarted())
@@ -376,8 +377,16 @@ class AgentService:
                 self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
             )
             await self._bus.publish(subject, encode(self._devices.join(self._links.join(beat))))
-            due_s = max(due_s + BEAT_S, loop.time())
+            due_s = max(due_s + self._spec.detect.beat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
+
+    async def _leave_when_warned(self) -> None:
+        """Leave a machine from elsewhere once nothing runs here, after a signal to do so."""
+        idle = 0
+        while idle < 5:
+            await asyncio.sleep(0.1)
+            idle = idle + 1 if self.notices.warned and not self._view_ranks().pids else 0
+        self.take(SupervisorGone())
 
     def _view_ranks(self) -> Ranks:
         """Return whose connections are looked at; the store's are none between ranks."""

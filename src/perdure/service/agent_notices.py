@@ -56,6 +56,8 @@ class NoticeWatch:
         self._report, self._now, self._wall = report, now, wall
         self._pause = pause
         self._known = {id(source): _Known() for source in self.sources}
+        self.warned = False
+        """A signal has come that is a notice."""
 
     async def watch(self, source: NoticeSource) -> None:
         """Look at `source` until cancelled."""
@@ -97,6 +99,7 @@ class NoticeWatch:
     def warn(self, signal: str) -> None:
         """Take a signal that is a notice."""
         now, grace_s = self._now(), self._config.signals.get(signal, self._config.grace_s)  # type: ignore[call-overload]
+        self.warned = True
         one = Announced(id=signal, reason=f"the agent got {signal}")
         self._notice(signal, one, now, now + grace_s)
 

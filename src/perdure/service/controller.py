@@ -33,6 +33,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
+from perdure.service.joining import find_admission
 from perdure.service.journal import Journal, Mirror
 from perdure.service.processes import find_by_argument
 from perdure.service.snapshots import SnapshotFiles
@@ -102,6 +103,7 @@ async def _main(job: str) -> JobEnded:
             note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
         )
+        service.inbox.admit = lambda node: find_admission(spec, paths, node)
         async with _reach_out(spec, paths, service, alerter):
             with _serve_metrics(spec, newest), _watch_run(service):
                 ended = await service.run()

@@ -25,13 +25,16 @@ from perdure.model.events import AnyEvent, RankExited
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
 from perdure.model.wire import (
+    Admission,
     Command,
     CommandReply,
     EventMessage,
+    JoinRequest,
     Notice,
     subject_beats,
     subject_commands,
     subject_events,
+    subject_joins,
     subject_notices,
     subject_queries,
 )
@@ -68,9 +71,14 @@ class Inbox:
     """Collects what arrives between two turns of the loop; `wake` is set by each arrival."""
 
     def __init__(
-        self, spec: JobSpec, wake: asyncio.Event, clock: Callable[[], float] = time.monotonic
+        self,
+        spec: JobSpec,
+        wake: asyncio.Event,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin empty."""
+        self.admit: Callable[[int], Admission | None] = lambda node: None
+        """What a machine that was given the place of a node has to know."""
         self._spec, self._wake, self._clock = spec, wake, clock
         self._arrived = Arrived()
         self._answers: set[asyncio.Task[None]] = set()
@@ -89,6 +97,7 @@ class Inbox:
         await bus.serve(subject_commands(job), self.take_command)
         await bus.serve(subject_queries(job), self.take_query)
         await bus.serve(subject_notices(job), self.take_notice)
+        await bus.serve(subject_joins(job), self.take_join)
         await bus.subscribe(subject_beats(job), self.take_beat)
 
     def empty(self) -> Arrived:
@@ -139,6 +148,25 @@ class Inbox:
             args: dict[str, Any] = msgspec.to_builtins(notice)
             who = notice.source or "a monitor"
             self.put(Command(id=id_, kind="notify", args=args, who=who), reply)
+
+    def take_join(self, data: bytes, reply: Reply) -> None:
+        """Take a machine's request for a place; the answer that it gets holds a secret."""
+        asked = self._read(data, JoinRequest, reply)
+        if asked is None:
+            return
+
+        async def let_in(answer: bytes) -> None:
+            told: CommandReply = decode(answer, CommandReply)
+            admission = self.admit(told.result["node"]) if told.ok else None
+            if admission is not None:
+                result = {"admission": msgspec.to_builtins(admission)}
+                told = msgspec.structs.replace(told, result=result)
+            elif told.ok:
+                told = CommandReply(id=told.id, ok=False, reason="its credentials are gone")
+            await reply(encode(told))
+
+        args = {"machine": asked.machine, "host": asked.host}
+        self.put(Command(id=f"join-{asked.id}", kind="join", args=args, who=asked.host), let_in)
 
     def take_beat(self, data: bytes) -> None:
         """Take a heartbeat."""

@@ -216,7 +216,7 @@ class Supervisor:
         if needs_lighthouse(self._spec):
             self._start_part("lighthouse")
         self._torchft = await find_torchft(self._spec, self._paths, os.environ)
-        for node in range(self._spec.num_nodes):
+        for node in range(self._spec.local_nodes):
             self._start_part(f"agent {node}")
         self._write_parts()
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")

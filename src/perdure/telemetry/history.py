@@ -376,7 +376,7 @@ class History:
                 self.weighed = (entry.at_s, event.verdict)
             case VerdictReached() as event if event.verdict.actionable:
                 self._blame(self._of(event.verdict.generation), _hang(event.verdict))
-            case NodeLost() as event if self.newest is not None:
+            case NodeLost() as event if self.newest is not None and self._is_missed(event.node):
                 seen_s = event.last_seen_s or event.at_s
                 step = self.newest.step
                 node = f"node {event.node}"
@@ -403,6 +403,13 @@ class History:
                 self.notices.take(event)
             case _:
                 pass
+
+    def _is_missed(self, node: int) -> bool:
+        """Return whether the newest world had somebody on `node` who has not ended."""
+        newest = self.newest
+        assert newest is not None
+        mine = [rank for rank, home in newest.homes.items() if home == node]
+        return not newest.homes or any(newest.rank(rank).exit is None for rank in mine)
 
     def _leave(self, at_s: float, node: int, reason: str) -> None:
         """A world that was ended so that its ranks leave a node, and for no failure."""

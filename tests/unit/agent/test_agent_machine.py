@@ -359,3 +359,12 @@ def test_what_died_with_keeper_and_agent_is_not_started_again() -> None:
     assert node.assign(0, "run", **more) == []
     more = {"placement": (0, 1), "extra": (4, 8), "homes": {4: 2, 8: 2}}
     assert spawned(node.assign(0, "run", **more)) == [((8,), False)]
+
+
+def test_a_machine_in_a_lost_ones_place_starts_new_members_only() -> None:
+    node = Node(1)
+    node.up()
+    world: Any = {"gone": (2, 3), "placement": (0, 1)}
+    assert spawned(node.assign(0, "run", **world)) == [], "ranks 2 and 3 were lost elsewhere"
+    more = world | {"extra": (6, 7), "homes": {6: 1, 7: 1}}
+    assert spawned(node.assign(0, "run", **more)) == [((6, 7), False)]

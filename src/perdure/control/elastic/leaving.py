@@ -74,6 +74,14 @@ def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]
     return open_boundary(state, now, "checkpoint", reason=reason)
 
 
+def end_spares(state: ControllerState, nodes: Collection[int], why: str) -> list[AnyAction]:
+    """Return the orders that end the spares on `nodes`, which have no part in the world yet."""
+    elastic = state.elastic
+    gone = {*state.exits, *elastic.members, *elastic.left, *elastic.lost}
+    ready = sorted(elastic.ready - gone)
+    return [end_rank(state, rank, why) for rank in ready if find_home(state, rank) in nodes]
+
+
 def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> list[AnyAction]:
     """All have come to the step of a drain: the others go on without those who leave."""
     elastic = state.elastic
@@ -111,10 +119,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyActio
     if move.restored:
         actions += fill_slots(state, move.why)
     elastic = state.elastic
-    gone = {*state.exits, *elastic.members, *elastic.left, *elastic.lost}
-    for rank in sorted(elastic.ready - gone) if not move.restored else ():
-        if find_home(state, rank) in move.nodes:
-            actions.append(end_rank(state, rank, move.why))  # A spare, which has no part yet.
+    actions += end_spares(state, move.nodes, move.why) if not move.restored else []
     ranks = list(move.ranks)
     agreed = move.kind == "drain" and move.step >= 0 and set(ranks) <= elastic.left
     took_s = round(now - move.at_s, 3)

@@ -130,9 +130,15 @@ def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
         number=state.number,
         extra=tuple(elastic.extra),
         homes=dict(elastic.homes),
+        gone=list_gone(state),
         reason=why,
     )
     return [AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=why)]
+
+
+def list_gone(state: ControllerState) -> tuple[int, ...]:
+    """Return the ranks of the first world that are not started again."""
+    return tuple(sorted((state.elastic.lost | set(state.exits)) & set(state.world)))
 
 
 def lose_node(state: ControllerState, node: int, begun: Collection[int] | None = None) -> bool:

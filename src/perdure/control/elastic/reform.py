@@ -17,6 +17,7 @@ from perdure.control.elastic.members import (
     fill_slots,
     find_home,
     find_living,
+    list_gone,
     lose_node,
     order_following,
     split_called,
@@ -215,6 +216,8 @@ def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction
             return None
     if not is_elastic(state):
         return []
+    if state.assignment is not None:
+        state.assignment = structs.replace(state.assignment, gone=list_gone(state))
     strays = end_strays(state, event.node, event.running)
     return [*(outside or []), *strays, *fill_slots(state, f"node {event.node} is back")]
 

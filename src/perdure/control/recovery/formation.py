@@ -24,8 +24,16 @@ _END_TIMEOUT_S = 20.0
 def note_submission(state: ControllerState, now: float, event: JobSubmitted) -> list[AnyAction]:
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
-    state.phase_deadline_s = now + REGISTER_TIMEOUT_S
+    patience_s = event.spec.restart.node_wait_s if event.spec.remote else 0.0
+    state.phase_deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
     return []
+
+
+def has_enough(state: ControllerState) -> bool:
+    """Return whether the first world can be formed: spare nodes from elsewhere may come later."""
+    spec = state.the_spec()
+    local = set(range(spec.local_nodes)) <= set(state.nodes)
+    return local and len(state.nodes) >= spec.nodes
 
 
 def form_world(

@@ -1,6 +1,7 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
 from perdure.control.answers import answer
+from perdure.control.joining import receive_join
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
@@ -91,6 +92,8 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return receive_verb(state, now, command)
         case "notify":
             return receive_notice(state, now, command)
+        case "join":
+            return receive_join(state, now, command)
         case "resume":
             return receive_resume(state, now, command)
         case "stop" | "checkpoint" | "set" | "pause":

@@ -1,0 +1,68 @@
+"""Who is given which place, and what a machine that comes into a lost one's starts."""
+
+from tests.unit.control.driver import Driver, one
+from tests.unit.control.test_elastic_spares import Lab, started
+
+from perdure.model.actions import AnswerCommand, AssignNodes
+from perdure.model.events import CommandReceived, NodeLost, NodeRegistered
+
+
+def ask(driver: Driver, machine: str) -> AnswerCommand:
+    args = {"machine": machine, "host": machine}
+    id_ = f"join-{len(driver.log)}"
+    told: AnswerCommand = one(
+        driver.do(CommandReceived(id=id_, kind="join", args=args, who="", at_s=driver.now)),
+        AnswerCommand,
+    )
+    return told
+
+
+def test_each_machine_has_a_place_of_its_own_and_the_same_when_it_asks_again() -> None:
+    driver = Driver(nodes=3, remote=2)
+    assert [ask(driver, m).result["node"] for m in ("x", "y", "x")] == [1, 2, 1]
+    refused = ask(driver, "z")
+    assert not refused.ok
+    assert "nodes 1, 2 are taken" in refused.reason
+    driver.now += 31.0
+    assert ask(driver, "z").result["node"] == 1, "x has never come"
+
+
+def test_the_world_waits_for_its_nodes_and_not_for_spare_ones() -> None:
+    driver = Driver(nodes=2, remote=1)
+    assert driver.register(0) == []
+    assert one(driver.register(1), AssignNodes)
+    spare = Driver(nodes=1, spares=2, remote=1)
+    assert one(spare.register(0), AssignNodes)
+    spare.run()
+    spare.register(1)
+    assert spare.controller.state.spares == (1,)
+
+
+def test_the_place_of_a_lost_machine_is_free_for_another() -> None:
+    driver = Driver(nodes=2, remote=1)
+    assert ask(driver, "x").result["node"] == 1
+    driver.register(0)
+    driver.register(1)
+    driver.run()
+    assert not ask(driver, "y").ok
+    driver.now += 60.0
+    driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    driver.now += 0.5
+    assert ask(driver, "y").result["node"] == 1
+    assert not ask(driver, "z").ok, "y was given it"
+
+
+def test_a_job_without_places_says_so() -> None:
+    assert "--remote" in ask(Driver(nodes=2), "x").reason
+
+
+def test_a_new_machine_in_a_lost_ones_place_starts_new_members_only() -> None:
+    lab = Lab(nproc=1, nodes=2, spares=0)
+    lab.say(NodeLost(node=1, at_s=lab.now, reason="silent"))
+    lab.formed()
+    back = NodeRegistered(node=1, incarnation="b", host="h", boot_id="other", slots=1)
+    actions = lab.say(back)
+    assert started(actions) == {3: 1}
+    for action in actions:
+        if isinstance(action, AssignNodes) and 1 in action.nodes:
+            assert action.assignment.gone == (1,)

@@ -1,0 +1,48 @@
+"""A node from elsewhere is missed within a second; a controller that was busy misses nobody."""
+
+from perdure.detect.nodes import NodeWatch
+from perdure.model.progress import NodeBeat
+
+
+def watch() -> NodeWatch:
+    """Nodes 0 and 1 are here, 2 and 3 elsewhere."""
+    return NodeWatch(15.0, 60.0, remote_lost_s=0.9, local_nodes=2)
+
+
+def beat(nodes: NodeWatch, now: float, *numbers: int) -> list[int]:
+    for node in numbers:
+        sent = NodeBeat(node=node, incarnation="a", seq=1, sent_s=now - 0.001, generation=0)
+        nodes.take_beat(now, sent)
+    return [lost.node for lost in nodes.find_lost(now)]
+
+
+def test_a_machine_that_vanishes_is_missed_within_a_second() -> None:
+    nodes, lost = watch(), []
+    for tick in range(40):
+        now = 100.0 + 0.2 * tick
+        there = (0, 1, 2, 3) if now < 102.0 else (0, 1, 3)
+        lost += [(node, round(now - 101.8, 1)) for node in beat(nodes, now, *there)]
+    assert lost == [(2, 1.0)]
+    assert beat(nodes, 110.0, 0, 1, 2, 3) == []
+
+
+def test_a_local_node_has_time_for_its_agent_to_be_restarted() -> None:
+    nodes = watch()
+    for tick in range(60):
+        there = (0, 1, 2, 3) if tick < 3 else (0, 2, 3)
+        assert beat(nodes, 100.0 + 0.2 * tick, *there) == []
+
+
+def test_a_controller_that_was_busy_misses_nobody() -> None:
+    nodes = watch()
+    beat(nodes, 100.0, 0, 1, 2, 3)
+    for begin in (105.0, 110.0, 111.3):
+        assert beat(nodes, begin, 0) == [], "the first of many that had to wait"
+        assert beat(nodes, begin + 0.1, 1, 2, 3) == []
+
+
+def test_it_looks_in_time() -> None:
+    nodes = watch()
+    beat(nodes, 100.0, 0, 1, 2, 3)
+    assert nodes.due_s is not None
+    assert nodes.due_s <= 101.0
