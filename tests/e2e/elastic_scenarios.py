@@ -41,7 +41,7 @@ def run_scenarios(scenarios: list[dict[str, Any]], folder: Path) -> dict[str, Ou
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.elastic_world"],
         input="".join(json.dumps(one) + "\n" for one in scenarios),
-        capture_output=True, text=True, timeout=60 * len(scenarios),
+        capture_output=True, text=True, timeout=sum(one["timeout_s"] for one in scenarios),
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

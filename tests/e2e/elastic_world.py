@@ -21,6 +21,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch._dynamo
 import torch.distributed as dist
@@ -131,9 +132,10 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     killer.takes_along = find_memory(scenario, me) if scenario.get("nodes", 1) > 1 else None
     torch.manual_seed(1000 + me)
     width = scenario.get("width", 64)
+    layers = [nn.Linear(width, width) for _ in range(scenario.get("layers", 1))]
     model = nn.Sequential(
         nn.Linear(16, width), nn.Dropout(scenario.get("dropout", 0.1)), nn.ReLU(),
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1),
+        *layers, nn.ReLU(), nn.Linear(width, 1),
     )  # fmt: skip
     plan = plan_batches(scenario["batch"], scenario["micro_batch"])
     data = MicroBatches(Numbers(), plan, seed=3, shuffle=True)
@@ -180,6 +182,8 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "hash": hash_state(replica),
                 "hash_of": trainer.applied,
                 "shard": name_part(replica),
+                "section": getattr(replica, "section", None),
+                "sizes": getattr(replica, "sizes", ()),
                 "shape": trainer.layout.shape if "stages" in scenario else "",
             }
             used.clear()
@@ -211,7 +215,7 @@ def make_stages(
     scenario: dict[str, Any], model: nn.Sequential, load: Any, killer: Killer, membership: Line
 ) -> tuple[Any, Any]:
     """Return what is trained, cut into stages, and its loop."""
-    from perdure.plan.stages import Model, choose_balanced
+    from perdure.plan.stages import Model, choose_balanced, cut_balanced
     from perdure.worker.elastic.stage_trainer import StageTrainer
     from perdure.worker.elastic.staged import StagedReplica
     from perdure.worker.pipeline import Runner
@@ -220,10 +224,13 @@ def make_stages(
     killer.wrap(Runner, "_backward", "backward")
     replica = StagedReplica(list(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
     shape = Model(replica.weights, replica.sizes, scenario["stages"])
+    choose: Any = functools.partial(choose_balanced, shape)
+    if scenario.get("recut"):
+        choose = lambda members, nodes, rest: cut_balanced(shape, len(members))  # noqa: E731
     trainer = StageTrainer(
         replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
         seed=3, exact=scenario.get("exact", False), membership=membership,
-        choose=functools.partial(choose_balanced, shape), bucket_bytes=4096,
+        choose=choose, bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
     )  # fmt: skip
     return replica, trainer
@@ -269,6 +276,7 @@ class World:
         self.followers: set[int] = set()
         self.cut: set[int] = set()
         """Members that were left out while they live."""
+        self.reformed: list[WorldReformed] = []
         self.reasons: list[str] = []
         """What members did to be at the same step."""
         self.ready: list[int] = []
@@ -349,6 +357,7 @@ class World:
             "deaths": self.deaths,
             "ready": self.ready,
             "reasons": self.reasons,
+            "formed": msgspec.to_builtins(self.reformed),
         }
 
     def cut_off(self) -> None:
@@ -392,6 +401,7 @@ class World:
                 self.order()
         if isinstance(event, WorldReformed):
             self.formed.add(me)
+            self.reformed.append(event)
             self.reasons.append(event.reason)
             self.join_at(event.step)
 

@@ -8,6 +8,7 @@ the state before it, as with a replicated one.
 
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, cast
 
 from perdure.worker.checkpoint import Checkpointer
@@ -28,6 +29,15 @@ class PartSaving(Saving):
         """This member's part is the one of its kind that is saved."""
         self.agreed = False
         """The first member has said, with the newest counts, that one is due."""
+        self.on_hand_over: Callable[[tuple[int, ...]], object] = lambda members: None
+
+    def hand_over(self, members: tuple[int, ...]) -> None:
+        """Have this very step in memory, also on a neighbour's node, before anyone leaves."""
+        self.on_hand_over(members)
+
+    def leave(self) -> None:
+        """Leave, and leave the snapshots behind."""
+        super().close()
 
     @abstractmethod
     def _open_part(self, number: int, count: int) -> Checkpointer:

@@ -13,13 +13,14 @@ What shards and pipeline stages have in common:
 import gc
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
 from perdure.plan.shards import NO_LINE, plan_mirrors
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.mirror import Mirror
+from perdure.worker.elastic.part_saving import PartSaving
 from perdure.worker.elastic.peers import Peers
 from perdure.worker.elastic.sharding import Parts
 from perdure.worker.elastic.trainer import Trainer
@@ -37,6 +38,7 @@ class PartTrainer(Trainer):
         """Take a snapshot of the part every `snapshot_every` steps (0: never), by `peers`."""
         self._peers = peers
         super().__init__(*args, **more)
+        cast(PartSaving, self._saving).on_hand_over = self._hand_over
         self._line = self._ready = NO_LINE
         self._rebuilt = False
         """The part is another one than in the world before."""
@@ -105,10 +107,21 @@ class PartTrainer(Trainer):
         snapshot, parts = self._tell_parts()
         self._peers.begin(snapshot, parts, self._tell_plain())
 
+    def _hand_over(self, members: tuple[int, ...]) -> None:
+        """Take a snapshot of this step, and go on when it is wherever it is kept."""
+        if self._every:
+            if self._newest != (self._applied, self._line):
+                self._take_snapshot(members)
+            self._peers.finish()
+
     # --- the world ----------------------------------------------------------------------------
 
     def _make_line(self) -> int:
         return self._membership.generation * _LINES + self._membership.epoch
+
+    def _abandon(self) -> None:
+        self._peers.abandon()
+        super()._abandon()
 
     def _leave(self) -> None:
         self._peers.leave()

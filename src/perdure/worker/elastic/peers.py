@@ -114,9 +114,19 @@ class Peers(Generic[AnySnapshot]):
             self._copied.wait()
             self.stall_s += time.monotonic() - began
 
+    def finish(self) -> None:
+        """Wait until what was begun is copied, and a neighbour has it, or has been lost."""
+        self._end_thread()
+
     def enter(self, mirror: Mirror | None) -> None:
         """A world is formed: send snapshots over `mirror` from now on."""
         self._mirror = mirror
+
+    def abandon(self) -> None:
+        """End what is still being sent although its connections are shut; by any thread."""
+        mirror = self._mirror
+        if mirror is not None:
+            mirror.group.abandon()
 
     def leave(self) -> None:
         """The world is left: nothing is sent any more."""

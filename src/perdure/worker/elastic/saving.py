@@ -68,6 +68,13 @@ class Saving:
         """Save every `value` seconds from now on."""
         self.every_s = value
 
+    def hand_over(self, members: tuple[int, ...]) -> None:
+        """Some of `members` leave at this step, and take nothing along that the others lack."""
+
+    def leave(self) -> None:
+        """Wait until what was begun is written: this rank leaves, and the others go on."""
+        self.close()
+
     def close(self) -> None:
         """Wait until what was begun is written."""
         if self._saver is not None:

@@ -275,6 +275,10 @@ class StageTrainer(PartTrainer):
             stage.give_up()
         super()._leave()
 
+    def _find_wait(self) -> float:
+        stage = self._stage
+        return super()._find_wait() or (stage.waits_since_s if stage is not None else 0.0)
+
     def _abandon(self) -> None:
         stage = self._stage
         if stage is not None:

@@ -167,6 +167,8 @@ class Steering:
         error = ""
         if saves or drains:
             self._come_together(applied, group)
+        if any(one.leaves for one in drains):
+            self._saving.hand_over(group.members)
         if saves:
             self._progress.account("boundary", "checkpoint")
             error = self._save(applied, group, saves[0].kind)
@@ -194,7 +196,7 @@ class Steering:
         """End this process in good order: every member is at this step, and needs nothing of it."""
         self._signals.active = False
         self._gate.close(f"this rank has left at step {applied}")
-        self._saving.close()
+        self._saving.leave()
         self._progress.finish()
         print(f"perdure: rank {self._membership.me} leaves at step {applied}: its node is drained")
         raise SystemExit(0)

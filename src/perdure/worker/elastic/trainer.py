@@ -221,7 +221,7 @@ class Trainer:
                 return
             except Broken as error:
                 why = str(error)
-                self._waited_s = self._waited_s or self._group.waits_since_s
+                self._waited_s = self._waited_s or self._find_wait()
                 self._buckets.disarm()
                 self._drop_unfinished()
                 self._leave()
@@ -364,6 +364,10 @@ class Trainer:
         if group is not None:
             group.give_up()
         self._group = None
+
+    def _find_wait(self) -> float:
+        """Return since when this rank has waited for what broke; 0 where it did not wait."""
+        return self._group.waits_since_s if self._group is not None else 0.0
 
     def _abandon(self) -> None:
         group = self._group

@@ -1,0 +1,140 @@
+"""Elastic pipelines: what a change of the world takes by phase, and what it moves.
+
+    python bench/bench_morph.py [--stages 2 3 4] [--megabytes 3] [--json]
+
+Eight ranks, of which one after the other is killed until one copy is left, once with losses
+rerouted where nothing has to move, and once with the model cut anew for every world (`recut`).
+Real processes and connections of the test harness; phases are the ranks' own stamps, the last
+rank's of each. `least` are the bytes that the best of all assignments of members to the new
+stages would move.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.e2e.elastic_scenarios import run_scenarios, scenario  # noqa: E402
+
+RANKS, LAYERS, EVERY = 8, 12, 3
+"""A rank is lost every so many steps."""
+
+
+def make_scenario(stages: int, recut: bool, width: int) -> dict[str, Any]:
+    """Return a world whose last rank dies, then the one before it, and so on."""
+    kills = {
+        str(rank): f"applied {EVERY * (index + 1) - 1}"
+        for index, rank in enumerate(range(RANKS - 1, stages - 1, -1))
+    }
+    steps = EVERY * (len(kills) + 1)
+    return scenario(
+        f"{stages}-{'recut' if recut else 'stay'}", RANKS, stages=stages, recut=recut, kill=kills,
+        width=width, layers=LAYERS, steps=steps, every=EVERY, timeout_s=300,
+    )  # fmt: skip
+
+
+def read_epochs(outcome: dict[str, Any], block_bytes: list[int]) -> list[dict[str, Any]]:
+    """Return a line for each change of the world."""
+    formed: dict[int, list[dict[str, Any]]] = {}
+    for event in outcome["answer"]["formed"]:
+        if not event["finished"]:
+            formed.setdefault(event["epoch"], []).append(event)
+    rows = [row for mine in outcome["rows"].values() for row in mine]
+    lines = []
+    for epoch in sorted(formed)[1:]:
+        events = formed[epoch]
+        died = max((at for at in outcome["answer"]["deaths"] if at <= max(
+            event["formed_s"] for event in events)), default=0.0)  # fmt: skip
+        ordered = max(event["ordered_s"] for event in events)
+        connected = max(event["connected_s"] for event in events)
+        ready = max(event["formed_s"] for event in events)
+        after = [row["at"] for row in rows if row["epoch"] == epoch]
+        lines.append(
+            {
+                "before": formed[epoch - 1][0]["shape"] if epoch - 1 in formed else "?",
+                "after": events[0]["shape"],
+                "back": max(event["back"] for event in events),
+                "morphed": any(event["morphed"] for event in events),
+                "ordered_ms": 1e3 * (ordered - died),
+                "connected_ms": 1e3 * (connected - ordered),
+                "state_ms": 1e3 * (ready - connected),
+                "step_ms": 1e3 * (min(after) - ready) if after else None,
+                "total_ms": 1e3 * (min(after) - died) if after else None,
+                "moved": sum(event["moved_bytes"] for event in events),
+                "least": find_least(outcome, epoch, block_bytes),
+            }
+        )
+    return lines
+
+
+def find_least(outcome: dict[str, Any], epoch: int, sizes: list[int]) -> int | None:
+    """Return the fewest bytes that anybody could have moved for the sections of `epoch`."""
+    before, after = {}, {}
+    for member, rows in outcome["rows"].items():
+        for row in rows:
+            if row["epoch"] == epoch:
+                after[member] = row["section"]
+            elif row["epoch"] == epoch - 1:
+                before[member] = row["section"]
+    if not after or not set(after) <= set(before):
+        return None
+    members = sorted(after)
+    missing = {
+        (member, tuple(after[other])): sum(
+            sizes[b] for b in range(*after[other]) if b not in range(*before[member])
+        )
+        for member in members
+        for other in members
+    }
+    kinds = [tuple(after[member]) for member in members]
+    return min(
+        sum(missing[member, kind] for member, kind in zip(members, order, strict=True))
+        for order in set(itertools.permutations(kinds))
+    )
+
+
+def main() -> int:
+    """Print the changes, one a line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--megabytes", type=float, default=3.0, help="state of a block")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    width = int((args.megabytes * 1e6 / 12) ** 0.5)
+    load_before = os.getloadavg()[0]
+    scenarios = [make_scenario(s, recut, width) for s in args.stages for recut in (False, True)]
+    with tempfile.TemporaryDirectory() as folder:
+        outcomes = run_scenarios(scenarios, Path(folder))
+    found = {}
+    for name, outcome in outcomes.items():
+        if outcome["answer"].get("hung"):
+            print(f"{name}: hung\n{outcome['log'][-2000:]}", file=sys.stderr)
+            return 1
+        sizes = outcome["rows"]["0"][0]["sizes"]
+        found[name] = read_epochs(outcome, sizes)
+    result = {"load": [round(load_before, 1), round(os.getloadavg()[0], 1)], "worlds": found}
+    if args.json:
+        print(json.dumps(result))
+        return 0
+    print(f"load {result['load']}, {args.megabytes:g} MB a block, {LAYERS + 2} blocks")
+    keys = ("ordered_ms", "connected_ms", "state_ms", "step_ms", "total_ms")
+    print("world        change               order conn  state step  total    moved    least")
+    for name, lines in found.items():
+        for line in lines:
+            times = " ".join(f"{line[k]:5.0f}" if line[k] is not None else "    -" for k in keys)
+            least = f"{line['least'] / 1e6:8.1f}" if line["least"] is not None else "       -"
+            change = f"{line['before']} -> {line['after']}"
+            back = f"  {line['back']} steps back" if line["back"] else ""
+            print(f"{name:10} {change:22} {times} {line['moved'] / 1e6:8.1f} {least}{back}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
