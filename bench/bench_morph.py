@@ -25,6 +25,10 @@ from tests.e2e.elastic_scenarios import run_scenarios, scenario  # noqa: E402
 
 RANKS, LAYERS, EVERY = 8, 12, 3
 """A rank is lost every so many steps."""
+DEFAULTS: dict[str, Any] = {
+    "finished": False, "back": 0, "morphed": False, "moved_bytes": 0, "connected_s": 0.0,
+}  # fmt: skip
+"""Of `WorldReformed`."""
 
 
 def make_scenario(stages: int, recut: bool, width: int) -> dict[str, Any]:
@@ -36,14 +40,15 @@ def make_scenario(stages: int, recut: bool, width: int) -> dict[str, Any]:
     steps = EVERY * (len(kills) + 1)
     return scenario(
         f"{stages}-{'recut' if recut else 'stay'}", RANKS, stages=stages, recut=recut, kill=kills,
-        width=width, layers=LAYERS, steps=steps, every=EVERY, timeout_s=300,
+        width=width, layers=LAYERS, steps=steps, every=7, timeout_s=300,
     )  # fmt: skip
 
 
 def read_epochs(outcome: dict[str, Any], block_bytes: list[int]) -> list[dict[str, Any]]:
     """Return a line for each change of the world."""
     formed: dict[int, list[dict[str, Any]]] = {}
-    for event in outcome["answer"]["formed"]:
+    for told in outcome["answer"]["formed"]:
+        event = DEFAULTS | told
         if not event["finished"]:
             formed.setdefault(event["epoch"], []).append(event)
     rows = [row for mine in outcome["rows"].values() for row in mine]
