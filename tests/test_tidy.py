@@ -4,6 +4,7 @@ import ast
 import inspect
 import re
 import typing
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_files_and_functions_are_short() -> None:
             if length > FUNCTION_LINES_MAX:
                 long.append(f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length} lines")
     assert long == []
+
+
+def test_modules_of_tests_can_be_told_apart() -> None:
+    """Where a directory is no package, pytest knows a module by its name alone."""
+    loose = [p for p in sorted((ROOT / "tests").rglob("test_*.py")) if not packaged(p)]
+    names = Counter(path.name for path in loose)
+    assert [path for path in loose if names[path.name] > 1] == []
+
+
+def packaged(path: Path) -> bool:
+    return (path.parent / "__init__.py").exists()
 
 
 def test_nothing_is_left_to_do() -> None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 
 import typer
 
-import perdure.model.profile as profile_module
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.launch.catalog import SECTIONS, Resolved, flatten, list_profiles, load_profile, overlay
@@ -181,11 +180,12 @@ def _document(profile: Profile) -> dict[str, Any]:
 @cache
 def find_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
-    sections = {type_.__name__: f"{name}." for name, type_ in SECTIONS.items()} | {"Profile": ""}
+    places: dict[type, str] = {Profile: ""}
+    places |= {type_: f"{name}." for name, type_ in SECTIONS.items()}
     found: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(profile_module)).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in sections:
-            continue
+    for type_, place in places.items():
+        (node,) = ast.parse(inspect.getsource(type_)).body
+        assert isinstance(node, ast.ClassDef)
         for field, below in zip(node.body, node.body[1:], strict=False):
             if (
                 isinstance(field, ast.AnnAssign)
@@ -193,8 +193,7 @@ def find_meanings() -> dict[str, str]:
                 and isinstance(below, ast.Expr)
                 and isinstance(below.value, ast.Constant)
             ):
-                text = " ".join(str(below.value.value).split())
-                found[sections[node.name] + field.target.id] = text
+                found[place + field.target.id] = " ".join(str(below.value.value).split())
     return found
 
 
