@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -152,11 +153,14 @@ class Cluster:
         self._spawn(node, "slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf"))
 
     def lose_node(self, node: str) -> None:
-        """Kill a node at once: its daemon, and everything that ran there."""
+        """Kill a node at once: its daemon, those of the steps there, and what they had started."""
+        jobs = self.call("squeue", "-h", "-w", node, "-o", "%i").split()
         process = self.processes.pop(node)
         process.kill()
         process.wait()
-        self._kill_steps(node)
+        # The steps' daemons first: they would tell of the others' end.
+        self._kill(lambda env, words: any(f"slurmstepd: [{j}.".encode() in words for j in jobs))
+        self._kill(lambda env, words: any(f"SLURM_JOB_ID={j}\0".encode() in env for j in jobs))
 
     def _spawn(self, name: str, *command: str) -> None:
         with open(self.root / "log" / f"{name}.out", "ab") as output:
@@ -222,7 +226,9 @@ class Cluster:
                 except subprocess.TimeoutExpired:
                     process.kill()
                     process.wait()
-        self._kill_steps()
+        # Daemons of steps outlive their slurmd.
+        ours = f"SLURM_CONF={self.root}/".encode()
+        self._kill(lambda env, words: ours in env and b"slurmstepd" in words)
         for node in self.nodes:
             folders = list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}/**/"))
             for folder in sorted(folders, key=lambda path: -len(path.parts)):
@@ -231,19 +237,14 @@ class Cluster:
                 except OSError:
                     continue
 
-    def _kill_steps(self, node: str = "") -> None:
-        """Kill what outlives a slurmd (of one node, or all), known by this cluster's directory."""
-        found: list[tuple[bool, int]] = []
+    def _kill(self, chosen: Callable[[bytes, bytes], bool]) -> None:
+        """Kill the processes whose environment and command line are `chosen`."""
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 env = (folder / "environ").read_bytes()
                 words = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            ours = f"SLURM_CONF={self.root}/".encode() in env
-            there = not node or f"SLURMD_NODENAME={node}\0".encode() in env
-            if ours and there and (node or b"slurmstepd" in words):
-                found.append((b"slurmstepd" not in words, int(folder.name)))
-        for _, pid in sorted(found):  # The step's daemon first: it would tell of the others' end.
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            if chosen(env, words):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(folder.name), signal.SIGKILL)

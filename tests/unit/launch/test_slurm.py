@@ -14,9 +14,11 @@ from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.profile import Profile
 from perdure.model.slurm import (
+    SlurmRow,
     SlurmSection,
     explain_rows,
     find_job_id,
+    join_tasks,
     parse_sacct,
     parse_scontrol,
     parse_time_limit,
@@ -87,6 +89,18 @@ def test_what_scontrol_tells() -> None:
     assert (row.restarts, row.nodes, row.signal) == (2, "n1", 15)
     assert explain_rows([row], "7").state == "waiting"
     assert read_scontrol(parse_scontrol("")) is None
+
+
+def test_an_array_is_as_its_tasks_are() -> None:
+    def task(number: int, state: str) -> SlurmRow:
+        return SlurmRow(id=str(number), state=state)
+
+    states = ("COMPLETED", "OUT_OF_MEMORY", "RUNNING", "PENDING")
+    tasks = [task(number, state) for number, state in enumerate(states)]
+    assert join_tasks(tasks).state == "running"
+    assert join_tasks([*tasks[:2], tasks[3]]).state == "waiting"
+    assert join_tasks(tasks[:2]).state == "out of memory"
+    assert join_tasks(tasks[:1] * 3).state == "done"
 
 
 @pytest.mark.parametrize(

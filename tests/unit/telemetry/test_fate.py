@@ -1,7 +1,8 @@
 """Finished, dead, stalled, running: by artifacts on both sides of each line."""
 
-from perdure.model.events import JobEnded, JournalEntry
-from perdure.telemetry.fate import Signs, tell_fate
+from perdure.model.events import JobEnded, JournalEntry, RankAccount, RankExited
+from perdure.model.exits import ExitRecord
+from perdure.telemetry.fate import Signs, collect_last_words, tell_fate
 
 ENDED = [
     JournalEntry(
@@ -35,3 +36,15 @@ def test_a_job_that_has_yet_to_show_anything_has_not_stalled() -> None:
 def test_the_reason_names_the_newest_artifact() -> None:
     signs = Signs(now_s=1000.0, alive=False, outputs_s=900.0, checkpoints_s=940.0)
     assert "a checkpoint, 60 s ago" in tell_fate([], signs, 300.0).reason
+
+
+def test_last_words_are_those_of_ranks_that_failed() -> None:
+    def exited(rank: int, code: int, error: str) -> JournalEntry:
+        record = ExitRecord(
+            rank=rank, generation=0, pid=1, at_s=1.0, code=code, error=error, last_output=("end",)
+        )
+        body = RankExited(node=0, record=record, account=RankAccount(), detected_s=1.0)
+        return JournalEntry(seq=rank + 1, at_s=1.0, body=body)
+
+    entries = [exited(0, 0, "CUDA out of memory"), exited(1, 1, "No space left on device")]
+    assert collect_last_words(entries) == ["end", "No space left on device"]

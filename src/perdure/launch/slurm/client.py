@@ -13,6 +13,7 @@ from perdure.model.slurm import (
     SlurmRow,
     explain_rows,
     find_job_id,
+    join_tasks,
     parse_sacct,
     parse_scontrol,
     read_scontrol,
@@ -79,7 +80,11 @@ def look(job: str) -> tuple[SlurmEnd, SlurmRow | None]:
         PlatformError: nobody answered.
     """
     _, out, err = call("scontrol", "-o", "show", "job", job)
-    own = read_scontrol(parse_scontrol(out))
+    found = [read_scontrol(parse_scontrol(line)) for line in out.splitlines()]
+    tasks = [row for row in found if row is not None]
+    if len(tasks) > 1:
+        return join_tasks(tasks), tasks[0]
+    own = tasks[0] if tasks else None
     if own is None and "Invalid job id" not in err and err:
         raise PlatformError(f"scontrol: {err}", hint="ask again: this says nothing of the job")
     now = explain_rows([own], own.id) if own else None
