@@ -56,7 +56,7 @@ class Site:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(self.server.command(), stdout=log, stderr=log)
         self.server.wait_ready()
-        write_credentials(SPEC, self.paths, self.server, url=self.server.url, clock_offset_s=0)
+        write_credentials(SPEC, self.paths, [self.server], url=self.server.url, clock_offset_s=0)
 
     def kill(self) -> None:
         if self.process is not None:

@@ -187,6 +187,8 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     if any(nats.values()):
         chosen = {key: value for key, value in nats.items() if value is not None}
         document["nats"] = {**document.get("nats", {}), **chosen}
+    if options.replicate:
+        document["bus"] = {**document.get("bus", {}), "replicas": options.replicate}
     if given:
         document["restart"] = {**document.get("restart", {}), **given}
     if options.torchft or options.replicas:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from perdure.model.errors import PerdureError
 
 PARTS = {
-    "controller": "JOB",
+    "controller": "JOB [NODE]",
     "lighthouse": "JOB",
     "agent": "JOB NODE",
     "keeper": "JOB NODE",
@@ -37,7 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def run_part(part: str, args: Sequence[str]) -> int:
     """Be a part of a job; return its exit code."""
     want = PARTS[part].split()
-    if len(args) != len(want) or not all(arg.isdigit() for arg in args[1:]):
+    least = sum(not word.startswith("[") for word in want)
+    if not least <= len(args) <= len(want) or not all(arg.isdigit() for arg in args[1:]):
         print(f"perdure: error: usage: perdure {part} {PARTS[part]}", file=sys.stderr)
         print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
         return 2
@@ -47,7 +48,7 @@ def run_part(part: str, args: Sequence[str]) -> int:
         case "controller":
             from perdure.service.controller import main as controller
 
-            code = controller(job)
+            code = controller(job, *numbers)
         case "lighthouse":
             from perdure.service.lighthouse import main as lighthouse
 

@@ -114,6 +114,10 @@ NatsTlsKey = Annotated[str | None, _option("--nats-tls-key", metavar="FILE", hel
 NatsTlsCa = Annotated[
     str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
 ]
+Replicate = Annotated[
+    int | None,
+    _option("--replicate", min=1, metavar="N", help="Survive any node: journal on N nodes (3)."),
+]
 Env = Annotated[
     list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
 ]
@@ -166,6 +170,7 @@ class RunOptions:
     nats_tls_key: str | None = None
     nats_tls_ca: str | None = None
     env: list[str] | None = None
+    replicate: int | None = None
     placement: str | None = None
     detach: bool = False
     json: bool = False

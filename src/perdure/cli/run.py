@@ -46,6 +46,7 @@ def run(
     nats_tls_cert: o.NatsTlsCert = None,
     nats_tls_key: o.NatsTlsKey = None,
     nats_tls_ca: o.NatsTlsCa = None,
+    replicate: o.Replicate = None,
     placement: o.Placement = None,
     detach: o.Detach = False,
     json: o.Json = False,

@@ -25,6 +25,7 @@ import msgspec
 
 from perdure.model.probing import subject_probe
 from perdure.model.wire import (
+    bucket_lease,
     stream_journal,
     subject_beats,
     subject_commands,
@@ -90,9 +91,16 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
         case "controller":
             orders = (subject_orders(job, "*"), subject_journal(job))
             make = (f"{api}.STREAM.CREATE.{stream}", f"{api}.STREAM.DELETE.{stream}")
+            bucket = bucket_lease(job)
+            lease = (
+                f"{api}.STREAM.CREATE.KV_{bucket}",
+                f"{api}.STREAM.INFO.KV_{bucket}",
+                f"{api}.DIRECT.GET.KV_{bucket}.>",
+                f"$KV.{bucket}.>",
+            )
             told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
             return Access(
-                publish=(*orders, "_INBOX.>", *make, *last, *replay),
+                publish=(*orders, "_INBOX.>", *make, *last, *replay, *lease),
                 subscribe=(*told, subject_notices(job), subject_joins(job), *inbox),
             )
         case "run":

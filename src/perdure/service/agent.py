@@ -437,7 +437,7 @@ async def _main(job: str, node: int) -> None:
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     run_pid = int(os.environ.get("PERDURE_RUN_PID", "0") or 0)
-    bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid)
+    bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
     if bus is None:
         log.error("`perdure run` (pid %d) is gone", run_pid)
         return
@@ -461,11 +461,11 @@ async def _main(job: str, node: int) -> None:
         await bus.close()
 
 
-async def _connect(endpoint: Endpoint, name: str, run_pid: int) -> NatsBus | None:
+async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> NatsBus | None:
     """Return a connection, however long it takes; None once process `run_pid` is gone."""
     while True:
         try:
-            return await NatsBus.connect(endpoint, name=name, timeout_s=2.0)
+            return await NatsBus.connect(endpoint, name=name, timeout_s=2.0, near=near)
         except PlatformError as error:
             log.warning("%s; trying again", error)
             if run_pid and read_state(run_pid) == "X":

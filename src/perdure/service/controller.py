@@ -35,6 +35,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.joining import find_admission
 from perdure.service.journal import Journal, Mirror
+from perdure.service.leading import lead, run_while
 from perdure.service.processes import find_by_argument
 from perdure.service.snapshots import SnapshotFiles
 from perdure.service.webhook import Webhook
@@ -45,13 +46,13 @@ _FLUSH_S = 5.0
 """Given to the last alerts, once the job has ended."""
 
 
-def main(job: str) -> int:
-    """Run the controller of `job` as a process; return its exit code."""
+def main(job: str, node: int = 0) -> int:
+    """Run the controller of `job` as a process, on `node`; return its exit code."""
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
     )
     try:
-        ended = asyncio.run(_main(job))
+        ended = asyncio.run(_main(job, node))
     except asyncio.CancelledError:
         log.info("SIGTERM: leaving; the journal has everything")
         return 128 + signal.SIGTERM
@@ -62,12 +63,12 @@ def main(job: str) -> int:
     return 0
 
 
-async def _main(job: str) -> JobEnded:
+async def _main(job: str, node: int) -> JobEnded:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, "controller")
     parts = load_parts(paths)
     offset_s = endpoint.clock_offset_s
-    incarnation = f"c{os.getpid()}-{token_hex(3)}"
+    incarnation = f"c{node}-{os.getpid()}-{token_hex(3)}"
 
     def clock() -> float:
         return time.monotonic() + offset_s
@@ -84,16 +85,20 @@ async def _main(job: str) -> JobEnded:
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    bus = await NatsBus.connect(endpoint, name=f"perdure controller {job}")
-    try:
-        stream, alerter = await _open_stream(bus, job), Alerter(job, spec.alerts)
+    async with contextlib.AsyncExitStack() as stack:
+        name = f"perdure controller {job}"
+        bus = await NatsBus.connect(endpoint, name=name, near=node)
+        stack.push_async_callback(bus.close)
+        stream = await _open_stream(bus, job, spec.bus.replicas)
+        lease = await stack.enter_async_context(lead(spec, paths, bus, incarnation, node))
+        alerter = Alerter(job, spec.alerts)
         service = ControllerService(
             spec,
             bus,
             Journal(
                 stream,
                 writer=incarnation,
-                mirror=Mirror(paths.journal),
+                mirror=Mirror(paths.journal, shared=spec.contested),
                 on_stuck=lambda: _restart_server(paths),
             ),
             clock=clock,
@@ -102,13 +107,13 @@ async def _main(job: str) -> JobEnded:
             show=show,
             note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
+            term=lease.lease.term if lease else 0,
+            check=lease.check if lease else lambda: None,
         )
         service.inbox.admit = lambda node: find_admission(spec, paths, node)
         async with _reach_out(spec, paths, service, alerter):
             with _serve_metrics(spec, newest), _watch_run(service):
-                ended = await service.run()
-    finally:
-        await bus.close()
+                ended = await run_while(lease, service.run())
     _end_orphaned_server(paths)
     return ended
 
@@ -163,11 +168,11 @@ def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
             server.close()
 
 
-async def _open_stream(bus: NatsBus, job: str) -> NatsStream:
+async def _open_stream(bus: NatsBus, job: str, replicas: int) -> NatsStream:
     """Return the journal's stream, waiting for a server that is being restarted."""
     while True:
         try:
-            return await NatsStream.open(bus, job)
+            return await NatsStream.open(bus, job, replicas=replicas)
         except PlatformError as error:
             log.warning("%s; trying again", error)
             await asyncio.sleep(0.1)

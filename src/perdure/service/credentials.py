@@ -11,16 +11,29 @@ show; what each may do there is for its administrator to set (`docs/nats.md`).
 
 import ipaddress
 import os
+from collections.abc import Sequence
 from secrets import token_urlsafe
 from urllib.parse import urlsplit
 
-from perdure.adapters.nats import NatsServer, User, choose_file, make_certificate, read_pem
+import msgspec
+
+from perdure.adapters.host import pick_free_port
+from perdure.adapters.nats import (
+    SYSTEM,
+    Member,
+    NatsServer,
+    User,
+    choose_file,
+    make_certificate,
+    read_pem,
+)
 from perdure.model.access import ROLES, Role, find_access, user_name
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
 from perdure.model.wire import Endpoint
-from perdure.service.jobfiles import write_document
+from perdure.service.jobfiles import write_atomic, write_document
+from perdure.service.placement import LOOPBACK, Placement
 
 
 def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
@@ -41,6 +54,55 @@ def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
         for role, node in list_users(spec)
     )
     return NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
+
+
+def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[NatsServer]:
+    """Return the job's servers, not yet started: one, or one on each of the first nodes."""
+    count = spec.bus.replicas
+    first = make_server(spec, paths, placement.bind)
+    if count == 1:
+        return [first]
+    hosts = placement.addresses[:count] or (placement.bind,) * count
+    ports = [pick_free_port(LOOPBACK) for _ in range(2 * count)]
+    doors = [f"{host}:{port}" for host, port in zip(hosts, ports[count:], strict=True)]
+    password, system = token_urlsafe(24), token_urlsafe(24)
+    return [
+        NatsServer(
+            folder=os.path.join(paths.nats, str(node)),
+            token="",
+            name=spec.name,
+            host=hosts[node],
+            port=ports[node],
+            users=first.users,
+            member=Member(
+                name=f"{spec.name}-{node}",
+                port=ports[count + node],
+                routes=tuple(door for door in doors if door != doors[node]),
+                password=password,
+                system=system,
+                authorities=os.path.join(paths.nats, "authorities.pem"),
+            ),
+        )
+        for node in range(count)
+    ]
+
+
+def set_certificates(servers: Sequence[NatsServer], config: NatsConfig) -> None:
+    """Give each server a certificate, where it needs one, and all of them everybody's.
+
+    Raises:
+        ConfigError: only one of certificate and key was given.
+        PlatformError: a file cannot be read, or no certificate can be made.
+    """
+    for server in servers:
+        set_certificate(server, config)
+    for member in [server.member for server in servers if server.member is not None][:1]:
+        pem = config.tls_ca and read_pem(config.tls_ca)
+        write_atomic(member.authorities, (pem or _join_certificates(servers)).encode())
+
+
+def _join_certificates(servers: Sequence[NatsServer]) -> str:
+    return "".join(read_pem(s.certificate[0]) for s in servers if s.certificate)
 
 
 def set_certificate(server: NatsServer, config: NatsConfig) -> None:
@@ -98,7 +160,12 @@ def is_loopback(host: str) -> bool:
 
 
 def write_credentials(
-    spec: JobSpec, paths: JobPaths, server: NatsServer | None, *, url: str, clock_offset_s: float
+    spec: JobSpec,
+    paths: JobPaths,
+    servers: Sequence[NatsServer],
+    *,
+    url: str,
+    clock_offset_s: float,
 ) -> Endpoint:
     """Write a file for everybody who may connect; return that of `perdure run` itself.
 
@@ -113,8 +180,9 @@ def write_credentials(
     except OSError as error:
         raise PlatformError(f"cannot make {folder}: {error.strerror}") from error
     config = spec.nats
-    authority = config.tls_ca or (server.certificate[0] if server and server.certificate else "")
-    ca = read_pem(authority) if authority else ""
+    server = servers[0] if servers else None
+    ca = read_pem(config.tls_ca) if config.tls_ca else _join_certificates(servers)
+    urls = tuple(each.url for each in servers) if len(servers) > 1 else ()
     passwords = {user.name: user.password for user in server.users} if server else {}
     by_role = server is None and os.path.isdir(config.creds)
     mine = None
@@ -130,11 +198,15 @@ def write_credentials(
             creds=choose_file(config.creds, role) if config.creds and not server else "",
             tls_cert="" if server else config.tls_cert,
             tls_key="" if server else config.tls_key,
+            servers=urls,
         )
         path = paths.endpoint if role == "operator" else paths.credential(name)
         write_document(path, endpoint, mode=0o600)
         mine = endpoint if role == "run" else mine
     assert mine is not None
+    if server and server.member:
+        system = msgspec.structs.replace(mine, user=SYSTEM, token=server.member.system)
+        write_document(paths.credential(SYSTEM), system, mode=0o600)
     return mine
 
 

@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
@@ -67,9 +68,13 @@ class Mirror:
     the next group, after cutting off what was left of the failed attempt.
     """
 
-    def __init__(self, path: str) -> None:
-        """Write to `path`; nothing is done before `rewrite` or `resume`."""
-        self.path = path
+    def __init__(self, path: str, *, shared: bool = False) -> None:
+        """Write to `path`; nothing is done before `rewrite` or `resume`.
+
+        Where it is `shared`, another controller may be about to take over: each writes into a
+        file of its own, so that what a deposed one still writes is in nobody's way.
+        """
+        self.path, self._shared, self._inode = path, shared, 0
         self._size = 0
         self._pending = b""
         self._held = True
@@ -86,6 +91,7 @@ class Mirror:
         else:
             self._size, self._pending = len(data), self._pending[len(data) :]
             self._digest.update(data)
+            self._inode = os.stat(self.path).st_ino
         self.release()
 
     def resume(self, size: int, digest: str) -> bool:
@@ -105,7 +111,22 @@ class Mirror:
             return False
         if left or self._digest.hexdigest() != digest:
             return False
+        if self._shared and not self._copy(size):
+            return False
         self._size = size
+        return True
+
+    def _copy(self, size: int) -> bool:
+        """Put a copy of the file's first `size` bytes in its place."""
+        temporary = f"{self.path}.{os.getpid()}"
+        try:
+            shutil.copyfile(self.path, temporary)
+            os.truncate(temporary, size)
+            self._inode = os.stat(temporary).st_ino
+            os.replace(temporary, self.path)
+        except OSError as error:
+            log.warning("mirror: %s", error)
+            return False
         return True
 
     def position(self) -> tuple[int, str]:
@@ -132,6 +153,8 @@ class Mirror:
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
+                if self._shared and os.fstat(fd).st_ino != self._inode:
+                    return  # A later controller's.
                 os.ftruncate(fd, self._size)
                 done = os.pwrite(fd, self._pending, self._size)
             finally:

@@ -10,7 +10,6 @@ import contextlib
 import logging
 import os
 import signal
-import subprocess
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -26,10 +25,16 @@ from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command, CommandReply, subject_commands, subject_events
 from perdure.service.agent_outbox import Outbox
-from perdure.service.credentials import make_server, set_certificate, write_credentials
+from perdure.service.cluster import (
+    end_servers,
+    end_standbys,
+    find_servers,
+    list_parts,
+    make_parts,
+)
+from perdure.service.credentials import make_servers, set_certificates, write_credentials
 from perdure.service.jobfiles import (
     JobLock,
-    Parts,
     check_space,
     load_snapshot,
     make_folders,
@@ -135,7 +140,7 @@ class Supervisor:
         if time.monotonic() - began_s > 10.0:  # a process that did something else before
             began_s = time.monotonic()
         self._started_s = began_s + self._offset_s
-        self._server = make_server(spec, self._paths, placement.bind)
+        self._servers = make_servers(spec, self._paths, placement) if nats_url is None else []
         self._children: dict[str, Child] = {}
         self._restarts: deque[float] = deque()
         self._stopped = StopWatch(round(_STOPPED_S / _POLL_S))
@@ -199,20 +204,22 @@ class Supervisor:
 
     async def _start(self) -> None:
         if self._nats_url is None:
-            set_certificate(self._server, self._spec.nats)
-            self._start_part("nats-server")
-            await self._wait_server()
+            set_certificates(self._servers, self._spec.nats)
+            for part in list_parts("nats-server", self._spec):
+                self._start_part(part)
+            await self._wait_servers()
         endpoint = write_credentials(
             self._spec,
             self._paths,
-            self._server if self._nats_url is None else None,
-            url=self._nats_url or self._server.url,
+            self._servers,
+            url=self._nats_url or self._servers[0].url,
             clock_offset_s=self._offset_s,
         )
         self._write_parts()
         if self._nats_url is not None:
             await clear_stream(self._paths, self._spec.name, ours=self._rerun)
-        self._start_part("controller")
+        for part in list_parts("controller", self._spec):
+            self._start_part(part)
         if needs_lighthouse(self._spec):
             self._start_part("lighthouse")
         self._torchft = await find_torchft(self._spec, self._paths, os.environ)
@@ -226,13 +233,13 @@ class Supervisor:
             self._outbox.put(lost)
         self._spawn(self._outbox.run())
 
-    async def _wait_server(self) -> None:
+    async def _wait_servers(self) -> None:
         deadline = time.monotonic() + _NATS_READY_S
-        while not self._server.poll_ready():
+        while not all(server.poll_ready() for server in self._servers):
             if time.monotonic() > deadline:
                 raise PlatformError(
                     f"nats-server is not ready after {_NATS_READY_S:g} s",
-                    hint=f"see {self._paths.log('nats-server')}",
+                    hint=f"see {self._paths.logs}/nats-server*.log",
                 )
             await asyncio.sleep(0.005)
 
@@ -240,7 +247,8 @@ class Supervisor:
         """Give agents and keepers the time to leave by themselves."""
         if self._ended is None:
             return
-        last = (self._children.get(part) for part in ("nats-server", "lighthouse"))
+        end_standbys(self._children.values())
+        last = [*find_servers(self._children.values()), self._children.get("lighthouse")]
         spare = {child.pid for child in last if child is not None}
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and len(self._signals) < 3:
@@ -254,19 +262,13 @@ class Supervisor:
             await asyncio.sleep(0.02)
 
     def _end_all(self) -> list[int]:
-        """Kill what is left of the job; nats-server gets to close its store first."""
-        server = self._children.pop("nats-server", None)
-        spare = frozenset({server.pid} if server else ())
+        """Kill what is left of the job; a nats-server gets to close its store first."""
+        servers = find_servers(self._children.values())
+        spare = frozenset(server.pid for server in servers)
         for child in self._children.values():
             self._forget(child)
         end_family(self._spec.name, self._home, spare=spare)
-        if server is not None:
-            self._forget(server)
-            server.process.terminate()
-            try:
-                server.process.wait(3)
-            except subprocess.TimeoutExpired:
-                server.process.kill()
+        end_servers(servers)
         return end_family(self._spec.name, self._home, spare=frozenset())
 
     # --- the parts ----------------------------------------------------------------------------
@@ -275,7 +277,7 @@ class Supervisor:
         kind, _, node = part.partition(" ")
         job = self._spec.name
         if kind == "nats-server":
-            command = self._server.command()
+            command = self._servers[int(node or 0)].command()
         else:
             command = self._command(kind, job, *([node] if node else []))
         env = os.environ | {
@@ -310,7 +312,7 @@ class Supervisor:
         self._forget(child)
         if self._over.is_set():
             return
-        if child.part == "controller":
+        if child.part.startswith("controller"):
             self._spawn(self._look_for_end(child, cause, at_s))
             return
         if child.part.startswith("agent") and status == 0:
@@ -382,17 +384,8 @@ class Supervisor:
             self._restart(child, cause, at_s)
 
     def _write_parts(self) -> None:
-        pids = {part: child.pid for part, child in self._children.items()}
-        agents = {int(p.split()[1]): pid for p, pid in pids.items() if p.startswith("agent")}
-        parts = Parts(
-            started_s=self._started_s,
-            run=os.getpid(),
-            nats=pids.get("nats-server", 0),
-            controller=pids.get("controller", 0),
-            agents=agents,
-        )
         try:
-            write_document(self._paths.parts, parts)
+            write_document(self._paths.parts, make_parts(self._children, self._started_s))
         except PlatformError as error:
             log.warning("%s", error)
             self._parts_written = False

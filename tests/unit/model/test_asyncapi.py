@@ -81,7 +81,7 @@ def test_only_operators_command_and_nobody_may_do_everything() -> None:
         for subject in (*access.publish, *access.subscribe):
             assert subject not in (">", "*", "$JS.API.>", "perdure.>")
             assert "a.b" not in subject
-            own = (
-                subject.startswith(("perdure.a_b.", "_INBOX.")) or "PERDURE_a_b_JOURNAL" in subject
+            own = subject.startswith(("perdure.a_b.", "_INBOX.")) or any(
+                name in subject for name in ("PERDURE_a_b_JOURNAL", "PERDURE_a_b_LEASE")
             )
             assert own, (role, subject)

@@ -3,11 +3,23 @@
 from perdure.adapters.nats.bus import NatsBus
 from perdure.adapters.nats.certificates import make_certificate, read_pem
 from perdure.adapters.nats.credentials import choose_file, read_credentials
-from perdure.adapters.nats.server import NatsServer, User, find_binary, server_config
+from perdure.adapters.nats.lease import ElectionWatch, NatsLease
+from perdure.adapters.nats.server import (
+    SYSTEM,
+    Member,
+    NatsServer,
+    User,
+    find_binary,
+    server_config,
+)
 from perdure.adapters.nats.stream import NatsStream
 
 __all__ = [
+    "SYSTEM",
+    "ElectionWatch",
+    "Member",
     "NatsBus",
+    "NatsLease",
     "NatsServer",
     "NatsStream",
     "User",

@@ -30,7 +30,7 @@ server_name: "perdure-{name}"
 host: "{host}"
 port: {port}
 ports_file_dir: "{folder}"
-authorization: {authorization}
+{users}
 {tls}max_payload: 8388608
 max_pending: 33554432
 write_deadline: "2s"
@@ -41,7 +41,12 @@ jetstream {{
   max_file_store: {max_bytes}
 }}
 """
+ACCOUNT = "JOB"
+"""Where all of the job's users are, in a cluster."""
+_ROUTE_PING = {"ping_interval": "1s", "ping_max": 2, "write_deadline": "2s"}
 _ANSWERS = {"max": 1, "expires": "1m"}
+SYSTEM = "system"
+"""The user who may speak to the servers of a cluster themselves."""
 STORE_MAX_BYTES = 1 << 40
 
 
@@ -92,6 +97,24 @@ class User:
         return {"user": self.name, "password": self.password, "permissions": permissions}
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What makes a server one of several."""
+
+    name: str
+    """Its own, in the cluster."""
+    port: int
+    """Where the others reach it, at its `host`."""
+    routes: tuple[str, ...]
+    """`host:port` of the others."""
+    password: str
+    """Asked of them."""
+    system: str
+    """Password of user `system`, who may speak to the servers themselves."""
+    authorities: str = ""
+    """Path of everybody's certificates, where routes speak TLS."""
+
+
 @dataclass(slots=True)
 class NatsServer:
     """One server's files: `folder` holds its configuration and its JetStream store."""
@@ -110,6 +133,8 @@ class NatsServer:
     """Paths of a certificate and its key: TLS for every client."""
     max_bytes: int = STORE_MAX_BYTES
     """Of the JetStream store."""
+    member: Member | None = None
+    """Of a cluster; None where it is alone."""
 
     @property
     def url(self) -> str:
@@ -117,23 +142,49 @@ class NatsServer:
         return f"{'tls' if self.certificate else 'nats'}://{self.host}:{self.port}"
 
     def _render(self) -> str:
-        authorization: dict[str, Any] = {"token": self.token}
-        if self.users:
-            authorization = {"users": [user.render() for user in self.users]}
         tls = ""
         if self.certificate is not None:
             cert, key = self.certificate
             tls = f"tls: {json.dumps({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
         return _CONFIG.format(
-            name=self.name,
+            name=self.member.name if self.member else self.name,
             host=self.host,
             port=self.port,
             folder=self.folder,
-            authorization=json.dumps(authorization, indent=1),
+            users=self._render_users() + self._render_cluster(),
             tls=tls,
             sync=self.sync,
             max_bytes=self.max_bytes,
         )
+
+    def _render_users(self) -> str:
+        users = [user.render() for user in self.users]
+        if self.member is None:
+            authorization: dict[str, Any] = {"users": users} if users else {"token": self.token}
+            return f"authorization: {json.dumps(authorization, indent=1)}"
+        system = {"users": [{"user": SYSTEM, "password": self.member.system}]}
+        accounts = {"SYS": system, ACCOUNT: {"jetstream": "enabled", "users": users}}
+        return f"accounts: {json.dumps(accounts, indent=1)}\nsystem_account: SYS"
+
+    def _render_cluster(self) -> str:
+        """Return the part that joins the others; a dead route is noticed within 3 s."""
+        me = self.member
+        if me is None:
+            return ""
+        cluster: dict[str, Any] = {
+            "name": self.name,
+            "listen": f"{self.host}:{me.port}",
+            "authorization": {"user": "route", "password": me.password, "timeout": 5},
+            "routes": [f"nats://route:{me.password}@{address}" for address in me.routes],
+            "no_advertise": True,
+            "pool_size": -1,
+            **_ROUTE_PING,
+        }
+        if self.certificate is not None and me.authorities:
+            cert, key = self.certificate
+            files = {"cert_file": cert, "key_file": key, "ca_file": me.authorities}
+            cluster["tls"] = {**files, "timeout": 5}
+        return f"\ncluster: {json.dumps(cluster, indent=1)}"
 
     def command(self) -> list[str]:
         """Write the configuration; return the command line that starts the server.

@@ -6,9 +6,12 @@ after that the newest message's id is looked at, so it is harmless for ever.
 """
 
 import asyncio
+import contextlib
+import json
 
 import nats.errors
 import nats.js.errors
+from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 from nats.js.api import (
     AckPolicy,
@@ -28,34 +31,42 @@ _ID = "Nats-Msg-Id"
 _LAST = "Nats-Expected-Last-Sequence"
 _LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
 _BATCH = 500
+_DIRECT_S = 0.5
+"""For one batch from one replica."""
+_MISSED_MAX = 10
 
 
 class NatsStream:
     """`JournalStream` on JetStream; made by `open`."""
 
-    def __init__(self, bus: NatsBus, job: str) -> None:
-        """Use `bus`; the stream must exist."""
-        self._bus = bus
+    def __init__(self, bus: NatsBus, job: str, *, direct: bool = False) -> None:
+        """Use `bus`; the stream must exist.
+
+        With `direct` it is read without a consumer: to make one, a cluster needs more of itself
+        than to append does, and just after the loss of a server it has not got that.
+        """
+        self._bus, self._direct = bus, direct
         self._name, self._subject = stream_journal(job), subject_journal(job)
 
     @property
     def _js(self) -> JetStreamContext:
-        return self._bus.client.jetstream(timeout=5)
+        return self._bus.client.jetstream(timeout=1 if self._direct else 5)
 
     @classmethod
-    async def open(cls, bus: NatsBus, job: str) -> "NatsStream":
-        """Return the job's stream, made where it is not there yet.
+    async def open(cls, bus: NatsBus, job: str, *, replicas: int = 1) -> "NatsStream":
+        """Return the job's stream, made with so many `replicas` where it is not there yet.
 
         Raises:
             PlatformError: JetStream does not answer or refuses.
         """
-        stream = cls(bus, job)
+        stream = cls(bus, job, direct=replicas > 1)
         config = StreamConfig(
             name=stream._name,
             subjects=[stream._subject],
             storage=StorageType.FILE,
             retention=RetentionPolicy.LIMITS,
             duplicate_window=120,
+            num_replicas=replicas,
             allow_direct=True,
         )
         try:
@@ -96,6 +107,8 @@ class NatsStream:
             last = (await self._bus.unless_lost(self._js.stream_info(self._name))).state.last_seq
             if last < first:
                 return []
+            if self._direct:
+                return await self._read_direct(first, last)
             pull = await self._js.pull_subscribe(
                 self._subject,
                 stream=self._name,
@@ -118,12 +131,46 @@ class NatsStream:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return messages
 
+    async def _read_direct(self, first: int, last: int) -> list[bytes]:
+        """Return messages `first` to `last`, from whichever replica answers."""
+        messages: list[bytes] = []
+        missed = 0
+        while len(messages) <= last - first:
+            batch = await self._bus.unless_lost(self._fetch_direct(first + len(messages), last))
+            messages += batch
+            missed = 0 if batch else missed + 1
+            if missed > _MISSED_MAX:
+                raise PlatformError(f"the journal's entry {first + len(messages)} is not to be had")
+        return messages
+
+    async def _fetch_direct(self, first: int, last: int) -> list[bytes]:
+        client = self._bus.client
+        messages: list[bytes] = []
+        done = asyncio.Event()
+
+        async def take(message: Msg) -> None:
+            number = int((message.headers or {}).get("Nats-Sequence", 0))
+            if number == first + len(messages) <= last:
+                messages.append(message.data)
+            if not number or number >= last:  # A status: the batch is over, or there is none.
+                done.set()
+
+        inbox = client.new_inbox()
+        subscription = await client.subscribe(inbox, cb=take)
+        question = {"seq": first, "batch": min(_BATCH, last - first + 1)}
+        subject = f"$JS.API.DIRECT.GET.{self._name}"
+        await client.publish(subject, json.dumps(question).encode(), reply=inbox)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(done.wait(), _DIRECT_S)
+        await subscription.unsubscribe()
+        return messages
+
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Return the number of the message once it is on disk."""
         headers = {_LAST: str(expected_last), _ID: message_id}
         try:
             ack = await self._bus.unless_lost(
-                self._js.publish(self._subject, data, timeout=5, stream=self._name, headers=headers)
+                self._js.publish(self._subject, data, stream=self._name, headers=headers)
             )
         except nats.js.errors.APIError as error:
             if error.err_code in _WRONG_LAST_SEQUENCE:

@@ -1,0 +1,118 @@
+"""Three real servers as one: the journal and the lease outlive any of them."""
+
+import asyncio
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus, NatsLease, NatsServer, NatsStream
+from perdure.model.errors import FencedError, PlatformError
+from perdure.model.job import BusConfig, JobSpec
+from perdure.model.paths import JobPaths, job_paths
+from perdure.service.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.jobfiles import load_endpoint, make_folders, remove_folders
+from perdure.service.lease import LeaseLoop
+from perdure.service.placement import HERE
+
+SPEC = JobSpec(name="three", script="s.py", nodes=3, bus=BusConfig(replicas=3))
+
+
+class Cluster:
+    """The servers of one job, as `perdure run` starts them."""
+
+    def __init__(self, home: Path) -> None:
+        self.paths: JobPaths = job_paths(str(home), SPEC.name, 0)
+        make_folders(self.paths)
+        self.servers: list[NatsServer] = make_servers(SPEC, self.paths, HERE)
+        set_certificates(self.servers, SPEC.nats)
+        self.processes: list[subprocess.Popen[bytes]] = []
+        url = self.servers[0].url
+        write_credentials(SPEC, self.paths, self.servers, url=url, clock_offset_s=0)
+        with open(home / "nats.log", "wb") as log:
+            for server in self.servers:
+                command = server.command()
+                self.processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+        for server in self.servers:
+            server.wait_ready()
+
+    async def connect(self, user: str, near: int) -> NatsBus:
+        return await NatsBus.connect(load_endpoint(self.paths, user), timeout_s=10, near=near)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        remove_folders(self.paths)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+async def buses(cluster: Cluster) -> AsyncIterator[list[NatsBus]]:
+    buses = [await cluster.connect("controller", node) for node in range(3)]
+    yield buses
+    for bus in buses:
+        await bus.close()
+
+
+async def insist(call: object, *args: object, **named: object) -> object:
+    """Repeat what no leader answers yet."""
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await call(*args, **named)  # type: ignore[operator]
+            except PlatformError:
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.serial
+async def test_a_killed_leader_costs_neither_entries_nor_the_lease(
+    cluster: Cluster, buses: list[NatsBus]
+) -> None:
+    streams = [await insist(NatsStream.open, bus, SPEC.name, replicas=3) for bus in buses]
+    registers = [NatsLease(bus, SPEC.name, 3) for bus in buses]
+    await insist(registers[0].open)
+    for number in range(3):
+        data = b"%d" % number
+        await insist(streams[0].append, data, expected_last=number, message_id=f"m{number}")
+    loops = [LeaseLoop(register, f"c{node}", 1.0) for node, register in enumerate(registers)]
+    tasks = [asyncio.create_task(loop.run()) for loop in loops]
+    async with asyncio.timeout(20):
+        await asyncio.wait(
+            [asyncio.create_task(loop.won.wait()) for loop in loops],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+    [holder] = [node for node, loop in enumerate(loops) if loop.won.is_set()]
+    term = loops[holder].lease.term
+    assert (await insist(registers[holder].read))[1] == f"c{holder}"  # type: ignore[index]
+
+    watcher = (holder + 1) % 3
+    system = await cluster.connect(SYSTEM, watcher)
+    elections = asyncio.create_task(ElectionWatch(system, 3).run())
+    tasks[holder].cancel()
+    cluster.processes[holder].kill()
+    others = [node for node in range(3) if node != holder]
+    async with asyncio.timeout(30):
+        while not any(loops[node].won.is_set() for node in others):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    [heir] = [node for node in others if loops[node].won.is_set()]
+    assert loops[heir].lease.term > term
+    loops[heir].check()
+    assert await insist(streams[heir].read_all) == [b"0", b"1", b"2"]
+    assert await insist(streams[heir].read_all, first=3) == [b"2"]
+    assert await insist(streams[heir].append, b"3", expected_last=3, message_id="heir") == 4
+    with pytest.raises(FencedError):
+        await insist(streams[holder].append, b"x", expected_last=3, message_id="late")
+    with pytest.raises(FencedError):
+        loops[holder].check()
+    for task in (*tasks, elections):
+        task.cancel()
+    await asyncio.gather(*tasks, elections, return_exceptions=True)
+    await system.close()

@@ -1,0 +1,71 @@
+"""A job on three nodes of which each can be lost with all that it has: server, controller, agent,
+keeper and ranks."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+
+from perdure.service.replay.places import Gates, kill_nodes
+from tests.e2e.harness import SCRIPTS, Job
+
+NAME = "fo"
+
+
+class Site:
+    """The job, and the places of its nodes: a lost node comes back when it is let."""
+
+    def __init__(self, start: Callable[..., Job], folder: Path, *options: str) -> None:
+        self.trail = folder / "trail"
+        self.gates = Gates(folder, 3)
+        placement = folder / "placement.json"
+        placement.write_bytes(msgspec.json.encode(self.gates.placement()))
+        config = folder / "job.toml"
+        config.write_text("[detect]\nnode_lost_s = 2.0\n")
+        self.job = start(
+            NAME, "-c", str(config), "-n", "1", "--nodes", "3", "--replicate", "3",
+            "--placement", str(placement), *options,
+            str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000",
+            timeout_s=280,
+        )  # fmt: skip
+
+    def journal(self) -> list[dict[str, Any]]:
+        """Return the entries of the journal, which are numbered without a gap."""
+        try:
+            lines = (self.job.folder / "journal.jsonl").read_text().splitlines()
+        except FileNotFoundError:
+            return []
+        entries = [json.loads(line) for line in lines if line.endswith("}")]
+        assert [entry["seq"] for entry in entries] == list(range(1, len(entries) + 1))
+        return entries
+
+    def terms(self) -> list[tuple[int, int]]:
+        """Return (term, node) of each controller that has begun, in the journal's order."""
+        bodies = [entry["body"] for entry in self.journal()]
+        began = [body for body in bodies if body["type"] == "ControllerStarted"]
+        return [(body["term"], int(body["incarnation"][1])) for body in began]
+
+    def rows(self, rank: int) -> list[dict[str, Any]]:
+        """Return the steps that `rank` has committed."""
+        path = self.trail / f"rank-{rank}.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def kill_node(self, node: int) -> float:
+        """SIGKILL all that a node has; return when, by the monotonic clock."""
+        self.gates.shut([node])
+        at_s = time.monotonic()
+        pids = [p.pid for p in self.job.find(f"perdure controller {NAME} {node}")]
+        config = str(self.job.folder / "nats" / str(node) / "nats-server.conf")
+        pids += [p.pid for p in self.job.find(config) if p.name() == "nats-server"]
+        assert len(pids) == 2, [" ".join(p.cmdline()) for p in psutil.Process().children(True)]
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert kill_nodes(NAME, self.job.env["PERDURE_HOME"], [node]) >= 3
+        return at_s
