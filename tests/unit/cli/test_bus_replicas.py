@@ -1,0 +1,37 @@
+"""Replicas of the bus are refused where they would guard against nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from perdure.cli.jobspec import make_spec
+from perdure.cli.options import RunOptions
+from perdure.model.errors import ConfigError
+
+
+def test_three_replicas_on_three_nodes(tmp_path: Path) -> None:
+    spec, _, _ = make_spec(RunOptions(script=str(tmp_path / "s.py"), nodes=3, replicate=3))
+    assert spec.bus.replicas == 3
+    assert spec.contested
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "words", "hint"),
+    [
+        (2, 2, "neither half may decide", "with two nodes nobody takes over"),
+        (4, 4, "neither half may decide", "an odd number"),
+        (2, 3, "3 on 2 nodes", "more --nodes"),
+    ],
+)
+def test_what_guards_against_nothing_is_refused(
+    nodes: int, replicas: int, words: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        make_spec(RunOptions(script="s.py", nodes=nodes, replicate=replicas))
+    assert hint in caught.value.hint
+
+
+def test_a_torchft_job_has_a_lighthouse_that_is_not_replicated() -> None:
+    pytest.importorskip("grpc")
+    with pytest.raises(ConfigError, match="lighthouse"):
+        make_spec(RunOptions(script="s.py", replicas=3, replicate=3))
