@@ -115,7 +115,7 @@ async def measure_kill(site: Site, asker: Asker) -> dict[str, Any]:
     await asyncio.sleep(3.0)
     gap_s = asker.longest(at_s)
     rows = [row for rank in left for row in site.rows(rank) if row["at"] > at_s]
-    trained_s = min((row["at"] for row in rows if len(row["world"]) < 3), default=0.0) - at_s
+    trained_s = min((row["at"] for row in rows if len(row["world"]) < 3), default=at_s) - at_s
     site.gates.open([node])
     await wait(lambda: count_registered(site, node) > known, "node again")
     await asyncio.sleep(5.0)

@@ -35,12 +35,20 @@ _LOST = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """nats-py's, but closed to the end: it stops half-way where what is left cannot be written.
+    """nats-py's, but for how it lets a connection go."""
 
-    That is so whenever a server says goodbye behind a ping: nobody is left to read the answer.
-    """
+    async def _process_op_err(self, e: Exception) -> None:
+        """Drop a connection that failed: TLS would wait 30 s for a goodbye of who is cut off."""
+        writer = getattr(self._transport, "_io_writer", None)
+        if writer is not None and not (self.is_closed or self.is_reconnecting):
+            writer.transport.abort()
+        await super()._process_op_err(e)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
+        """Close to the end: nats-py stops half-way where what is left cannot be written.
+
+        That is so whenever a server says goodbye behind a ping: nobody is left to read the answer.
+        """
         try:
             await super()._close(status, do_cbs)
         except OSError:
