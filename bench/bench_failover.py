@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from msgspec.structs import replace
 from tests.e2e.failover import NAME, Site
 from tests.e2e.harness import Job
 from tests.lab.network import Lab, why_not
@@ -46,9 +47,10 @@ class Asker:
 
     async def run(self) -> None:
         paths = paths_of(self.site.job.env["PERDURE_HOME"], NAME)
+        endpoint = load_endpoint(paths)
         buses = [
-            await NatsBus.connect(load_endpoint(paths), timeout_s=20, near=near)
-            for near in range(3)
+            await NatsBus.connect(replace(endpoint, url=url, servers=()), timeout_s=20)
+            for url in endpoint.servers
         ]
         try:
             for number in count():
@@ -152,7 +154,7 @@ def make_site(lab: Lab | None) -> Iterator[Site]:
             return jobs[-1]
 
         try:
-            yield Site(start, folder)
+            yield Site(start, folder, elastic=True)
         finally:
             for job in jobs:
                 job.end()
@@ -184,6 +186,7 @@ async def measure(kills: int, cuts: int) -> list[dict[str, Any]]:
         site.job.cli("stop", NAME, "--now")
         site.job.process.wait(120)
         ledger = site.job.report()["ledger"]["unattributed"]
+        site.check_steps()
         print(f"{len(site.journal())} entries, terms {terms}; unattributed {ledger}")
     return found
 

@@ -21,8 +21,11 @@ NAME = "fo"
 class Site:
     """The job, and the places of its nodes: a lost node comes back when it is let."""
 
-    def __init__(self, start: Callable[..., Job], folder: Path, *options: str) -> None:
+    def __init__(self, start: Callable[..., Job], folder: Path, *, elastic: bool) -> None:
+        """Train, or (cheaper by the import of torch on each node) only sleep."""
         self.trail = folder / "trail"
+        (folder / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
+        script = (str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000")
         self.gates = Gates(folder, 3)
         placement = folder / "placement.json"
         placement.write_bytes(msgspec.json.encode(self.gates.placement()))
@@ -30,8 +33,8 @@ class Site:
         config.write_text("[detect]\nnode_lost_s = 2.0\n")
         self.job = start(
             NAME, "-c", str(config), "-n", "1", "--nodes", "3", "--replicate", "3",
-            "--placement", str(placement), *options,
-            str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000",
+            "--placement", str(placement),
+            *(script if elastic else ("--cold", str(folder / "sleep.py"))),
             timeout_s=280,
         )  # fmt: skip
 
@@ -47,9 +50,13 @@ class Site:
 
     def terms(self) -> list[tuple[int, int]]:
         """Return (term, node) of each controller that has begun, in the journal's order."""
-        bodies = [entry["body"] for entry in self.journal()]
-        began = [body for body in bodies if body["type"] == "ControllerStarted"]
+        began = self.bodies("ControllerStarted")
         return [(body["term"], int(body["incarnation"][1])) for body in began]
+
+    def bodies(self, kind: str) -> list[dict[str, Any]]:
+        """Return the journal's events of one kind."""
+        bodies = [entry["body"] for entry in self.journal()]
+        return [body for body in bodies if body["type"] == kind]
 
     def rows(self, rank: int) -> list[dict[str, Any]]:
         """Return the steps that `rank` has committed."""
@@ -69,3 +76,11 @@ class Site:
             os.kill(pid, signal.SIGKILL)
         assert kill_nodes(NAME, self.job.env["PERDURE_HOME"], [node]) >= 3
         return at_s
+
+    def check_steps(self) -> None:
+        """Every step was committed, by all with the same parameters."""
+        agreed: dict[int, set[str]] = {}
+        for row in (row for rank in range(12) for row in self.rows(rank)):
+            agreed.setdefault(row["step"], set()).add(row["hash"])
+        assert sorted(agreed) == list(range(max(agreed) + 1))
+        assert all(len(hashes) == 1 for hashes in agreed.values())

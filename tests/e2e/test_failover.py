@@ -1,4 +1,7 @@
-"""The node that has the lease is lost, with its server, its agent and its ranks."""
+"""The node that has the lease is lost, with its server, its agent and its rank.
+
+That an elastic world trains on meanwhile is for `bench/bench_failover.py` to show: it takes longer.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,34 +16,24 @@ from tests.e2e.harness import Job
 @pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_another_node_goes_on_deciding(start: Callable[..., Job], tmp_path: Path) -> None:
-    site = Site(start, tmp_path)
+    site = Site(start, tmp_path, elastic=False)
     job = site.job
-    job.wait_until(lambda: all(len(site.rows(rank)) >= 5 for rank in range(3)), "steps")
-    term, lost = site.terms()[-1]
+    job.wait_until(lambda: len(site.bodies("RanksStarted")) == 3, "three ranks")
+    [(term, lost)] = site.terms()
     before = site.journal()
     site.kill_node(lost)
-    job.wait_until(lambda: site.terms()[-1][0] > term, "the next controller")
-    left = [rank for rank in range(3) if rank != lost]
-    job.wait_until(
-        lambda: all(site.rows(rank)[-1]["world"] == left for rank in left), "a world without it"
-    )
-    assert site.terms()[-1][1] != lost
-    assert f"NodeLost of node {lost}" in job.cli("status", NAME).stdout
+    job.wait_until(lambda: len(site.terms()) > 1, "the next controller")
+    job.wait_until(lambda: site.bodies("NodeLost"), "that the node is lost")
+    assert [body["node"] for body in site.bodies("NodeLost")] == [lost]
     site.gates.open([lost])
-    job.wait_until(
-        lambda: sum(e["body"].get("node") == lost and e["body"]["type"] == "NodeRegistered"
-                    for e in site.journal()) > 1,
-        "the node again",
-    )  # fmt: skip
+    job.wait_until(lambda: len(site.bodies("RanksStarted")) >= 6, "the next generation")
+    assert f"NodeLost of node {lost}" in job.cli("status", NAME).stdout
     job.cli("stop", NAME, "--now")
     job.wait()
-    entries, terms = site.journal(), [term for term, _ in site.terms()]
-    assert entries[: len(before)] == before
-    assert terms == sorted(set(terms))
-    agreed: dict[int, set[str]] = {}
-    for row in (row for rank in range(3) for row in site.rows(rank)):
-        agreed.setdefault(row["step"], set()).add(row["hash"])
-    assert sorted(agreed) == list(range(max(agreed) + 1))
-    assert all(len(hashes) == 1 for hashes in agreed.values())
+    assert site.journal()[: len(before)] == before
+    terms = site.terms()
+    assert terms[1][0] > term
+    assert terms[1][1] != lost
+    assert [number for number, _ in terms] == sorted({number for number, _ in terms})
     report = job.report()
     assert report["ledger"]["unattributed"]["s"] <= 0.005 * report["slot_s"]

@@ -33,7 +33,9 @@ log = logging.getLogger("perdure.nats")
 _LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _ANSWER_S = 0.5
-_LOOK_S = 0.4
+_LOOK_S = 0.3
+_STATES_S = 0.3
+"""Given to the servers to say which of their replicas lead."""
 _MISSED = 2
 _ELECT_S = 1.5
 """Given to an election before the next one is asked for."""
@@ -152,7 +154,7 @@ class ElectionWatch:
             question = json.dumps({"account": account}).encode()
             await client.publish("$SYS.REQ.SERVER.PING.RAFTZ", question, reply=inbox)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(complete.wait(), _ANSWER_S)
+            await asyncio.wait_for(complete.wait(), _STATES_S)
         await subscription.unsubscribe()
         replicas: dict[str, list[dict[str, Any]]] = {}
         for groups in answers:
