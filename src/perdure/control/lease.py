@@ -101,6 +101,8 @@ class Lease:
     seen_s: float = 0.0
     """When it was first known."""
     holder: str = ""
+    unsure: bool = False
+    """The newest request was not answered, or refused."""
     asked_s: float | None = None
     """When the request that is under way was sent."""
     due_s: float = 0.0
@@ -141,17 +143,18 @@ class Lease:
             case LeaseRead():
                 return self._note_read(now, fact)
             case LeaseRefused() | LeaseUnanswered():
-                # What the register holds has to be read before anything else is written.
+                # What the register holds has to be read before anything else is written. If it is
+                # what it was, nobody has written meanwhile: its age goes on.
+                self.unsure = True
                 self.state = self._or_holder("follower")
                 self.due_s = now if isinstance(fact, LeaseRefused) else now + self.times.renew_s / 4
-                self.revision = -1
                 return self._ask(now) if now >= self.due_s else []
             case _:
                 assert_never(fact)
 
     def _ask(self, now: float) -> list[Request]:
         self.asked_s = now
-        if self.state == "holder" and self.revision >= 0:
+        if self.state == "holder" and not self.unsure:
             return [WriteLease(expected=self.revision)]
         return [ReadLease()]
 
@@ -184,6 +187,7 @@ class Lease:
 
     def _see(self, now: float, revision: int, holder: str) -> None:
         """A read that is behind an earlier one proves nothing: its age starts anew."""
+        self.unsure = False
         if revision != self.revision or holder != self.holder:
             self.revision, self.seen_s, self.holder = revision, now, holder
 
