@@ -185,7 +185,7 @@ def test_secrets_are_in_files_of_their_owner_only(home: Site) -> None:
     command = Path(f"/proc/{home.process.pid}/cmdline").read_text()
     environment = Path(f"/proc/{home.process.pid}/environ").read_text()
     secrets = {user.password for user in home.server.users}
-    assert len(secrets) == len(home.server.users) == 9  # two agents
+    assert len(secrets) == len(home.server.users) == 10  # two agents
     assert not any(secret in command + environment for secret in secrets)
     holders = []
     for path in Path(home.paths.root).rglob("*"):
@@ -194,7 +194,7 @@ def test_secrets_are_in_files_of_their_owner_only(home: Site) -> None:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
             found = {s for s in secrets if s in path.read_text("latin-1")}
             assert len(found) == 1 or path.name == "nats-server.conf"
-    assert len(holders) == 10
+    assert len(holders) == 11
     assert stat.S_IMODE(os.stat(Path(home.paths.root) / "credentials").st_mode) == 0o700
 
 
