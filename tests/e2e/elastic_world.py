@@ -7,6 +7,7 @@ be: whoever dies is left out of the next epoch.
 """
 
 import contextlib
+import faulthandler
 import functools
 import json
 import os
@@ -125,6 +126,7 @@ class Numbers:
 
 def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket) -> None:
     """Train as member `me`, and write what was committed to its file."""
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     os.environ["PERDURE_NODE"] = str(me % scenario.get("nodes", 1))
     harm = "flap" if "flap" in scenario else "kill"
@@ -339,8 +341,11 @@ class World:
             self.fork(me, joins=False)
         while set(self.pids) - set(self.ends) - self.cut:
             if time.monotonic() > deadline:
-                for pid in (p for me, p in self.pids.items() if me not in self.ends):
-                    os.kill(pid, signal.SIGKILL)
+                left = [pid for me, pid in self.pids.items() if me not in self.ends]
+                for number in (signal.SIGUSR1, signal.SIGKILL):  # Stacks first.
+                    for pid in left:
+                        os.kill(pid, number)
+                    time.sleep(1.0)
                 return {"hung": True, "ends": self.ends, "epoch": self.epoch}
             self.listen(0.005)
             self.reap()

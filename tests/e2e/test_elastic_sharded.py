@@ -9,6 +9,7 @@ import pytest
 
 from tests.e2e.harness import SCRIPTS, Job
 from tests.e2e.test_elastic_inplace import pid_of, read
+from tests.e2e.test_elastic_steering import answer_of, ask
 
 
 def losses_of(rows: list[dict[str, list[str]]]) -> list[list[float]]:
@@ -23,7 +24,9 @@ def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 8\n")
     script = ("-c", str(tmp_path / "job.toml"), str(SCRIPTS / "elastic.py"), "--shard", "full")
     first, second = tmp_path / "first", tmp_path / "second"
-    job = start("el", "-n", "3", *script, "--trail", str(first), "--steps", "60", timeout_s=170)
+    job = start("el", "-n", "3", *script, "--trail", str(first), "--steps", "108", timeout_s=170)
+    job.wait_until(lambda: len(read(first, 0)) >= 1, "a step")
+    assert answer_of(ask(job, "set", "el", "lr=0.02"))["ok"]
     job.wait_until(lambda: len(read(first, 0)) >= 17, "steps")
     os.kill(pid_of(job, 1), signal.SIGKILL)
     assert job.wait() == 0, job.text()[-3000:]
@@ -32,12 +35,14 @@ def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     at = next(i for i, row in enumerate(rows) if row["epoch"] > 0)
     back = rows[at - 1]["step"] + 1 - rows[at]["step"]
     assert 0 <= back <= 5
-    assert [r["step"] for r in rows] == [*range(at), *range(at - back, 60)]
+    assert [r["step"] for r in rows] == [*range(at), *range(at - back, 108)]
+    assert rows[-1]["rate"] == 0.02
     recovery = job.report()["recoveries"][0]
     assert recovery["lost_steps"] == back
     assert (recovery["rung"] == "morph") == (back > 0)
-    again = start("el", "-n", "2", *script, "--trail", str(second), "--steps", "60", timeout_s=170)
+    again = start("el", "-n", "2", *script, "--trail", str(second), "--steps", "108", timeout_s=170)
     assert again.wait() == 0, again.text()[-3000:]
     resumed = read(second, 0)
-    assert resumed[0]["step"] == 56  # The newest multiple of eight.
+    assert resumed[0]["step"] == 104  # The newest multiple of eight.
+    assert resumed[-1]["rate"] == 0.02
     assert losses_of(resumed) == [pytest.approx(one, rel=1e-3) for one in losses_of(rows[-4:])]

@@ -34,6 +34,13 @@ os.makedirs(args.trail, exist_ok=True)
 rank = os.environ.get("RANK", "0")
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 out = open(f"{args.trail}/rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
+made: list[torch.optim.Optimizer] = []
+"""The last one is the newest world's, where each has one of its own."""
+
+
+def make_optimizer(params: list[Tensor]) -> torch.optim.Optimizer:
+    made.append(torch.optim.AdamW(params, lr=1e-2))
+    return made[-1]
 
 
 def note(step: perdure.elastic.Step) -> None:
@@ -45,13 +52,14 @@ def note(step: perdure.elastic.Step) -> None:
         "pid": os.getpid(),
         "at": time.monotonic(),
         "hash": perdure.elastic.hash_tensors(list(model.state_dict().values())),
+        "rate": made[-1].param_groups[0]["lr"],
     }
     out.write(json.dumps(row) + "\n")
 
 
 perdure.elastic.train(
     blocks=model,
-    optimizer=lambda params: torch.optim.AdamW(params, lr=1e-2),
+    optimizer=make_optimizer,
     dataset=Numbers(),
     loss=nn.functional.mse_loss,
     global_batch=24,
