@@ -34,7 +34,7 @@ class Late:
 
 def wait_for(work: Late) -> None:
     group = Group((0,), 0, None, None)
-    group._works = [(work, False)]
+    group._works = [(work, "collective")]
     group.wait()
 
 
@@ -61,3 +61,25 @@ def test_a_newer_order_is_heard_while_a_member_that_never_comes_is_waited_for(
     for thread in left:
         thread.join(30)
         assert not thread.is_alive()
+
+
+class Forgotten:
+    """A send that gloo has forgotten: whoever waits for it waits for as long as it may."""
+
+    def __init__(self) -> None:
+        self.ends = threading.Event()
+
+    def wait(self, timeout: object) -> bool:
+        self.ends.wait(60)
+        return True
+
+
+def test_a_send_that_gloo_has_forgotten_is_left_once_the_world_is_abandoned() -> None:
+    group, work = Group((0,), 0, None, None), Forgotten()
+    group._works = [(work, "send")]
+    threading.Timer(0.05, group.abandon).start()
+    began = time.monotonic()
+    with pytest.raises(Broken, match="abandoned"):
+        group.wait()
+    assert time.monotonic() - began < 30
+    work.ends.set()

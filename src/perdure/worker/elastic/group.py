@@ -6,6 +6,7 @@ waits by looking, so that a newer order can end it, which a blocking wait would 
 """
 
 import contextlib
+import ctypes
 import functools
 import os
 import threading
@@ -13,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -40,8 +41,7 @@ _BACKEND = "perdure"
 AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding, StageStanding)
 Made = TypeVar("Made")
 
-_left_behind: set[Any] = set()
-"""Groups with a collective that never ends: their destructor would wait for it."""
+Kind = Literal["collective", "send", "receive"]
 
 
 class Broken(Exception):
@@ -67,9 +67,8 @@ class Group:
         self.members = members
         self.index = members.index(me)
         self.store = store
-        self._works: list[tuple[Any, bool]] = []
-        """What was begun; and whether it is a send or receive, or a collective."""
-        self._waiting: list[tuple[Any, bool]] = []
+        self._works: list[tuple[Any, Kind]] = []
+        """What was begun."""
         self._abandoned = False
         self._interrupted = False
         self.waits_since_s = 0.0
@@ -90,7 +89,7 @@ class Group:
         options = AllreduceOptions()
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
-            self._works.append((self._group.allreduce([tensor], options), False))
+            self._works.append((self._group.allreduce([tensor], options), "collective"))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """Begin to copy member `source`'s `tensor` into everyone's."""
@@ -100,14 +99,14 @@ class Group:
         options.rootRank = self.members.index(source)
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
-            self._works.append((self._group.broadcast([tensor], options), False))
+            self._works.append((self._group.broadcast([tensor], options), "collective"))
 
     def all_gather(self, output: Tensor, part: Tensor) -> None:
         """Begin to fill `output` with every member's `part`, in order."""
         options = AllgatherOptions()
         options.timeout = timedelta(seconds=_COLLECTIVE_S)
         with _translated():
-            self._works.append((self._group._allgather_base(output, part, options), False))
+            self._works.append((self._group._allgather_base(output, part, options), "collective"))
 
     def meet(self) -> None:
         """Wait until every member has come here.
@@ -122,14 +121,14 @@ class Group:
         """Begin to send `tensor` to a member; return what `wait_for` takes."""
         with _translated():
             work = self._group.send([tensor], self.members.index(to), tag)
-            self._works.append((work, True))
+            self._works.append((work, "send"))
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Any:
         """Begin to receive a member's tensor; return what `wait_for` takes."""
         with _translated():
             work = self._group.recv([tensor], self.members.index(source), tag)
-            self._works.append((work, True))
+            self._works.append((work, "receive"))
         return work
 
     def wait_for(self, work: Any) -> None:
@@ -139,14 +138,14 @@ class Group:
             Broken: it failed. The others may still be under way: `give_up` ends them.
         """
         self.waits_since_s = time.monotonic()
+        mine = [pair for pair in self._works if pair[0] is work]
         self._works = [pair for pair in self._works if pair[0] is not work]
-        self._waiting = [(work, True)]
         try:
-            self._end(work, True)
+            for _, kind in mine:
+                self._end(work, kind)
         except (RuntimeError, Broken) as error:
             self.interrupt()
             raise Broken(str(error).splitlines()[0]) from None
-        self._waiting = []
         self.waits_since_s = 0.0
 
     def interrupt(self) -> None:
@@ -167,21 +166,23 @@ class Group:
                 tensors may be used again.
         """
         self.waits_since_s = time.monotonic()
-        self._waiting, self._works = self._works, []
+        begun, self._works = self._works, []
         failed: Exception | None = None
-        for work, direct in self._waiting:
+        for work, kind in begun:
             try:
-                self._end(work, direct)
+                self._end(work, kind)
             except (RuntimeError, Broken) as error:
                 if failed is None:
                     self.interrupt()
                 failed = failed or error
-        self._waiting = []
         if failed is not None:
             raise Broken(str(failed).splitlines()[0])
         self.waits_since_s = 0.0
 
-    def _end(self, work: Any, direct: bool) -> None:
+    def _end(self, work: Any, kind: Kind) -> None:
+        if kind == "send":
+            return self._end_send(work)
+        direct = kind == "receive"
         whole = direct and not self._interrupted
         while True:
             try:
@@ -195,21 +196,34 @@ class Group:
                 work.wait()
                 return
             if self._abandoned:
-                _left_behind.add(self._group)
+                self._leave_behind()
                 raise Broken("a collective was abandoned")
+
+    def _end_send(self, work: Any) -> None:
+        """Wait for a send in another thread: gloo may have forgotten it.
+
+        It tells a pair's failure to what waits in its queues, and not to a transfer that it was
+        just beginning to write, which then waits for ever; and a wait for a transfer that ends by
+        the clock closes all pairs.
+        """
+        ended = _start(lambda: work.wait(timedelta(seconds=_COLLECTIVE_S)), "perdure-send", True)
+        while not wait([ended], _SLICE_S).done:
+            if self._abandoned or self._interrupted:
+                self._leave_behind()
+                raise Broken("a transfer was abandoned")
+        if not ended.result():
+            raise Broken("a transfer was aborted")
+
+    def _leave_behind(self) -> None:
+        """See that the group's destructor, which would wait for what never ends, never runs."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
 
     def abandon(self) -> None:
         """End what still waits although its connections are shut down; by any thread.
 
-        gloo tells a pair's failure to what waits in its queues, and not to the transfer that it
-        was just writing, which then waits for ever. Nothing moves on closed connections, so its
-        tensors are as safe as after an error.
+        Nothing moves on closed connections, so its tensors are as safe as after an error.
         """
         self._abandoned = True
-        for work, direct in self._waiting:
-            if direct:
-                with contextlib.suppress(RuntimeError):
-                    work.abort()
 
     def give_up(self) -> None:
         """Wait until nothing is under way, and disconnect: whoever waits for us learns of it."""
@@ -309,6 +323,14 @@ def make_apart(make: Callable[[], Made], overtaken: Callable[[], bool], name: st
         Broken: `overtaken()` became true first.
         Exception: what `make()` has raised.
     """
+    made = _start(make, name, False)
+    while not wait([made], _APART_LOOK_S).done:
+        if overtaken():
+            raise Broken("a newer epoch was ordered")
+    return made.result()
+
+
+def _start(make: Callable[[], Made], name: str, daemon: bool) -> Future[Made]:
     made: Future[Made] = Future()
 
     def run() -> None:
@@ -317,11 +339,8 @@ def make_apart(make: Callable[[], Made], overtaken: Callable[[], bool], name: st
         except Exception as error:
             made.set_exception(error)
 
-    threading.Thread(target=run, name=name).start()
-    while not wait([made], _APART_LOOK_S).done:
-        if overtaken():
-            raise Broken("a newer epoch was ordered")
-    return made.result()
+    threading.Thread(target=run, name=name, daemon=daemon).start()
+    return made
 
 
 @contextlib.contextmanager
