@@ -75,12 +75,29 @@ def refresh_rates(run: Run) -> dict[int, float]:
     nobody came or went, their median is what so many nodes could do meanwhile.
     """
     times: dict[int, list[float]] = {}
-    for old, new in pairwise(run.steps):
-        calm = len(_cut(run.present, old.at_s, new.at_s)) == 1 and old.at_s > 0
-        if calm and old.places == new.places and new.step == old.step + 1:
-            times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
+    for old, new in _find_calm(run):
+        times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
     seen = {n: 1.0 / median(each) for n, each in times.items() if len(each) >= _CALM_STEPS}
     return {**run.rates, **seen}
+
+
+def _find_calm(run: Run) -> list[tuple[MadeStep, MadeStep]]:
+    """Return the pairs of commits between which nobody came or went."""
+    return [
+        (old, new)
+        for old, new in pairwise(run.steps)
+        if old.at_s > 0
+        and old.places == new.places
+        and new.step == old.step + 1
+        and len(_cut(run.present, old.at_s, new.at_s)) == 1
+    ]
+
+
+def _find_steady(run: Run) -> float:
+    """Return how much longer than their reference undisturbed steps took, early ones deducted."""
+    calm = _find_calm(run)
+    wall_s = sum(new.at_s - old.at_s for old, new in calm)
+    return max(0.0, 1.0 - sum(run.find_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
 
 
 @dataclass(slots=True)
@@ -177,8 +194,6 @@ def measure_costs(run: Run, source: str) -> MeasuredCosts:
     times = _time_changes(run)
     known = [r for r in run.recoveries if r.failed]
     joins = [r for r in run.recoveries if r.rung == "join"]
-    ledger = close_ledger(run)
-    training = ledger["useful"] + ledger["steady_overhead"]
     return MeasuredCosts(
         source=source,
         losses=len(times.loss_s),
@@ -187,7 +202,7 @@ def measure_costs(run: Run, source: str) -> MeasuredCosts:
         join=_split(_median(times.join_s), joins),
         announced=_split(_median(times.told_s) if times.told_s else _median(times.join_s), joins),
         start_s=_median(times.start_s),
-        steady=ledger["steady_overhead"] / training if training else 0.0,
+        steady=_find_steady(run),
     )
 
 

@@ -11,6 +11,7 @@ from perdure.telemetry.replay import (
     count_committed,
     join_steps,
     measure_costs,
+    refresh_rates,
 )
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}
@@ -82,3 +83,13 @@ def test_a_node_that_starts_or_was_told_to_leave_has_accounts_of_its_own() -> No
 def test_parts_of_a_step_by_several_groups_are_one_commit() -> None:
     rows = [step(1.0, 5, 0, samples=10), step(1.1, 5, 1, samples=10), step(2.0, 6, 0, samples=10)]
     assert [(s.samples, s.places) for s in join_steps(rows)] == [(20, (0, 1)), (10, (0,))]
+
+
+def test_the_steady_cost_is_what_undisturbed_steps_take_beyond_their_reference() -> None:
+    """Those that are early make up for those that are late."""
+    walls = [1.4, 1.6] * 15 + [1.8] * 10
+    at_s = [0.5 + sum(walls[:n]) for n in range(len(walls) + 1)]
+    steps = [step(t, n, 0, 1) for n, t in enumerate(at_s)]
+    run = Run(steps, [(0.0, frozenset({0, 1}))], at_s[-1], RATES)
+    assert measure_costs(run, "a test").steady == pytest.approx(1 - 40 * 1.5 / sum(walls))
+    assert refresh_rates(run)[2] == pytest.approx(30 / 1.6)
