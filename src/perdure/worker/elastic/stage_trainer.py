@@ -311,8 +311,8 @@ class StageTrainer(PartTrainer):
         self._take_passes(plan.passes)
         if plan.step == 0:  # Nobody has trained anything yet.
             self._load_checkpoint(group, number, len(plan.layout.sections))
-            if self._every:
-                self._take_snapshot(members)  # To go back to, before there is a newer one.
+        if plan.fresh and self._every:  # Else somebody may still be reading what it would replace.
+            self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
 
     def _describe(self, plan: Any) -> dict[str, Any]:
@@ -414,22 +414,29 @@ class StageTrainer(PartTrainer):
         self, plan: StageReformation, held: Mapping[int, BlockState]
     ) -> tuple[Callable[[Holder, int], BlockState], Callable[[Holder], Any]]:
         """Return what gives a block of this member's, and what all members have alike."""
+        there = self._peers.list_all()
 
         @functools.cache
-        def open_snapshot(owner: int) -> tuple[Parts, Any]:
+        def open_one(one: StageSnapshot) -> tuple[Parts, Any]:
+            try:
+                return self._peers.read(one)
+            except ProtocolError as error:
+                raise Broken(error.message) from None
+
+        def open_snapshot(owner: int, block: int | None = None) -> tuple[Parts, Any]:
+            """A member may have two of one step: of its section before a change, and after it."""
             wanted = (plan.step, plan.line, owner)
-            for one in self._peers.list_all():
-                if (one.step, one.line, one.owner) == wanted:
-                    try:
-                        return self._peers.read(one)
-                    except ProtocolError as error:
-                        raise Broken(error.message) from None
+            for one in there:
+                if (one.step, one.line, one.owner) == wanted and (
+                    block is None or one.section.first <= block < one.section.stop
+                ):
+                    return open_one(one)
             raise Broken(f"the snapshot of step {plan.step} by rank {owner} is gone")
 
         def read(holder: Holder, block: int) -> BlockState:
             if holder.owner < 0:
                 return held[block]
-            parts, plain = open_snapshot(holder.owner)
+            parts, plain = open_snapshot(holder.owner, block)
             return join_block(block, parts, plain["numbers"])
 
         def plain_of(holder: Holder) -> Any:
