@@ -28,6 +28,7 @@ from perdure.model.wire import (
     subject_beats,
     subject_commands,
     subject_events,
+    subject_joins,
     subject_journal,
     subject_notices,
     subject_orders,
@@ -108,6 +109,7 @@ MAY = {
     "viewer": {subject_queries(JOB)},
     "worker": {subject_queries(JOB)},
     "monitor": {subject_notices(JOB)},
+    "joiner": {subject_joins(JOB)},
 }
 SUBJECTS = (
     subject_events(JOB),
@@ -115,6 +117,7 @@ SUBJECTS = (
     subject_commands(JOB),
     subject_queries(JOB),
     subject_notices(JOB),
+    subject_joins(JOB),
 )
 
 
