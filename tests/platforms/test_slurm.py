@@ -17,7 +17,7 @@ from perdure.launch.slurm import find_state
 from tests.e2e.harness import SCRIPTS, read_trail
 from tests.platforms.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
 
 
 class Site:
@@ -117,7 +117,7 @@ def words(place: Path, steps: int, pace_s: float) -> list[str]:
 def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Path) -> None:
     # Slurm's own clock fires the first warning, a minute or so after the start; a person the next.
     site = Site(cluster, place, time_limit="00:02:00", warn_s=30)
-    job = site.launch(EXACT, *words(place, 260, 0.4))
+    job = site.launch(EXACT, *words(place, 200, 0.4))
     site.wait_back(job, 1, 200)
     first = site.runs()[0]
     assert (first["state"], first["warned"], first["code"]) == ("stopped", True, 0)
@@ -133,7 +133,7 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
     assert len(restarts) >= 3
     assert {run["job"] for run in site.runs()} == {job}
     assert site.find_end().state == "ended"
-    site.check_equal(260)
+    site.check_equal(200)
 
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
