@@ -103,7 +103,7 @@ class Box:
 
     def power_off(self) -> None:
         """End everything at once."""
-        if self.server is not None:
+        if self.server is not None and self.server.poll() is None:
             self.cut()
             self.server.kill()
             self.server.wait()
@@ -131,7 +131,7 @@ class Laptop:
         text = (
             f'[launch]\nhost = "gpu-box"\nssh_config = "{box.folder}/ssh_config"\n'
             f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
-            f'environment = "{profile.get("environment", "auto")}"\n'
+            f'environment = "{profile.get("environment", "auto")}"\nnative = false\n'
             f'[teardown]\nstop_command = ["touch", "{self.stopped}-{{job}}"]\n'
             f"[daemon]\ntools = {json.dumps(profile.get('tools', ['tmux', 'setsid']))}\n"
             f'[overrides]\nDETACH = "{profile.get("detach", "")}"\n'

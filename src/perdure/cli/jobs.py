@@ -15,7 +15,7 @@ import msgspec
 
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.adapters.rings import read_ring
-from perdure.launch.records import read_remote
+from perdure.launch.records import list_records, read_remote
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
@@ -153,6 +153,21 @@ def find_job(name: str) -> Job:
     record = read_remote(home, name)
     if record is not None and not record.torn_down_s and not _is_here(record, home):
         raise ElsewhereError(record)
+    try:
+        return find_here(name, home)
+    except ConfigError as error:
+        if record is None or not record.torn_down_s:
+            raise
+        results = f"; its results are in {record.pulled_to}" if record.pulled_to else ""
+        raise ConfigError(f"job `{name}` was torn down{results}", hint=error.hint) from None
+
+
+def find_here(name: str, home: str) -> Job:
+    """Return the job `name` below `home`, whatever of that name was launched elsewhere.
+
+    Raises:
+        ConfigError: there is none; the hint names similar ones.
+    """
     paths = paths_of(home, name)
     try:
         return Job(name, home, paths, load_spec(paths))
@@ -170,7 +185,15 @@ def find_start(first: JournalEntry) -> float:
 
 def find_jobs() -> list[Job]:
     """Return all jobs, oldest first."""
-    return [find_job(name) for name in list_jobs(resolve_home())]
+    home = resolve_home()
+    return [find_here(name, home) for name in list_jobs(home)]
+
+
+def find_elsewhere() -> list[LaunchRecord]:
+    """Return the jobs that were launched to other machines and not yet torn down."""
+    home = resolve_home()
+    records = [r for r in list_records(home) if r.profile.kind != "local" and not r.torn_down_s]
+    return [record for record in records if not _is_here(record, home)]
 
 
 def send_command(

@@ -11,7 +11,7 @@ import typer
 
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
-from perdure.cli.jobs import Job, find_job, find_jobs, find_start
+from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
@@ -19,6 +19,7 @@ from perdure.dash.watch import find_telling
 from perdure.detect.traps import find_trap, name_symptoms
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
+from perdure.model.launching import LaunchRecord
 from perdure.model.report import DeviceRow, Snapshot
 from perdure.telemetry import (
     DelayMatrix,
@@ -37,8 +38,9 @@ Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text
 
 
 def ps(as_json: Json = False) -> None:
-    """List the jobs of this machine."""
+    """List the jobs of this machine, and those that it launched to others and that still cost."""
     rows: list[dict[str, Any]] = []
+    launched = [_describe_launch(record) for record in find_elsewhere()]
     for job in find_jobs():
         try:
             snapshot = job.snapshot()
@@ -59,10 +61,11 @@ def ps(as_json: Json = False) -> None:
             }
         )
     if as_json:
-        print_json({"jobs": rows})
-    elif not rows:
+        print_json({"jobs": rows, "launched": launched})
+        return
+    if not rows and not launched:
         print("no jobs; `perdure run SCRIPT` starts one")
-    else:
+    if rows:
         head = ("job", "state", "step", "ranks", "restarts", "started")
         cells = [
             (r["job"], r["state"], r["step"] if r["step"] >= 0 else "-", r["ranks"], r["restarts"],
@@ -70,6 +73,26 @@ def ps(as_json: Json = False) -> None:
             for r in rows
         ]  # fmt: skip
         print(render_table(head, cells))
+    for row in launched:
+        cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
+        print(f"{row['job']}: launched to {row['where']} ({row['profile']}) "
+              f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}")  # fmt: skip
+
+
+def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
+    """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
+    hours = max(0.0, time.time() - record.launched_s) / 3600
+    teardown = record.profile.teardown
+    return {
+        "job": record.job,
+        "profile": record.profile.platform,
+        "where": record.profile.launch.host or record.profile.kind,
+        "launched_s": record.launched_s,
+        "hours": hours,
+        "cost": hours * teardown.price_per_hour,
+        "currency": teardown.currency,
+        "pulled_to": record.pulled_to,
+    }
 
 
 def status(job: JobName, as_json: Json = False) -> None:

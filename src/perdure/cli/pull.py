@@ -75,12 +75,14 @@ def pull(
     return 0
 
 
-def verify_pulled(directory: Path, manifest: PullManifest, *, as_json: bool) -> int:
+def verify_pulled(
+    directory: Path, manifest: PullManifest, *, allow_pickle: bool, as_json: bool
+) -> int:
     """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
     problems = compare_files(directory, manifest)
     loaded = 0
     if not problems:
-        loaded, problems = load_files(find_loadable(directory, manifest))
+        loaded, problems = load_files(find_loadable(directory, manifest), allow_pickle=allow_pickle)
     proof = None
     if not problems:
         proof = write_verified(directory, manifest, loaded, time.time())

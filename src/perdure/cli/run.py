@@ -10,7 +10,7 @@ import msgspec
 from perdure.adapters.notices import open_sources
 from perdure.cli import options as o
 from perdure.cli.checks import check_job, choose_name
-from perdure.cli.jobs import find_job
+from perdure.cli.jobs import find_here
 from perdure.cli.jobspec import make_spec
 from perdure.cli.say import note, print_json
 from perdure.cli.torchrun import parse_ranks, parse_streams
@@ -183,7 +183,7 @@ def _summarize(name: str, code: int, as_json: bool) -> None:
     from perdure.telemetry import LedgerFold, make_series
 
     try:
-        job = find_job(name)
+        job = find_here(name, resolve_home())
         entries = job.entries()
         fold = LedgerFold()
         for entry in entries:

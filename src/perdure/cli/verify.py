@@ -15,6 +15,10 @@ def verify(
         str,
         typer.Argument(metavar="DIR", help="A checkpoint, a directory (URL) of them, or a pull."),
     ],
+    allow_pickle: Annotated[
+        bool,
+        typer.Option("--allow-pickle", help="Load what is no plain data too: it may run code."),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Read checkpoints back and compare sizes and hashes.
@@ -30,7 +34,9 @@ def verify(
     if "://" not in directory:
         manifest = read_manifest(Path(directory))
         if manifest is not None:
-            return verify_pulled(Path(directory), manifest, as_json=as_json)
+            return verify_pulled(
+                Path(directory), manifest, allow_pickle=allow_pickle, as_json=as_json
+            )
     results = verify_all(directory)
     if not results:
         raise ConfigError(

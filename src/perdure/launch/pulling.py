@@ -35,7 +35,7 @@ SKIPPED = (
 )  # fmt: skip
 """Not results: the bus's own store (its journal is mirrored beside it), secrets, locks, rings."""
 _ROSTER_S = 3600.0
-_LOADABLE = (".pt", ".pth", ".ckpt", ".bin")
+_LOADABLE = (".pt", ".pth", ".ckpt")
 _CHUNK = 4 << 20
 
 
@@ -164,18 +164,20 @@ def find_loadable(target: Path, manifest: PullManifest) -> list[str]:
         path = PurePosixPath(file.path)
         if path.name == ".metadata":
             found.add(str(target / path.parent))
-        elif path.suffix in _LOADABLE:
+        elif path.suffix in _LOADABLE or path.match("pytorch_model*.bin"):
             found.add(str(target / path))
     return sorted(found)
 
 
-def load_files(paths: Iterable[str]) -> tuple[int, list[str]]:
+def load_files(paths: Iterable[str], *, allow_pickle: bool) -> tuple[int, list[str]]:
     """Return how many of `paths` were loaded with `weights_only`, and what could not be.
+
+    `allow_pickle` lets what is no plain data run the code that it names.
 
     Raises:
         PlatformError: torch is not installed here: nothing can be said.
     """
-    document = msgspec.json.encode(list(paths))
+    document = msgspec.json.encode({"paths": list(paths), "allow_pickle": allow_pickle})
     done = subprocess.run(
         [sys.executable, "-P", "-m", "perdure.worker.checkpoint.loading"],
         input=document,

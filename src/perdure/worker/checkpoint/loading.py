@@ -35,7 +35,15 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"the index names {module}.{name}")
 
 
-def load(path: Path) -> None:
+class Request(msgspec.Struct, frozen=True):
+    """What is on standard input."""
+
+    paths: tuple[str, ...]
+    allow_pickle: bool = False
+    """Where a file is no plain data, load it as a pickle, which may run any code that it names."""
+
+
+def load(path: Path, *, allow_pickle: bool) -> None:
     """Load a file, or each tensor of a sharded checkpoint.
 
     Raises:
@@ -43,8 +51,13 @@ def load(path: Path) -> None:
     """
     if path.is_dir():
         _load_shards(path)
-    else:
+        return
+    try:
         torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        if not allow_pickle:
+            raise
+        torch.load(path, map_location="cpu", weights_only=False)
 
 
 def _load_shards(folder: Path) -> None:
@@ -64,14 +77,14 @@ def _load_shards(folder: Path) -> None:
 def main() -> None:
     """Load the paths on standard input; print how many were, and what was wrong with others."""
     problems = []
-    paths = msgspec.json.decode(sys.stdin.buffer.read(), type=list[str])
-    for path in paths:
+    request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
+    for path in request.paths:
         try:
-            load(Path(path))
+            load(Path(path), allow_pickle=request.allow_pickle)
         except Exception as error:  # Whatever it is: the file is not whole, and is named.
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            problems.append(f"{path} does not load: {lines[0]}")
-    answer = {"loaded": len(paths) - len(problems), "problems": problems}
+            problems.append(f"{path} does not load: {lines[0].partition('. ')[0]}")
+    answer = {"loaded": len(request.paths) - len(problems), "problems": problems}
     print(msgspec.json.encode(answer).decode())
 
 

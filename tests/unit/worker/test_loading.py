@@ -1,0 +1,41 @@
+"""Files that were pulled are loaded as data; what would run code is refused without a flag."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+class Harmful:
+    def __reduce__(self) -> Any:
+        return (open, ("harmed", "w"))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_plain_tensors_load_and_the_rest_is_named(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    torch.save({"w": torch.ones(3)}, tmp_path / "good.pt")
+    torch.save({"w": Harmful()}, tmp_path / "bad.pt")
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "good.pt").read_bytes()[:-200])
+    for name in ("whole", "short"):
+        dcp.save({"w": torch.ones(1000)}, checkpoint_id=tmp_path / name, no_dist=True)
+    shard = next((tmp_path / "short").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    names = ["good.pt", "whole", "bad.pt", "cut.pt", "short"]
+    request = {"paths": [str(tmp_path / name) for name in names]}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "perdure.worker.checkpoint.loading"],
+        input=json.dumps(request), capture_output=True, text=True, timeout=120, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["loaded"] == 2
+    assert [Path(text.split(" ")[0]).name for text in told["problems"]] == names[2:]
+    assert not (tmp_path / "harmed").exists()
