@@ -22,8 +22,9 @@ _WAYS = {
     "tmux": """\
 if command -v tmux >/dev/null; then
   socket="$JOB_DIR/launch/tmux" # Of its own: the one under /tmp may be cleaned away.
-  [ ${#socket} -lt 100 ] || socket="$HOME/.perdure-tmux"
-  tmux -S "$socket" new-session -d -s "@job@" 'exec sh ./run.sh'
+  [ ${#socket} -lt 100 ] || socket="/tmp/perdure-tmux-$(printf %s "$JOB_DIR" | cksum | tr -d ' ')"
+  tmux -S "$socket" has-session -t run 2>/dev/null || # Else it was started, and nobody was told.
+    tmux -S "$socket" new-session -d -s run 'exec sh ./run.sh'
   exit 0
 fi""",
     "setsid": """\
@@ -171,7 +172,7 @@ def _render_setup(spec: JobSpec, profile: Profile) -> str:
 def _render_start(spec: JobSpec, profile: Profile) -> str:
     tools = (profile.detach, *profile.daemon.tools)
     chosen = list(dict.fromkeys(tool for tool in tools if tool in _WAYS))
-    ways = "\n".join(_WAYS[tool] for tool in chosen).replace("@job@", spec.name)
+    ways = "\n".join(_WAYS[tool] for tool in chosen)
     return fill("start.sh", ways=ways, tools=" ".join(chosen))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
+from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.transfer import PARTIAL, push
 from perdure.launch.wheel import write_wheel
@@ -54,6 +55,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         launched_s=time.time(),
         roots=find_roots(plan, folder, where[0]),
     )
+    write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     return _start(channel, plan, record, here)
 
 
