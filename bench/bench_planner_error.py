@@ -11,8 +11,8 @@ of all that is measured for a profile: whatever else the machine does only makes
 
 import argparse
 import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from scripts.paced_pipeline import Task, load, loss, make_blocks
+from scripts.paced_pipeline import Task, live, load, loss, make_blocks
 
 from perdure.model.codec import decode, encode
-from perdure.model.costs import CostProfile, write_profile
+from perdure.model.costs import CostProfile, read_profile, write_profile
 from perdure.model.errors import PerdureError
 from perdure.model.world import make_devices
 from perdure.plan.measures import settle
@@ -34,18 +34,18 @@ from perdure.plan.score import Scorer
 from perdure.worker.profiling.blocks import BlockMeter
 from perdure.worker.profiling.links import measure_links
 
-HERE = Path(__file__).resolve().parent
 SCHEDULES = ("1f1b", "interleaved", "zero-bubble", "rerouted")
 MEMORY = 64 * 10**9
 
 
-def measure_profile(sizes: list[int], ranks: int) -> CostProfile:
-    """Measure blocks and links as `perdure profile` does."""
+def measure_profile(sizes: list[int], ranks: int, before: Path | None) -> CostProfile:
+    """Measure blocks and links as `perdure profile` does; links are taken from `before`, if any."""
     blocks = make_blocks()
     meter = BlockMeter(blocks, loss, seconds=1.0, say=say)
     batches = {size: load(0, 0, size) for size in sizes}
     found = meter.measure(batches, lambda params: torch.optim.SGD(params, lr=1e-3))
-    links = measure_links(ranks, say)
+    links: Any = read_profile(before.read_text(), str(before)) if before else None
+    links = links or measure_links(ranks, say)
     return CostProfile(
         "paced", f"{os.cpu_count()} cores", 0, found.blocks, links.transfers, links.all_reduces
     )
@@ -86,25 +86,27 @@ def run_worlds(profile: CostProfile, rows: list[dict[str, Any]], steps: int) -> 
         "127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False
     )
     store.set("tasks", encode(tasks))
-    script = HERE / "scripts" / "paced_pipeline.py"
+    context = multiprocessing.get_context("forkserver")  # One import of torch for all ranks.
+    context.set_forkserver_preload(["scripts.paced_pipeline"])
     ranks = [
-        subprocess.Popen([sys.executable, script, str(r), str(size), "127.0.0.1", str(store.port)])
+        context.Process(target=live, args=(r, size, "127.0.0.1", store.port), daemon=True)
         for r in range(size)
     ]
+    for rank in ranks:
+        rank.start()
     try:
         for number, row in enumerate(rows + rows[::-1]):
             while not store.check([f"took/{number}"]):
-                if any(rank.poll() for rank in ranks):
+                if any(rank.exitcode for rank in ranks):
                     raise RuntimeError("a rank has failed")
                 time.sleep(0.02)
             row["took"] += decode(store.get(f"took/{number}"), list[float])[1:]
             say(f"{number + 1} of {len(tasks)}: {describe(row)} {median(row['took']):.3f} s")
         for rank in ranks:
-            rank.wait(timeout=30)
+            rank.join(30)
     finally:
         for rank in ranks:
             rank.kill()
-            rank.wait()
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -159,11 +161,12 @@ def main() -> None:
     parser.add_argument("--global-batch", type=int, default=16)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--links", type=Path, help="a profile whose links are taken")
     parser.add_argument("--profile", type=Path, help="write the measured profile here")
     args = parser.parse_args()
     torch.manual_seed(1)
     torch.set_num_threads(1)
-    profile = measure_profile(args.micro_batches, max(args.devices))
+    profile = measure_profile(args.micro_batches, max(args.devices), args.links)
     if args.profile:
         args.profile.write_text(write_profile(profile))
     rows = list_worlds(profile, args)

@@ -1,12 +1,9 @@
 """One rank of the worlds that bench_planner_error.py measures; the model that they all run.
 
-    python bench/scripts/paced_pipeline.py RANK SIZE HOST PORT
-
 A rank is a virtual device: tensors, messages and sums are real, and what a block computes takes
 a declared time, in which it sleeps. All ranks go through all worlds; who has no part in one waits.
 """
 
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -140,8 +137,8 @@ def list_copies(tasks: list[Task]) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def main() -> None:
-    rank, size, host, port = (int(v) if v.isdigit() else v for v in sys.argv[1:])
+def live(rank: int, size: int, host: str, port: int) -> None:
+    """Go through all worlds that are in the store."""
     torch.set_num_threads(1)
     store: Any = vars(dist)["TCPStore"](host, port, None, False, timedelta(seconds=120))
     prefixed: Any = vars(dist)["PrefixStore"]
@@ -158,7 +155,3 @@ def main() -> None:
         if rank == 0:
             store.set(f"took/{number}", encode(took))
     whole.meet()
-
-
-if __name__ == "__main__":
-    main()

@@ -275,6 +275,25 @@ def test_a_split_backward_adds_only_weights_and_only_later() -> None:
     assert seen == [False, False]
 
 
+def test_what_nobody_needs_any_more_is_freed_during_the_step() -> None:
+    """1F1B over two cells, ten micro-batches: P - stage are held, not ten."""
+    schedule = Schedule(join_replicas([order_1f1b(2, range(10))]), 2, [0, 1])
+    held: dict[int, int] = {}
+    sent: dict[int, int] = {}
+
+    def body(cell: Cell, number: int, group: Group) -> None:
+        def note(action: Action) -> None:
+            held[number] = max(held.get(number, 0), len(cell.runner._passes))
+            sent[number] = max(sent.get(number, 0), len(cell.runner._sent))
+
+        cell.runner.before = note
+        cell.runner.run(0)
+
+    assert [cell.error for cell in run_world(schedule, 1, body)] == [None, None]
+    assert held == {0: 2, 1: 1}
+    assert max(sent.values()) <= 3
+
+
 def test_what_was_counted_before_is_not_added_again() -> None:
     """A second attempt: stage 1 has micro-batch 0 already, stage 0 nothing."""
     schedule = Schedule(join_replicas([order_1f1b(2, range(2))]), 2, [0, 1])
