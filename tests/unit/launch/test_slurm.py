@@ -25,7 +25,7 @@ from perdure.model.slurm import (
     read_scontrol,
 )
 
-# What sacct 22.05 printed (-D -n -P) on a real cluster.
+# In the form of `sacct -D -n -P` of Slurm 22.05; no accounting ran where this was written.
 TIMEOUT = """\
 12|TIMEOUT|0:0|0:0|2026-01-01T00:00:00|2026-01-01T00:02:00
 12.batch|CANCELLED|0:9||2026-01-01T00:00:00|2026-01-01T00:02:05
