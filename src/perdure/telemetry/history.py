@@ -408,7 +408,8 @@ class History:
         """Return whether the newest world had somebody on `node` who has not ended."""
         newest = self.newest
         assert newest is not None
-        mine = [rank for rank, home in newest.homes.items() if home == node]
+        mine = {rank for rank, home in newest.homes.items() if home == node}
+        mine -= newest.joined.keys() - newest.formed.keys()  # They had not come in yet.
         return not newest.homes or any(newest.rank(rank).exit is None for rank in mine)
 
     def _leave(self, at_s: float, node: int, reason: str) -> None:

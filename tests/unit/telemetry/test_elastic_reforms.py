@@ -8,6 +8,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     KeeperLost,
+    NodeLost,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -207,3 +208,19 @@ def test_a_loss_that_is_told_after_the_others_went_on_is_why_they_did() -> None:
     spare = RanksStarted(node=2, generation=0, pids={3: 14}, at_s=0.7, warm=True)
     nobody = KeeperLost(node=2, generation=0, at_s=5.3)
     assert rungs_of((0.7, spare), *before, (5.3, nobody)) == [("retry", "the world")]
+
+
+def test_a_node_whose_ranks_had_not_come_in_is_missed_by_nobody() -> None:
+    """A node is lost while its rank starts; that a later epoch is formed is no end of that."""
+
+    def rungs(*later: tuple[float, AnyEvent | Decision]) -> list[tuple[str, str]]:
+        first = [(1.0, formed(rank, 0, 1.0)) for rank in (0, 1, 2)]
+        new = RanksStarted(node=1, generation=0, pids={4: 14}, at_s=2.0, warm=True)
+        return rungs_of(*first, (2.0, new), *later)
+
+    lost = NodeLost(node=1, at_s=3.0, reason="node 1 is silent", last_seen_s=2.5)
+    again = [(9.0, formed(rank, 1, 9.0)) for rank in (0, 1, 2)]
+    assert rungs((3.0, lost), *again) == []
+    came = [(2.2, formed(rank, 1, 2.2)) for rank in (0, 1, 2, 4)]
+    left = [(9.0, formed(rank, 2, 9.0)) for rank in (0, 1, 2)]
+    assert rungs(*came, (3.0, lost), *left) == [("join", "rank 4"), ("shrink", "node 1")]
