@@ -91,7 +91,8 @@ def launch(
     if as_json:
         print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
     else:
-        print(f"job {plan.job} runs on {plan.profile.platform}; " + "; ".join(plan.attach))
+        how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
+        print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
     return 0
 
 

@@ -59,6 +59,10 @@ def pull(
             f"job `{job}` is {state.state}: what is pulled now is not its end",
             hint=f"perdure stop {job} first, or --live for a copy of what there is",
         )
+    if record.profile.kind == "notebook":
+        from perdure.launch.notebook import fetch
+
+        fetch(record, place)  # Its output has no machine that could be asked for a roster.
     manifest = find_roster(record)
     size = sum(file.bytes for file in manifest.files)
     text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"

@@ -19,6 +19,7 @@ MODULES: dict[Kind, str] = {
     "local": "perdure.launch.here",
     "ssh": "perdure.launch.ssh",
     "slurm": "perdure.launch.slurm",
+    "notebook": "perdure.launch.notebook",
 }
 """Kind of a profile -> module that is a `Platform`."""
 

@@ -9,7 +9,6 @@ import zipfile
 from importlib.metadata import Distribution, distribution, version
 from pathlib import Path
 
-from perdure.launch.ssh.results import digest_package
 from perdure.model.errors import PlatformError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -18,6 +17,8 @@ _LEFT_OUT = (".pyc", ".so")
 
 def find_digest() -> str:
     """Return the digest of this installation, as `results.py digest` finds it on a box."""
+    from perdure.launch.ssh.results import digest_package  # Whose room imports this module.
+
     return digest_package(str(PACKAGE))
 
 

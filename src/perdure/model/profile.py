@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from perdure.model.notebook import NotebookSection
 from perdure.model.slurm import SlurmSection
 
 HOST_DEPENDENT = "host-dependent"
@@ -192,6 +193,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Section 8."""
     slurm: SlurmSection = SlurmSection()
     """What is asked of Slurm, where `kind` is slurm."""
+    notebook: NotebookSection = NotebookSection()
+    """What is asked of Colab or Kaggle, where `kind` is notebook."""
 
     @property
     def detach(self) -> str:

@@ -1,0 +1,113 @@
+"""Colab and Kaggle as platforms: a generated notebook that resumes whenever its cells are run.
+
+Kaggle has a command line that runs a notebook (`kaggle`). A person starts a session of Colab:
+mounting Drive asks for their consent.
+"""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perdure.launch.lint import check_plan
+from perdure.launch.notebook import kaggle
+from perdure.launch.notebook.cells import render_notebook
+from perdure.launch.notebook.checks import check_notebook
+from perdure.launch.platforms import Here
+from perdure.model.errors import PlatformError
+from perdure.model.job import JobSpec
+from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.profile import Profile
+
+
+def render(spec: JobSpec, profile: Profile) -> Plan:
+    """Return the notebook of `spec`, and for Kaggle what its command line reads beside it."""
+    on_kaggle = profile.notebook.service == "kaggle"
+    files = {f"{spec.name}.ipynb": render_notebook(spec, profile)}
+    steps = (Step("open it in Colab, and run all cells", ("upload", f"{spec.name}.ipynb")),)
+    if on_kaggle:
+        files["kernel-metadata.json"] = kaggle.render_metadata(spec, profile)
+        steps = (Step("run it on Kaggle", ("kaggle", "kernels", "push", "-p", "DIR")),)
+    return Plan(
+        job=spec.name,
+        kind="notebook",
+        profile=profile,
+        files=files,
+        steps=steps,
+        findings=(*check_plan(spec, profile), *check_notebook(spec, profile, files)),
+        attach=(f"perdure status {spec.name}",) if on_kaggle else (),
+        place=f"{profile.overrides.DURABLE_DIR}/{spec.name}",
+        settings={"by_hand": not on_kaggle},
+    )
+
+
+def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Return nothing measured: the notebook's own cells look at the session."""
+    return {}, ()
+
+
+def submit(plan: Plan, here: Here) -> LaunchRecord:
+    """Write the files and, on Kaggle, push them; return what is to be remembered."""
+    folder = Path(here.home, "notebooks", plan.job)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in plan.files.items():
+            (folder / name).write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
+    identity = ""
+    if plan.profile.notebook.service == "kaggle":
+        identity = kaggle.push(plan, folder, here)
+    else:
+        for line in describe_hand(plan, folder):
+            here.tell(line)
+    return LaunchRecord(
+        job=plan.job,
+        profile=plan.profile,
+        place=plan.place,
+        home=str(folder / "output"),
+        python="python3",
+        id=identity,
+        launched_s=time.time(),
+        roots={"job": str(folder / "output" / plan.job)},
+    )
+
+
+def describe_hand(plan: Plan, folder: Path) -> list[str]:
+    """Return what a person does to start a session of Colab, step by step."""
+    section = plan.profile.notebook
+    runtime = section.accelerator or "CPU"
+    return [
+        f"1. colab.research.google.com: File > Upload notebook: {folder / f'{plan.job}.ipynb'}",
+        f"2. Runtime > Change runtime type: {runtime}, which the notebook asks for itself",
+        "3. Runtime > Run all; say yes to Drive",
+        f"4. when the session has ended, Run all again; {plan.place}/status.json says how it is",
+    ]
+
+
+def find_state(record: LaunchRecord, here: Here) -> BoxState:
+    """Return how the newest session is, by Kaggle and by the status that it left."""
+    if not record.id:
+        raise PlatformError(
+            "nobody can be asked about a session of Colab",
+            hint=f"{record.place}/status.json in Drive, once a session has ended",
+        )
+    return kaggle.find_state(record, here)
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Show what Kaggle shows of a session; there is no way into one."""
+    if not record.id:
+        find_state(record, here)
+    return kaggle.run(record, argv, here)
+
+
+def fetch(record: LaunchRecord, here: Here) -> None:
+    """Bring all output of the newest session to the record's own folder here.
+
+    Raises:
+        PlatformError: there is none, or it is in Drive.
+    """
+    if not record.id:
+        find_state(record, here)
+    kaggle.fetch(record, here)

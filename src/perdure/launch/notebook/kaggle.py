@@ -1,0 +1,197 @@
+"""The one door to Kaggle's command line: a notebook pushed, asked about, its output fetched.
+
+Its exit code is 0 also where a push was refused, so that its words are read. A pushed version has
+the output of the one before below /kaggle/input: that is how a session goes on.
+"""
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from perdure.launch.platforms import Here
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec
+from perdure.model.launching import BoxState, LaunchRecord, Plan
+from perdure.model.profile import Profile
+
+METADATA = "kernel-metadata.json"
+_CALL_S = 120.0
+_FETCH_S = 3600.0
+_STATUS = re.compile(r'has status "(?:\w+\.)?(\w+)"')
+_MESSAGE = re.compile(r'Failure message: "(.*)"', re.S)
+_WAITING = ("queued", "new_script")
+_RUNNING = ("running", "cancel_requested")
+
+
+def find_slug(job: str) -> str:
+    """Return the notebook's name on Kaggle, which is its title as well.
+
+    >>> find_slug("GPT_small.2")
+    'perdure-gpt-small-2'
+    """
+    return "perdure-" + re.sub(r"[^a-z0-9]+", "-", job.lower()).strip("-")
+
+
+def render_metadata(spec: JobSpec, profile: Profile) -> str:
+    """Return `kernel-metadata.json`; the notebook itself is among its sources.
+
+    Raises:
+        ConfigError: the name is too long for a title.
+    """
+    section, slug = profile.notebook, find_slug(spec.name)
+    if len(slug) > 50:
+        raise ConfigError(f"{slug} has {len(slug)} characters, a title on Kaggle at most 50",
+                          hint="a shorter `name`")  # fmt: skip
+    identity = f"{section.owner or 'OWNER'}/{slug}"
+    document: dict[str, Any] = {
+        "id": identity,
+        "title": slug,
+        "code_file": f"{spec.name}.ipynb",
+        "language": "python",
+        "kernel_type": "notebook",
+        "is_private": True,
+        "enable_gpu": bool(section.accelerator),
+        "enable_tpu": False,
+        "enable_internet": True,
+        "dataset_sources": list(section.dataset_sources),
+        "competition_sources": [],
+        "kernel_sources": [identity],
+        "model_sources": [],
+    }
+    if section.accelerator:
+        document["machine_shape"] = section.accelerator
+    return json.dumps(document, indent=2) + "\n"
+
+
+def push(plan: Plan, folder: Path, here: Here) -> str:
+    """Push the notebook of `plan`, written to `folder`; return its id.
+
+    Raises:
+        ConfigError: a session of it runs.
+        PlatformError: Kaggle refuses it, or takes it without what earlier sessions left.
+    """
+    document = json.loads((folder / METADATA).read_text(encoding="utf-8"))
+    identity = str(document["id"])
+    status = ask_status(identity, here)
+    if status in (*_WAITING, *_RUNNING):
+        raise ConfigError(f"a session of {identity} is {status}", hint=f"perdure status {plan.job}")
+    if not status:  # The first session has nothing to go on from.
+        document["kernel_sources"] = []
+        (folder / METADATA).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    ceiling = str(int(plan.profile.interruption.session_max_s))
+    code, out = call(here, "push", "-p", str(folder), "-t", ceiling)
+    if code or "successfully pushed" not in out:
+        raise PlatformError(f"kaggle kernels push: {_last(out)}", hint=f"look at {folder}")
+    if "not valid kernel sources" in out:
+        raise PlatformError(
+            f"{identity} runs without the output of its earlier version",
+            hint="stop it on kaggle.com; add that output under Input, and save a version there",
+        )
+    here.tell(_last(out))
+    return identity
+
+
+def ask_status(identity: str, here: Here) -> str:
+    """Return Kaggle's word for the newest session, small letters; empty: there is no such notebook.
+
+    Raises:
+        PlatformError: nobody answered.
+    """
+    return _ask(identity, here)[0]
+
+
+def find_state(record: LaunchRecord, here: Here) -> BoxState:
+    """Return how the newest session is; how it ended is said by the status that it left.
+
+    Kaggle calls a version complete whose job has failed, since the notebook's cells never do.
+    """
+    word, message = _ask(record.id, here)
+    if word in _WAITING:
+        return BoxState(state="waiting", reason=f"Kaggle: {word}")
+    if word in _RUNNING:
+        return BoxState(state="running", reason=f"Kaggle: {word}")
+    if not word:
+        return BoxState(state="not-started", reason=f"Kaggle knows no {record.id}")
+    pattern = f"^{re.escape(record.job)}/status\\.json$"
+    folder = Path(record.home)
+    (folder / record.job / "status.json").unlink(missing_ok=True)
+    call(here, "output", record.id, "-p", str(folder), "-o", "--file-pattern", pattern)
+    try:
+        left = json.loads((folder / record.job / "status.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return BoxState(state="killed", reason=f"Kaggle: {word}: {message or 'it left no status'}")
+    reason = f"session {left.get('session', 0)}: {left.get('state')}: {left.get('reason')}"
+    if left.get("next") == "requeue":
+        reason += "; the same `perdure launch` goes on"
+    failed = left.get("state") not in ("done", "stopped")
+    return BoxState(state="ended", code=int(failed), reason=reason,
+                    attempt=int(left.get("session", 0)))  # fmt: skip
+
+
+def fetch(record: LaunchRecord, here: Here) -> None:
+    """Bring all output of the newest version to the record's own folder here.
+
+    Raises:
+        PlatformError: Kaggle gives nothing.
+    """
+    code, out = call(here, "output", record.id, "-p", record.home, "-o", timeout_s=_FETCH_S)
+    if code or not os.path.isdir(os.path.join(record.home, record.job)):
+        raise PlatformError(f"kaggle kernels output: {_last(out)}", hint="ask again later")
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Answer `status` and `logs` with what Kaggle shows; nothing else reaches a session.
+
+    Raises:
+        ConfigError: another command.
+    """
+    if argv[0] == "status":
+        return 0  # The caller says how the job is.
+    if argv[0] == "logs":
+        code, out = call(here, "logs", record.id)
+        print(out)
+        return code
+    raise ConfigError(
+        f"`{argv[0]}` does not reach a session of Kaggle",
+        hint=f"perdure status {record.job}, perdure logs {record.job}, kaggle.com",
+    )
+
+
+def call(here: Here, *words: str, timeout_s: float = _CALL_S) -> tuple[int, str]:
+    """Run `kaggle kernels`; return its exit code, and its output with its errors.
+
+    Raises:
+        PlatformError: it is not installed, or nobody answered in time.
+    """
+    try:
+        done = subprocess.run(
+            ["kaggle", "kernels", *words], env=dict(here.environ), stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise PlatformError("no `kaggle` here", hint="pip install kaggle six, and an API token "
+                            "from kaggle.com/settings") from error  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise PlatformError(f"kaggle: no answer in {timeout_s:g} s", hint="ask again") from error
+    return done.returncode, done.stdout.strip()
+
+
+def _ask(identity: str, here: Here) -> tuple[str, str]:
+    code, out = call(here, "status", identity)
+    match, message = _STATUS.search(out), _MESSAGE.search(out)
+    if match:
+        return match[1].lower(), message[1] if message else ""
+    # Kaggle does not tell a notebook that is not there from one that is not yours.
+    if "404" in out or "Cannot access kernel" in out:
+        return "", ""
+    raise PlatformError(f"kaggle kernels status: {_last(out) or code}",
+                        hint="this says nothing about the job")  # fmt: skip
+
+
+def _last(out: str) -> str:
+    lines = out.strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

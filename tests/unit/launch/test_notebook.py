@@ -1,0 +1,251 @@
+"""A rendered notebook: its cells are run as they are, in folders that stand for a service's."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from perdure.launch.catalog import load_profile
+from perdure.launch.notebook import cells, payload, render
+from perdure.launch.notebook.sitting import find_time_left, record
+from perdure.launch.slurm.chain import Run, decide
+from perdure.model.errors import ConfigError
+from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
+from perdure.model.profile import Profile
+
+GOOD = "print('cuda:0: a product of matrices is right')"
+BAD = "import sys; sys.exit('torch 2.13.0 sees no GPU: this session runs on the CPU')"
+
+
+def profile(name: str, **changes: Any) -> Profile:
+    found = load_profile(name, "/nowhere").profile
+    return structs.replace(found, notebook=structs.replace(found.notebook, **changes))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("project")
+    (folder / "train.py").write_text("print('trains')\n")
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "train.pyc").write_text("left behind")
+    return folder
+
+
+def spec(project: Path, **changes: Any) -> JobSpec:
+    launch = LaunchConfig(project=str(project), **changes.pop("launch", {}))
+    return JobSpec(name="gpt", script="train.py", launch=launch, **changes)
+
+
+@pytest.fixture(scope="module")
+def notebook(project: Path) -> dict[str, Any]:
+    plan = render(spec(project), profile("kaggle", owner="ada"))
+    assert not [f for f in plan.findings if f.level in ("error", "warning")]
+    return dict(json.loads(plan.files["gpt.ipynb"]))
+
+
+class Service:
+    """A notebook's cells in a place of their own; `kaggle` or `colab`."""
+
+    def __init__(self, notebook: dict[str, Any], root: Path, name: str) -> None:
+        self.root = root
+        self.space: dict[str, Any] = {"__name__": "__main__"}
+        self.cells = {c["id"]: "".join(c["source"]) for c in notebook["cells"]}
+        places = {"durable_dir": "durable", "data_dir": "data", "input_dir": "input",
+                  "mount": "drive"}  # fmt: skip
+        self.run("settings", "session")
+        self.settings: dict[str, Any] = self.space["settings"]
+        self.settings |= {key: str(root / place) for key, place in places.items()}
+        self.settings |= {"service": name, "internet_url": (root / "web").as_uri()}
+        (root / "web").touch()
+        self.space["PROBE"] = GOOD
+        self.space["find_began"] = lambda ceiling: 0.0
+        self.durable = root / "durable" / "gpt"
+
+    def run(self, *cells: str) -> None:
+        for name in cells:
+            exec(compile(self.cells[name], name, "exec"), self.space)
+
+    def status(self) -> dict[str, Any]:
+        return dict(json.loads((self.durable / "status.json").read_text()))
+
+
+@pytest.fixture
+def kaggle(notebook: dict[str, Any], tmp_path: Path) -> Service:
+    return Service(notebook, tmp_path, "kaggle")
+
+
+@pytest.fixture
+def colab(notebook: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
+    """Return a session of Colab whose Drive is a folder that is taken for a mount."""
+    drive = types.ModuleType("google.colab.drive")
+    drive.mount = lambda path: None  # type: ignore[attr-defined]
+    drive.flush_and_unmount = lambda: None  # type: ignore[attr-defined]
+    for name in ("google", "google.colab"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    monkeypatch.setitem(sys.modules, "google.colab.drive", drive)
+    monkeypatch.setattr(os.path, "ismount", lambda path: path.endswith("drive"))
+    return Service(notebook, tmp_path, "colab")
+
+
+def make_checkpoint(job: Path, step: int, content: str = "weights") -> None:
+    folder = job / "checkpoints" / f"step-{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "data.pt").write_text(content)
+    (folder / "manifest.json").write_text("{}")
+
+
+def test_the_document_keeps_to_its_format_and_every_cell_compiles(notebook: dict[str, Any]) -> None:
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    names = [cell["id"] for cell in notebook["cells"]]
+    assert len(names) == len(set(names))
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert set(cell) == {
+                "cell_type", "id", "metadata", "source", "execution_count", "outputs"
+            }  # fmt: skip
+            compile("".join(cell["source"]), cell["id"], "exec")
+        else:
+            assert set(cell) == {"cell_type", "id", "metadata", "source"}
+
+
+def test_a_session_begins_and_has_what_it_needs(
+    kaggle: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kaggle.run("durable", "checks", "payload")
+    text = capsys.readouterr().out
+    assert "this job begins" in text
+    assert "a product of matrices is right" in text
+    session: Any = kaggle.space["session"]
+    session.unpack(kaggle.space["PAYLOAD"])
+    data = kaggle.root / "data" / "gpt"
+    assert sorted(p.name for p in (data / "project").iterdir()) == ["train.py"]
+    assert (data / kaggle.settings["wheel"]).stat().st_size > 100_000
+    job = json.loads((data / "job.json").read_text())
+    assert job["checkpoint"] == {"url": "/kaggle/working/gpt/checkpoints", "every_steps": 100}
+    assert not list(kaggle.durable.glob(".probe*"))
+
+
+def test_kaggle_goes_on_from_what_the_version_before_left(
+    kaggle: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    older, newer = (kaggle.root / "input" / place / "gpt" for place in ("perdure-gpt", "n/ada/x"))
+    make_checkpoint(older, 100)
+    make_checkpoint(newer, 200)
+    (older / "status.json").write_text('{"ended_s": 1, "checkpoint": 100}')
+    (newer / "status.json").write_text('{"ended_s": 2, "checkpoint": 200}')
+    kaggle.run("durable")
+    assert "1 checkpoints, the newest is step-00000200" in capsys.readouterr().out
+    make_checkpoint(kaggle.durable, 300)
+    (newer / "status.json").write_text('{"ended_s": 3}')
+    kaggle.run("durable")  # All cells once more, in the same session: its own work stays.
+    assert "step-00000300" in capsys.readouterr().out
+    assert kaggle.status()["checkpoint"] == 200
+
+
+def test_a_wrong_accelerator_ends_a_kaggle_session_and_keeps_what_was_carried_over(
+    kaggle: Service, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_checkpoint(kaggle.root / "input" / "perdure-gpt" / "gpt", 100)
+    kaggle.space["PROBE"] = BAD
+    kaggle.run("durable", "checks", "payload", "install", "train", "after")
+    status = kaggle.status()
+    assert status["state"] == "refused"
+    assert "sees no GPU" in status["reason"]
+    assert (kaggle.durable / "checkpoints" / "step-00000100" / "data.pt").exists()
+    assert "training: not done: accelerator: torch 2.13.0 sees no GPU" in capsys.readouterr().out
+
+
+def test_on_colab_the_cell_itself_fails(colab: Service) -> None:
+    colab.space["PROBE"] = BAD
+    colab.run("durable")
+    with pytest.raises(colab.space["SessionError"], match="sees no GPU"):
+        colab.run("checks")
+
+
+def test_without_internet(kaggle: Service) -> None:
+    kaggle.settings["internet_url"] = "http://127.0.0.1:1/"
+    kaggle.run("durable", "checks")
+    assert "is not reached" in kaggle.status()["reason"]
+    assert "phone number" in kaggle.status()["reason"]
+
+
+def test_a_drive_that_is_no_mount_is_not_trusted(
+    colab: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os.path, "ismount", lambda path: False)
+    with pytest.raises(Exception, match="is not mounted"):
+        colab.run("durable")
+
+
+def test_a_drive_that_loses_a_file_is_found_out(colab: Service) -> None:
+    colab.run("durable")
+    make_checkpoint(colab.durable, 100)
+    session: Any = colab.space["session"]
+    session.settle()
+    drive: Any = sys.modules["google.colab.drive"]
+    weights = colab.durable / "checkpoints" / "step-00000100" / "data.pt"
+    drive.flush_and_unmount = lambda: weights.write_text("WEIGHTS")  # As long as before.
+    with pytest.raises(Exception, match=r"lacks .*data\.pt"):
+        session.settle()
+
+
+def test_the_sitting_is_run_and_shown(
+    kaggle: Service, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kaggle.run("durable")
+    fake = kaggle.root / "python"
+    line = '{"state": "stopped", "reason": "goes on", "next": "requeue", "checkpoint": 40}'
+    fake.write_text(f"#!/bin/sh\necho step 40\necho '{line}' > {kaggle.durable}/status.json\n")
+    fake.chmod(0o755)
+    (kaggle.root / "data" / "gpt").mkdir(parents=True)
+    monkeypatch.setattr(sys, "executable", str(fake))
+    kaggle.run("train", "after")
+    text = capsys.readouterr().out
+    assert "step 40" in text
+    assert "training: stopped: goes on" in text
+    assert "checkpoint at step 40; run all cells in another session" in text
+    fake.write_text("#!/bin/sh\nexit 9\n")
+    kaggle.run("train")
+    assert "ended with 9" in kaggle.status()["reason"]
+
+
+def test_what_a_sitting_leaves(tmp_path: Path) -> None:
+    assert find_time_left({"began_s": 50.0, "session_max_s": 100, "stop_before_s": 30}, 60.0) == 60
+    run = Run(job="gpt", restart=0, state="stopped", code=0, checkpoint=40, warned=True)
+    record(tmp_path, run, *decide(run, [], 9))
+    status = json.loads((tmp_path / "status.json").read_text())
+    assert (status["next"], status["session"], status["checkpoint"]) == ("requeue", 1, 40)
+    assert len((tmp_path / "runs.jsonl").read_bytes().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("platform", "changes", "job", "trap"),
+    [
+        ("colab", {"stop_before_s": 43_000}, {}, "NB5"),
+        ("kaggle", {"accelerator": "NvidiaTeslaP100"}, {}, "NB3"),
+        ("colab", {}, {"checkpoint": CheckpointConfig(url="/content/ckpt")}, "NB4"),
+        ("kaggle", {}, {"launch": {"secrets": ("HF_TOKEN",)}}, "U34"),
+    ],
+)
+def test_traps_before_a_session_is_spent(
+    project: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    platform: str,
+    changes: Any,
+    job: Any,
+    trap: str,
+) -> None:
+    monkeypatch.setattr(cells, "pack", lambda project, exclude, job: "")  # It takes seconds.
+    found = render(spec(project, **job), profile(platform, owner="ada", **changes)).findings
+    assert [f.trap for f in found if f.level == "error"] == [trap]
+
+
+def test_a_project_too_large_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(payload, "PROJECT_MAX", 5)
+    with pytest.raises(ConfigError, match="larger than"):
+        payload.list_files(str(project), ())
