@@ -110,6 +110,12 @@ class Room:
     def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
         return False
 
+    def hand_over(self, members: tuple[int, ...]) -> None:
+        pass
+
+    def leave(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 
@@ -345,7 +351,7 @@ class Cluster:
     def command(self, kind: Any, **args: Any) -> None:
         self.commands += 1
         steps = [m.applied for m in self.members.values()]
-        step = max(0, max(steps) + self.random.choice((-3, 0, 0, 1, 40)))
+        step = max(0, max(steps, default=0) + self.random.choice((-3, 0, 0, 1, 40)))
         step_s = self.random.choice((0.01, 0.1, 5.0))
         pace = Pace(generation=self.generation, step=step, at_s=self.now, step_s=step_s)
         id_ = f"{kind}{self.commands}"

@@ -34,9 +34,14 @@ class Spot(Cluster):
         super().__init__(random)
 
     def begin(self) -> None:
-        """A new generation begins once every machine is there again."""
+        """A new generation begins once every machine is there again, at the newest checkpoint.
+
+        What came after that is lost and made again, with what has been agreed upon since.
+        """
         for node in sorted(self.back):
             self.bring_back(node)
+        start = self.saved[-1][0] if self.saved else 0
+        self.ran = {step: value for step, value in self.ran.items() if step < start}
         self.members.clear()
         super().begin()
 

@@ -350,6 +350,10 @@ class Member:
             for number in self.world:
                 member = fabric.members[number]
                 fabric.soon(_REDUCE_S, member.make_end(self.epoch, step, reduction))
+            return
+        awaited = [fabric.members[n] for n in self.world if n not in reduction.given]
+        if not all(self._is_there(member, self.epoch) for member in awaited):
+            fabric.soon(_FEEL_S, self.make_breaker())  # It left while this one computed.
 
     def make_end(self, epoch: int, step: int, reduction: Reduction) -> Callable[[], None]:
         """Return the end of a reduction here: it may fail if a peer has died in it."""
