@@ -165,6 +165,9 @@ def find_record(home: str, job: str) -> LaunchRecord:
     if record is None:
         raise ConfigError(f"job `{job}` was not launched to another machine from here",
                           hint="perdure ps lists the jobs of this machine")  # fmt: skip
+    if record.profile.kind == "kubernetes":
+        raise ConfigError(f"job `{job}` is in pods, whose results are not pulled",
+                          hint="docs/kubernetes.md says how")  # fmt: skip
     if record.torn_down_s:
         raise ConfigError(f"job `{job}` was torn down already")
     return record

@@ -20,6 +20,7 @@ MODULES: dict[Kind, str] = {
     "ssh": "perdure.launch.ssh",
     "slurm": "perdure.launch.slurm",
     "notebook": "perdure.launch.notebook",
+    "kubernetes": "perdure.launch.kubernetes",
 }
 """Kind of a profile -> module that is a `Platform`."""
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from perdure.model.kubernetes import KubernetesSection
 from perdure.model.notebook import NotebookSection
 from perdure.model.slurm import SlurmSection
 
@@ -195,6 +196,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What is asked of Slurm, where `kind` is slurm."""
     notebook: NotebookSection = NotebookSection()
     """What is asked of Colab or Kaggle, where `kind` is notebook."""
+    kubernetes: KubernetesSection = KubernetesSection()
+    """What is asked of a cluster, where `kind` is kubernetes."""
 
     @property
     def detach(self) -> str:

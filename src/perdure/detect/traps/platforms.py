@@ -3,7 +3,7 @@
 from perdure.detect.traps import checks as c
 from perdure.detect.traps.universal import _SYMPTOMS, _VANISHED, Row, row
 
-_K8S = "there is no launcher for Kubernetes yet"
+_LAUNCH = "perdure.launch.kubernetes"
 _NB = "there is no launcher for notebooks yet"
 
 GENERIC: tuple[Row, ...] = (
@@ -63,18 +63,20 @@ SLURM: tuple[Row, ...] = (
 
 KUBERNETES: tuple[Row, ...] = (
     row("K8S1", "Pending: Insufficient nvidia.com/gpu", "is the device plugin up? any taint?",
-        scope="kubernetes", lack=_K8S),
+        scope="kubernetes", detected=f"{_LAUNCH}:check_nodes", watched=f"{_LAUNCH}:judge"),
     row("K8S2", "restartPolicy Always is refused on a Job", "Never or OnFailure",
-        scope="kubernetes", lack=_K8S),
-    row("K8S3", "ImagePullBackOff", "imagePullSecrets, a real digest", scope="kubernetes",
-        lack=_K8S),
+        scope="kubernetes", prevented=f"{_LAUNCH}.linter:lint_manifests"),
+    row("K8S3", "ImagePullBackOff: the Job waits for ever", "imagePullSecrets, a real digest",
+        scope="kubernetes", watched=f"{_LAUNCH}:judge"),
     row("K8S4", "Multi-Attach: a ReadWriteOnce volume on two nodes",
-        "ReadWriteMany, or one node", scope="kubernetes", lack=_K8S),
+        "ReadWriteMany, or one node", scope="kubernetes",
+        prevented=f"{_LAUNCH}.checks:check_profile", detected=f"{_LAUNCH}:check_claim",
+        watched="perdure.model.kubernetes:explain_pod"),
     row("K8S5", "evicted for ephemeral storage",
         "write to the PVC; limits.ephemeral-storage", scope="kubernetes", diagnosed=_SYMPTOMS,
-        lack=_K8S),
+        prevented=f"{_LAUNCH}.linter:lint_manifests"),
     row("K8S6", "the container runs on the CPU", "limits of nvidia.com/gpu; a probe at start",
-        c.check_gpu_visible, scope="kubernetes"),
+        c.check_gpu_visible, scope="kubernetes", prevented=f"{_LAUNCH}.pod:check_gpus"),
 )  # fmt: skip
 
 NOTEBOOK: tuple[Row, ...] = (

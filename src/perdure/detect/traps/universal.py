@@ -104,7 +104,7 @@ UNIVERSAL: tuple[Row, ...] = (
     row("U29", "nothing pins the packages", "pip freeze > requirements.lock, or uv lock",
         c.check_lock_file),
     row("U30", "an image by tag instead of digest", "image@sha256:...", scope="kubernetes",
-        lack="there is no launcher for Kubernetes yet"),
+        detected="perdure.launch.kubernetes.linter:lint_manifests"),
     row("U31", "a container without a GPU trains on the CPU, a hundred times slower",
         "the runtime's --gpus all, or torch with CUDA", c.check_gpu_visible, diagnosed=_SYMPTOMS),
     row("U32", "tasks that need their own number of epochs", "an item each: `set` and `grid`",

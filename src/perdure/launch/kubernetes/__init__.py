@@ -1,0 +1,220 @@
+"""Kubernetes as a platform: a Job's manifest takes the place of the shell."""
+
+import subprocess
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from perdure.launch import lint
+from perdure.launch.kubernetes.checks import check_profile
+from perdure.launch.kubernetes.client import Client
+from perdure.launch.kubernetes.linter import lint_manifests
+from perdure.launch.kubernetes.manifest import (
+    CONTAINER,
+    JOB_LABEL,
+    TRAINER_CONTAINER,
+    find_claim,
+    find_name,
+    make_claim,
+    make_documents,
+)
+from perdure.launch.platforms import Here
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec
+from perdure.model.kubernetes import JobState, KubernetesSection, explain_pod, parse_version
+from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.profile import Profile
+
+CLAIM, JOB = "claim.yaml", "job.yaml"
+
+
+def render(spec: JobSpec, profile: Profile) -> Plan:
+    """Return the manifests of `spec`, and what the linter says of them."""
+    section, client = profile.kubernetes, Client(profile.kubernetes)
+    documents = make_documents(spec, profile)
+    claims = [make_claim(spec, profile)] if section.storage else []
+    files = {CLAIM: dump(claims)} if claims else {}
+    files[JOB] = dump(documents)
+    steps = [Step("create what is not there yet", client.command("create", "-f", CLAIM))]
+    name = find_name(spec)
+    return Plan(
+        job=spec.name,
+        kind="kubernetes",
+        profile=profile,
+        files=files,
+        steps=(*(steps if claims else ()),
+               Step("create the job", client.command("create", "-f", JOB))),
+        findings=(
+            *lint.check_plan(spec, profile),
+            *check_profile(spec, profile),
+            *lint_manifests([*claims, *documents], section.server),
+        ),
+        attach=(f"perdure watch {spec.name}", f"perdure logs {spec.name} -f"),
+        place=f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}",
+        settings={"name": name, "claim": find_claim(spec, section),
+                  "secrets": list(spec.launch.secrets), "gpus": spec.launch.gpus,
+                  "pods": spec.num_nodes},
+    )  # fmt: skip
+
+
+def dump(documents: Sequence[Any]) -> str:
+    """Return documents as YAML, in the order in which they were made."""
+    made = yaml.dump_all(
+        documents, Dumper=_Dumper, sort_keys=False, explicit_start=True, width=1000
+    )
+    return str(made)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # PyYAML carries no types
+    """Text of several lines is shown as such."""
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        return self.represent_scalar(
+            "tag:yaml.org,2002:str", data, style="|" if "\n" in data else None
+        )
+
+
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+    """Ask the server for its version, its verdict, and for what the manifests refer to."""
+    section, client = plan.profile.kubernetes, Client(plan.profile.kubernetes)
+    found = compare_version(section, client.read_version())
+    for name, text in plan.files.items():
+        if refusal := client.find_refusal(text):
+            found.append(Finding("error", f"the server refuses {name}: {refusal}"))
+    found += check_claim(plan, client.get("pvc", plan.settings["claim"], "--ignore-not-found"))
+    if plan.settings["secrets"]:
+        keys = client.list_secret_keys(section.secret)
+        lacking = sorted(set(plan.settings["secrets"]) - (keys or set()))
+        if lacking:
+            text = f"Secret {section.secret} has no {', '.join(lacking)}"
+            found.append(Finding("error", text, "kubectl create secret generic", "U34"))
+    if plan.settings["gpus"]:
+        nodes = client.get("nodes") or {}
+        found += check_nodes(nodes.get("items", ()), section.gpu_resource, plan.settings["gpus"])
+    return {}, tuple(found)
+
+
+def compare_version(section: KubernetesSection, server: str) -> list[Finding]:
+    """Return what a server of another version does with the manifest."""
+    wanted, there = parse_version(section.server), parse_version(server)
+    hint = f'kubernetes.server = "{there[0]}.{there[1]}"'
+    if there < wanted:
+        text = f"the manifest is for {section.server}, and the server is {server}: it drops fields"
+        return [Finding("error", text, hint)]
+    if there > wanted:
+        return [Finding("note", f"the server is {server}, newer than {section.server}", hint)]
+    return []
+
+
+def check_claim(plan: Plan, claim: Any) -> list[Finding]:
+    """Return whether a claim that exists serves this job."""
+    section, name = plan.profile.kubernetes, plan.settings["claim"]
+    if not claim:
+        if section.storage:
+            return []
+        return [Finding("error", f"no claim {name}: pods would wait for ever",
+                        "kubernetes.claim, or kubernetes.storage for a new one")]  # fmt: skip
+    modes = claim.get("spec", {}).get("accessModes", ())
+    if plan.settings["pods"] > 1 and "ReadWriteMany" not in modes:
+        return [Finding("error", f"claim {name} is {', '.join(modes)}, and "
+                        f"{plan.settings['pods']} pods share it", "a ReadWriteMany claim",
+                        "K8S4")]  # fmt: skip
+    return []
+
+
+def check_nodes(nodes: Sequence[Any], resource: str, gpus: int) -> list[Finding]:
+    """Return whether any node has as many GPUs to give as a pod asks for."""
+    given = [int(n.get("status", {}).get("allocatable", {}).get(resource, 0)) for n in nodes]
+    if max(given, default=0) >= gpus:
+        return []
+    text = f"no node has {gpus} {resource}: the most is {max(given, default=0)}"
+    hint = "is the device plugin up (kubectl get ds -A)? or does a pool start from zero?"
+    return [Finding("warning", text, hint, "K8S1")]
+
+
+def submit(plan: Plan, here: Here) -> LaunchRecord:
+    """Create the claim where it is missing, and the job; return what is to be remembered."""
+    client, name = Client(plan.profile.kubernetes), plan.settings["name"]
+    job = client.look(_find_kind(plan.profile), name, f"{JOB_LABEL}={name}")[0]
+    if job.state in ("waiting", "running"):
+        raise ConfigError(f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
+                          hint="perdure stop, or kubectl delete job")  # fmt: skip
+    client.delete(plan.files[JOB])
+    exists = client.get("pvc", plan.settings["claim"], "--ignore-not-found")
+    if CLAIM in plan.files and not exists:
+        client.create(plan.files[CLAIM])
+    launched_s = time.time()
+    client.create(number_launch(plan.files[JOB], f"{launched_s:.0f}"))
+    here.tell(f"created {_find_kind(plan.profile)} {name}")
+    home = f"{plan.profile.overrides.DURABLE_DIR}/state"
+    return LaunchRecord(
+        job=plan.job, profile=plan.profile, place=plan.place, home=home,
+        python=plan.profile.launch.python, id=name, launched_s=launched_s,
+    )  # fmt: skip
+
+
+def number_launch(manifest: str, number: str) -> str:
+    """Return the manifest with the launch's own number in the ConfigMap.
+
+    What an earlier launch of the same name has left on the volume is then not taken for this one's.
+    """
+    documents = list(yaml.safe_load_all(manifest))
+    for document in documents:
+        if document["kind"] == "ConfigMap":
+            document["data"]["launch"] = number
+    return dump(documents)
+
+
+def find_state(record: LaunchRecord, here: Here) -> BoxState:
+    """Return how the job is, by the server."""
+    section = record.profile.kubernetes
+    label = f"{JOB_LABEL}={record.id}"
+    job, _ = Client(section).look(_find_kind(record.profile), record.id, label)
+    return judge(job, time.time() - record.launched_s, section.start_deadline_s)
+
+
+def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
+    """Return the state of a launched job; a start that does not come is told after a deadline."""
+    trap = f"[{job.trap}] " if job.trap else ""
+    reason = f"{trap}{job.reason}"
+    if job.state == "waiting" and job.stuck and job.attempt == 1 and waited_s > deadline_s:
+        text = f"not started after {waited_s:.0f} s: {reason}"
+        return BoxState(state="not-started", code=1, reason=text)
+    if job.state == "waiting" or job.state == "running":
+        return BoxState(state=job.state, attempt=job.attempt, reason=reason)
+    if job.state in ("done", "failed"):
+        return BoxState(state="ended", code=job.code, attempt=job.attempt, reason=reason)
+    return BoxState(
+        state="killed", code=job.code, attempt=job.attempt, reason=f"{job.state}: {reason}"
+    )
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Run a perdure command line in the first pod; of one that has ended, show the log."""
+    section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
+    label = f"{JOB_LABEL}={record.id}"
+    job, pods = client.look(_find_kind(record.profile), record.id, label)
+    container = TRAINER_CONTAINER if section.shape == "trainjob" else CONTAINER
+    if job.pod:
+        words = ["exec", job.pod, "-c", container, "--", "env", f"PERDURE_HOME={record.home}"]
+        words += [record.python, "-P", "-m", "perdure", *argv]
+        return subprocess.run(client.command(*words), check=False).returncode
+    if argv[0] != "logs" or not pods:
+        raise PlatformError(f"no pod of job `{record.job}` runs: {job.state}: {job.reason}",
+                            hint="what it wrote is on its volume")  # fmt: skip
+    pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
+    statuses = pod.get("status", {}).get("containerStatuses", ())
+    again = any(one.get("restartCount", 0) for one in statuses)
+    waits = explain_pod(pod).state == "waiting"
+    words = ["logs", pod["metadata"]["name"], "-c", container]
+    words += ["--previous"] if again and waits else []
+    return subprocess.run(client.command(*words), check=False).returncode
+
+
+def _find_kind(profile: Profile) -> str:
+    return profile.kubernetes.shape

@@ -1,0 +1,145 @@
+"""The one door to a cluster: kubectl, each call with a bounded time.
+
+kubectl and not a client library: it brings the person's own contexts and login plugins, starts in
+a fifth of a second, and every call can be repeated by hand. A question that was not answered says
+nothing about the job.
+"""
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from perdure.model.errors import PlatformError
+from perdure.model.kubernetes import JobState, KubernetesSection, explain_job
+
+Object = Mapping[str, Any]
+REQUEST_S = 15
+TIMEOUT_S = 30.0
+DELETE_S = 300.0
+
+
+class Client:
+    """kubectl with a context and a namespace."""
+
+    def __init__(self, section: KubernetesSection) -> None:
+        """Talk to the cluster of a profile."""
+        self._words = ["kubectl"]
+        if section.context:
+            self._words.append(f"--context={section.context}")
+        if section.namespace:
+            self._words.append(f"--namespace={section.namespace}")
+
+    def command(self, *words: str) -> tuple[str, ...]:
+        """Return a command line, as a person would type it."""
+        return (*self._words, *words)
+
+    def call(
+        self, *words: str, stdin: str | None = None, timeout_s: float = TIMEOUT_S
+    ) -> tuple[int, str, str]:
+        """Run kubectl; return exit code, output and errors.
+
+        Raises:
+            PlatformError: it is not installed, or there was no answer in time.
+        """
+        command = self.command(f"--request-timeout={REQUEST_S}s", *words)
+        try:
+            done = subprocess.run(
+                command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+            )
+        except FileNotFoundError as error:
+            raise PlatformError(
+                "no kubectl here", hint="install it; kubectl config view"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            text = f"kubectl {words[0]}: no answer in {timeout_s:g} s"
+            raise PlatformError(text, hint="kubectl cluster-info says") from error
+        return done.returncode, done.stdout, done.stderr.strip()
+
+    def get(self, *words: str) -> Object | None:
+        """Return an object or a list of objects; None where it does not exist.
+
+        Raises:
+            PlatformError: nobody answered, or it may not be read.
+        """
+        code, out, err = self.call("get", *words, "-o", "json")
+        if code and "NotFound" in err:
+            return None
+        if code:
+            raise PlatformError(f"kubectl get {words[0]}: {_last(err)}",
+                                hint="ask again: this says nothing of the job")  # fmt: skip
+        found: Object = json.loads(out)
+        return found
+
+    def read_version(self) -> str:
+        """Return the server's version, such as `v1.31.2`."""
+        code, out, err = self.call("version", "-o", "json")
+        try:
+            return str(json.loads(out)["serverVersion"]["gitVersion"])
+        except (ValueError, KeyError) as error:
+            text = f"kubectl version: {_last(err) or f'exit code {code}'}"
+            raise PlatformError(text, hint="kubectl cluster-info says") from error
+
+    def find_refusal(self, manifest: str) -> str:
+        """Return why the server would refuse a manifest; empty where it would take it."""
+        code, _, err = self.call("create", "--dry-run=server", "-o", "name", "-f", "-",
+                                 stdin=manifest)  # fmt: skip
+        lines = [line for line in err.splitlines() if "AlreadyExists" not in line]
+        refused = [line for line in lines if not line.startswith("Warning:")]
+        return "; ".join(refused) if code else ""
+
+    def list_secret_keys(self, name: str) -> set[str] | None:
+        """Return the keys of a Secret, never its values; None where it does not exist."""
+        template = "{{range $key, $value := .data}}{{$key}} {{end}}"
+        code, out, err = self.call("get", "secret", name, "-o", f"go-template={template}")
+        if code and "NotFound" not in err:
+            raise PlatformError(f"kubectl get secret: {_last(err)}", hint="may you read it?")
+        return None if code else set(out.split())
+
+    def create(self, manifest: str) -> None:
+        """Create the objects of a manifest.
+
+        Raises:
+            PlatformError: the server refuses one; the message has its reason.
+        """
+        code, _, err = self.call("create", "-f", "-", stdin=manifest)
+        if code:
+            raise PlatformError(f"kubectl create: {_last(err)}", hint="perdure render shows it")
+
+    def delete(self, manifest: str) -> None:
+        """Delete the objects of a manifest and wait until their pods are gone.
+
+        Raises:
+            PlatformError: they cannot be deleted, or a pod does not go.
+        """
+        words = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait", "-f", "-")
+        code, _, err = self.call(*words, stdin=manifest, timeout_s=DELETE_S)
+        if code:
+            raise PlatformError(f"kubectl delete: {_last(err)}", hint="kubectl get pods")
+
+    def look(self, kind: str, name: str, label: str) -> tuple[JobState, Sequence[Object]]:
+        """Return how a job is, and its pods. `kind` is that of the object that holds it.
+
+        Raises:
+            PlatformError: nobody answered.
+        """
+        job = self.get("job", name) if kind == "job" else self._find_job(label)
+        pods = (self.get("pods", "-l", label) or {}).get("items", ())
+        events: dict[str, list[str]] = {}
+        if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
+            selected = "--field-selector=involvedObject.kind=Pod"
+            listed = self.get("events", selected, "--sort-by=.lastTimestamp") or {}
+            for event in listed.get("items", ()):
+                pod_name = event.get("involvedObject", {}).get("name", "")
+                told = f"{event.get('reason', '')} {event.get('message', '')}"
+                events.setdefault(pod_name, []).append(told)
+        return explain_job(job, pods, events), pods
+
+    def _find_job(self, label: str) -> Object | None:
+        jobs = (self.get("jobs", "-l", label) or {}).get("items", ())
+        return jobs[0] if jobs else None
+
+
+def _last(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

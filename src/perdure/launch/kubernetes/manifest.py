@@ -1,0 +1,313 @@
+"""The manifests of a job: data only, the same for the same job and profile."""
+
+import hashlib
+import re
+from typing import Any
+
+import msgspec
+
+from perdure.launch import lint
+from perdure.model.errors import ConfigError
+from perdure.model.job import JobSpec
+from perdure.model.kubernetes import (
+    FAILURE_POLICY,
+    INDEXED,
+    LEFT_ON_NOTICE,
+    POD_UNFIT,
+    KubernetesSection,
+    parse_version,
+)
+from perdure.model.profile import HOST_DEPENDENT, Profile
+
+CONTAINER = "perdure"
+TRAINER_CONTAINER = "node"
+"""Kubeflow's Trainer looks for the container of this name."""
+JOB_LABEL = "perdure.dev/job"
+CONFIG_DIR = "/etc/perdure"
+AGAIN = (3, POD_UNFIT, 137)
+"""Exit codes after which another pod is worth trying: a platform's fault, a pod without its GPUs,
+a kill. Any other is what `perdure run` leaves with after restarts of its own."""
+Document = dict[str, Any]
+
+
+def find_name(spec: JobSpec) -> str:
+    """Return what the objects of a job are called: a label that a Service takes as well.
+
+    A name that had to be changed gets a mark of the whole name, so that two jobs stay two.
+
+    >>> find_name(JobSpec(name="gpt", script="t.py"))
+    'gpt'
+    """
+    plain = re.sub(r"[^a-z0-9-]+", "-", spec.name.lower()).strip("-")
+    if not plain[:1].isalpha():
+        plain = f"job-{plain}".strip("-")
+    if plain == spec.name and len(plain) <= 48:
+        return plain
+    mark = hashlib.sha256(spec.name.encode()).hexdigest()[:6]
+    return f"{plain[:41].rstrip('-')}-{mark}"
+
+
+def find_claim(spec: JobSpec, section: KubernetesSection) -> str:
+    """Return the name of the claim that holds DURABLE_DIR."""
+    return section.claim or f"{find_name(spec)}-durable"
+
+
+def find_mode(spec: JobSpec, section: KubernetesSection) -> str:
+    """Return how the claim is to be mounted."""
+    if section.access_mode != "auto":
+        return section.access_mode
+    return "ReadWriteMany" if spec.num_nodes > 1 else "ReadWriteOnce"
+
+
+def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
+    """Return the job as its pods see it: paths in the image, other nodes in pods of their own."""
+    inside = lint.locate_in_project(spec, spec.cwd, "cwd")
+    project = profile.kubernetes.project
+    cwd = project if inside == "." else f"{project}/{inside}"
+    placed = msgspec.structs.replace(spec, cwd=cwd, tee="all", remote=spec.num_nodes - 1)
+    if spec.num_nodes > 1 and not spec.checkpoint.url:
+        url = f"{profile.overrides.DURABLE_DIR}/checkpoints/{spec.name}"
+        checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
+        placed = msgspec.structs.replace(placed, checkpoint=checkpoint)
+    return placed
+
+
+def make_claim(spec: JobSpec, profile: Profile) -> Document:
+    """Return the claim; a file of its own, so that deleting the job's file leaves it."""
+    section = profile.kubernetes
+    body: Document = {
+        "accessModes": [find_mode(spec, section)],
+        "resources": {"requests": {"storage": section.storage}},
+    }
+    if section.storage_class:
+        body["storageClassName"] = section.storage_class
+    head = _head("v1", "PersistentVolumeClaim", find_claim(spec, section), spec, section)
+    return {**head, "spec": body}
+
+
+def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
+    """Return what is created for a job, its claim left out.
+
+    Raises:
+        ConfigError: the profile lacks what there is no default for.
+    """
+    section = profile.kubernetes
+    if not section.image:
+        raise ConfigError(
+            "kubernetes.image is not set: code comes to a pod in its image",
+            hint='kubernetes.image = "registry/name@sha256:..." in a profile of your own',
+        )
+    if spec.launch.secrets and not section.secret:
+        raise ConfigError(
+            "launch.secrets reach a pod by reference, and kubernetes.secret names no Secret",
+            hint="kubectl create secret generic NAME --from-literal=KEY=...",
+        )
+    name = find_name(spec)
+    config = {
+        **_head("v1", "ConfigMap", name, spec, section),
+        "data": {"job.json": lint.render_job(place_spec(spec, profile))},
+    }
+    service = {
+        **_head("v1", "Service", name, spec, section),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {JOB_LABEL: name},
+        },
+    }
+    if section.shape == "jobset":
+        return [config, _make_jobset(spec, profile)]
+    if section.shape == "trainjob":
+        return [config, *_make_trainjob(spec, profile)]
+    return [config, service, *_make_jobs(spec, profile)]
+
+
+def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
+    """Return one Indexed Job; for an older server, one for the first node and one for the rest.
+
+    There the controller numbers the nodes: each pod of the second Job asks it for a place.
+    """
+    section = profile.kubernetes
+    name, pods = find_name(spec), spec.num_nodes
+    if pods == 1 or parse_version(section.server) >= INDEXED:
+        head = _head("batch/v1", "Job", name, spec, section)
+        return [{**head, "spec": make_job_spec(spec, profile, pods)}]
+    first = _head("batch/v1", "Job", name, spec, section)
+    rest = _head("batch/v1", "Job", f"{name}-nodes", spec, section)
+    return [
+        {**first, "spec": make_job_spec(spec, profile, 1, role="first")},
+        {**rest, "spec": make_job_spec(spec, profile, pods - 1, role="node")},
+    ]
+
+
+def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
+    section = profile.kubernetes
+    job = {"spec": make_job_spec(spec, profile, spec.num_nodes)}
+    body = {
+        "network": {"enableDNSHostnames": True},
+        "failurePolicy": {"maxRestarts": 0},
+        "replicatedJobs": [{"name": "node", "replicas": 1, "template": job}],
+    }
+    head = _head("jobset.x-k8s.io/v1alpha2", "JobSet", find_name(spec), spec, section)
+    return {**head, "spec": body}
+
+
+def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
+    """Return a runtime of the job's own and a TrainJob on it.
+
+    All of the pod is in the runtime: how a TrainJob overrides volumes has changed with each
+    release of the Trainer.
+    """
+    section, name, api = profile.kubernetes, find_name(spec), "trainer.kubeflow.org/v1alpha1"
+    job: Document = {
+        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "spec": make_job_spec(spec, profile, spec.num_nodes, container=TRAINER_CONTAINER),
+    }
+    template = {"spec": {"replicatedJobs": [{"name": "node", "template": job}]}}
+    runtime = {
+        **_head(api, "TrainingRuntime", name, spec, section),
+        "spec": {"mlPolicy": {"numNodes": spec.num_nodes}, "template": template},
+    }
+    reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
+    train = {
+        **_head(api, "TrainJob", name, spec, section),
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": spec.num_nodes}},
+    }
+    return [runtime, train]
+
+
+def make_job_spec(
+    spec: JobSpec, profile: Profile, pods: int, *, role: str = "", container: str = CONTAINER
+) -> Document:
+    """Return the spec of a Job with `pods` pods, in the shape of the profile's server."""
+    section, name = profile.kubernetes, find_name(spec)
+    version = parse_version(section.server)
+    body: Document = {
+        "completions": pods,
+        "parallelism": pods,
+        "backoffLimit": section.backoff_limit,
+    }
+    if version >= INDEXED:
+        body["completionMode"] = "Indexed"
+    if section.active_deadline_s:
+        body["activeDeadlineSeconds"] = section.active_deadline_s
+    if section.ttl_s:
+        body["ttlSecondsAfterFinished"] = section.ttl_s
+    if version >= FAILURE_POLICY and section.restart_policy == "Never":
+        body["podFailurePolicy"] = {"rules": _make_rules(container)}
+    labels = {**section.labels, JOB_LABEL: name}
+    body["template"] = {
+        "metadata": {"labels": labels},
+        "spec": _make_pod(spec, profile, role, container),
+    }
+    return body
+
+
+def _make_rules(container: str) -> list[Document]:
+    """Return what is no failure (a disruption, an end on notice), and what ends the Job at once."""
+
+    def codes(action: str, operator: str, *values: int) -> Document:
+        exits = {"containerName": container, "operator": operator, "values": list(values)}
+        return {"action": action, "onExitCodes": exits}
+
+    disruption = [{"type": "DisruptionTarget", "status": "True"}]
+    return [
+        {"action": "Ignore", "onPodConditions": disruption},
+        codes("Ignore", "In", LEFT_ON_NOTICE),
+        codes("FailJob", "NotIn", *AGAIN),
+    ]
+
+
+def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Document:
+    section, name = profile.kubernetes, find_name(spec)
+    pod: Document = {
+        "restartPolicy": section.restart_policy,
+        "terminationGracePeriodSeconds": section.grace_s,
+        "subdomain": name,
+        # The pause process is the first one then, and reaps what the ranks leave behind.
+        "shareProcessNamespace": True,
+        "containers": [_make_container(spec, profile, role, container)],
+        "volumes": [
+            {"name": "durable", "persistentVolumeClaim": {"claimName": find_claim(spec, section)}},
+            {"name": "config", "configMap": {"name": name}},
+            {
+                "name": "shared-memory",
+                "emptyDir": {"medium": "Memory", "sizeLimit": section.shared_memory},
+            },
+        ],
+    }
+    if section.shape != "job":
+        del pod["subdomain"]  # JobSet makes a Service of its own.
+    if section.service_account:
+        pod["serviceAccountName"] = section.service_account
+    else:
+        pod["automountServiceAccountToken"] = False
+    if section.pull_secrets:
+        pod["imagePullSecrets"] = [{"name": secret} for secret in section.pull_secrets]
+    if section.priority_class:
+        pod["priorityClassName"] = section.priority_class
+    if section.runtime_class:
+        pod["runtimeClassName"] = section.runtime_class
+    if section.node_selector:
+        pod["nodeSelector"] = dict(section.node_selector)
+    if section.tolerations:
+        pod["tolerations"] = [{"key": key, "operator": "Exists"} for key in section.tolerations]
+    return pod
+
+
+def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) -> Document:
+    section, durable = profile.kubernetes, profile.overrides.DURABLE_DIR
+    env: list[Document] = [
+        {"name": "PERDURE_DURABLE_DIR", "value": durable},
+        {"name": "PERDURE_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "PERDURE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "PERDURE_POD_GRACE_S", "value": str(section.grace_s)},
+    ]
+    if role:
+        env.append({"name": "PERDURE_POD_ROLE", "value": role})
+    if spec.launch.gpus:
+        env.append({"name": "PERDURE_POD_GPUS", "value": str(spec.launch.gpus)})
+    # On the volume: what is downloaded elsewhere counts as the pod's own disk, and evicts it.
+    cache = profile.overrides.HF_HOME.replace("$DATA_DIR", profile.overrides.DATA_DIR)
+    env.append({"name": "HF_HOME", "value": cache})
+    if profile.mirror not in ("", HOST_DEPENDENT):
+        env.append({"name": "HF_ENDPOINT", "value": profile.mirror})
+    env += [
+        {"name": key, "valueFrom": {"secretKeyRef": {"name": section.secret, "key": key}}}
+        for key in spec.launch.secrets
+    ]
+    return {
+        "name": container,
+        "image": section.image,
+        "command": [profile.launch.python, "-P", "-m", "perdure.launch.kubernetes.pod"],
+        "env": env,
+        "resources": _make_resources(spec, section),
+        "volumeMounts": [
+            {"name": "durable", "mountPath": durable},
+            {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
+            {"name": "shared-memory", "mountPath": "/dev/shm"},
+        ],
+    }
+
+
+def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
+    """Return requests and limits. GPUs are a limit only: the request follows it by itself.
+
+    Cores are requested and not limited: a quota would throttle ranks in the middle of a step.
+    """
+    requests = {"cpu": section.cpu or str(spec.nproc)}
+    limits = {"ephemeral-storage": section.ephemeral_storage}
+    if section.memory:
+        requests["memory"] = limits["memory"] = section.memory
+    if spec.launch.gpus:
+        limits[section.gpu_resource] = str(spec.launch.gpus)
+    return {"requests": requests, "limits": limits}
+
+
+def _head(
+    api: str, kind: str, name: str, spec: JobSpec, section: KubernetesSection
+) -> dict[str, Any]:
+    metadata: Document = {"name": name, "labels": {**section.labels, JOB_LABEL: find_name(spec)}}
+    if section.namespace:
+        metadata["namespace"] = section.namespace
+    return {"apiVersion": api, "kind": kind, "metadata": metadata}

@@ -1,0 +1,220 @@
+"""The program of a pod: one node of a job, the first with the job's own process.
+
+    python -m perdure.launch.kubernetes.pod
+
+The first pod runs `perdure run` and leaves an invitation on the volume; each other one joins with
+it, and joins anew once a later first pod has written another. SIGTERM is passed on: the first
+stops at an agreed step with a checkpoint, the others are left. Both end with a code that says that
+the pod is to come again.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR
+from perdure.model.job import JobSpec
+from perdure.model.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
+from perdure.model.paths import job_paths
+from perdure.model.report import Snapshot
+
+_POLL_S = 0.5
+_CALL_S = 60.0
+_PROBE_S = 180.0
+_PROBE = """\
+import sys, torch
+n = torch.cuda.device_count()
+if n < int(sys.argv[1]):
+    sys.exit(f"{n} GPUs are visible of {sys.argv[1]}")
+for i in range(n):
+    x = torch.ones(64, 64, device=f"cuda:{i}")
+    if (x @ x).sum().item() != 64.0 ** 3:
+        sys.exit(f"GPU {i} computes wrongly")
+"""
+
+
+class Pod:
+    """One pod's part of a job."""
+
+    def __init__(self, spec: JobSpec, environ: dict[str, str], config: Path) -> None:
+        """Be the pod of `environ`; `config` is the job's document, from the ConfigMap."""
+        self.spec, self.config = spec, config
+        self.first = find_role(environ) == "first"
+        durable = environ["PERDURE_DURABLE_DIR"]
+        launch = config.parent / "launch"
+        number = launch.read_text().strip() if launch.exists() else "by-hand"
+        self.place = Path(durable, "launched", spec.name, number)
+        self.invitation, self.ended = self.place / "invitation.json", self.place / "ended"
+        # Of two pods with one PERDURE_HOME, each would take the other's job for its own.
+        node = f"nodes/{environ.get('PERDURE_POD_NAME', 'pod')}"
+        self.home = f"{durable}/state" if self.first else f"{durable}/{node}"
+        self.env = {**environ, "PERDURE_HOME": self.home}
+        self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
+        self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
+        self.told = False
+        self.perdure = [sys.executable, "-P", "-m", "perdure"]
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Note that the pod is to go."""
+        self.told = True
+
+    def run(self) -> int:
+        """Be the pod; return its exit code."""
+        os.makedirs(self.place, exist_ok=True)
+        os.makedirs(self.home, exist_ok=True)
+        if not self.first:
+            return self.join()
+        self.ended.unlink(missing_ok=True)
+        command = [*self.perdure, "run", "-c", str(self.config), "--name", self.spec.name]
+        if self.spec.remote:
+            self.invitation.unlink(missing_ok=True)
+            command += ["--placement", self.write_placement()]
+        code = self.follow(subprocess.Popen(command, env=self.env))
+        state = read_state(self.home, self.spec.name)
+        code = decide_code(code, state, self.told)
+        if code not in (LEFT_ON_NOTICE, *AGAIN):
+            self.ended.write_text(f"{code}\n")
+        return code
+
+    def follow(self, process: "subprocess.Popen[bytes]") -> int:
+        """Wait for a process, inviting the others and passing SIGTERM on once."""
+        passed, wanted = False, self.first and self.spec.remote > 0
+        while process.poll() is None:
+            if self.told and not passed:
+                passed = True
+                say("the pod is told to go: stops at an agreed step")
+                process.send_signal(signal.SIGTERM)
+            if wanted and self.invite():
+                wanted = False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+
+    def invite(self) -> bool:
+        """Leave an invitation for the other pods; return whether the job was there to invite."""
+        words = [*self.perdure, "invite", self.spec.name, "--out", str(self.invitation)]
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            done = subprocess.run(words, env=self.env, capture_output=True, timeout=_CALL_S)
+            return done.returncode == 0
+        return False
+
+    def write_placement(self) -> str:
+        """Write where the bus listens and the first node is reached; return the file."""
+        path = self.place / "placement.json"
+        path.write_bytes(msgspec.json.encode({"bind": self.address, "addresses": [self.address]}))
+        return str(path)
+
+    def join(self) -> int:
+        """Be a node of the job for as long as there is one; return the exit code."""
+        words = [*self.perdure, "join", str(self.invitation), "--address", self.address]
+        words += ["--grace", f"{self.grace_s:g}", "--wait", "60", "--cwd", self.spec.cwd]
+        while True:
+            text = read(self.invitation)
+            if not text:
+                if self.told:
+                    return LEFT_ON_NOTICE
+                if read(self.ended):
+                    return 0
+                time.sleep(_POLL_S)
+                continue
+            code = self.attend(subprocess.Popen(words, env=self.env), text)
+            if self.told:
+                return LEFT_ON_NOTICE
+            if code == 0 or read(self.ended):
+                return 0
+            time.sleep(_POLL_S)
+
+    def attend(self, process: "subprocess.Popen[bytes]", text: bytes) -> int:
+        """Wait for `perdure join`, ending it where the invitation is another by now."""
+        passed = False
+        while process.poll() is None:
+            if self.told and not passed:
+                passed = True
+                process.send_signal(signal.SIGTERM)
+            if not self.told and (newer := read(self.invitation)) and newer != text:
+                say("the job's first pod is another one: joins it")
+                process.send_signal(signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(2.0)
+                process.send_signal(signal.SIGTERM)  # The second leaves at once.
+                process.wait(_CALL_S)
+                return -1
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+        return process.returncode
+
+
+def find_role(environ: dict[str, str]) -> str:
+    """Return whether this pod is the `first` or a `node`: as told, or by its index."""
+    told = environ.get("PERDURE_POD_ROLE", "")
+    return told or ("first" if environ.get("JOB_COMPLETION_INDEX", "0") == "0" else "node")
+
+
+def decide_code(code: int, state: str, told: bool) -> int:
+    """Return the exit code of the first pod: that of `perdure run`, or that it is to come again.
+
+    A job that was stopped on a notice is not done, although `perdure run` leaves with 0.
+    """
+    if told and state != "done":
+        return LEFT_ON_NOTICE
+    return code
+
+
+def read_state(home: str, name: str) -> str:
+    """Return the state of a job by its own files; `lost` where nobody wrote it."""
+    try:
+        path = Path(job_paths(home, name, os.getuid()).snapshot)
+        return msgspec.json.decode(path.read_bytes(), type=Snapshot).state
+    except (OSError, msgspec.MsgspecError):
+        return "lost"
+
+
+def check_gpus(wanted: str) -> str:
+    """Return why a real product on each GPU fails; empty where it does not."""
+    words = [sys.executable, "-P", "-c", _PROBE, wanted]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_S)
+    except subprocess.TimeoutExpired:
+        return f"no product in {_PROBE_S:g} s"
+    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1] if done.returncode else ""
+
+
+def read(path: Path) -> bytes:
+    """Return a file's content; empty where there is none yet."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
+
+
+def say(text: str) -> None:
+    """Tell the pod's log."""
+    print(f"perdure: {text}", flush=True)
+
+
+def main() -> int:
+    """Be one pod; return its exit code."""
+    config = Path(CONFIG_DIR, "job.json")
+    pod = Pod(msgspec.json.decode(config.read_bytes(), type=JobSpec), dict(os.environ), config)
+    signal.signal(signal.SIGTERM, pod.hear)
+    wanted = os.environ.get("PERDURE_POD_GPUS", "")
+    if wanted and (trouble := check_gpus(wanted)):
+        say(f"error: [K8S6] {trouble}: limits of the pod, the runtime class of the node")
+        return POD_UNFIT
+    try:
+        return pod.run()
+    except OSError as error:
+        say(f"error: {error}")
+        return POD_UNFIT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Kubernetes' words: what a profile asks for, and what the state of a pod or a Job means.
+
+Objects are the JSON of the API, as `kubectl get -o json` prints it.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from perdure.model.errors import ConfigError
+
+Object = Mapping[str, Any]
+Label = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63)]
+Count = Annotated[int, Meta(ge=0)]
+
+LEFT_ON_NOTICE = 143
+"""Exit code of a pod that was told to go and has saved: it is to come again."""
+POD_UNFIT = 75
+"""Exit code of a pod that lacks what the job needs: another node may have it."""
+INDEXED = (1, 22)
+"""Server from which a Job numbers its pods; in 1.21 that is alpha, and a field that is silently
+dropped."""
+FAILURE_POLICY = (1, 26)
+"""Server from which podFailurePolicy is on by default; in 1.25 it is silently dropped."""
+
+
+class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a job asks of a cluster. Code and perdure are in the image."""
+
+    image: str = ""
+    """With perdure, torch and the project in it, by digest: `registry/name@sha256:...`."""
+    project: str = "/workspace"
+    """Where the image has the folder that launch.project is here."""
+    server: Annotated[str, Meta(pattern=r"^1\.[0-9]+$")] = "1.31"
+    """Version of the API server that the manifest is written for; a launch compares it."""
+    context: str = ""
+    """Context of kubectl; empty: its current one."""
+    namespace: Label = ""
+    """Empty: the context's own."""
+    shape: Literal["job", "jobset", "trainjob"] = "job"
+    """An Indexed Job, a JobSet (jobset.x-k8s.io), or a TrainJob of Kubeflow's Trainer."""
+    claim: str = ""
+    """PersistentVolumeClaim at DURABLE_DIR; empty: one of the job's own name."""
+    storage: str = "50Gi"
+    """Size of the claim that is made; empty: it is there already."""
+    storage_class: str = ""
+    """Empty: the cluster's default."""
+    access_mode: Literal["auto", "ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] = "auto"
+    """`auto`: ReadWriteMany for several nodes, else ReadWriteOnce."""
+    gpu_resource: str = "nvidia.com/gpu"
+    """What the device plugin calls a GPU; launch.gpus of them are a pod's limit."""
+    cpu: str = ""
+    """Cores of a pod, such as `8`; empty: as many as ranks."""
+    memory: str = ""
+    """Memory of a pod, such as `64Gi`: beyond it the kernel kills. Empty: no limit."""
+    ephemeral_storage: str = "20Gi"
+    """Limit of what a pod writes outside its volumes, logs included."""
+    shared_memory: str = "8Gi"
+    """Size of /dev/shm, which counts as memory; the default of container runtimes is 64 MB."""
+    grace_s: Annotated[int, Meta(ge=1)] = 120
+    """Between SIGTERM and SIGKILL: a step and a checkpoint must fit in."""
+    checkpoint_s: Count = 30
+    """One checkpoint, as the linter counts."""
+    restart_policy: Literal["Never", "OnFailure"] = "Never"
+    """`Never`: a fresh pod for each attempt, whose causes can be told apart. `OnFailure`: the
+    container starts again in place, and every end counts as a failure."""
+    backoff_limit: Count = 6
+    """So many failures of pods, preemptions not among them, end the Job."""
+    active_deadline_s: Count = 0
+    """Walltime of the whole Job; its pods and their logs are deleted then. 0: none."""
+    start_deadline_s: Annotated[int, Meta(ge=1)] = 900
+    """A pod that has not started for so long is told as stuck: Kubernetes itself waits for ever."""
+    ttl_s: Count = 0
+    """So long after its end the Job is deleted; 0: it stays."""
+    secret: str = ""
+    """Secret with the values of launch.secrets, a key for each name."""
+    pull_secrets: tuple[str, ...] = ()
+    """Secrets for a private registry."""
+    service_account: str = ""
+    """Empty: the namespace's default, whose token is not mounted."""
+    priority_class: str = ""
+    """Who may preempt whom."""
+    runtime_class: str = ""
+    """Such as `nvidia`, where that is not the default runtime."""
+    node_selector: dict[str, str] = {}
+    """Labels that a node must have."""
+    tolerations: tuple[str, ...] = ("nvidia.com/gpu",)
+    """Keys of taints that a pod may stand on, such as those of GPU or spot nodes."""
+    labels: dict[str, str] = {}
+    """On every object, such as a queue of Kueue."""
+
+
+def parse_version(text: str) -> tuple[int, int]:
+    """Return major and minor of `v1.20.2`, `1.31` or `1.27+`.
+
+    Raises:
+        ConfigError: it is none.
+
+    >>> parse_version("v1.20.2-gke.100")
+    (1, 20)
+    """
+    match = re.match(r"v?(\d+)\.(\d+)", text)
+    if match is None:
+        raise ConfigError(f"{text!r} is no version of a server", hint="such as 1.31")
+    return int(match[1]), int(match[2])
+
+
+State = Literal["waiting", "running", "done", "failed", "out of memory", "time limit", "preempted",
+                "node failed", "evicted", "cancelled", "unknown"]  # fmt: skip
+
+
+class PodState(msgspec.Struct, frozen=True, kw_only=True):
+    """How a pod is, or how it ended, in perdure's words."""
+
+    state: State
+    code: int = 0
+    """Of its container."""
+    reason: str = ""
+    trap: str = ""
+    """The trap that this is, such as `K8S1`."""
+    stuck: bool = False
+    """Whether it waits for something that does not come by itself."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether this is a failure of the job, and no doing of the cluster."""
+        return self.state in ("failed", "out of memory", "evicted")
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True):
+    """How a Job is by itself, its pods and their events."""
+
+    state: State
+    code: int = 0
+    reason: str = ""
+    trap: str = ""
+    attempt: int = 1
+    """Pods that failed, and one."""
+    pod: str = ""
+    """The pod with index 0, where one runs."""
+    stuck: bool = False
+    """Whether it waits for something that does not come by itself."""
+
+
+_STUCK: dict[str, tuple[str, str]] = {
+    "ImagePullBackOff": ("K8S3", "the image cannot be pulled"),
+    "ErrImagePull": ("K8S3", "the image cannot be pulled"),
+    "ErrImageNeverPull": ("K8S3", "the image is not on the node, and must not be pulled"),
+    "InvalidImageName": ("K8S3", "the image's name is none"),
+    "CreateContainerConfigError": ("", "a Secret or ConfigMap, or a key in it, is missing"),
+    "CreateContainerError": ("", "the container cannot be made"),
+    "RunContainerError": ("", "the container cannot be started"),
+    "CrashLoopBackOff": ("", "it ends again and again, and is started ever later"),
+}
+"""Reason for which a container waits -> trap, in words."""
+
+_POD_REASONS: dict[str, State] = {
+    "Evicted": "evicted", "NodeLost": "node failed", "DeadlineExceeded": "time limit",
+    "Preempting": "preempted", "Preempted": "preempted", "Shutdown": "preempted",
+    "NodeShutdown": "preempted", "Terminated": "preempted", "NodeAffinity": "node failed",
+    "UnexpectedAdmissionError": "node failed",
+}  # fmt: skip
+"""`status.reason` of a pod that failed: set where the container itself may not be told of."""
+
+_DISRUPTIONS: dict[str, State] = {
+    "PreemptionByScheduler": "preempted", "EvictionByEvictionAPI": "preempted",
+    "TerminationByKubelet": "evicted", "DeletionByTaintManager": "node failed",
+    "DeletionByPodGC": "node failed",
+}  # fmt: skip
+"""Reason of the condition DisruptionTarget. The eviction API is `kubectl drain`, and an
+autoscaler that takes a node away; the kubelet's own is pressure on the node."""
+
+_EVENTS: tuple[tuple[str, str, str], ...] = (
+    (r"Multi-Attach", "K8S4", "the volume is attached to another node"),
+    (r"persistentvolumeclaim .* not found", "", "the claim does not exist"),
+    (r"unbound immediate PersistentVolumeClaims", "", "the claim is bound to no volume"),
+    (r"Insufficient \S*(gpu|amd\.com|habana)", "K8S1", "no node has a GPU to give"),
+    (r"(secret|configmap) .* not found", "", "a Secret or ConfigMap does not exist"),
+    (r"(had untolerated taint|that the pod didn't tolerate)", "K8S1", "a taint keeps it off"),
+    (r"pull.* image|ErrImagePull", "K8S3", "the image cannot be pulled"),
+    (r"Insufficient (cpu|memory|ephemeral-storage)", "", "no node has the room"),
+    (r"FailedMount|FailedAttachVolume", "", "a volume cannot be mounted"),
+)
+"""Words of a scheduler or kubelet -> trap, in words; the first that is found counts."""
+
+
+def explain_pod(pod: Object, events: Sequence[str] = ()) -> PodState:
+    """Return how a pod is; `events` are messages about it, the newest last.
+
+    An evicted pod often has no container status at all, so what the pod itself says comes first.
+    """
+    status = pod.get("status", {})
+    phase, reason = status.get("phase", ""), status.get("reason", "")
+    code, ended = _find_ended(status)
+    message = status.get("message", "")
+    if phase == "Succeeded":
+        return PodState(state="done", reason="every container left with 0")
+    if reason in _POD_REASONS or reason.startswith("OutOf"):
+        state = _POD_REASONS.get(reason, "node failed")
+        local = state == "evicted" and "ephemeral" in message
+        trap = "K8S5" if local else ""
+        return PodState(state=state, code=code, reason=_join(reason, message), trap=trap)
+    target = _find_condition(status, "DisruptionTarget")
+    if target.get("status") == "True" and (why := target.get("reason", "")) in _DISRUPTIONS:
+        text = _join(why, target.get("message", ""))
+        return PodState(state=_DISRUPTIONS[why], code=code, reason=text)
+    if pod.get("metadata", {}).get("deletionTimestamp"):
+        return PodState(state="cancelled", code=code, reason="deleted; the Job makes another")
+    if phase == "Failed":
+        return _explain_end(code, ended, message)
+    if phase == "Running":
+        for one in status.get("containerStatuses", ()):
+            waiting = one.get("state", {}).get("waiting", {})
+            if waiting.get("reason") in _STUCK:
+                return _explain_waiting(waiting)
+        return PodState(state="running")
+    return _explain_pending(status, events)
+
+
+def _explain_end(code: int, ended: str, message: str) -> PodState:
+    if ended == "OOMKilled":
+        return PodState(state="out of memory", code=code or 137, reason="OOMKilled", trap="U9")
+    if ended == "DeadlineExceeded":
+        return PodState(state="time limit", code=code, reason=ended)
+    if ended in ("ContainerCannotRun", "StartError"):
+        return PodState(state="failed", code=code, reason=_join(ended, message))
+    if code == LEFT_ON_NOTICE:
+        return PodState(state="preempted", code=code, reason="left on SIGTERM, its state saved")
+    killed = f" (signal {code - 128})" if 128 < code < 193 else ""
+    return PodState(state="failed", code=code or 1, reason=f"{ended or 'Error'} {code}{killed}")
+
+
+def _explain_pending(status: Object, events: Sequence[str]) -> PodState:
+    for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
+        waiting = one.get("state", {}).get("waiting", {})
+        if waiting.get("reason") in _STUCK:
+            return _explain_waiting(waiting)
+    scheduled = _find_condition(status, "PodScheduled")
+    said = [*events, scheduled.get("message", "")] if scheduled.get("status") == "False" else events
+    for line in reversed(said):
+        for pattern, trap, words in _EVENTS:
+            if re.search(pattern, line, re.IGNORECASE):
+                return PodState(state="waiting", reason=_join(words, line), trap=trap, stuck=True)
+    return PodState(state="waiting", reason=next((line for line in reversed(said) if line), ""))
+
+
+def _explain_waiting(waiting: Object) -> PodState:
+    trap, words = _STUCK[waiting["reason"]]
+    text = _join(f"{waiting['reason']}: {words}", waiting.get("message", ""))
+    return PodState(state="waiting", reason=text, trap=trap, stuck=True)
+
+
+def _find_ended(status: Object) -> tuple[int, str]:
+    """Return exit code and reason of the container that ended worst, now or in its last life."""
+    found = [(0, "")]
+    for one in status.get("containerStatuses", ()):
+        for life in ("state", "lastState"):
+            ended = one.get(life, {}).get("terminated")
+            if ended:
+                found.append((int(ended.get("exitCode", 0)), ended.get("reason", "")))
+                break
+    return max(found, key=lambda pair: (pair[1] == "OOMKilled", pair[0]))
+
+
+def _find_condition(status: Object, kind: str) -> Object:
+    rows: Sequence[Object] = status.get("conditions", ())
+    return next((row for row in rows if row.get("type") == kind), {})
+
+
+def _join(reason: str, message: str) -> str:
+    return f"{reason}: {message}" if message else reason
+
+
+def find_index(pod: Object) -> int:
+    """Return the number of a pod in its Job; 0 where nothing numbers it."""
+    found = pod.get("metadata", {}).get("annotations", {})
+    return int(found.get("batch.kubernetes.io/job-completion-index", "0"))
+
+
+def explain_job(
+    job: Object | None, pods: Sequence[Object], events: Mapping[str, Sequence[str]]
+) -> JobState:
+    """Return how a Job is. `events` are messages by the name of the pod.
+
+    A Job that is not there was deleted, by a person or once its time after the end was over;
+    one whose parallelism is 0, or that is suspended, was scaled down, and goes on when it is
+    scaled up. Of both, what is on the volume is left.
+    """
+    if job is None:
+        return JobState(state="cancelled", reason="the Job was deleted; its volume was not")
+    status, spec = job.get("status", {}), job.get("spec", {})
+    attempt = int(status.get("failed", 0)) + 1
+    ordered = sorted(pods, key=lambda pod: pod.get("metadata", {}).get("creationTimestamp", ""))
+    states = [(p, explain_pod(p, events.get(p["metadata"]["name"], ()))) for p in ordered]
+    if _find_condition(status, "Complete").get("status") == "True":
+        return JobState(state="done", reason="Complete", attempt=attempt)
+    failed = _find_condition(status, "Failed")
+    if failed.get("status") == "True":
+        return _explain_failed(failed, [state for _, state in states], attempt)
+    if spec.get("suspend"):
+        return JobState(state="waiting", reason="suspended: it goes on once suspend is false",
+                        attempt=attempt)  # fmt: skip
+    if spec.get("parallelism") == 0:
+        return JobState(state="waiting", reason="scaled down to no pod; the Job is there",
+                        attempt=attempt)  # fmt: skip
+    # Beside a Job without numbers stands one for the other nodes, whose pods are looked at too.
+    own = job.get("metadata", {}).get("name", "")
+    mine = [
+        (p, s) for p, s in states if p["metadata"].get("labels", {}).get("job-name", own) == own
+    ]
+    running = [pod for pod, state in mine if state.state == "running"]
+    waiting = [state for _, state in states if state.state == "waiting"]
+    stuck = [state for state in waiting if state.stuck]
+    first = next((pod["metadata"]["name"] for pod in running if find_index(pod) == 0), "")
+    wanted = int(spec.get("parallelism", 1))
+    if len(running) + int(status.get("succeeded", 0)) >= wanted:
+        return JobState(state="running", attempt=attempt, pod=first)
+    told = (stuck or waiting or [PodState(state="waiting", reason="no pod yet")])[0]
+    reason = f"{len(running)} of {wanted} pods run; {told.reason or 'one is on its way'}"
+    state: State = "running" if first else "waiting"
+    return JobState(
+        state=state, reason=reason, trap=told.trap, attempt=attempt, pod=first, stuck=told.stuck
+    )
+
+
+def _explain_failed(condition: Object, states: Sequence[PodState], attempt: int) -> JobState:
+    """Return how a Job failed: its last failed pod says why, where there still is one."""
+    why = condition.get("reason", "")
+    text = _join(why, condition.get("message", ""))
+    if why == "DeadlineExceeded":
+        return JobState(state="time limit", code=1, reason=text, attempt=attempt)
+    last = next(
+        (s for s in reversed(states) if s.state not in ("done", "running", "waiting")), None
+    )
+    if last is None:
+        gone = "its pods are gone; see the logs on the volume"
+        return JobState(state="failed", code=1, reason=_join(text, gone), attempt=attempt)
+    reason = _join(text, last.reason)
+    return JobState(
+        state=last.state, code=last.code or 1, reason=reason, trap=last.trap, attempt=attempt
+    )
