@@ -16,7 +16,7 @@ from tests.e2e.harness import Job, read_trail
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
 STEPS, SAMPLES, RANKS = 30, 96, 2
 pytestmark = [
-    pytest.mark.slow, pytest.mark.serial, pytest.mark.torch, pytest.mark.timeout(300)
+    pytest.mark.slow, pytest.mark.torch, pytest.mark.timeout(300)
 ]  # fmt: skip
 
 
