@@ -2,21 +2,25 @@
 
 import json
 import os
+import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, payload, render
-from perdure.launch.notebook.sitting import find_time_left, record
-from perdure.launch.slurm.chain import Run, decide
+from perdure.launch.notebook.sitting import decide_next, find_time_left, record
+from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.profile import Profile
+from perdure.model.report import Snapshot
 
 GOOD = "print('cuda:0: a product of matrices is right')"
 BAD = "import sys; sys.exit('torch 2.13.0 sees no GPU: this session runs on the CPU')"
@@ -180,6 +184,7 @@ def test_a_drive_that_is_no_mount_is_not_trusted(
     monkeypatch.setattr(os.path, "ismount", lambda path: False)
     with pytest.raises(Exception, match="is not mounted"):
         colab.run("durable")
+    assert not colab.durable.exists()  # Drive is not mounted over files.
 
 
 def test_a_drive_that_loses_a_file_is_found_out(colab: Service) -> None:
@@ -249,3 +254,59 @@ def test_a_project_too_large_is_refused(project: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(payload, "PROJECT_MAX", 5)
     with pytest.raises(ConfigError, match="larger than"):
         payload.list_files(str(project), ())
+
+
+# In place of Python with perdure: trains until it is told to leave, then says so as a job does.
+FAKE = """\
+#!/bin/sh
+trap 'mkdir -p "$PERDURE_HOME/jobs/gpt"; cp state.json "$PERDURE_HOME/jobs/gpt/"; exit 0' TERM
+while :; do sleep 0.05; done
+"""
+STOPPED = Snapshot(
+    version=1, job="gpt", state="stopped", at_s=0.0, started_s=0.0, generation=1, restarts=0,
+    step=40, steps_per_s=0.0, world_size=1, depth="resumable", reason="",
+)  # fmt: skip
+
+
+def test_a_sitting_warns_itself_before_the_ceiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    home, durable, data = tmp_path / "home", tmp_path / "durable", tmp_path / "data"
+    make_checkpoint(durable, 40)
+    (data / "project" / "plots").mkdir(parents=True)
+    (data / "project" / "plots" / "loss.svg").write_text("<svg/>")
+    (data / "project" / "state.json").write_bytes(msgspec.json.encode(STOPPED))
+    python = tmp_path / "python"
+    python.write_text(FAKE)
+    python.chmod(0o755)
+    settings = {
+        "job": "gpt", "durable": str(durable), "data": str(data), "outputs": ["plots"],
+        "began_s": time.time() - 98.0, "session_max_s": 200.0, "stop_before_s": 100,
+        "sessions_max": 9,
+    }  # fmt: skip
+    (tmp_path / "session.json").write_text(json.dumps(settings))
+    monkeypatch.setenv("PERDURE_HOME", str(home))
+    script = (
+        "import sys; from perdure.launch.notebook.sitting import main;"
+        f"sys.executable = {str(python)!r}; sys.exit(main({str(tmp_path / 'session.json')!r}))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == 0
+    told = capfd.readouterr().out
+    assert "the session's ceiling is near: stops at an agreed step" in told
+    status = json.loads((durable / "status.json").read_text())
+    assert (status["state"], status["next"], status["checkpoint"]) == ("stopped", "requeue", 40)
+    kept = durable / "session-1"
+    assert (kept / "outputs" / "plots" / "loss.svg").exists()
+    assert (kept / "state.json").exists()
+
+
+def test_sessions_that_get_nowhere_are_given_up() -> None:
+    def run(number: int, step: int) -> Run:
+        return Run(job="gpt", restart=number, state="stopped", code=0, checkpoint=step, warned=True)
+
+    runs = [run(number, 40) for number in range(STUCK_RUNS)]
+    assert decide_next(runs[-1], runs[:-1], 99) == (
+        "give up", f"{STUCK_RUNS} sessions ended without a checkpoint after step 40"
+    )  # fmt: skip
+    assert decide_next(run(4, 90), runs, 99)[0] == "requeue"
+    assert decide_next(run(4, 90), runs, 5) == ("give up", "5 sessions; notebook.sessions_max")

@@ -4,7 +4,6 @@ from perdure.detect.traps import checks as c
 from perdure.detect.traps.universal import _SYMPTOMS, _VANISHED, Row, row
 
 _LAUNCH = "perdure.launch.kubernetes"
-_NB = "there is no launcher for notebooks yet"
 
 GENERIC: tuple[Row, ...] = (
     row("GEN1", "a forgotten box bills day and night",
@@ -81,14 +80,18 @@ KUBERNETES: tuple[Row, ...] = (
 
 NOTEBOOK: tuple[Row, ...] = (
     row("NB1", "Drive syncs late and loses the saved checkpoint",
-        "trust a checkpoint once a second look lists it", scope="notebook", lack=_NB),
+        "an object store as checkpoint.url; else stay until Drive, mounted anew, has it",
+        scope="notebook", prevented="perdure.launch.notebook.session:Session"),
     row("NB2", "one failing cell loses a Kaggle commit's output",
-        "results and status are written as they come", scope="notebook", lack=_NB),
+        "no cell fails there: status.json says how it is", scope="notebook",
+        prevented="perdure.launch.notebook.session:Session",
+        diagnosed="perdure.launch.notebook.kaggle:find_state"),
     row("NB3", "a commit runs on the wrong accelerator, or without internet",
-        "a real matmul in the first cell", c.check_gpu_visible, scope="notebook", lack=_NB),
+        "a product of matrices before anything else", c.check_gpu_visible, scope="notebook",
+        prevented="perdure.launch.notebook.kaggle:render_metadata"),
     row("NB4", "/content and /kaggle/temp are scratch",
-        "DURABLE_DIR on Drive or in /kaggle/working", c.check_durable, scope="notebook"),
+        "DURABLE_DIR on Drive or in /kaggle/working", c.check_durable, scope="notebook",
+        prevented="perdure.launch.notebook.checks:check_notebook"),
     row("NB5", "Colab disconnects without a signal", "a checkpoint every N steps, and resume",
-        scope="notebook",
-        prevented="perdure.worker.checkpoint.checkpointer:Checkpointer"),
+        scope="notebook", prevented="perdure.launch.notebook.sitting:find_time_left"),
 )  # fmt: skip

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
@@ -150,7 +152,12 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         ConfigError: another command.
     """
     if argv[0] == "status":
-        return 0  # The caller says how the job is.
+        if "--json" in argv:
+            print(msgspec.json.encode(find_state(record, here)).decode())
+        return 0  # The caller says in words how the job is.
+    if argv[0] == "logs" and "-f" in argv:  # For as long as the session lasts.
+        command = ["kaggle", "kernels", "logs", record.id, "--follow"]
+        return subprocess.run(command, env=dict(here.environ), stdin=subprocess.DEVNULL).returncode
     if argv[0] == "logs":
         code, out = call(here, "logs", record.id)
         print(out)

@@ -72,16 +72,24 @@ class Session:
         """Leave the status in the durable place, and stop."""
         self.ended = reason
         print(f"perdure: {state}: {reason}", flush=True)
-        try:
-            os.makedirs(self.durable, exist_ok=True)
-            status = {"job": self.job, "state": state, "reason": reason, "ended_s": time.time()}
-            before = read_status(self.durable)
-            kept = {"session": before.get("session", 0), "checkpoint": before.get("checkpoint", -1)}
-            write_durably(os.path.join(self.durable, "status.json"), json.dumps(status | kept))
-        except OSError as error:
-            print(f"perdure: {self.durable}: {error}")
+        # A folder below the place of a mount that is not there would hinder the next attempt.
+        if self.kaggle or os.path.ismount(self.settings["mount"]):
+            self.write_status(state, reason)
         if not self.kaggle:
             raise SessionError(reason) from None
+
+    def write_status(self, state: str, reason: str) -> None:
+        """Leave the status in the durable place, beside what the session before said of itself."""
+        before = read_status(self.durable)
+        status = {
+            "job": self.job, "state": state, "reason": reason, "ended_s": time.time(),
+            "session": before.get("session", 0), "checkpoint": before.get("checkpoint", -1),
+        }  # fmt: skip
+        try:
+            os.makedirs(self.durable, exist_ok=True)
+            write_durably(os.path.join(self.durable, "status.json"), json.dumps(status))
+        except OSError as error:
+            print(f"perdure: {self.durable}: {error}")
 
     def show_durable(self) -> str:
         """Bring what earlier sessions left, and see that a file written there is there."""

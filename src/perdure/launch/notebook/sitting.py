@@ -21,10 +21,15 @@ from typing import Any
 import msgspec
 
 from perdure.launch.slurm.batch import RUNS, follow, look_at_job, read_runs, say
-from perdure.launch.slurm.chain import Run, decide
+from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
+from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
 from perdure.model.paths import job_paths
 
 _PR_SET_PDEATHSIG = 1
+_WORDS = {
+    int(signal.SIGUSR1): "the session's ceiling is near",
+    int(signal.SIGTERM): "the cell was stopped",
+}
 _KEPT = ("state.json", "journal.jsonl", "job.json", "logs")
 """What of a job's own directory goes to the durable place beside its checkpoints."""
 
@@ -45,16 +50,17 @@ def main(path: str) -> int:
     signal.setitimer(signal.ITIMER_REAL, max(left_s, 1.0))
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(data / "job.json")]
     began_s = time.time()
-    code = follow(subprocess.Popen(command, cwd=data / "project"), told)
+    code = follow(subprocess.Popen(command, cwd=data / "project"), told, _WORDS)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    state, checkpoint = look_at_job(name)
+    state, saved = look_at_job(name)
+    checkpoint = max(saved, find_newest(durable))  # It may have gone on from one and saved none.
     run = Run(
         job=name, restart=len(before), state=state, code=code, checkpoint=checkpoint,
-        # A person who stops the cell has said no more than that the session ends.
+        # A cell that was stopped ends the session, and not the job.
         warned=bool(told), started_s=began_s, ended_s=time.time(),
     )  # fmt: skip
     keep(name, durable / f"session-{len(before) + 1}", settings["outputs"], data)
-    what, why = decide(run, before, settings["sessions_max"] - 1)
+    what, why = decide_next(run, before, settings["sessions_max"])
     record(durable, run, what, why)
     say(f"{what}: {why}")
     return code
@@ -68,6 +74,25 @@ def find_time_left(settings: dict[str, Any], now: float) -> float:
     """
     ceiling = settings["began_s"] + settings["session_max_s"]
     return float(ceiling - settings["stop_before_s"] - now)
+
+
+def decide_next(run: Run, before: list[Run], sessions_max: int) -> tuple[str, str]:
+    """Return what follows a session (as `chain.decide` says), and why, in a notebook's words."""
+    what, why = decide(run, before, sessions_max - 1)
+    step = f"step {run.checkpoint}" if run.checkpoint >= 0 else "the beginning"
+    if what == "requeue":
+        why = f"left before the session's end; the next one goes on from {step}"
+    elif what == "give up" and run.restart >= sessions_max - 1:
+        why = f"{run.restart + 1} sessions; notebook.sessions_max"
+    elif what == "give up":
+        why = f"{STUCK_RUNS} sessions ended without a checkpoint after {step}"
+    return what, why
+
+
+def find_newest(durable: Path) -> int:
+    """Return the step of the newest whole checkpoint; -1 for none."""
+    names = [path.parent.name for path in durable.glob(f"checkpoints/*/{MANIFEST}")]
+    return max((s for n in names if (s := parse_checkpoint_name(n)) is not None), default=-1)
 
 
 def keep(name: str, folder: Path, outputs: list[str], data: Path) -> None:

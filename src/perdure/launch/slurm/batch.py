@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from perdure.model.paths import JobPaths, job_paths
 from perdure.model.report import Snapshot
 
 RUNS = "runs.jsonl"
+WORDS = {int(signal.SIGUSR1): "the walltime is near", int(signal.SIGTERM): "Slurm ends the job"}
 _POLL_S = 0.2
 _CALL_S = 60.0
 
@@ -66,8 +68,10 @@ def main(place: str, warned: str) -> int:
     return 1 if what == "give up" else code
 
 
-def follow(process: "subprocess.Popen[bytes]", told: list[int]) -> int:
-    """Wait for `perdure run`, stopping it once Slurm has told us; return its exit code.
+def follow(
+    process: "subprocess.Popen[bytes]", told: list[int], words: Mapping[int, str] = WORDS
+) -> int:
+    """Wait for `perdure run`, stopping it once we were told to; return its exit code.
 
     It is told once: a second signal would end it at once, without a checkpoint.
     """
@@ -75,8 +79,7 @@ def follow(process: "subprocess.Popen[bytes]", told: list[int]) -> int:
     while process.poll() is None:
         if told and not passed:
             passed = True
-            words = {signal.SIGUSR1: "the walltime is near", signal.SIGTERM: "Slurm ends the job"}
-            say(f"{words[signal.Signals(told[0])]}: stops at an agreed step")
+            say(f"{words[told[0]]}: stops at an agreed step")
             process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_POLL_S)
