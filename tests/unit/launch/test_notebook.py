@@ -15,12 +15,14 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, payload, render
-from perdure.launch.notebook.sitting import decide_next, find_time_left, record
+from perdure.launch.notebook.sitting import decide_next, find_newest, find_time_left, record
 from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
+from perdure.model.checkpoints import Manifest
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.profile import Profile
 from perdure.model.report import Snapshot
+from perdure.worker.checkpoint.remote import open_place
 
 GOOD = "print('cuda:0: a product of matrices is right')"
 BAD = "import sys; sys.exit('torch 2.13.0 sees no GPU: this session runs on the CPU')"
@@ -132,6 +134,23 @@ def test_a_session_begins_and_has_what_it_needs(
     job = json.loads((data / "job.json").read_text())
     assert job["checkpoint"] == {"url": "/kaggle/working/gpt/checkpoints", "every_steps": 100}
     assert not list(kaggle.durable.glob(".probe*"))
+
+
+def test_checkpoints_reach_drive_by_way_of_the_own_disk(project: Path, tmp_path: Path) -> None:
+    found = profile("colab")
+    places = structs.replace(found.overrides, DURABLE_DIR=str(tmp_path / "drive"))
+    job = cells.place(spec(project), structs.replace(found, overrides=places))
+    staging, remote = open_place(job.checkpoint.url)
+    assert remote is not None
+    assert remote.list_names() == []
+    local = tmp_path / staging.name / "step-00000100"
+    local.mkdir(parents=True)
+    (local / "manifest.json").write_text("{}")
+    remote.upload(local, Manifest(step=100, world_size=1, files=()))
+    assert remote.list_names() == ["step-00000100"]
+    there = tmp_path / "drive" / "gpt" / "checkpoints"  # Where the session looks for them.
+    assert sorted(p.name for p in there.iterdir()) == ["latest", "step-00000100"]
+    assert find_newest(there.parent) == 100
 
 
 def test_kaggle_goes_on_from_what_the_version_before_left(

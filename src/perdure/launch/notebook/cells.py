@@ -72,6 +72,10 @@ def place(spec: JobSpec, profile: Profile) -> JobSpec:
     checkpoint = spec.checkpoint
     if not checkpoint.url:
         url = f"{profile.overrides.DURABLE_DIR}/{spec.name}/checkpoints"
+        if profile.notebook.service == "colab":
+            # fsspec's name for a plain path: made on the machine's own disk, then copied to Drive
+            # beside training. Drive is slow, and a rename there is a promise of a cache.
+            url = f"local://{url}"
         checkpoint = msgspec.structs.replace(checkpoint, url=url)
     if not checkpoint.every_steps and not checkpoint.every_s:
         every = profile.notebook.every_steps
