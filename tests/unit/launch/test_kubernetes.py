@@ -69,6 +69,9 @@ def test_a_preemption_is_no_failure_where_the_server_can_tell() -> None:
     ignored = [rule for rule in rules if rule["action"] == "Ignore"]
     assert ignored[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert ignored[1]["onExitCodes"]["values"] == [143]
+    # Without the empty list the schema of these servers refuses the rule.
+    older = documents(make_plan(server="1.28"))["Job/gpt"]["spec"]["podFailurePolicy"]["rules"]
+    assert [rule["onPodConditions"] for rule in older[1:]] == [[], []]
     assert "podFailurePolicy" not in documents(make_plan(server="1.25"))["Job/gpt"]["spec"]
     in_place = make_plan(restart_policy="OnFailure")
     assert "podFailurePolicy" not in documents(in_place)["Job/gpt"]["spec"]

@@ -86,7 +86,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     for name, text in plan.files.items():
         if refusal := client.find_refusal(text):
             found.append(Finding("error", f"the server refuses {name}: {refusal}"))
-    found += check_claim(plan, client.get("pvc", plan.settings["claim"], "--ignore-not-found"))
+    found += check_claim(plan, client.get("pvc", plan.settings["claim"]))
     if plan.settings["secrets"]:
         keys = client.list_secret_keys(section.secret)
         lacking = sorted(set(plan.settings["secrets"]) - (keys or set()))
@@ -145,7 +145,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         raise ConfigError(f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
                           hint="perdure stop, or kubectl delete job")  # fmt: skip
     client.delete(plan.files[JOB])
-    exists = client.get("pvc", plan.settings["claim"], "--ignore-not-found")
+    exists = client.get("pvc", plan.settings["claim"])
     if CLAIM in plan.files and not exists:
         client.create(plan.files[CLAIM])
     launched_s = time.time()

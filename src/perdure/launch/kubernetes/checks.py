@@ -15,7 +15,7 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
         text = f"{section.grace_s} s of grace, and a checkpoint takes {section.checkpoint_s} s"
         found.append(Finding("error", text, "kubernetes.grace_s"))
     mode = find_mode(spec, section)
-    if spec.num_nodes > 1 and mode != "ReadWriteMany":
+    if spec.num_nodes > 1 and not section.storage and mode != "ReadWriteMany":
         text = f"{spec.num_nodes} nodes and a claim that is {mode}: the others wait for ever"
         found.append(Finding("error", text, 'kubernetes.access_mode = "ReadWriteMany"', "K8S4"))
     if section.active_deadline_s:
@@ -27,6 +27,9 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
         found.append(Finding("warning", text, "kubernetes.backoff_limit"))
     if spec.bus.replicas > 1:
         found.append(Finding("error", "bus.replicas: a pod holds one server", "bus.replicas = 1"))
+    if spec.torchft.replicas and spec.num_nodes > 1:
+        text = "replica groups of torchft are all started in one pod"
+        found.append(Finding("error", text, "nodes = 1, or depth elastic"))
     durable = profile.overrides.DURABLE_DIR
     if (url := spec.checkpoint.url).startswith("/") and not f"{url}/".startswith(f"{durable}/"):
         text = f"checkpoint.url = {url} is not on the volume at {durable}: it goes with the pod"

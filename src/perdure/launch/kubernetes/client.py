@@ -35,14 +35,17 @@ class Client:
         return (*self._words, *words)
 
     def call(
-        self, *words: str, stdin: str | None = None, timeout_s: float = TIMEOUT_S
+        self, *words: str, stdin: str | None = None, timeout_s: float | None = None
     ) -> tuple[int, str, str]:
         """Run kubectl; return exit code, output and errors.
 
         Raises:
             PlatformError: it is not installed, or there was no answer in time.
         """
-        command = self.command(f"--request-timeout={REQUEST_S}s", *words)
+        # A wait for pods to go is one long request.
+        request_s = REQUEST_S if timeout_s is None else int(timeout_s)
+        timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
+        command = self.command(f"--request-timeout={request_s}s", *words)
         try:
             done = subprocess.run(
                 command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False

@@ -194,7 +194,7 @@ def make_job_spec(
     if section.ttl_s:
         body["ttlSecondsAfterFinished"] = section.ttl_s
     if version >= FAILURE_POLICY and section.restart_policy == "Never":
-        body["podFailurePolicy"] = {"rules": _make_rules(container)}
+        body["podFailurePolicy"] = {"rules": _make_rules(container, version)}
     labels = {**section.labels, JOB_LABEL: name}
     body["template"] = {
         "metadata": {"labels": labels},
@@ -203,12 +203,14 @@ def make_job_spec(
     return body
 
 
-def _make_rules(container: str) -> list[Document]:
+def _make_rules(container: str, version: tuple[int, int]) -> list[Document]:
     """Return what is no failure (a disruption, an end on notice), and what ends the Job at once."""
 
     def codes(action: str, operator: str, *values: int) -> Document:
         exits = {"containerName": container, "operator": operator, "values": list(values)}
-        return {"action": action, "onExitCodes": exits}
+        rule = {"action": action, "onExitCodes": exits}
+        # Until 1.28 the published schema, and so kubectl, wants the field in every rule.
+        return rule if version >= (1, 29) else {**rule, "onPodConditions": []}
 
     disruption = [{"type": "DisruptionTarget", "status": "True"}]
     return [
@@ -291,14 +293,14 @@ def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) 
 
 
 def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
-    """Return requests and limits. GPUs are a limit only: the request follows it by itself.
+    """Return requests and limits. GPUs and memory are a limit only: the request follows by itself.
 
     Cores are requested and not limited: a quota would throttle ranks in the middle of a step.
     """
     requests = {"cpu": section.cpu or str(spec.nproc)}
     limits = {"ephemeral-storage": section.ephemeral_storage}
     if section.memory:
-        requests["memory"] = limits["memory"] = section.memory
+        limits["memory"] = section.memory
     if spec.launch.gpus:
         limits[section.gpu_resource] = str(spec.launch.gpus)
     return {"requests": requests, "limits": limits}

@@ -25,7 +25,7 @@ from perdure.model.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 from perdure.model.paths import job_paths
 from perdure.model.report import Snapshot
 
-_POLL_S = 0.5
+_POLL_S = 0.2
 _CALL_S = 60.0
 _PROBE_S = 180.0
 _PROBE = """\
@@ -58,6 +58,8 @@ class Pod:
         self.env = {**environ, "PERDURE_HOME": self.home}
         self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
         self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
+        self.settle_s = _CALL_S
+        """How long the first pod may take to say how the job ended."""
         self.told = False
         self.perdure = [sys.executable, "-P", "-m", "perdure"]
 
@@ -81,6 +83,7 @@ class Pod:
         code = decide_code(code, state, self.told)
         if code not in (LEFT_ON_NOTICE, *AGAIN):
             self.ended.write_text(f"{code}\n")
+        self.invitation.unlink(missing_ok=True)
         return code
 
     def follow(self, process: "subprocess.Popen[bytes]") -> int:
@@ -127,9 +130,24 @@ class Pod:
             code = self.attend(subprocess.Popen(words, env=self.env), text)
             if self.told:
                 return LEFT_ON_NOTICE
-            if code == 0 or read(self.ended):
+            if read(self.ended) or (code == 0 and self.is_left(text)):
                 return 0
             time.sleep(_POLL_S)
+
+    def is_left(self, text: bytes) -> bool:
+        """Return whether this node alone was left, and not with its job's first pod.
+
+        `perdure join` ends with 0 for both. Were the pod to succeed where the first is only on its
+        way to another machine, nothing would ever bring this node back.
+        """
+        until_s = time.monotonic() + self.settle_s
+        while time.monotonic() < until_s and not self.told:
+            if read(self.ended):
+                return True
+            if read(self.invitation) != text:
+                return False
+            time.sleep(_POLL_S)
+        return not self.told
 
     def attend(self, process: "subprocess.Popen[bytes]", text: bytes) -> int:
         """Wait for `perdure join`, ending it where the invitation is another by now."""
@@ -144,7 +162,9 @@ class Pod:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(2.0)
                 process.send_signal(signal.SIGTERM)  # The second leaves at once.
-                process.wait(_CALL_S)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CALL_S)
+                process.kill()
                 return -1
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_POLL_S)

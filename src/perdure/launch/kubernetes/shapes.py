@@ -1,6 +1,6 @@
 """Which fields there are, and in which shape their values: what a schema would say of a manifest.
 
-Only of the objects that a training job consists of.
+Only of the objects that a training job consists of. The names are those of the API 1.37.
 """
 
 import re
@@ -46,7 +46,7 @@ METADATA = _words(
 JOB = _words(
     "parallelism completions activeDeadlineSeconds podFailurePolicy successPolicy backoffLimit "
     "backoffLimitPerIndex maxFailedIndexes selector manualSelector template "
-    "ttlSecondsAfterFinished completionMode suspend podReplacementPolicy managedBy"
+    "ttlSecondsAfterFinished completionMode suspend podReplacementPolicy managedBy scheduling"
 )
 POD = _words(
     "volumes initContainers containers ephemeralContainers restartPolicy "
@@ -55,7 +55,8 @@ POD = _words(
     "hostIPC shareProcessNamespace securityContext imagePullSecrets hostname subdomain affinity "
     "schedulerName tolerations hostAliases priorityClassName priority dnsConfig readinessGates "
     "runtimeClassName enableServiceLinks preemptionPolicy overhead topologySpreadConstraints "
-    "setHostnameAsFQDN os hostUsers schedulingGates resourceClaims resources hostnameOverride"
+    "setHostnameAsFQDN os hostUsers schedulingGates resourceClaims resources hostnameOverride "
+    "schedulingGroup evictionResponders"
 )
 CONTAINER = _words(
     "name image command args workingDir ports envFrom env resources resizePolicy restartPolicy "
@@ -64,7 +65,10 @@ CONTAINER = _words(
     "stdin stdinOnce tty"
 )
 RESOURCES = _words("limits requests claims")
-MOUNT = _words("name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly")
+MOUNT = _words(
+    "name mountPath readOnly subPath subPathExpr mountPropagation recursiveReadOnly "
+    "bindMountOptions"
+)
 ENV = _words("name value valueFrom")
 VALUE_FROM = _words("fieldRef resourceFieldRef configMapKeyRef secretKeyRef fileKeyRef")
 VOLUME = _words(

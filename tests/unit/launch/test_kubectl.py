@@ -1,0 +1,179 @@
+"""What perdure asks of kubectl, and what it makes of the answers: against a kubectl of a file."""
+
+import json
+import os
+import shutil
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from msgspec import structs
+
+from perdure.launch import kubernetes as platform
+from perdure.launch.catalog import load_profile
+from perdure.launch.kubernetes import client
+from perdure.launch.platforms import Here
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec, LaunchConfig
+from perdure.model.kubernetes import KubernetesSection
+from perdure.model.launching import LaunchRecord, Plan
+
+FAKE = Path(__file__).with_name("fake_kubectl.py")
+HERE = Here(home="/nowhere", environ={}, tell=lambda line: None)
+RUNNING = {
+    "metadata": {"name": "gpt-0-abc", "labels": {"job-name": "gpt"},
+                 "annotations": {"batch.kubernetes.io/job-completion-index": "0"}},
+    "status": {"phase": "Running"},
+}  # fmt: skip
+JOB = {"metadata": {"name": "gpt"}, "spec": {"parallelism": 1}, "status": {}}
+Cluster = Callable[..., Callable[[], Any]]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    """Returns what sets the cluster's state up, which returns what reads it again."""
+    program = tmp_path / "bin" / "kubectl"
+    program.parent.mkdir()
+    shutil.copy(FAKE, program)
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    path = tmp_path / "cluster.json"
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_CLUSTER", str(path))
+
+    def start(**state: Any) -> Callable[[], Any]:
+        path.write_text(json.dumps({"version": "v1.31.2", **state}))
+        return lambda: json.loads(path.read_text())
+
+    return start
+
+
+def plan(nodes: int = 1, **section: Any) -> Plan:
+    found = load_profile("kubernetes", "/nowhere").profile
+    given = {"image": "r.example/t@sha256:" + "0" * 64} | section
+    launch = LaunchConfig(project="/p", gpus=2, secrets=("HF_TOKEN",) if "secret" in given else ())
+    spec = JobSpec(name="gpt", script="train.py", nodes=nodes, launch=launch)
+    return platform.render(spec, structs.replace(found, kubernetes=KubernetesSection(**given)))
+
+
+def record(**section: Any) -> LaunchRecord:
+    made = plan(**section)
+    return LaunchRecord(
+        job="gpt", profile=made.profile, place=made.place, id="gpt", python="python3",
+        home="/checkpoints/state", launched_s=0.0,
+    )  # fmt: skip
+
+
+def test_a_launch_creates_claim_and_job_with_its_own_number(cluster: Cluster) -> None:
+    read = cluster()
+    made = platform.submit(plan(context="lab", namespace="train"), HERE)
+    claim, job = read()["created"]
+    assert yaml.safe_load(claim)["kind"] == "PersistentVolumeClaim"
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(job)}
+    assert set(kinds) == {"ConfigMap", "Service", "Job"}
+    assert kinds["ConfigMap"]["data"]["launch"] == f"{made.launched_s:.0f}"
+    assert made.id == "gpt"
+    for words, _ in read()["calls"]:
+        assert words[:2] == ["--context=lab", "--namespace=train"]
+        limit = "300s" if "delete" in words else "15s"
+        assert f"--request-timeout={limit}" in words
+
+
+def test_a_claim_that_is_there_is_kept(cluster: Cluster) -> None:
+    read = cluster(pvc={"spec": {"accessModes": ["ReadWriteOnce"]}})
+    platform.submit(plan(), HERE)
+    assert len(read()["created"]) == 1
+    deleted = [stdin for words, stdin in read()["calls"] if "delete" in words]
+    assert len(deleted) == 1
+    assert "PersistentVolumeClaim" not in deleted[0]
+
+
+def test_a_job_that_runs_is_not_created_twice(cluster: Cluster) -> None:
+    read = cluster(job=JOB, pods=[RUNNING])
+    with pytest.raises(ConfigError, match="is there: running"):
+        platform.submit(plan(), HERE)
+    assert "created" not in read()
+
+
+def test_what_the_server_refuses_is_an_error(cluster: Cluster) -> None:
+    cluster(refuses='The Job "gpt" is invalid: spec: Required value')
+    with pytest.raises(PlatformError, match="Required value"):
+        platform.submit(plan(), HERE)
+    _, found = platform.check(plan(), HERE)
+    assert [f.level for f in found if "Required value" in f.text] == ["error", "error"]
+
+
+def test_the_place_is_checked_for_what_the_manifests_refer_to(cluster: Cluster) -> None:
+    good = [{"status": {"allocatable": {"nvidia.com/gpu": "2"}}}]
+    cluster(nodes=good, secrets={"tokens": ["HF_TOKEN"]})
+    assert platform.check(plan(secret="tokens"), HERE) == ({}, ())
+    cluster(version="v1.25.3", secrets={"tokens": ["OTHER"]},
+            pvc={"spec": {"accessModes": ["ReadWriteOnce"]}})  # fmt: skip
+    _, found = platform.check(plan(2, secret="tokens"), HERE)
+    assert [(f.level, f.trap) for f in found] == [
+        ("error", ""), ("error", "K8S4"), ("error", "U34"), ("warning", "K8S1"),
+    ]  # fmt: skip
+
+
+def test_states_by_the_server_and_what_says_nothing_of_the_job(cluster: Cluster) -> None:
+    cluster(job=JOB, pods=[RUNNING])
+    assert platform.find_state(record(), HERE).state == "running"
+    cluster()
+    gone = platform.find_state(record(), HERE)
+    assert (gone.state, gone.reason.split(":")[0]) == ("killed", "cancelled")
+    cluster(unreachable="Unable to connect to the server: dial tcp: connection refused")
+    with pytest.raises(PlatformError, match="connection refused"):
+        platform.find_state(record(), HERE)
+
+
+def test_what_a_pod_waits_for_is_asked_of_its_events(cluster: Cluster) -> None:
+    waiting = {"metadata": {"name": "p", "labels": {}}, "status": {"phase": "Pending"}}
+    event = {"involvedObject": {"name": "p"}, "reason": "FailedAttachVolume",
+             "message": "Multi-Attach error for volume"}  # fmt: skip
+    cluster(job=JOB, pods=[waiting], events=[event])
+    state = platform.find_state(record(), HERE)
+    assert state.state == "not-started"  # It was launched in 1970.
+    assert "[K8S4]" in state.reason
+
+
+def test_a_command_is_run_in_the_first_pod(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster(job=JOB, pods=[RUNNING], code=3)
+    assert platform.run(record(), ["status", "gpt", "--json"], HERE) == 3
+    said = capfd.readouterr().out
+    assert said.startswith("exec gpt-0-abc -c perdure")
+    assert "PERDURE_HOME=/checkpoints/state python3 -P -m perdure status gpt" in said
+
+
+def test_the_log_of_a_pod_that_ended_and_of_its_last_life(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    failed = {"metadata": {"name": "old"}, "status": {"phase": "Failed"}}
+    cluster(job=JOB, pods=[failed])
+    assert platform.run(record(), ["logs", "gpt"], HERE) == 0
+    assert capfd.readouterr().out == "logs old -c perdure\n"
+    looping = {"metadata": {"name": "p"}, "status": {"phase": "Running", "containerStatuses": [
+        {"restartCount": 2, "state": {"waiting": {"reason": "CrashLoopBackOff"}}}]}}  # fmt: skip
+    read = cluster(job=JOB, pods=[looping])
+    assert platform.run(record(), ["logs", "gpt"], HERE) == 0
+    assert "--previous" in read()["calls"][-1][0]
+    with pytest.raises(PlatformError, match="no pod"):
+        platform.run(record(), ["map", "gpt"], HERE)
+
+
+def test_no_answer_is_waited_for_so_long_only(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster(sleep_s=60)
+    monkeypatch.setattr(client, "TIMEOUT_S", 0.5)
+    with pytest.raises(PlatformError, match="no answer"):
+        platform.find_state(record(), HERE)
+
+
+def test_without_kubectl_there_is_a_hint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(PlatformError, match="no kubectl"):
+        platform.find_state(record(), HERE)
