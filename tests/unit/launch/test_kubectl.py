@@ -128,6 +128,21 @@ def test_states_by_the_server_and_what_says_nothing_of_the_job(cluster: Cluster)
         platform.find_state(record(), HERE)
 
 
+def test_a_jobset_is_as_the_job_that_it_has_made(cluster: Cluster) -> None:
+    kinds = {one["kind"]: one for one in
+             yaml.safe_load_all(plan(shape="jobset").files["job.yaml"])}  # fmt: skip
+    (made,) = kinds["JobSet"]["spec"]["replicatedJobs"]
+    assert made["template"]["metadata"]["labels"]["perdure.dev/job"] == "gpt"
+    read = cluster(jobs=[JOB], pods=[RUNNING])
+    assert platform.find_state(record(shape="jobset"), HERE).state == "running"
+    asked = [words for words, _ in read()["calls"] if "jobs" in words]
+    assert "perdure.dev/job=gpt" in asked[0]
+    cluster(jobset={"kind": "JobSet"})  # Just created: its controller has not come to it.
+    assert platform.find_state(record(shape="jobset"), HERE).state == "waiting"
+    cluster()
+    assert platform.find_state(record(shape="jobset"), HERE).state == "killed"
+
+
 def test_what_a_pod_waits_for_is_asked_of_its_events(cluster: Cluster) -> None:
     waiting = {"metadata": {"name": "p", "labels": {}}, "status": {"phase": "Pending"}}
     event = {"involvedObject": {"name": "p"}, "reason": "FailedAttachVolume",

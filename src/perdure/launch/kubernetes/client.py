@@ -126,7 +126,7 @@ class Client:
         Raises:
             PlatformError: nobody answered.
         """
-        job = self.get("job", name) if kind == "job" else self._find_job(label)
+        job = self.get("job", name) if kind == "job" else self._find_job(kind, name, label)
         pods = (self.get("pods", "-l", label) or {}).get("items", ())
         events: dict[str, list[str]] = {}
         if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
@@ -138,9 +138,14 @@ class Client:
                 events.setdefault(pod_name, []).append(told)
         return explain_job(job, pods, events), pods
 
-    def _find_job(self, label: str) -> Object | None:
+    def _find_job(self, kind: str, name: str, label: str) -> Object | None:
+        """Return the Job that a JobSet or TrainJob has made, an empty one before it has."""
         jobs = (self.get("jobs", "-l", label) or {}).get("items", ())
-        return jobs[0] if jobs else None
+        if jobs:
+            found: Object = jobs[0]
+            return found
+        owner = self.get(kind, name)
+        return None if owner is None else {"metadata": {"name": name}}
 
 
 def _last(text: str) -> str:

@@ -142,7 +142,8 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
 
 def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
     section = profile.kubernetes
-    job = {"spec": make_job_spec(spec, profile, spec.num_nodes)}
+    labels = {**section.labels, JOB_LABEL: find_name(spec)}
+    job = {"metadata": {"labels": labels}, "spec": make_job_spec(spec, profile, spec.num_nodes)}
     body = {
         "network": {"enableDNSHostnames": True},
         "failurePolicy": {"maxRestarts": 0},
@@ -159,8 +160,10 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
     release of the Trainer.
     """
     section, name, api = profile.kubernetes, find_name(spec), "trainer.kubeflow.org/v1alpha1"
+    labels = {**section.labels, JOB_LABEL: name}
+    labels["trainer.kubeflow.org/trainjob-ancestor-step"] = "trainer"
     job: Document = {
-        "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}},
+        "metadata": {"labels": labels},
         "spec": make_job_spec(spec, profile, spec.num_nodes, container=TRAINER_CONTAINER),
     }
     template = {"spec": {"replicatedJobs": [{"name": "node", "template": job}]}}
