@@ -70,7 +70,7 @@ def launch(
     plan = make_plan(spec, choose_profile(on, host, home).profile)
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
-    check_name(plan.job, plan.kind, home)
+    check_name(plan, home)
     platform = find_platform(plan.kind)
     plan = check_place(spec, plan, platform, place)
     for finding in plan.findings:
@@ -131,19 +131,26 @@ def make_launch_spec(job_file: str, home: str) -> JobSpec:
     return spec if "name" in document else choose_name(spec, home)
 
 
-def check_name(job: str, kind: str, home: str) -> None:
-    """Refuse a name under which a job runs here, or was launched to another place.
+def check_name(plan: Plan, home: str) -> None:
+    """Refuse a name under which a job runs here, or may still cost money at another place.
 
     Raises:
         ConfigError: it is taken.
     """
-    hint = f"perdure status {job}, or another `name`"
+    job, hint = plan.job, f"perdure status {plan.job}, or another `name`"
     if is_alive(paths_of(home, job)):
         raise ConfigError(f"job `{job}` is running", hint=hint)
     before = read_remote(home, job)
-    if before is not None and not before.torn_down_s and kind == "local":
+    if before is None or before.torn_down_s or _place(before.profile) == _place(plan.profile):
+        return
+    if plan.kind == "local" or not before.profile.ends_by_itself:
         where = before.profile.launch.host or before.profile.platform
-        raise ConfigError(f"job `{job}` was launched on {where}", hint=hint)
+        why = f"job `{job}` was launched on {where}, and is not torn down"
+        raise ConfigError(why, hint=hint)
+
+
+def _place(profile: Profile) -> tuple[str, str]:
+    return profile.platform, profile.launch.host
 
 
 def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> Plan:

@@ -94,7 +94,7 @@ def render_danger(profile: Profile) -> str:
     teardown = profile.teardown
     lines = [f"DANGER  {profile.danger}"] if profile.danger else []
     undo = "it deletes the disk" if profile.meter_stop_irreversible else "the disk stays"
-    if profile.meter_stop_verb not in ("none", "automatic"):
+    if not profile.ends_by_itself:
         price = (
             f"; {teardown.price_per_hour:g} {teardown.currency} an hour, "
             f"{teardown.price_per_hour * 24:.2f} a day"

@@ -99,7 +99,7 @@ def find_tier(profile: Profile, place: str) -> Tier | None:
 
 
 def _check_meter(profile: Profile) -> list[Finding]:
-    if profile.meter_stop_verb in ("none", "automatic"):
+    if profile.ends_by_itself:
         return []
     by_hand = not profile.teardown.stop_command
     hint = f"by hand: {profile.teardown.how}" if by_hand else "perdure teardown JOB"

@@ -200,6 +200,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What is asked of a cluster, where `kind` is kubernetes."""
 
     @property
+    def ends_by_itself(self) -> bool:
+        """Whether a forgotten job costs nothing."""
+        return self.meter_stop_verb in ("none", "automatic")
+
+    @property
     def detach(self) -> str:
         """What severs the job from the connection, overrides considered."""
         return self.overrides.DETACH or self.detach_primitive
