@@ -23,8 +23,8 @@ check: setup
 	$(BIN)/lint-imports
 
 test: check
-	$(BIN)/pytest -q -m "not serial" -n 2 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
-	$(BIN)/pytest -q -m serial $(SECOND_TRY) --ignore tests/lab --ignore tests/platforms
+	$(BIN)/pytest -q -m "not serial and not long" -n 2 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
+	$(BIN)/pytest -q -m "serial and not long" $(SECOND_TRY) --ignore tests/lab --ignore tests/platforms
 	$(BIN)/pytest -q $(SECOND_TRY) tests/lab -k "not (gil or sleep or backward or data or memory or size)"
 
 # The laboratory whole; `make test` runs the shorter half of it.
@@ -37,6 +37,7 @@ nightly: setup
 
 campaign: setup
 	$(BIN)/python bench/campaign.py
+	$(BIN)/pytest -q -m long $(SECOND_TRY)
 
 # Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`.
 platforms: setup

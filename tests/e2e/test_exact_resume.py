@@ -35,7 +35,7 @@ EXAMPLES = int(os.environ.get("PERDURE_EXACT_EXAMPLES", "2"))
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
 def test_five_kills_change_no_bit(start: Start, tmp_path: Path, ranks: int, kind: str) -> None:
     steps = 200
     options = ["--steps", str(steps), "--accumulate", str(ACCUMULATE), "--workers", "1"]
