@@ -38,6 +38,7 @@ nightly: setup
 campaign: setup
 	$(BIN)/python bench/campaign.py
 	$(BIN)/pytest -q -m long $(SECOND_TRY)
+	PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties
 
 # Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`.
 platforms: setup
