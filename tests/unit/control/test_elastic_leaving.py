@@ -4,7 +4,13 @@ from typing import Any
 
 from tests.unit.control.test_elastic_spares import Lab, order_of, started
 
-from perdure.model.actions import AnswerCommand, AnyAction, InjectFault, SendBoundary
+from perdure.model.actions import (
+    AnswerCommand,
+    AnyAction,
+    InjectFault,
+    ReformWorld,
+    SendBoundary,
+)
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -151,6 +157,18 @@ def test_a_world_without_a_member_that_has_the_state_starts_again() -> None:
     assert order_of(lab.ready(3)).ranks == (0, 3)
     lab.die(0)  # 3 is a member, and has nothing yet.
     assert lab.machine.state.generation == 1
+
+
+def test_who_alone_has_the_state_is_not_put_out_for_one_who_only_comes() -> None:
+    lab = train(nproc=1, nodes=2)
+    lab.die(1)
+    lab.formed()
+    assert order_of(lab.ready(3)).ranks == (0, 3)
+    actions = ask(lab, "evict", targets=["0"])  # 3 has nothing yet.
+    assert not [a for a in actions if isinstance(a, ReformWorld | AnswerCommand)]
+    actions = lab.formed()
+    assert find(actions, ReformWorld).ranks == (3,)
+    assert find(actions, AnswerCommand).ok
 
 
 def test_a_drain_that_is_decided_is_done_and_its_node_filled_anew_where_it_was_restored() -> None:

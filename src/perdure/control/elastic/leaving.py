@@ -16,6 +16,7 @@ from perdure.control.elastic.members import (
     fill_slots,
     find_home,
     find_living,
+    have_state,
     order_following,
     split_called,
 )
@@ -33,9 +34,13 @@ def find_leavers(state: ControllerState, nodes: Collection[int]) -> tuple[int, .
 
 def find_objection(state: ControllerState, nodes: Collection[int]) -> str:
     """Return why `nodes` cannot be left; empty where they can."""
-    if set(find_leavers(state, nodes)) == set(find_living(state)):
+    if not _find_staying(state, nodes):
         return "no member of the world would be left: the state would be lost"
     return ""
+
+
+def _find_staying(state: ControllerState, nodes: Collection[int]) -> set[int]:
+    return set(find_living(state)).difference(find_leavers(state, nodes))
 
 
 def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
@@ -55,6 +60,8 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
     objection = find_objection(state, move.nodes)
     if objection:
         return _take_back(state, now, move, objection) if move.who else guard(state, now, move)
+    if not have_state(state, _find_staying(state, move.nodes)):
+        return []  # Who stays is still on its way into the world.
     if move.kind == "evict":
         return _put_out(state, now, move, leavers)
     ready = state.phase == "running" and state.stepping and state.resumable
@@ -147,7 +154,7 @@ def _overdue(
     state: ControllerState, now: float, move: OpenMove, leavers: tuple[int, ...]
 ) -> list[AnyAction]:
     why = "the members had not agreed on a step when its deadline passed"
-    if move.force and not find_objection(state, move.nodes):
+    if move.force and have_state(state, _find_staying(state, move.nodes)):
         move.instead = f"evicted instead: {why}"
         return [*_drop_boundary(state, move, why), *_put_out(state, now, move, leavers)]
     return _take_back(state, now, move, why)

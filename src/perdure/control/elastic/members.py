@@ -34,6 +34,11 @@ def find_living(state: ControllerState) -> tuple[int, ...]:
     return tuple(rank for rank in elastic.members if rank not in gone)
 
 
+def have_state(state: ControllerState, ranks: Collection[int]) -> bool:
+    """Return whether one of `ranks` has been in the world: who is only called in has no state."""
+    return not (state.elastic.formed | set(state.world)).isdisjoint(ranks)
+
+
 def find_spares(state: ControllerState, far_from: Collection[int] = ()) -> list[int]:
     """Return who is ready and not a member, in the order in which they are called upon.
 

@@ -17,6 +17,7 @@ from perdure.control.elastic.members import (
     fill_slots,
     find_home,
     find_living,
+    have_state,
     list_gone,
     lose_node,
     order_following,
@@ -132,7 +133,7 @@ def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAct
     left = find_living(state)
     if left == elastic.members:
         return None
-    if not set(left) & (elastic.formed | set(state.world)):
+    if not have_state(state, left):
         elastic.given_up = "no member that has the state is left"
         return None
     elastic.reforms += 1
