@@ -29,8 +29,11 @@ def chains(draw: st.DrawFn) -> Chain:
 def cost_of(
     chain: Chain, room: int, allowed: tuple[bool, ...], first: int, stop: int, place: int
 ) -> float:
+    """What sending a stage's input takes does not fall where the stage begins later."""
     recompute = chain.find_recompute(first, stop, place, room, allowed)
-    return math.inf if recompute is None else chain.work(first, stop, recompute)
+    if recompute is None:
+        return math.inf
+    return max(chain.work(first, stop, recompute), 3.0 * chain.costs[first].input_bytes)
 
 
 @settings(deadline=None)

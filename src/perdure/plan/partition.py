@@ -8,7 +8,8 @@ PipeDream's replicated stages (D. Narayanan et al., SOSP 2019).
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 
 Cost = Callable[[int, int, int], float]
 """(first, stop, place) -> seconds a micro-batch of blocks first..stop as the place-th stage from
@@ -26,8 +27,8 @@ class Cutter:
         `loads` are what a stage's cost is multiplied by: of a stage with the common number of
         copies, and of one with an extra copy.
         """
-        self._blocks, self._cost, self._loads = blocks, cost, loads
-        self._layers: dict[tuple[int, int], _Layer] = {}
+        self._blocks, self._cost, self._loads = blocks, cache(cost), loads
+        self._layers: dict[tuple[int, int], _Layer] = {(0, 0): ([math.inf] * blocks + [0.0], [])}
         self._extra: dict[tuple[int, int, int], bool] = {}
 
     def cut(self, stages: int, extra: int = 0) -> tuple[float, list[int], list[bool]] | None:
@@ -61,28 +62,43 @@ class Cutter:
         for has in (False, True):
             rest = extra - has
             if 0 <= rest <= place - 1:
-                behind = self._layers[place - 1, rest] if place > 1 else None
+                behind = self._layers[place - 1, rest][0]
                 self._improve(place, extra, has, behind, best, stops)
         return best, stops
 
     def _improve(
         self, place: int, extra: int, has: bool,
-        behind: _Layer | None, best: list[float], stops: list[int],
+        behind: Sequence[float], best: list[float], stops: list[int],
     ) -> None:  # fmt: skip
         """Take what is better than `best` where this stage has, or has not, an extra copy.
 
-        A stage's cost does not fall with its length: once it alone is as bad as the best cut, no
-        longer one is looked at. So a layer costs about blocks^2 / place.
+        A stop matters only if less is left behind it than behind every nearer one. From one of
+        these to the next the stage's own cost does not fall, and what is left does: the best is
+        where they meet, which is mostly near to where they met for the block behind `first`. So a
+        layer costs little more than a look at each block.
         """
-        load = self._loads[has]
-        for first in range(self._blocks - place + 1):
-            stop_max = self._blocks - (place - 1)
-            stop_min = first + 1 if behind else stop_max
-            for stop in range(stop_min, stop_max + 1):
-                own = load * self._cost(first, stop, place)
-                if own >= best[first]:
-                    break
-                worst = max(own, behind[0][stop]) if behind else own
+        load, meet = self._loads[has], 0
+        matter: list[int] = []
+        """Stops, the nearest at the end; from number `meet` on more is left than is done."""
+        for first in range(self._blocks - place, -1, -1):
+            while matter and behind[matter[-1]] >= behind[first + 1]:
+                matter.pop()
+            matter.append(first + 1)
+            meet = min(meet, len(matter))
+            while meet > 0 and self._is_short(load, first, matter[meet - 1], place, behind):
+                meet -= 1
+            while meet < len(matter) and not (
+                self._is_short(load, first, matter[meet], place, behind)
+            ):
+                meet += 1
+            for stop in reversed(matter[max(0, meet - 1) : meet + 1]):
+                worst = max(load * self._cost(first, stop, place), behind[stop])
                 if worst < best[first]:
                     best[first], stops[first] = worst, stop
                     self._extra[place, extra, first] = has
+
+    def _is_short(
+        self, load: float, first: int, stop: int, place: int, behind: Sequence[float]
+    ) -> bool:
+        """Return whether a stage costs less than what is left behind it."""
+        return load * self._cost(first, stop, place) < behind[stop]
