@@ -15,6 +15,7 @@ from torch import Tensor
 
 _FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first all-reduce begins early."""
+_EXACT_ENOUGH = (torch.float32, torch.float64)
 
 
 @dataclass(slots=True)
@@ -49,10 +50,24 @@ class _Group:
 class Buckets:
     """The gradients of `params`."""
 
-    def __init__(self, params: Sequence[Tensor], bucket_bytes: int, sets: int = 2) -> None:
-        """Make buffers for two steps (or one), and watch each parameter's gradient."""
+    def __init__(
+        self, params: Sequence[Tensor], bucket_bytes: int, sets: int = 2, rider: int = 0
+    ) -> None:
+        """Make buffers for two steps (or one), and watch each parameter's gradient.
+
+        `rider` numbers are summed with the first bucket: a collective of their own would cost
+        more than all else that a step does here. Where that bucket has less than 32 bits a number,
+        there are none.
+        """
         self.params = [p for p in params if p.requires_grad]
-        self.buckets = [_make_bucket(group, sets) for group in _split(self.params, bucket_bytes)]
+        groups = _split(self.params, bucket_bytes)
+        if not groups or groups[0].params[0].dtype not in _EXACT_ENOUGH:
+            rider = 0
+        self.buckets = [
+            _make_bucket(group, sets, 0 if number else rider) for number, group in enumerate(groups)
+        ]
+        self.riders = [flat[-rider:] for flat in self.buckets[0].flats] if rider else []
+        """For even and odd steps; gradients are scaled, and these are not."""
         self._of = {p: b for b in self.buckets for p in b.params}
         self._pass: _Pass | None = None
         self._failure: Exception | None = None
@@ -143,15 +158,12 @@ class Buckets:
 
 
 def _fill(bucket: Bucket, step: int, scale: float) -> None:
-    flat, views = _of_step(bucket.flats, step), _of_step(bucket.views, step)
     with torch.no_grad():
-        for param, view in zip(bucket.params, views, strict=True):
+        for param, view in zip(bucket.params, _of_step(bucket.views, step), strict=True):
             if param.grad is None:
                 view.zero_()
             else:
-                view.copy_(param.grad)
-        if scale != 1.0:
-            flat.mul_(scale)
+                torch.mul(param.grad, scale, out=view)
 
 
 def _split(params: Sequence[Tensor], bucket_bytes: int) -> list[_Group]:
@@ -171,12 +183,13 @@ def _of_step(sets: tuple[Any, ...], step: int) -> Any:
     return sets[step % len(sets)]
 
 
-def _make_bucket(group: _Group, sets: int) -> Bucket:
+def _make_bucket(group: _Group, sets: int, rider: int) -> Bucket:
     dtype, device = group.key
-    size = sum(p.numel() for p in group.params)
-    flats = tuple(torch.zeros(size, dtype=dtype, device=device) for _ in range(sets))
+    sizes = [p.numel() for p in group.params]
+    total = sum(sizes) + rider
+    flats = tuple(torch.zeros(total, dtype=dtype, device=device) for _ in range(sets))
     views: list[list[Tensor]] = []
     for flat in flats:
-        parts = torch.split(flat, [p.numel() for p in group.params])
+        parts = torch.split(flat[: total - rider], sizes)
         views.append([part.view_as(p) for part, p in zip(parts, group.params, strict=True)])
     return Bucket(list(group.params), flats, tuple(views))

@@ -60,7 +60,7 @@ class Step(msgspec.Struct, frozen=True):
     loss: float
     """Mean over the global batch."""
     losses: tuple[float, ...]
-    """Of each micro-batch."""
+    """Of each micro-batch; of a loss in float64 the first 32 bits, unless `exact`."""
     world: tuple[int, ...]
     """Who was there."""
     epoch: int
@@ -93,7 +93,9 @@ class Trainer:
         self._saving = saving or Saving(membership, replica)
         config = config if config is not None else Config()
         self._steering = Steering(membership, config, self._saving, self._progress)
-        self._buckets = buckets or Buckets(replica.parameters, bucket_bytes)
+        self._buckets = buckets or Buckets(
+            replica.parameters, bucket_bytes, rider=0 if exact else 2 * count
+        )
         self._tree = GradientTree(count) if exact else None
         self._feed = Feed(membership.generation)
         self._catching = CatchUp(replica, self._buckets)
@@ -111,8 +113,9 @@ class Trainer:
         self._owner: dict[int, int] = {}
         self._tally = torch.zeros(2, count, dtype=torch.float64)
         """How often each micro-batch was done here, and its loss."""
-        self._sums = tuple(torch.zeros_like(self._tally) for _ in range(2))
-        """The same over all ranks, for even and odd steps."""
+        riders = [rider.view(2, count) for rider in self._buckets.riders]
+        self._sums = tuple(riders or (torch.zeros_like(self._tally) for _ in range(2)))
+        """The same over all ranks, for even and odd steps: with the first bucket, or apart."""
         self._finished: deque[Step] = deque()
         self._total = 0
         self._over = False
@@ -314,7 +317,8 @@ class Trainer:
     def _send_tally(self, group: Group) -> None:
         total = self._sums[self._applied % 2]
         total.copy_(self._tally)
-        group.all_reduce(total)
+        if not self._buckets.riders:
+            group.all_reduce(total)
 
     def _drop_unfinished(self) -> None:
         """A micro-batch whose backward pass has not begun was not done."""
