@@ -98,7 +98,7 @@ def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple
             scopes.add(kind)
     if job is not None:
         project = job.spec.cwd
-        checkpoints = job.spec.checkpoint.url or job.paths.checkpoints
+        checkpoints = job.checkpoints
     facts = read_box(resolve_home(), os.path.abspath(project), checkpoints)
     if on is None and facts.slurm:
         scopes.add("slurm")

@@ -60,6 +60,11 @@ class Job:
         """Whether its `perdure run` lives."""
         return is_alive(self.paths)
 
+    @property
+    def checkpoints(self) -> str:
+        """Return where its checkpoints land: a directory or a URL."""
+        return self.spec.checkpoint.url or self.paths.checkpoints
+
     def entries(self) -> list[JournalEntry]:
         """Return its journal."""
         return read_journal(self.paths)
@@ -81,8 +86,8 @@ class Job:
     def tell_fate(self, entries: list[JournalEntry]) -> Fate:
         """Return whether it finished, died, stalled or runs, by what lies on the disk."""
         root = Path(self.paths.root)
-        url = self.spec.checkpoint.url or self.paths.checkpoints
         streams = Path(self.spec.log_dir or root / "logs" / "ranks").glob("g*/rank-*")
+        url = self.checkpoints
         checkpoints = [] if "://" in url else Path(url).glob("step-*")
         beats = []
         if self.alive:

@@ -218,9 +218,17 @@ def render_entry(entry: JournalEntry, start_s: float) -> str:
         text = f"-> {body.action}: {body.summary} ({body.reason})"
     else:
         fields = describe_entry(entry)
-        shown = [f"{k}={_clip(v)}" for k, v in fields.items() if k not in _HIDDEN]
+        shown = [
+            f"{k}={_clip(_since(k, v, start_s))}" for k, v in fields.items() if k not in _HIDDEN
+        ]
         text = " ".join([fields["kind"], *shown])
     return f"{entry.seq:6d} {entry.at_s - start_s:9.3f} s  {text}"
+
+
+def _since(name: str, value: Any, start_s: float) -> Any:
+    """Return a moment of the job's clock as the seconds since its start, as the line's own are."""
+    moment = name.endswith("_s") and isinstance(value, float) and 0.0 < start_s <= value
+    return round(value - start_s, 3) if moment else value
 
 
 def _clip(value: Any) -> str:

@@ -31,7 +31,7 @@ def prune(
     stay.
     """
     found = find_job(job)
-    url = found.spec.checkpoint.url or found.paths.checkpoints
+    url = found.checkpoints
     if "://" in url:
         raise ConfigError(
             f"{url} is not a directory", hint="remove what lies there by its own tool"

@@ -1,10 +1,11 @@
-"""`perdure verify DIR`: whether checkpoints, or all that was pulled, are whole."""
+"""`perdure verify DIR|JOB`: whether checkpoints, or all that was pulled, are whole."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from perdure.cli.jobs import find_job
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
 from perdure.model.errors import ConfigError
@@ -13,7 +14,10 @@ from perdure.model.errors import ConfigError
 def verify(
     directory: Annotated[
         str,
-        typer.Argument(metavar="DIR", help="A checkpoint, a directory (URL) of them, or a pull."),
+        typer.Argument(
+            metavar="DIR|JOB",
+            help="A checkpoint, a directory (URL) of them, a pull, or the job that wrote them.",
+        ),
     ],
     allow_pickle: Annotated[
         bool,
@@ -31,6 +35,8 @@ def verify(
     from perdure.cli.pull import verify_pulled
     from perdure.launch.pulling import read_manifest
 
+    if "/" not in directory and not Path(directory).exists():
+        directory = find_job(directory).checkpoints
     if "://" not in directory:
         manifest = read_manifest(Path(directory))
         if manifest is not None:

@@ -56,7 +56,8 @@ def _sentence(r: Recovery, at_step: str) -> str:
 
 def _describe_loss(r: Recovery) -> str:
     if r.lost_steps is None:
-        return "lost steps unknown (the script declares none)"
+        why = "the script declares none" if r.at_step < 0 else "no run has resumed them"
+        return f"lost steps unknown ({why})"
     return "1 step lost" if r.lost_steps == 1 else f"{r.lost_steps} steps lost"
 
 

@@ -101,6 +101,8 @@ def _find_one(
     ]
     phases_s = _find_phases(moments, over_s)
     resumed = next((g.start_step for g in later if g.start_step is not None), None)
+    if resumed is None and ended and history.checkpoints:
+        resumed = history.checkpoints[-1].step  # From there the next run of this name goes on.
     lost: int | None = None
     if generation.resumable and generation.step >= 0 and resumed is not None:
         lost = max(0, generation.step - resumed)

@@ -4,7 +4,14 @@ from pathlib import Path
 
 from perdure.cli.output import MirrorTail, Stream, describe_entry, find_streams, render_entry
 from perdure.model.codec import encode
-from perdure.model.events import CommandReceived, Decision, JournalEntry, NodeLost, TimerFired
+from perdure.model.events import (
+    CommandReceived,
+    ControllerLost,
+    Decision,
+    JournalEntry,
+    NodeLost,
+    TimerFired,
+)
 
 
 def entry(seq: int) -> bytes:
@@ -58,3 +65,10 @@ def test_an_entry_as_a_line() -> None:
     assert render_entry(lost, 10.0) == "     7     2.500 s  NodeLost node=1 reason=a\\nb"
     decided = JournalEntry(seq=8, at_s=12.5, body=Decision(action="A", summary="s", reason="r"))
     assert render_entry(decided, 10.0) == "     8     2.500 s  -> A: s (r)"
+
+
+def test_moments_of_an_entry_count_from_the_same_start_as_its_line() -> None:
+    ended = ControllerLost(part="agent", pid=1, cause="c", at_s=1012.0, restarted_s=1012.25)
+    line = render_entry(JournalEntry(seq=9, at_s=1012.5, body=ended), 1010.0)
+    assert "2.500 s  ControllerLost" in line
+    assert "restarted_s=2.25" in line

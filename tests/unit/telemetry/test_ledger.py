@@ -123,6 +123,7 @@ def test_a_job_that_gave_up_keeps_what_its_checkpoint_holds():
     assert report.steps_committed == 20
     (recovery,) = report.recoveries
     assert (recovery.rung, recovery.warmup_s) == ("give up", 0.0)
+    assert recovery.lost_steps == 3  # What the next run of this name takes again.
     assert report.ledger["unattributed"].fraction <= 0.005
 
 
