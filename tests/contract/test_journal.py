@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsStream
+from perdure.adapters.shared_folder import make_run_folder, open_journal
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import ControllerStarted, Decision, JournalEntry
@@ -31,10 +32,14 @@ def server(tmp_path: Path) -> Iterator[Server]:
     server.kill()
 
 
-@pytest.fixture(params=["fake", "nats"])
-async def stream(request: pytest.FixtureRequest) -> AsyncIterator[JournalStream]:
+@pytest.fixture(params=["fake", "nats", "folder"])
+async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[JournalStream]:
     if request.param == "fake":
         yield FakeStream()
+        return
+    if request.param == "folder":
+        with open_journal(make_run_folder(str(tmp_path), "run")) as shared:
+            yield shared
         return
     endpoint = request.getfixturevalue("server").start()
     bus = await NatsBus.connect(endpoint, timeout_s=10)

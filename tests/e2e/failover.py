@@ -1,5 +1,6 @@
-"""A job on three nodes of which each can be lost with all that it has: server, controller, agent,
-keeper and ranks."""
+"""A job on several nodes of which each can be lost with all that it has: server, controller,
+agent, keeper and ranks; with two of them there is an arbiter, which each reaches by a way of its
+own."""
 
 import json
 import os
@@ -16,24 +17,62 @@ from perdure.service.replay.places import Gates, kill_nodes
 from tests.e2e.harness import SCRIPTS, Job
 
 NAME = "fo"
+MOUNT = "FAILOVER_MOUNT"
+"""Environment variable with a node's way to the arbiter's folder."""
+
+
+class Arbiter:
+    """A folder that nodes share, and the link by which each of them finds it."""
+
+    def __init__(self, folder: Path, nodes: int) -> None:
+        self.shared, self._folder = folder / "shared", folder
+        self.shared.mkdir()
+        for node in range(nodes):
+            self.join(node)
+
+    def environment(self) -> tuple[str, ...]:
+        """Return what stands before the command of a node's part."""
+        return ("env", f"{MOUNT}={self._folder}/mount{{node}}")
+
+    def join(self, node: int) -> None:
+        (self._folder / f"mount{node}").symlink_to(self.shared)
+
+    def cut(self, node: int) -> None:
+        (self._folder / f"mount{node}").unlink()
+
+    def take_away(self) -> None:
+        self.shared.rename(self._folder / "away")
+
+    def bring_back(self) -> None:
+        (self._folder / "away").rename(self.shared)
 
 
 class Site:
     """The job, and the places of its nodes: a lost node comes back when it is let."""
 
-    def __init__(self, start: Callable[..., Job], folder: Path, *, elastic: bool) -> None:
-        """Train, or (cheaper by the import of torch on each node) only sleep."""
-        self.trail = folder / "trail"
+    def __init__(
+        self, start: Callable[..., Job], folder: Path, *, elastic: bool, nodes: int = 3
+    ) -> None:
+        """Train, or (cheaper by the import of torch on each node) only sleep.
+
+        Two nodes have an arbiter; `FAILOVER_MOUNT` has to be `folder / "shared"` here.
+        """
+        self.trail, self.nodes = folder / "trail", nodes
         (folder / "sleep.py").write_text("import time\ntime.sleep(3600)\n")
         script = (str(SCRIPTS / "elastic.py"), "--trail", str(self.trail), "--steps", "100000")
-        self.gates = Gates(folder, 3)
+        self.gates = Gates(folder, nodes)
+        self.arbiter = Arbiter(folder, nodes) if nodes == 2 else None
+        place = self.gates.placement()
+        if self.arbiter is not None:
+            command = (*self.arbiter.environment(), *place.command)
+            place = msgspec.structs.replace(place, command=command)
         placement = folder / "placement.json"
-        placement.write_bytes(msgspec.json.encode(self.gates.placement()))
+        placement.write_bytes(msgspec.json.encode(place))
         config = folder / "job.toml"
         config.write_text("[detect]\nnode_lost_s = 2.0\n")
         self.job = start(
-            NAME, "-c", str(config), "-n", "1", "--nodes", "3", "--replicate", "3",
-            "--placement", str(placement),
+            NAME, "-c", str(config), "-n", "1", "--nodes", str(nodes), "--replicate", str(nodes),
+            "--placement", str(placement), *(("--arbiter", f"${MOUNT}") if self.arbiter else ()),
             *(script if elastic else ("--cold", str(folder / "sleep.py"))),
             timeout_s=280,
         )  # fmt: skip

@@ -70,8 +70,9 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     notify = msgspec.structs.replace(notify, webhook_token_file=token_file)
     file = _locate(spec.preemption.file, cwd)
     preemption = msgspec.structs.replace(spec.preemption, file=file)
+    bus = msgspec.structs.replace(spec.bus, arbiter=_locate(spec.bus.arbiter, cwd))
     spec = msgspec.structs.replace(
-        spec, nats=nats, alerts=alerts, notify=notify, preemption=preemption
+        spec, nats=nats, alerts=alerts, notify=notify, preemption=preemption, bus=bus
     )
     spec = msgspec.structs.replace(
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
@@ -127,13 +128,17 @@ def check_bus(spec: JobSpec) -> None:
     Raises:
         ConfigError: too few nodes, an even number, or something beside them that is not replicated.
     """
-    replicas = spec.bus.replicas
+    replicas, arbiter = spec.bus.replicas, spec.bus.arbiter
+    if arbiter and spec.nats.url:
+        raise ConfigError("bus.arbiter keeps the journal instead of --nats", hint="leave one out")
+    if arbiter and replicas == 1:
+        raise ConfigError("bus.arbiter: there is one controller", hint="--replicate 2")
     if replicas == 1:
         return
-    if replicas % 2 == 0:
+    if replicas % 2 == 0 and not arbiter:
         raise ConfigError(
             f"bus.replicas = {replicas}: where half of them are cut off, neither half may decide",
-            hint="an odd number of nodes; with two nodes nobody takes over",
+            hint="an odd number of nodes, or --arbiter DIR on a file system that they share",
         )
     if spec.num_nodes < replicas:
         raise ConfigError(
@@ -148,7 +153,9 @@ def check_bus(spec: JobSpec) -> None:
 
 
 def _locate(path: str, cwd: str) -> str:
-    return os.path.join(cwd, os.path.expanduser(path)) if path and "://" not in path else path
+    if not path or "://" in path or path.startswith("$"):
+        return path
+    return os.path.join(cwd, os.path.expanduser(path))
 
 
 def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
@@ -187,8 +194,10 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     if any(nats.values()):
         chosen = {key: value for key, value in nats.items() if value is not None}
         document["nats"] = {**document.get("nats", {}), **chosen}
-    if options.replicate:
-        document["bus"] = {**document.get("bus", {}), "replicas": options.replicate}
+    bus = {"replicas": options.replicate, "arbiter": options.arbiter}
+    if any(bus.values()):
+        said = {key: value for key, value in bus.items() if value is not None}
+        document["bus"] = {**document.get("bus", {}), **said}
     if given:
         document["restart"] = {**document.get("restart", {}), **given}
     if options.torchft or options.replicas:

@@ -118,6 +118,10 @@ Replicate = Annotated[
     int | None,
     _option("--replicate", min=1, metavar="N", help="Survive any node: journal on N nodes (3)."),
 ]
+Arbiter = Annotated[
+    str | None,
+    _option("--arbiter", metavar="DIR", help="Shared folder that decides between two nodes."),
+]
 Env = Annotated[
     list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
 ]
@@ -171,6 +175,7 @@ class RunOptions:
     nats_tls_ca: str | None = None
     env: list[str] | None = None
     replicate: int | None = None
+    arbiter: str | None = None
     placement: str | None = None
     detach: bool = False
     json: bool = False

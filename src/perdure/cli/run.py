@@ -47,6 +47,7 @@ def run(
     nats_tls_key: o.NatsTlsKey = None,
     nats_tls_ca: o.NatsTlsCa = None,
     replicate: o.Replicate = None,
+    arbiter: o.Arbiter = None,
     placement: o.Placement = None,
     detach: o.Detach = False,
     json: o.Json = False,

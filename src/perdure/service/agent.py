@@ -68,7 +68,7 @@ from perdure.service.agent_beats import RankReader
 from perdure.service.agent_devices import DeviceTelemetry
 from perdure.service.agent_keeper import KeeperLink, keeper_command
 from perdure.service.agent_links import LinkTelemetry, Ranks
-from perdure.service.agent_notices import NoticeWatch
+from perdure.service.agent_notices import NoticeWatch, wait_to_leave
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
@@ -182,15 +182,15 @@ class AgentService:
             for source in self.notices.sources:
                 self._start(self.notices.watch(source))
             if self._node >= self._spec.local_nodes:
-                self._start(self._leave_when_warned())
+                self._start(self._leave_in_time())
             if self._spec.preemption.acknowledge:
                 self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
             self.take(AgentStarted())
             await self._left.wait()
-            if self._failed is not None:
-                raise self._failed
             if self._told_exit:
                 await self._keeper.end(_KEEPER_EXIT_S)
+            if self._failed is not None:
+                raise self._failed
             await self._outbox.flush(_FLUSH_S)
         finally:
             await self._workers.close()
@@ -380,12 +380,13 @@ class AgentService:
             due_s = max(due_s + self._spec.detect.beat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 
-    async def _leave_when_warned(self) -> None:
-        """Leave a machine from elsewhere once nothing runs here, after a signal to do so."""
-        idle = 0
-        while idle < 5:
-            await asyncio.sleep(0.1)
-            idle = idle + 1 if self.notices.warned and not self._view_ranks().pids else 0
+    async def _leave_in_time(self) -> None:
+        """Leave a machine from elsewhere."""
+        orphan_s = self._spec.bus.orphan_s
+        orphaned = await wait_to_leave(
+            self._bus, self.notices, lambda: not self._view_ranks().pids, orphan_s
+        )
+        self._failed = self._failed or orphaned
         self.take(SupervisorGone())
 
     def _view_ranks(self) -> Ranks:

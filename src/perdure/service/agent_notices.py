@@ -7,6 +7,7 @@ cannot be reached is said once, and asked less and less often.
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from perdure.model.errors import PlatformError
 from perdure.model.job import PreemptionConfig
 from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
-from perdure.service.ports import NoticeSource
+from perdure.service.ports import Bus, NoticeSource
 
 log = logging.getLogger("perdure.agent")
 
@@ -26,6 +27,14 @@ _LOOK_S = 1.0
 """Between two looks at whether the node is left."""
 _EARLIER_S = 1.0
 """A deadline that has come nearer by less is the same one."""
+_IDLE_S = 0.5
+"""A machine from elsewhere is left once no rank was there for so long."""
+
+
+class OrphanedError(PlatformError):
+    """The job's own machine has not been reached for too long: who joined it may go."""
+
+    exit_code = os.EX_TEMPFAIL
 
 
 @dataclass(slots=True)
@@ -142,3 +151,28 @@ class NoticeWatch:
                 certain=one.certain,
             )
         )
+
+
+async def wait_to_leave(
+    bus: Bus,
+    watch: NoticeWatch,
+    is_idle: Callable[[], bool],
+    orphan_s: float,
+    pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+) -> OrphanedError | None:
+    """Return when a machine from elsewhere is to be left, and as what error if it is one.
+
+    That is once nothing runs here after a signal to leave, or when the bus has been away for
+    `orphan_s`.
+    """
+    idle, away, look_s = 0, 0, 0.1
+    while idle * look_s < _IDLE_S:
+        await pause(look_s)
+        idle = idle + 1 if watch.warned and is_idle() else 0
+        away = 0 if bus.connected else away + 1
+        if away * look_s >= orphan_s:
+            return OrphanedError(
+                f"the job's own machine was not reached for {orphan_s:g} s",
+                hint="perdure join again, once it runs",
+            )
+    return None

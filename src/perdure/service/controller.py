@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
-from perdure.adapters.nats import NatsBus, NatsStream, server_config
+from perdure.adapters.nats import NatsBus, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
 from perdure.model.job import JobSpec
@@ -23,6 +23,7 @@ from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command
 from perdure.service.alerts import Alerter
+from perdure.service.arbiter import open_stream
 from perdure.service.control_loop import ControllerService
 from perdure.service.credentials import is_loopback, make_token
 from perdure.service.jobfiles import (
@@ -89,7 +90,7 @@ async def _main(job: str, node: int) -> JobEnded:
         name = f"perdure controller {job}"
         bus = await NatsBus.connect(endpoint, name=name, near=node)
         stack.push_async_callback(bus.close)
-        stream = await _open_stream(bus, job, spec.bus.replicas)
+        stream = await stack.enter_async_context(open_stream(spec, bus))
         lease = await stack.enter_async_context(lead(spec, paths, bus, incarnation, node))
         alerter = Alerter(job, spec.alerts)
         service = ControllerService(
@@ -99,7 +100,7 @@ async def _main(job: str, node: int) -> JobEnded:
                 stream,
                 writer=incarnation,
                 mirror=Mirror(paths.journal, shared=spec.contested),
-                on_stuck=lambda: _restart_server(paths),
+                on_stuck=lambda: _restart_server(spec, paths),
             ),
             clock=clock,
             incarnation=incarnation,
@@ -168,16 +169,6 @@ def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
             server.close()
 
 
-async def _open_stream(bus: NatsBus, job: str, replicas: int) -> NatsStream:
-    """Return the journal's stream, waiting for a server that is being restarted."""
-    while True:
-        try:
-            return await NatsStream.open(bus, job, replicas=replicas)
-        except PlatformError as error:
-            log.warning("%s; trying again", error)
-            await asyncio.sleep(0.1)
-
-
 @contextlib.contextmanager
 def _watch_run(service: ControllerService) -> Iterator[None]:
     """End the job when `perdure run` is gone: nobody is left to show it, or to clean up."""
@@ -205,11 +196,13 @@ def _watch_run(service: ControllerService) -> Iterator[None]:
             os.close(fd)
 
 
-def _restart_server(paths: JobPaths) -> None:
+def _restart_server(spec: JobSpec, paths: JobPaths) -> None:
     """Have the supervisor start nats-server anew, which refuses to write since its disk was full.
 
     Nothing is lost: what it has acknowledged is on disk, and all clients reconnect.
     """
+    if spec.bus.arbiter:
+        return  # The journal is not the server's.
     log.error("the journal cannot be written: nats-server is started anew if it is perdure's own")
     _end_server(paths)
 

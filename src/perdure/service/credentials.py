@@ -74,6 +74,7 @@ def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[N
             host=hosts[node],
             port=ports[node],
             users=first.users,
+            jetstream=not spec.bus.arbiter,
             member=Member(
                 name=f"{spec.name}-{node}",
                 port=ports[count + node],

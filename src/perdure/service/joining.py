@@ -40,6 +40,7 @@ from perdure.model.wire import (
     JoinRequest,
     subject_joins,
 )
+from perdure.service.agent_notices import OrphanedError
 from perdure.service.jobfiles import (
     JobLock,
     load_endpoint,
@@ -242,6 +243,12 @@ class _Joined:
             if status == 0:
                 self._on_line("the agent has left: the job has ended, or this node was left")
                 return 0
+            if status == OrphanedError.exit_code:
+                raise PlatformError(
+                    f"the machine of {self._spec.name} was not reached for "
+                    f"{self._spec.bus.orphan_s:g} s: left",
+                    hint="perdure join again, once the job runs",
+                )
             if status is not None:
                 restarts += 1
                 if restarts > _RESTARTS_MAX:

@@ -26,14 +26,17 @@ import msgspec
 import xxhash
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
+from perdure.adapters.shared_folder import open_journal
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, FencedError, PerdureError, PlatformError
 from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
+from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import (
     load_endpoint,
     parse_journal,
+    read_document,
     read_last_entries,
     read_mirror,
     write_atomic,
@@ -321,8 +324,8 @@ def _find_digest(data: bytes) -> str:
 def read_journal(paths: JobPaths) -> list[JournalEntry]:
     """Return a job's entries without a running job, for the commands.
 
-    From the mirror, else from the server's store, by a nats-server of a moment, else from the
-    user's own server.
+    From the mirror, else from the arbiter's folder, or from the server's store by a nats-server of
+    a moment, or from the user's own server.
 
     Raises:
         ConfigError: the job was never started.
@@ -331,8 +334,10 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
     entries = read_mirror(paths)
     if entries is not None:
         return entries
-    endpoint = load_endpoint(paths)
+    endpoint, spec = load_endpoint(paths), read_document(paths.spec, JobSpec)
     job = os.path.basename(paths.root)
+    if spec is not None and spec.bus.arbiter:
+        return asyncio.run(_read_folder(spec.bus.arbiter))
     if endpoint.external or _is_served(endpoint):
         return asyncio.run(_read_stream(endpoint, job))
     if not (Path(paths.nats) / "jetstream").exists():
@@ -352,6 +357,12 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
             process.wait()
 
 
+async def _read_folder(arbiter: str) -> list[JournalEntry]:
+    with open_journal(arbiter) as stream:
+        groups = await stream.read_all()
+    return parse_journal(b"".join(groups).splitlines(keepends=True))
+
+
 def _is_served(endpoint: Endpoint) -> bool:
     port = int(endpoint.url.rsplit(":", 1)[1])
     return NatsServer(folder="", token="", port=port).poll_ready()
@@ -366,7 +377,7 @@ async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
     return parse_journal(b"".join(groups).splitlines(keepends=True))
 
 
-async def find_end(paths: JobPaths, bus: NatsBus | None, job: str) -> JobEnded | None:
+async def find_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEnded | None:
     """Return how the job ended if its journal says so, without reading more than its end.
 
     The end need not be the last entry: a controller that was started for want of knowing it has
@@ -379,10 +390,17 @@ async def find_end(paths: JobPaths, bus: NatsBus | None, job: str) -> JobEnded |
             if isinstance(entry.body, JobEnded):
                 return entry.body
     with contextlib.suppress(PerdureError):
-        last = await NatsStream(bus, job).read_last() if bus is not None else None
+        last = await _read_last(bus, spec) if bus is not None else None
         body = parse_journal(last.splitlines(keepends=True))[-1].body if last else None
         return body if isinstance(body, JobEnded) else None
     return None
+
+
+async def _read_last(bus: NatsBus, spec: JobSpec) -> bytes | None:
+    if not spec.bus.arbiter:
+        return await NatsStream(bus, spec.name).read_last()
+    with open_journal(spec.bus.arbiter) as stream:
+        return await stream.read_last()
 
 
 async def clear_stream(paths: JobPaths, job: str, *, ours: bool) -> None:

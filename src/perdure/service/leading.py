@@ -2,21 +2,17 @@
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
-from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus, NatsLease
-from perdure.model.errors import PlatformError
+from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.service.arbiter import open_register
 from perdure.service.jobfiles import load_endpoint
 from perdure.service.lease import LeaseLoop
 
-log = logging.getLogger("perdure.controller")
-
 T = TypeVar("T")
-_RETRY_S = 0.1
 
 
 @contextlib.asynccontextmanager
@@ -27,28 +23,21 @@ async def lead(
     if not spec.contested:
         yield None
         return
-    register = NatsLease(bus, spec.name, spec.bus.replicas)
-    while True:
+    async with open_register(spec, bus) as register:
+        loop = LeaseLoop(register, me, spec.bus.lease_s)
+        tasks = [asyncio.create_task(loop.run())]
+        if not (spec.nats.url or spec.bus.arbiter):
+            tasks.append(asyncio.create_task(_watch_elections(spec, paths, node)))
+        won = asyncio.create_task(loop.won.wait())
         try:
-            await register.open()
-            break
-        except PlatformError as error:
-            log.warning("%s; trying again", error)
-            await asyncio.sleep(_RETRY_S)
-    loop = LeaseLoop(register, me, spec.bus.lease_s)
-    tasks = [asyncio.create_task(loop.run())]
-    if not spec.nats.url:
-        tasks.append(asyncio.create_task(_watch_elections(spec, paths, node)))
-    won = asyncio.create_task(loop.won.wait())
-    try:
-        await asyncio.wait((tasks[0], won), return_when=asyncio.FIRST_COMPLETED)
-        loop.check()
-        yield loop
-    finally:
-        for task in (*tasks, won):
-            task.cancel()
-        await asyncio.gather(*tasks, won, return_exceptions=True)
-        await loop.give_back()
+            await asyncio.wait((tasks[0], won), return_when=asyncio.FIRST_COMPLETED)
+            loop.check()
+            yield loop
+        finally:
+            for task in (*tasks, won):
+                task.cancel()
+            await asyncio.gather(*tasks, won, return_exceptions=True)
+            await loop.give_back()
 
 
 async def _watch_elections(spec: JobSpec, paths: JobPaths, node: int) -> None:

@@ -25,6 +25,7 @@ from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.wire import Command, CommandReply, subject_commands, subject_events
 from perdure.service.agent_outbox import Outbox
+from perdure.service.arbiter import prepare_arbiter
 from perdure.service.cluster import (
     end_servers,
     end_standbys,
@@ -105,6 +106,7 @@ def run(
         rerun = bool(set_previous_aside(paths))
         make_folders(paths)
         check_space(paths)
+        spec = prepare_arbiter(spec, time.time())
         write_document(paths.spec, spec)
         given = (spec, home, nats_url, on_line, on_snapshot)
         supervisor = Supervisor(*given, command=command, placement=placement, rerun=rerun)
@@ -377,7 +379,7 @@ class Supervisor:
     async def _look_for_end(self, child: Child, cause: str, at_s: float) -> None:
         """A controller that is gone has finished if the journal says so; else it is missed."""
         bus = self._bus if cause == "exit code 0" else None
-        self._ended = await find_end(self._paths, bus, self._spec.name)
+        self._ended = await find_end(self._paths, bus, self._spec)
         if self._ended is not None:
             self._over.set()
         else:

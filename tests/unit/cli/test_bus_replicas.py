@@ -15,10 +15,23 @@ def test_three_replicas_on_three_nodes(tmp_path: Path) -> None:
     assert spec.contested
 
 
+def test_two_replicas_want_an_arbiter(tmp_path: Path) -> None:
+    given = RunOptions(script=str(tmp_path / "s.py"), nodes=2, replicate=2, arbiter=str(tmp_path))
+    spec, _, _ = make_spec(given)
+    assert spec.bus.arbiter == str(tmp_path)
+    assert spec.contested
+
+
+def test_an_arbiter_of_one_decides_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="one controller") as caught:
+        make_spec(RunOptions(script="s.py", nodes=2, arbiter=str(tmp_path)))
+    assert "--replicate 2" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     ("nodes", "replicas", "words", "hint"),
     [
-        (2, 2, "neither half may decide", "with two nodes nobody takes over"),
+        (2, 2, "neither half may decide", "--arbiter DIR"),
         (4, 4, "neither half may decide", "an odd number"),
         (2, 3, "3 on 2 nodes", "more --nodes"),
     ],

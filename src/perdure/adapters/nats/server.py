@@ -34,6 +34,8 @@ ports_file_dir: "{folder}"
 {tls}max_payload: 8388608
 max_pending: 33554432
 write_deadline: "2s"
+"""
+_JETSTREAM = """\
 jetstream {{
   store_dir: "{folder}"
   sync_interval: "{sync}"
@@ -135,6 +137,8 @@ class NatsServer:
     """Of the JetStream store."""
     member: Member | None = None
     """Of a cluster; None where it is alone."""
+    jetstream: bool = True
+    """Whether it keeps anything, or only carries messages."""
 
     @property
     def url(self) -> str:
@@ -146,7 +150,7 @@ class NatsServer:
         if self.certificate is not None:
             cert, key = self.certificate
             tls = f"tls: {json.dumps({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
-        return _CONFIG.format(
+        return (_CONFIG + (_JETSTREAM if self.jetstream else "")).format(
             name=self.member.name if self.member else self.name,
             host=self.host,
             port=self.port,
@@ -163,7 +167,8 @@ class NatsServer:
             authorization: dict[str, Any] = {"users": users} if users else {"token": self.token}
             return f"authorization: {json.dumps(authorization, indent=1)}"
         system = {"users": [{"user": SYSTEM, "password": self.member.system}]}
-        accounts = {"SYS": system, ACCOUNT: {"jetstream": "enabled", "users": users}}
+        job = {"users": users} | ({"jetstream": "enabled"} if self.jetstream else {})
+        accounts = {"SYS": system, ACCOUNT: job}
         return f"accounts: {json.dumps(accounts, indent=1)}\nsystem_account: SYS"
 
     def _render_cluster(self) -> str:
@@ -206,7 +211,7 @@ class NatsServer:
         return [find_binary(), "-c", path]
 
     def poll_ready(self) -> bool:
-        """Return whether it accepts clients with JetStream up; learns `port` on the way."""
+        """Return whether it accepts clients, with JetStream up; learns `port` on the way."""
         if self.port < 0:
             for path in Path(self.folder).glob("*.ports"):
                 try:
@@ -219,7 +224,7 @@ class NatsServer:
         try:
             with socket.create_connection((self.host, self.port), timeout=1) as client:
                 client.settimeout(1)
-                return b'"jetstream":true' in client.recv(8192)
+                return (b'"jetstream":true' if self.jetstream else b"INFO") in client.recv(8192)
         except OSError:
             return False
 

@@ -1,0 +1,314 @@
+"""A lease and a journal on a file system that several nodes share: the arbiter where there are two.
+
+Everything rests on one act: link(2) gives a whole file a name, or says that the name is taken; of
+two who want it, one gets it, over NFS too. Locks are not used: a server that restarts, or a cut
+connection, loses them without a word. Neither are clocks of files.
+
+A folder is opened anew at each look, upon which NFS asks its server whether it has changed. Should
+a look be stale all the same, what follows from it is refused: it costs time and not safety.
+
+A file system that is away may keep a call for ever, so calls are made in a thread of their own.
+One that is given up may still be carried out later, like a message that was long under way.
+"""
+
+import asyncio
+import contextlib
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Protocol, TypeVar
+
+from perdure.model.errors import FencedError, PlatformError
+
+T = TypeVar("T")
+
+_LEASE_ANSWER_S = 0.5
+_JOURNAL_ANSWER_S = 5.0
+_KEPT = 50
+"""Revisions of the lease that are left: nobody lists a folder for as long as they last."""
+_READERS = 16
+"""Files read at a time, since over a network each costs a round trip."""
+
+
+class Numbers(Protocol):
+    """Numbered contents. A number belongs to whoever claims it first."""
+
+    async def claim(self, number: int, data: bytes) -> bool:
+        """Return whether `number` holds `data`: because of this call, or of an earlier one.
+
+        Raises:
+            PlatformError: no answer; it may be claimed all the same, also later.
+        """
+        ...
+
+    async def find(self) -> list[int]:
+        """Return the numbers that are taken, ascending.
+
+        Raises:
+            PlatformError: no answer.
+        """
+        ...
+
+    async def read(self, numbers: Iterable[int]) -> list[bytes]:
+        """Return their contents.
+
+        Raises:
+            PlatformError: no answer, or one of them is free.
+        """
+        ...
+
+    async def drop(self, numbers: Iterable[int]) -> None:
+        """Free them, if they are taken.
+
+        Raises:
+            PlatformError: no answer.
+        """
+        ...
+
+
+class NumberedFiles:
+    """`Numbers` as files of one folder, each whole and closed before it has its name."""
+
+    def __init__(self, folder: str, *, timeout_s: float, synced: bool) -> None:
+        """Use `folder`, which must be there; with `synced` a claim outlives a power cut."""
+        self.folder = Path(os.path.expandvars(folder))
+        self._timeout_s, self._synced = timeout_s, synced
+        self._thread = _Thread()
+
+    def close(self) -> None:
+        """Let the thread end, as soon as the file system returns from its last call."""
+        self._thread.end()
+
+    async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._thread.call(function, *args)
+        except TimeoutError:
+            raise PlatformError(f"{self.folder} does not answer") from None
+        except OSError as error:
+            raise PlatformError(f"{self.folder}: {error.strerror or error}") from error
+
+    async def claim(self, number: int, data: bytes) -> bool:
+        """Return whether `number` holds `data`."""
+        return await self._call(self.claim_now, number, data)
+
+    def claim_now(self, number: int, data: bytes) -> bool:
+        """Do it in the calling thread.
+
+        Raises:
+            OSError: the file system refuses.
+        """
+        path = self.folder / str(number)
+        temporary = self.folder / f".{number}-{token_hex(8)}"
+        try:
+            with open(temporary, "xb") as file:
+                file.write(data)
+                if self._synced:
+                    file.flush()
+                    os.fsync(file.fileno())
+            try:
+                os.link(temporary, path)
+            except FileExistsError:  # By this very call, if the answer was lost and it was resent.
+                if path.read_bytes() != data:
+                    return False
+            if self._synced:
+                _sync_folder(self.folder)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                temporary.unlink()
+        return True
+
+    async def find(self) -> list[int]:
+        """Return the numbers that are taken."""
+        return await self._call(
+            lambda: sorted(int(name) for name in os.listdir(self.folder) if name.isdigit())
+        )
+
+    async def read(self, numbers: Iterable[int]) -> list[bytes]:
+        """Return their contents."""
+        paths = [self.folder / str(number) for number in numbers]
+        if len(paths) == 1:
+            return [await self._call(paths[0].read_bytes)]
+
+        def read_all() -> list[bytes]:
+            with ThreadPoolExecutor(_READERS) as pool:
+                return list(pool.map(Path.read_bytes, paths))
+
+        return await self._call(read_all)
+
+    async def drop(self, numbers: Iterable[int]) -> None:
+        """Free them."""
+        paths = [self.folder / str(number) for number in numbers]
+
+        def unlink() -> None:
+            for path in paths:
+                path.unlink(missing_ok=True)
+
+        await self._call(unlink)
+
+
+class FolderLease:
+    """`LeaseRegister`: the highest number is the revision, and its content the holder."""
+
+    def __init__(self, numbers: Numbers, *, kept: int = _KEPT) -> None:
+        """Use `numbers`, of which the newest `kept` are left."""
+        self._numbers, self._kept = numbers, kept
+
+    async def read(self) -> tuple[int, str]:
+        """Return revision and holder; (0, "") where nothing was ever written."""
+        taken = await self._numbers.find()
+        if not taken:
+            return 0, ""
+        [data] = await self._numbers.read(taken[-1:])
+        return taken[-1], data.decode().partition("\n")[0]
+
+    async def write(self, holder: str, expected: int) -> int | None:
+        """Return the new revision; None where the register does not hold `expected`."""
+        revision = expected + 1
+        data = f"{holder}\n{token_hex(8)}".encode()  # No two writes are alike.
+        if not await self._numbers.claim(revision, data):
+            return None
+        taken = await self._numbers.find()
+        if taken[-1:] != [revision]:  # One that was dropped long ago, and is free since.
+            await self._numbers.drop([revision])
+            return None
+        if taken[: -self._kept]:
+            await self._numbers.drop(taken[: -self._kept])
+        return revision
+
+
+class FolderStream:
+    """`JournalStream`: a message is a number that is never free again."""
+
+    def __init__(self, numbers: Numbers) -> None:
+        """Use `numbers`."""
+        self._numbers = numbers
+
+    async def read_all(self, *, first: int = 1) -> list[bytes]:
+        """Return every message from number `first` on, oldest first."""
+        taken = set(await self._numbers.find())
+        end = next(number for number in count(first) if number not in taken)
+        found = await self._numbers.read(range(first, end)) if end > first else []
+        return [data.partition(b"\n")[2] for data in found]
+
+    async def read_last(self) -> bytes | None:
+        """Return the newest message; None where there is none."""
+        taken = await self._numbers.find()
+        found = await self._numbers.read(taken[-1:]) if taken else []
+        return found[0].partition(b"\n")[2] if found else None
+
+    async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
+        """Return the number of the message once it is on disk.
+
+        Raises:
+            FencedError: its number is another's.
+            PlatformError: no answer; it may be on disk all the same.
+        """
+        number = expected_last + 1
+        if await self._numbers.claim(number, message_id.encode() + b"\n" + data):
+            return number
+        raise FencedError(
+            f"another controller writes this journal: its message {number} is there",
+            hint="only one controller a job; this one leaves",
+        )
+
+
+@contextlib.contextmanager
+def open_lease(folder: str) -> Iterator[FolderLease]:
+    """Give the lease in the run's `folder`. It need not outlive a power cut: nobody acts then."""
+    files = NumberedFiles(f"{folder}/lease", timeout_s=_LEASE_ANSWER_S, synced=False)
+    with contextlib.closing(files):
+        yield FolderLease(files)
+
+
+@contextlib.contextmanager
+def open_journal(folder: str) -> Iterator[FolderStream]:
+    """Give the journal in the run's `folder`."""
+    files = NumberedFiles(f"{folder}/journal", timeout_s=_JOURNAL_ANSWER_S, synced=True)
+    with contextlib.closing(files):
+        yield FolderStream(files)
+
+
+def make_run_folder(base: str, name: str) -> str:
+    """Make the folder `name` of one run below `base`, and make sure that it can be an arbiter.
+
+    `base` has to be there: one that was made where a mount is missing would be each node's own.
+
+    Raises:
+        PlatformError: it is not there, cannot be written, or gives one name to two files.
+    """
+    folder = os.path.join(base, name)
+    real = os.path.expandvars(folder)
+    try:
+        os.mkdir(real, 0o700)
+        for part in ("lease", "journal", "trial"):
+            os.mkdir(os.path.join(real, part), 0o700)
+        trial = NumberedFiles(f"{real}/trial", timeout_s=0, synced=True)
+        if not trial.claim_now(1, b"one") or trial.claim_now(1, b"two"):
+            raise PlatformError(f"{base} gives a name to two files: it cannot be an arbiter")
+    except OSError as error:
+        raise PlatformError(
+            f"cannot use {base} as arbiter: {error.strerror}",
+            hint="a folder that is there on all nodes, on a file system with hard links (NFS)",
+        ) from error
+    return folder
+
+
+def _sync_folder(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+class _Thread:
+    """Makes one call after another, and is left behind where one does not return."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._started = False
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Return what `function` returns, or raise what it raises."""
+        loop = asyncio.get_running_loop()
+        answer: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: Any, error: Exception | None) -> None:
+            if answer.done():  # Given up.
+                return
+            if error is None:
+                answer.set_result(result)
+            else:
+                answer.set_exception(error)
+
+        def run() -> None:
+            if answer.cancelled():
+                return
+            result: T | None = None
+            error: Exception | None = None
+            try:
+                result = function(*args)
+            except Exception as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
+                loop.call_soon_threadsafe(settle, result, error)
+
+        if not self._started:
+            self._started = True
+            threading.Thread(target=self._serve, name="perdure-files", daemon=True).start()
+        self._calls.put(run)
+        return await answer
+
+    def _serve(self) -> None:
+        while (run := self._calls.get()) is not None:
+            run()
+
+    def end(self) -> None:
+        """Let the thread end after the call that it makes."""
+        self._calls.put(None)

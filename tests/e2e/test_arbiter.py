@@ -1,0 +1,80 @@
+"""Two nodes and a shared folder: each way of losing one, and the folder itself."""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.failover import MOUNT, NAME, Site
+from tests.e2e.harness import Job
+
+
+def wait_for(site: Site, node: int, what: str, after: int) -> int:
+    """Wait until the controller of `node` acts, in a term beyond `after`; return the term."""
+
+    def acts() -> bool:
+        term, who = site.terms()[-1]
+        return term > after and who == node
+
+    site.job.wait_until(acts, f"the controller of node {node} after {what}")
+    return site.terms()[-1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_one_of_two_goes_on_whatever_happens_to_the_other(
+    start: Callable[..., Job], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(MOUNT, str(tmp_path / "shared"))
+    site = Site(start, tmp_path, elastic=False, nodes=2)
+    job, arbiter = site.job, site.arbiter
+    assert arbiter is not None
+    job.wait_until(lambda: len(site.bodies("RanksStarted")) == 2, "two ranks")
+    term, first = site.terms()[-1]
+    second = 1 - first
+
+    site.kill_node(first)
+    term = wait_for(site, second, "the first node's loss", term)
+    job.wait_until(lambda: site.bodies("NodeLost"), "that the node is lost")
+    site.gates.open([first])
+    job.wait_until(lambda: len(site.bodies("RanksStarted")) >= 4, "the next generation")
+    job.wait_until(lambda: job.find(f"perdure controller {NAME} {first}"), "its controller")
+
+    arbiter.cut(second)
+    term = wait_for(site, first, "a cut from the arbiter", term)
+    arbiter.join(second)
+
+    [holder] = job.find(f"perdure controller {NAME} {first}")
+    os.kill(holder.pid, signal.SIGSTOP)
+    term = wait_for(site, second, "a pause", term)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        holder.resume()
+    holder.wait(30)  # It acts no more.
+
+    arbiter.take_away()
+    time.sleep(2.0)  # The lease's time.
+    known, terms = len(site.journal()), site.terms()
+    time.sleep(4.0)
+    assert (len(site.journal()), site.terms()) == (known, terms)
+    arbiter.bring_back()
+    job.wait_until(lambda: site.terms()[-1][0] > term, "a controller when the arbiter is back")
+
+    job.cli("stop", NAME, "--now")
+    job.wait()
+    numbers = [term for term, _ in site.terms()]
+    assert numbers == sorted(set(numbers))
+    [run] = arbiter.shared.iterdir()
+    groups = sorted((run / "journal").iterdir(), key=lambda path: int(path.name))
+    assert [int(path.name) for path in groups] == list(range(1, len(groups) + 1))
+    lines = [line for path in groups for line in path.read_text().splitlines()[1:]]
+    assert [json.loads(line) for line in lines] == site.journal()
+    report = job.report()
+    assert report["ledger"]["unattributed"]["s"] <= 0.005 * report["slot_s"]
