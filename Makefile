@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Serial tests time real processes on a machine that others may use: a second try is shown, not hidden.
 SECOND_TRY := --reruns 1 -r R
 
-.PHONY: setup demo test check lab nightly campaign platforms bench clean
+.PHONY: setup demo test check lab nightly campaign platforms platforms-k8s bench clean
 .DEFAULT_GOAL := test
 
 setup:
@@ -40,9 +40,15 @@ campaign: setup
 	$(BIN)/pytest -q -m long $(SECOND_TRY)
 	PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties
 
-# Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`.
+# Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`,
+# Kubernetes what platforms-k8s has made.
 platforms: setup
 	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms
+
+# The part of it on a Kubernetes of one node, which is built and kept here first: root, 8 minutes, once.
+platforms-k8s: setup
+	@scripts/build_kubernetes.sh
+	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms/k8s
 
 bench: setup
 	$(BIN)/python bench/run_all.py

@@ -1,4 +1,4 @@
-"""One cluster for all tests of a run; a folder that no profile takes for fleeting."""
+"""One cluster of a kind for all tests of a run; a folder that no profile takes for fleeting."""
 
 import shutil
 import tempfile
@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.platforms.k8s import cluster as k8s
+from tests.platforms.k8s.cluster import Kubernetes
 from tests.platforms.slurm_cluster import Cluster, find_lack
 
 
@@ -36,3 +38,20 @@ def place(cluster: Cluster) -> Iterator[Path]:
     yield folder
     cluster.end_jobs()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def kubernetes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kubernetes]:
+    """Return a cluster of one node, which KUBECONFIG names."""
+    if lack := k8s.find_lack():
+        pytest.skip(lack)
+    made = Kubernetes(tmp_path_factory.mktemp("k8s"))
+    try:
+        made.start()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in made.env.items():
+                patch.setenv(name, value)
+            yield made
+    finally:
+        made.stop()
+        shutil.rmtree(made.root, ignore_errors=True)

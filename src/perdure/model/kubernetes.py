@@ -28,12 +28,16 @@ FAILURE_POLICY = (1, 26)
 
 
 class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a job asks of a cluster. Code and perdure are in the image."""
+    """What a job asks of a cluster. perdure is in the image."""
 
     image: str = ""
-    """With perdure, torch and the project in it, by digest: `registry/name@sha256:...`."""
-    project: str = "/workspace"
-    """Where the image has the folder that launch.project is here."""
+    """With perdure and torch in it, by digest: `registry/name@sha256:...`."""
+    project: str = ""
+    """Where the image has the folder that launch.project is here; empty: that is sent along (up to
+    0.9 MB, compressed), and lies on the volume."""
+    host_paths: tuple[str, ...] = ()
+    """Folders that every node has, such as an environment on a shared disk: mounted read-only
+    under the same path."""
     server: Annotated[str, Meta(pattern=r"^1\.[0-9]+$")] = "1.31"
     """Version of the API server that the manifest is written for; a launch compares it."""
     context: str = ""

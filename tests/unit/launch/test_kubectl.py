@@ -1,5 +1,6 @@
 """What perdure asks of kubectl, and what it makes of the answers: against a kubectl of a file."""
 
+import base64
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ from msgspec import structs
 from perdure.launch import kubernetes as platform
 from perdure.launch.catalog import load_profile
 from perdure.launch.kubernetes import client
+from perdure.launch.kubernetes.project import LIMIT, PACKED, unpack
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
@@ -50,10 +52,10 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
     return start
 
 
-def plan(nodes: int = 1, **section: Any) -> Plan:
+def plan(nodes: int = 1, sent: str = "/p", **section: Any) -> Plan:
     found = load_profile("kubernetes", "/nowhere").profile
-    given = {"image": "r.example/t@sha256:" + "0" * 64} | section
-    launch = LaunchConfig(project="/p", gpus=2, secrets=("HF_TOKEN",) if "secret" in given else ())
+    given = {"image": "r.example/t@sha256:" + "0" * 64, "project": "/workspace"} | section
+    launch = LaunchConfig(project=sent, gpus=2, secrets=("HF_TOKEN",) if "secret" in given else ())
     spec = JobSpec(name="gpt", script="train.py", nodes=nodes, launch=launch)
     return platform.render(spec, structs.replace(found, kubernetes=KubernetesSection(**given)))
 
@@ -79,6 +81,30 @@ def test_a_launch_creates_claim_and_job_with_its_own_number(cluster: Cluster) ->
         assert words[:2] == ["--context=lab", "--namespace=train"]
         limit = "300s" if "delete" in words else "15s"
         assert f"--request-timeout={limit}" in words
+
+
+def test_a_project_is_sent_with_the_job(cluster: Cluster, tmp_path: Path) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "train.py").write_text("print(1)\n")
+    read = cluster()
+    platform.submit(plan(sent=str(project), project=""), HERE)
+    (job,) = read()["created"][1:]
+    (config,) = (one for one in yaml.safe_load_all(job) if one["kind"] == "ConfigMap")
+    unpack(base64.b64decode(config["binaryData"][PACKED]), tmp_path / "there")
+    assert (tmp_path / "there" / "train.py").read_text() == "print(1)\n"
+    document = json.loads(config["data"]["job.json"])
+    assert document["cwd"] == "/checkpoints/launched/gpt/project"
+
+
+def test_a_project_that_is_too_large_is_refused_before_anything_is_deleted(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    (tmp_path / "weights.bin").write_bytes(os.urandom(LIMIT + 1000))
+    read = cluster()
+    with pytest.raises(ConfigError, match="too much for a ConfigMap"):
+        platform.submit(plan(sent=str(tmp_path), project=""), HERE)
+    assert not [words for words, _ in read()["calls"] if "delete" in words]
 
 
 def test_a_claim_that_is_there_is_kept(cluster: Cluster) -> None:

@@ -52,6 +52,15 @@ def test_what_is_rendered_passes_the_linter(shape: Any, server: str, nodes: int)
     assert {f.trap for f in plan.findings} <= {"GEN1", ""}
 
 
+def test_folders_of_the_node_are_mounted_read_only_where_they_are() -> None:
+    plan = make_plan(host_paths=("/opt/envs",))
+    pod = find_pod(documents(plan)["Job/gpt"])
+    assert {"name": "host-0", "mountPath": "/opt/envs", "readOnly": True} in pod["containers"][0][
+        "volumeMounts"]  # fmt: skip
+    assert pod["volumes"][-1]["hostPath"]["path"] == "/opt/envs"
+    assert [f for f in plan.findings if f.level == "error"] == []
+
+
 def test_a_job_is_indexed_where_the_server_knows_that_and_else_two() -> None:
     one = documents(make_plan(3))["Job/gpt"]["spec"]
     assert (one["completionMode"], one["completions"], one["parallelism"]) == ("Indexed", 3, 3)
@@ -97,7 +106,7 @@ def test_several_nodes_share_a_claim_that_outlives_the_job() -> None:
     assert yaml.safe_load(plan.files["claim.yaml"])["spec"]["accessModes"] == ["ReadWriteMany"]
     config = documents(plan)["ConfigMap/gpt"]["data"]["job.json"]
     job = yaml.safe_load(config)
-    assert (job["remote"], job["cwd"]) == (1, "/workspace")
+    assert (job["remote"], job["cwd"]) == (1, "/checkpoints/launched/gpt/project")
     assert job["checkpoint"]["url"].startswith("/checkpoints/")
     alone = yaml.safe_load(make_plan(1).files["claim.yaml"])
     assert alone["spec"]["accessModes"] == ["ReadWriteOnce"]

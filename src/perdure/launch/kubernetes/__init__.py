@@ -1,8 +1,10 @@
 """Kubernetes as a platform: a Job's manifest takes the place of the shell."""
 
+import base64
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -17,9 +19,11 @@ from perdure.launch.kubernetes.manifest import (
     TRAINER_CONTAINER,
     find_claim,
     find_name,
+    find_place,
     make_claim,
     make_documents,
 )
+from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
@@ -52,10 +56,11 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
             *lint_manifests([*claims, *documents], section.server),
         ),
         attach=(f"perdure watch {spec.name}", f"perdure logs {spec.name} -f"),
-        place=f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}",
+        place=find_place(spec, profile),
         settings={"name": name, "claim": find_claim(spec, section),
                   "secrets": list(spec.launch.secrets), "gpus": spec.launch.gpus,
-                  "pods": spec.num_nodes},
+                  "pods": spec.num_nodes, "exclude": spec.launch.exclude,
+                  "project": "" if section.project else spec.launch.project},
     )  # fmt: skip
 
 
@@ -144,12 +149,16 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     if job.state in ("waiting", "running"):
         raise ConfigError(f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
                           hint="perdure stop, or kubectl delete job")  # fmt: skip
+    packed = b""
+    if project := plan.settings["project"]:
+        packed = pack(Path(project), plan.settings["exclude"])
+        here.tell(f"sends {project}: {len(packed) / 1e3:.1f} kB, packed")
     client.delete(plan.files[JOB])
     exists = client.get("pvc", plan.settings["claim"])
     if CLAIM in plan.files and not exists:
         client.create(plan.files[CLAIM])
     launched_s = time.time()
-    client.create(number_launch(plan.files[JOB], f"{launched_s:.0f}"))
+    client.create(complete(plan.files[JOB], f"{launched_s:.0f}", packed))
     here.tell(f"created {_find_kind(plan.profile)} {name}")
     home = f"{plan.profile.overrides.DURABLE_DIR}/state"
     return LaunchRecord(
@@ -158,8 +167,8 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     )  # fmt: skip
 
 
-def number_launch(manifest: str, number: str) -> str:
-    """Return the manifest with the launch's own number in the ConfigMap.
+def complete(manifest: str, number: str, packed: bytes) -> str:
+    """Return the manifest with the launch's own number and the project in the ConfigMap.
 
     What an earlier launch of the same name has left on the volume is then not taken for this one's.
     """
@@ -167,6 +176,8 @@ def number_launch(manifest: str, number: str) -> str:
     for document in documents:
         if document["kind"] == "ConfigMap":
             document["data"]["launch"] = number
+            if packed:
+                document["binaryData"] = {PACKED: base64.b64encode(packed).decode()}
     return dump(documents)
 
 

@@ -24,6 +24,8 @@ TRAINER_CONTAINER = "node"
 """Kubeflow's Trainer looks for the container of this name."""
 JOB_LABEL = "perdure.dev/job"
 CONFIG_DIR = "/etc/perdure"
+PROJECT = "project"
+"""Folder of a project that is sent; packed, `project.tar.gz` in the ConfigMap."""
 AGAIN = (3, POD_UNFIT, 137)
 """Exit codes after which another pod is worth trying: a platform's fault, a pod without its GPUs,
 a kill. Any other is what `perdure run` leaves with after restarts of its own."""
@@ -62,7 +64,7 @@ def find_mode(spec: JobSpec, section: KubernetesSection) -> str:
 def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
     """Return the job as its pods see it: paths in the image, other nodes in pods of their own."""
     inside = lint.locate_in_project(spec, spec.cwd, "cwd")
-    project = profile.kubernetes.project
+    project = find_project(spec, profile)
     cwd = project if inside == "." else f"{project}/{inside}"
     placed = msgspec.structs.replace(spec, cwd=cwd, tee="all", remote=spec.num_nodes - 1)
     if spec.num_nodes > 1 and not spec.checkpoint.url:
@@ -70,6 +72,16 @@ def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
         checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
         placed = msgspec.structs.replace(placed, checkpoint=checkpoint)
     return placed
+
+
+def find_place(spec: JobSpec, profile: Profile) -> str:
+    """Return the job's own folder on the volume."""
+    return f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}"
+
+
+def find_project(spec: JobSpec, profile: Profile) -> str:
+    """Return where a pod has the project: in the image, or on the volume where it is sent."""
+    return profile.kubernetes.project or f"{find_place(spec, profile)}/{PROJECT}"
 
 
 def make_claim(spec: JobSpec, profile: Profile) -> Document:
@@ -239,6 +251,10 @@ def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Doc
                 "name": "shared-memory",
                 "emptyDir": {"medium": "Memory", "sizeLimit": section.shared_memory},
             },
+            *(
+                {"name": f"host-{number}", "hostPath": {"path": path, "type": "Directory"}}
+                for number, path in enumerate(section.host_paths)
+            ),
         ],
     }
     if section.shape != "job":
@@ -291,6 +307,10 @@ def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) 
             {"name": "durable", "mountPath": durable},
             {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
             {"name": "shared-memory", "mountPath": "/dev/shm"},
+            *(
+                {"name": f"host-{number}", "mountPath": path, "readOnly": True}
+                for number, path in enumerate(section.host_paths)
+            ),
         ],
     }
 

@@ -19,7 +19,8 @@ from types import FrameType
 
 import msgspec
 
-from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR
+from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
+from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.model.job import JobSpec
 from perdure.model.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 from perdure.model.paths import job_paths
@@ -74,6 +75,9 @@ class Pod:
         if not self.first:
             return self.join()
         self.ended.unlink(missing_ok=True)
+        packed = self.config.with_name(PACKED)
+        if packed.exists():
+            unpack(packed.read_bytes(), self.place.parent / PROJECT)
         command = [*self.perdure, "run", "-c", str(self.config), "--name", self.spec.name]
         if self.spec.remote:
             self.invitation.unlink(missing_ok=True)

@@ -1,0 +1,221 @@
+"""A real Kubernetes of one node on this machine, in namespaces of its own (`node.py`).
+
+python -m tests.platforms.k8s.cluster        # a cluster to play with, until Ctrl-C
+"""
+
+import json
+import os
+import shutil
+import ssl
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.platforms.k8s.image import write_images
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROGRAMS = Path(
+    os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"), "perdure", "k8s-1.20.2"
+)  # fmt: skip
+NEEDED = ("etcd", "containerd", "runc", "kubectl", "unshare", "ip", "openssl")
+NODE = "gpu-node-1"
+
+
+def find_lack() -> str:
+    """Return why no Kubernetes can be started here; empty where one can."""
+    if os.geteuid() != 0:
+        return "not root"
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing or not (PROGRAMS / "kubelet").exists():
+        return f"no {missing[0] if missing else 'kubelet'}: `make platforms-k8s` gets it"
+    return "" if Path("/sys/fs/cgroup/memory").is_dir() else "no cgroups of version 1"
+
+
+class Kubernetes:
+    """A cluster; `start` takes about 15 s. Its API is reached by `kubectl` with `env`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.process: subprocess.Popen[str] | None = None
+        self.image = ""
+        """A machine like this one, for pods that mount folders of it."""
+        self.env = {"KUBECONFIG": str(root / "kubeconfig")}
+
+    def start(self) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        images = write_images(self.root)
+        self.image = next(reference for reference in images if "/host@" in reference)
+        number = os.getpid() % 60
+        while Path(f"/sys/class/net/pdk{number}").exists():
+            number += 1
+        name, address = f"pdk{number}", f"10.98.{number}"
+        told = {"name": f"perdure-{name}", "address": f"{address}.1", "programs": str(PROGRAMS),
+                "images": {key: str(path) for key, path in images.items()}}  # fmt: skip
+        (self.root / "node.json").write_text(json.dumps(told))
+        with open(self.root / "node.err", "ab") as errors:
+            self.process = subprocess.Popen(
+                ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc",
+                 sys.executable, "-P", str(Path(__file__).with_name("node.py")), str(self.root)],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                start_new_session=True,  # Ctrl-C is for the tests, which then stop it.
+            )  # fmt: skip
+        self._expect("ready for the cable")
+        outer = self.process.pid
+        inner = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0]
+        run("ip", "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", inner)
+        run("ip", "address", "add", f"{address}.2/30", "dev", name)
+        run("ip", "link", "set", name, "up")
+        self._expect("started")
+        self.wait(lambda: self._is_ready(), "a ready node")
+
+    def _expect(self, line: str) -> None:
+        assert self.process is not None
+        assert self.process.stdout is not None
+        if self.process.stdout.readline().strip() != line:
+            raise AssertionError(f"the cluster did not come up\n{self.read_logs()}")
+
+    def _is_ready(self) -> bool:
+        conditions = self.get("node", NODE)["status"]["conditions"]
+        ready = any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+        return ready and self.get("serviceaccount", "default")["metadata"]["name"] == "default"
+
+    def stop(self) -> None:
+        """End everything; what is left is the folder."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.process = None
+
+    def tell(self, words: str) -> None:
+        """Have the node do `stop kubelet` or `start kubelet`."""
+        assert self.process is not None
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{words}\n")
+        self.process.stdin.flush()
+
+    def kubectl(self, *words: str, stdin: str = "", timeout_s: float = 60.0) -> str:
+        """Return what kubectl prints; it has to succeed."""
+        done = subprocess.run(
+            ["kubectl", *words], env={**os.environ, **self.env}, input=stdin,
+            capture_output=True, text=True, timeout=timeout_s,
+        )  # fmt: skip
+        assert done.returncode == 0, f"kubectl {' '.join(words)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def get(self, *words: str) -> Any:
+        """Return objects as the server has them."""
+        return json.loads(self.kubectl("get", *words, "-o", "json"))
+
+    def create(self, *documents: Any) -> None:
+        self.kubectl("create", "-f", "-", stdin=yaml.safe_dump_all(documents))
+
+    def make_volume(self, name: str, folder: Path) -> None:
+        """Make a persistent volume of a folder; a claim that asks for one may get it."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.create(
+            {
+                "apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": name},
+                "spec": {
+                    "capacity": {"storage": "100Gi"}, "hostPath": {"path": str(folder)},
+                    "accessModes": ["ReadWriteOnce", "ReadWriteMany"],
+                    "persistentVolumeReclaimPolicy": "Retain",
+                },
+            }
+        )  # fmt: skip
+
+    def add_gpus(self, count: int) -> None:
+        """Have the node offer GPUs, as a device plugin would; there are none behind it."""
+        patch = [{"op": "add", "path": "/status/capacity/nvidia.com~1gpu", "value": str(count)}]
+        self.request("PATCH", f"/api/v1/nodes/{NODE}/status", patch, "application/json-patch+json")
+
+    def evict(self, pod: str) -> None:
+        """Ask the eviction API for a pod, as `kubectl drain` and autoscalers do."""
+        body = {"apiVersion": "policy/v1beta1", "kind": "Eviction", "metadata": {"name": pod}}
+        self.request("POST", f"/api/v1/namespaces/default/pods/{pod}/eviction", body)
+
+    def request(self, method: str, path: str, body: Any, kind: str = "application/json") -> None:
+        """Ask the API for what kubectl has no words for."""
+        config = json.loads((self.root / "kubeconfig").read_text())
+        asked = urllib.request.Request(
+            config["clusters"][0]["cluster"]["server"] + path, json.dumps(body).encode(),
+            {"Authorization": f"Bearer {config['users'][0]['user']['token']}",
+             "Content-Type": kind}, method=method,
+        )  # fmt: skip
+        with urllib.request.urlopen(asked, timeout=20, context=ssl._create_unverified_context()):
+            pass
+
+    def clear(self) -> None:
+        """Delete all that tests have made but the volumes, and wait until no pod is left."""
+        kinds = "jobs,pods,services,configmaps,secrets,pvc"
+        self.kubectl("delete", kinds, "-l", "perdure.dev/job", "--grace-period=1", timeout_s=120)
+        self.kubectl("delete", "pods", "--all", "--grace-period=0", "--force", timeout_s=120)
+        self.wait(lambda: not self.get("pods")["items"], "end of all pods")
+
+    def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                if condition():
+                    return
+            except (AssertionError, subprocess.TimeoutExpired, IndexError, KeyError):
+                pass
+            if time.monotonic() > until:
+                raise AssertionError(f"no {what} after {timeout_s:g} s\n{self.read_logs()}")
+            time.sleep(0.2)
+
+    def read_logs(self) -> str:
+        """Return the last lines of every daemon."""
+        files = [self.root / "node.err", *sorted((self.root / "log").glob("*.log"))]
+        return "".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-1500:]}\n"
+            for path in files
+            if path.exists()
+        )
+
+
+def list_mounts() -> tuple[str, ...]:
+    """Return the folders of this machine that a pod needs to run this very perdure."""
+    python = Path(sys.executable).resolve().parents[1]
+    found: list[str] = ["/usr", str(REPOSITORY)]
+    for folder in (str(python), sys.prefix):
+        if not any(f"{folder}/".startswith(f"{above}/") for above in found):
+            found.append(folder)
+    return tuple(found)
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=30)
+
+
+def main(words: Sequence[str]) -> None:
+    """Run a cluster until Ctrl-C."""
+    with tempfile.TemporaryDirectory(prefix="perdure-k8s-") as folder:
+        cluster = Kubernetes(Path(folder))
+        try:
+            cluster.start()
+            print(f"export KUBECONFIG={cluster.env['KUBECONFIG']}  # image {cluster.image}")
+            while True:
+                time.sleep(3600)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            cluster.stop()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,35 @@
+"""A project that is sent in a ConfigMap: what is in it, and what unpacking makes of it."""
+
+import os
+from pathlib import Path
+
+from perdure.launch.kubernetes.project import pack, unpack
+
+EXCLUDE = (".git", "*.pyc")
+
+
+def test_what_is_excluded_stays_and_what_is_sent_replaces_what_was_there(tmp_path: Path) -> None:
+    project, there = tmp_path / "project", tmp_path / "volume" / "project"
+    for name, text in {"train.py": "new", "lib/a.py": "a", "lib/a.pyc": "x", ".git/HEAD": "x",
+                       "run.sh": "#!/bin/sh\r\ntrue\r\n"}.items():  # fmt: skip
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_bytes(text.encode())
+    (project / "link.py").symlink_to("train.py")
+    there.mkdir(parents=True)
+    (there / "train.py").write_text("old")
+    (there / "result.json").write_text("{}")
+    packed = pack(project, EXCLUDE)
+    unpack(packed, there)
+    found = {str(p.relative_to(there)) for p in there.rglob("*") if not p.is_dir()}
+    assert found == {"train.py", "lib/a.py", "link.py", "run.sh", "result.json"}
+    assert (there / "link.py").read_text() == "new"
+    assert (there / "run.sh").read_bytes() == b"#!/bin/sh\ntrue\n"
+    assert os.access(there / "run.sh", os.X_OK)
+    assert [path.name for path in there.parent.iterdir()] == ["project"]  # No half of it is left.
+
+
+def test_the_same_files_are_packed_the_same(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("a")
+    before = pack(tmp_path, ())
+    os.utime(tmp_path / "a.py", (1, 1))
+    assert pack(tmp_path, ()) == before
