@@ -1,6 +1,6 @@
 """Train the small GPT of `examples/gpt` so that a rank may die without the others stopping.
 
-    perdure run -n 4 examples/elastic_gpt.py
+    perdure run -n 4 examples/elastic_gpt.py [--shard N | --pipeline N]
 
 Kill any rank while it trains: the others go on with the same step, the same global batch and the
 same samples. Under torchrun, or alone, the same file simply trains.
@@ -33,6 +33,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--shard", type=int, help="spread each copy of the state over N ranks")
+    parser.add_argument("--pipeline", type=int, help="cut each copy of the model into N stages")
     parser.add_argument("--exact", action="store_true", help="the same losses in every world")
     return parser.parse_args()
 
@@ -53,7 +54,7 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     perdure.elastic.train(
-        blocks=GPT(layers=args.layers, width=args.width, heads=4, context=args.context),
+        blocks=list(GPT(layers=args.layers, width=args.width, heads=4, context=args.context)),
         optimizer=lambda params: torch.optim.AdamW(params, lr=args.lr, weight_decay=0.01),
         scheduler=lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.steps),
         dataset=Windows(read_text(), args.context),
@@ -64,6 +65,7 @@ def main() -> None:
         seed=args.seed,
         exact=args.exact,
         shard=args.shard,
+        pipeline=args.pipeline,
         on_step=show,
     )
 

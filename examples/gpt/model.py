@@ -27,20 +27,38 @@ class Block(nn.Module):
         return x + self.mlp(self.norm_mlp(x))
 
 
-class GPT(nn.Module):
-    """Bytes in, the logits of the next byte out."""
+class Embedding(nn.Module):
+    """What a byte is, plus where it stands."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Map (batch, time) of bytes to (batch, time, width)."""
+        return self.token(tokens) + self.position.weight[: tokens.shape[1]]
+
+
+class Head(nn.Module):
+    """The logits of the next byte."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (batch, time, width) to (batch, time, 256)."""
+        return self.head(self.norm(x))
+
+
+class GPT(nn.Sequential):
+    """Bytes in, the logits of the next byte out: blocks called in order, so it can be cut."""
 
     def __init__(
         self, *, layers: int, width: int, heads: int, context: int, dropout: float = 0.1
     ) -> None:
-        super().__init__()
-        self.token, self.position = nn.Embedding(256, width), nn.Embedding(context, width)
-        self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map (batch, time) of bytes to (batch, time, 256) of logits."""
-        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+        super().__init__(
+            Embedding(width, context),
+            *(Block(width, heads, dropout) for _ in range(layers)),
+            Head(width),
+        )

@@ -26,7 +26,14 @@ File = Annotated[
 Devices = Annotated[int, typer.Option("--devices", min=1, help="How many devices there are.")]
 GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="Samples of a step.")]
 Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Of a device: 16GB, 80GiB.")]
-PerNode = Annotated[int, typer.Option("--per-node", min=1, help="Devices of a node.")]
+PerNode = Annotated[
+    int | None,
+    typer.Option(
+        "--per-node",
+        min=1,
+        help="Devices of a node. Default: 1; all, where only links within a node were measured.",
+    ),
+]
 MicroBatch = Annotated[
     list[int] | None, typer.Option("--micro-batch", min=1, help="Only this size; repeatable.")
 ]
@@ -54,7 +61,7 @@ def plan(
     devices: Devices,
     global_batch: GlobalBatch,
     memory: Memory,
-    per_node: PerNode = 1,
+    per_node: PerNode = None,
     micro_batch: MicroBatch = None,
     ranks: Ranks = None,
     schedule: Schedules = None,
@@ -69,6 +76,9 @@ def plan(
     Devices are called n0/0, n0/1, ... by node; a last node may have fewer.
     """
     profile = load_profile(file)
+    if per_node is None:
+        measured = {transfer.place for transfer in profile.transfers}
+        per_node = devices if measured == {"node"} else 1
     there = make_devices(
         -(-devices // per_node), per_node, parse_size(memory), slow=_read_slow(slow)
     )

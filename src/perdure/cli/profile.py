@@ -91,7 +91,10 @@ def _run(
         done = subprocess.run([sys.executable, str(script), *args], env=env, stdout=sys.stderr)
         if not report.exists():
             if done.returncode:
-                raise PerdureError(f"{script} failed with exit code {done.returncode}")
+                raise PerdureError(
+                    f"{script} failed with exit code {done.returncode}",
+                    hint="what follows SCRIPT is the script's own; options of perdure go before it",
+                )
             raise ConfigError(
                 f"{script} has ended without a call of perdure.elastic.train",
                 hint="its model is measured there: perdure.elastic.train(blocks=[...], ...)",

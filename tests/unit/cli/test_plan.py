@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tests.profiles import MB, make_profile
 
@@ -61,3 +62,16 @@ def test_what_cannot_be_is_one_line(
 def test_a_profile_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(["plan", str(tmp_path / "none.json"), *WORDS, "--memory", "1GB"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+def test_a_machine_measured_alone_has_all_devices(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = make_profile([0.01, 0.02])
+    alone = msgspec.structs.replace(whole, transfers=whole.transfers[:1], all_reduces=())
+    path = tmp_path / "p.json"
+    path.write_text(write_profile(alone))
+    words = [*WORDS, "--memory", "1GB", "--ranks", "2", "--json"]
+    assert run_command(["plan", str(path), *words]) == 0
+    world = json.loads(capsys.readouterr().out)["options"][0]["world"]
+    assert len(world["stages"]) == 2  # Its transfers are of one node.
