@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gpt"
 
 _SSHD_CONFIG = """\
 Port {port}
-ListenAddress 127.0.0.1
+ListenAddress {address}
 HostKey {folder}/host_key
 PidFile none
 AuthorizedKeysFile {folder}/id.pub
@@ -35,8 +35,8 @@ PrintMotd no
 SetEnv HOME={folder}/home PERDURE_HOME={folder}/not-this-one
 """
 _SSH_CONFIG = """\
-Host gpu-box
-  HostName 127.0.0.1
+Host {name}
+  HostName {address}
   Port {port}
   IdentityFile {folder}/id
   IdentitiesOnly yes
@@ -46,10 +46,21 @@ Host gpu-box
 
 
 class Box:
-    """The box; `cut` breaks its connections, `reboot` ends everything on it."""
+    """The box; `cut` breaks its connections, `reboot` ends everything on it.
 
-    def __init__(self, folder: Path) -> None:
+    With `space` it is in a network namespace, where `address` is its own.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        name: str = "gpu-box",
+        address: str = "127.0.0.1",
+        space: str = "",
+    ) -> None:
         self.folder, self.home = folder, folder / "home"
+        self.name, self.address, self._space = name, address, space
         self.home.mkdir(parents=True)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -57,7 +68,7 @@ class Box:
         for key in ("host_key", "id"):
             command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / key)]
             subprocess.run(command, check=True, timeout=30)
-        values = {"port": self.port, "folder": folder}
+        values = {"port": self.port, "folder": folder, "name": name, "address": address}
         (folder / "sshd_config").write_text(_SSHD_CONFIG.format(**values))
         (folder / "ssh_config").write_text(_SSH_CONFIG.format(**values))
         self.server: subprocess.Popen[bytes] | None = None
@@ -70,12 +81,14 @@ class Box:
             (self.folder / "boot_id").write_text(boot_id + "\n")
             bind = f"mount --bind {self.folder}/boot_id /proc/sys/kernel/random/boot_id"
             command = ["unshare", "-m", "sh", "-c", f"{bind} && exec {' '.join(command)}"]
+        if self._space:
+            command = ["ip", "netns", "exec", self._space, *command]
         with open(self.folder / "sshd.log", "ab") as log:
             self.server = subprocess.Popen(command, stdout=log, stderr=log)
         deadline = time.monotonic() + 20
         while time.monotonic() < deadline:
             with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                if probe.connect_ex((self.address, self.port)) == 0:
                     return
             time.sleep(0.05)
         raise AssertionError((self.folder / "sshd.log").read_text())
@@ -121,18 +134,29 @@ class Box:
 
 
 class Laptop:
-    """The machine of the person: a state directory, a profile `box`, and the command line."""
+    """The machine of the person: a state directory, a profile `box`, and the command line.
 
-    def __init__(self, folder: Path, box: Box, **profile: Any) -> None:
-        self.folder, self.box = folder, box
+    With `others` the profile is that of several boxes, of which `box` is the first.
+    """
+
+    def __init__(
+        self, folder: Path, box: Box, *, others: Sequence[Box] = (), **profile: Any
+    ) -> None:
+        self.folder, self.box, self.boxes = folder, box, (box, *others)
+        self.ssh_config = folder / "ssh_config"
+        configs = [(each.folder / "ssh_config").read_text() for each in self.boxes]
+        self.ssh_config.write_text("".join(configs))
         self.home = folder / "state"
         (self.home / "profiles").mkdir(parents=True)
         self.stopped = folder / "stopped"
+        hosts = json.dumps([each.name for each in self.boxes])
+        place = f"hosts = {hosts}" if others else f'host = "{box.name}"'
+        told = f"{self.stopped}-{{job}}" + ("-{host}" if others else "")
         text = (
-            f'[launch]\nhost = "gpu-box"\nssh_config = "{box.folder}/ssh_config"\n'
+            f'[launch]\n{place}\nssh_config = "{self.ssh_config}"\n'
             f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
             f'environment = "{profile.get("environment", "auto")}"\nnative = false\n'
-            f'[teardown]\nstop_command = ["touch", "{self.stopped}-{{job}}"]\n'
+            f'[teardown]\nstop_command = ["touch", "{told}"]\n'
             f"[daemon]\ntools = {json.dumps(profile.get('tools', ['tmux', 'setsid']))}\n"
             f'[overrides]\nDETACH = "{profile.get("detach", "")}"\n'
         )
@@ -169,7 +193,7 @@ class Laptop:
 
     def disconnect(self) -> None:
         """End connections that are kept open for the next command."""
-        config = str(self.box.folder / "ssh_config")
+        config = str(self.ssh_config)
         for process in psutil.process_iter():
             try:
                 if config in process.cmdline() and process.name() == "ssh":

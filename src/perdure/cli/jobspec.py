@@ -60,7 +60,8 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     check_bus(spec)
     _check_remote(spec)
     cwd = os.path.abspath(spec.cwd)
-    checkpoint = msgspec.structs.replace(spec.checkpoint, url=_locate(spec.checkpoint.url, cwd))
+    url = _locate(os.path.expandvars(spec.checkpoint.url), cwd)
+    checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
     nats, alerts, notify = spec.nats, spec.alerts, spec.notify
     names = ("creds", "tls_cert", "tls_key", "tls_ca")
     nats = msgspec.structs.replace(nats, **{n: _locate(getattr(nats, n), cwd) for n in names})

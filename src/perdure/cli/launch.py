@@ -43,10 +43,10 @@ def render(
         print_json(describe_plan(plan))
     elif out is not None:
         write_files(plan, out)
-        for name in plan.files:
+        for name in list_files(plan):
             print(out / name)
     else:
-        for name, content in plan.files.items():
+        for name, content in list_files(plan).items():
             print(f"# ==> {name} <==")
             print(content, end="" if content.endswith("\n") else "\n")
     for finding in plan.findings:
@@ -82,7 +82,7 @@ def launch(
         if as_json:
             print_json({"dry_run": True, **describe_plan(plan)})
         else:
-            for step in plan.steps:
+            for step in (*plan.steps, *(step for other in plan.others for step in other.steps)):
                 stdin = f" < {step.stdin}" if step.stdin else ""
                 print(f"would {step.what}: {shlex.join(step.command)}{stdin}")
         return 0
@@ -144,8 +144,7 @@ def check_name(plan: Plan, home: str) -> None:
     if before is None or before.torn_down_s or _place(before.profile) == _place(plan.profile):
         return
     if plan.kind == "local" or not before.profile.ends_by_itself:
-        where = before.profile.launch.host or before.profile.platform
-        why = f"job `{job}` was launched on {where}, and is not torn down"
+        why = f"job `{job}` was launched on {before.box}, and is not torn down"
         raise ConfigError(why, hint=hint)
 
 
@@ -176,7 +175,7 @@ def write_files(plan: Plan, folder: Path) -> None:
         PlatformError: they cannot be written.
     """
     try:
-        for name, content in plan.files.items():
+        for name, content in list_files(plan).items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
@@ -185,14 +184,23 @@ def write_files(plan: Plan, folder: Path) -> None:
         raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
+def list_files(plan: Plan) -> dict[str, str]:
+    """Return a plan's files; those of further boxes that differ, below the box's name."""
+    files = dict(plan.files)
+    for other in plan.others:
+        own = {n: text for n, text in other.files.items() if text != plan.files.get(n)}
+        files |= {f"{other.profile.launch.host}/{name}": text for name, text in own.items()}
+    return files
+
+
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """Return a plan as `--json` shows it."""
     return {
         "job": plan.job,
         "kind": plan.kind,
         "platform": plan.profile.platform,
-        "files": plan.files,
-        "steps": msgspec.to_builtins(plan.steps),
+        "files": list_files(plan),
+        "steps": [msgspec.to_builtins(s) for p in (plan, *plan.others) for s in p.steps],
         "findings": msgspec.to_builtins(plan.findings),
         "attach": plan.attach,
     }

@@ -86,10 +86,10 @@ def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
     return {
         "job": record.job,
         "profile": record.profile.platform,
-        "where": record.profile.launch.host or record.profile.kind,
+        "where": ", ".join(b.profile.launch.host for b in record.boxes) or record.profile.kind,
         "launched_s": record.launched_s,
         "hours": hours,
-        "cost": hours * teardown.price_per_hour,
+        "cost": hours * teardown.price_per_hour * len(record.boxes),
         "currency": teardown.currency,
         "pulled_to": record.pulled_to,
     }

@@ -18,7 +18,9 @@ from perdure.service.jobfiles import resolve_home
 
 Host = Annotated[
     str | None,
-    typer.Option("--host", metavar="ALIAS", help="The box: an alias of ssh, or user@host."),
+    typer.Option(
+        "--host", metavar="ALIAS", help="The box: an alias of ssh, or user@host; several: A,B."
+    ),
 ]
 
 
@@ -71,7 +73,11 @@ def choose_profile(name: str, host: str | None, home: str) -> Resolved:
         ConfigError: there is none, or it is malformed.
     """
     resolved = load_profile(name, home)
-    return overlay(resolved, {"launch.host": host}, "--host") if host else resolved
+    if not host:
+        return resolved
+    hosts = host.split(",")
+    named = {"launch.host": hosts[0], "launch.hosts": hosts if len(hosts) > 1 else []}
+    return overlay(resolved, named, "--host")
 
 
 def measure_profile(resolved: Resolved, on: Here) -> Resolved:
@@ -83,7 +89,8 @@ def measure_profile(resolved: Resolved, on: Here) -> Resolved:
     platform = find_platform(resolved.profile.kind)
     from perdure.model.job import JobSpec
 
-    spec = JobSpec(name="probe", script="probe.py")
+    boxes = max(1, len(resolved.profile.launch.hosts))
+    spec = JobSpec(name="probe", script="probe.py", nodes=boxes)
     values, _ = platform.check(platform.render(spec, resolved.profile), on)
     wanted = set(find_unmeasured(resolved.profile))
     return overlay(resolved, {k: v for k, v in values.items() if k in wanted}, "measured")

@@ -34,6 +34,8 @@ from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifes
 from perdure.service.jobfiles import resolve_home
 
 _STOP_S = 900.0
+_LEAVE_S = 20.0
+"""Given to further boxes to leave a job that has ended on its first."""
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")]
 
@@ -44,21 +46,26 @@ def pull(
     live: Annotated[
         bool, typer.Option("--live", help="Also while the job runs: a copy, not the last one.")
     ] = False,
+    gone: Annotated[
+        list[str] | None,
+        typer.Option("--gone", metavar="HOST", help="Of several boxes, one that was taken away."),
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
-    """Bring a job's checkpoints, journal, logs and outputs here from the box.
+    """Bring a job's checkpoints, journal, logs and outputs here from its box, or all of them.
 
     What has arrived stays: the same command goes on from there.
     """
     home = resolve_home()
-    place, record = here(home), find_record(home, job)
-    state = find_platform(record.profile.kind).find_state(record, place)
-    if not state.over and not live:
-        raise SafetyError(
-            f"job `{job}` is {state.state}: what is pulled now is not its end",
-            hint=f"perdure stop {job} first, or --live for a copy of what there is",
-        )
+    place, record = here(home), mark_gone(find_record(home, job), gone or [])
+    for box in record.boxes:
+        state = wait_over(box, place, 0.0 if live or box is record else _LEAVE_S)
+        if not state.over and not live:
+            raise SafetyError(
+                f"job `{job}` is {state.state} on {box.box}: what is pulled now is not its end",
+                hint=f"perdure stop {job} first, or --live for a copy of what there is",
+            )
     if record.profile.kind == "notebook":
         from perdure.launch.notebook import fetch
 
@@ -77,6 +84,37 @@ def pull(
         verb = "would pull" if dry_run else "pulled"
         print(f"{verb} {text}; next: perdure verify {directory}")
     return 0
+
+
+def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
+    """Return how the job is on a box, after up to `for_s` in which it may end."""
+    platform, deadline = find_platform(box.profile.kind), time.monotonic() + for_s
+    while True:
+        state = platform.find_state(box, place)
+        if state.over or time.monotonic() > deadline:
+            return state
+        time.sleep(0.5)
+
+
+def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
+    """Return a job's record with the boxes `hosts` as gone.
+
+    Raises:
+        ConfigError: one is not among them, or nothing would be left to ask.
+    """
+    names = [box.box for box in (record, *record.others)]
+    unknown = next((host for host in hosts if host not in names), None)
+    if unknown is not None:
+        raise ConfigError(f"--gone {unknown}: not a box of the job", hint=", ".join(names))
+    first, *others = (
+        msgspec.structs.replace(box, gone=box.gone or box.box in hosts)
+        for box in (record, *record.others)
+    )
+    record = msgspec.structs.replace(first, others=tuple(others))
+    if not record.boxes:
+        raise ConfigError("--gone: nothing is left to pull from", hint="perdure teardown "
+                          f"{record.job} --box-is-gone closes the record")  # fmt: skip
+    return record
 
 
 def verify_pulled(
@@ -123,8 +161,11 @@ def teardown(
     home = resolve_home()
     place, record = here(home), find_record(home, job)
     obstacles = check_gate(record, place, box_is_gone=box_is_gone)
-    command = fill_command(record)
+    commands = {box.box: fill_command(box) for box in (record, *record.others)}
+    command = commands[record.box]
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": command}
+    if record.others:
+        told["commands"] = commands
     if not as_json:
         for obstacle in obstacles:
             note(render_finding(obstacle))
@@ -132,7 +173,8 @@ def teardown(
         if as_json:
             print_json({**told, "dry_run": True})
         elif not obstacles:
-            way = shlex.join(command) if command else f"nothing; by hand: {_how(record)}"
+            ways = "; ".join(shlex.join(words) for words in commands.values() if words)
+            way = ways or f"nothing; by hand: {_how(record)}"
             print(f"the gate is open; after the name is typed, it would run: {way}")
         return 4 if obstacles else 0
     if obstacles:
@@ -144,9 +186,10 @@ def teardown(
         )
     _ask_name(job, confirm, record)
     if not box_is_gone:
-        _clean(record)
+        for box in record.boxes:
+            _clean(box)
     if command and not by_hand:
-        _stop(command, place)
+        _stop_all(commands, place)
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
     if as_json:
         print_json({**told, "torn_down": True})
@@ -182,17 +225,19 @@ def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[
     if directory is not None:
         pulled, proof = read_manifest(directory), read_verified(directory)
         differences = compare_files(directory, pulled, hashes=False) if pulled else []
-    state: BoxState | None = None
+    states: list[BoxState | None] = []
     on_box: PullManifest | None = None
     try:
         if not box_is_gone:
-            state = find_platform(record.profile.kind).find_state(record, place)
+            platform = find_platform(record.profile.kind)
+            states += [platform.find_state(box, place) for box in record.boxes]
             on_box = find_roster(record)
     except UnreachedError as error:
         place.tell(str(error))
+        states.append(None)
     return find_obstacles(
         record,
-        state=state,
+        states=states,
         on_box=on_box,
         pulled=pulled,
         verified=proof,
@@ -224,7 +269,8 @@ def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
     """Have a person type the job's name."""
     if confirm is None and is_terminal():
         undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
-        note(f"{record.profile.launch.host}: {record.profile.meter_stop_verb}; {undo}")
+        names = ", ".join(box.box for box in (record, *record.others))
+        note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
         confirm = input(f"type the job's name ({job}) to go on: ").strip()
     if confirm != job:
         raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
@@ -234,12 +280,25 @@ def _clean(record: LaunchRecord) -> None:
     """Take secrets and what starts the job again off the box; it may be about to be deleted."""
     from perdure.launch.ssh.ask import in_job
 
-    script = 'if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; rm -f "$CRED_FILE"'
+    script = "if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; "
+    script += 'rm -rf "$CRED_FILE" launch/credentials'
     channel = Channel(record.profile.launch)
     done = channel.ask(in_job(record.place, script))
     if done.code:
         note(f"{channel.name}: {done.err}")
     channel.disconnect()
+
+
+def _stop_all(commands: dict[str, tuple[str, ...]], place: Here) -> None:
+    """Stop every box, also where one of them cannot be."""
+    failed: list[PlatformError] = []
+    for words in commands.values():
+        try:
+            _stop(words, place)
+        except PlatformError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
 
 
 def _stop(command: tuple[str, ...], place: Here) -> None:

@@ -11,7 +11,7 @@ from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
 from perdure.cli.options import Json
 from perdure.cli.profiles import here
 from perdure.cli.say import note, print_json
-from perdure.launch.platforms import find_platform
+from perdure.launch.platforms import Here, find_platform
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import BoxState, LaunchRecord
 from perdure.service.jobfiles import resolve_home
@@ -22,17 +22,31 @@ _POLL_S = 0.5
 def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
     platform, place = find_platform(record.profile.kind), here(resolve_home())
-    code = platform.run(record, argv, place)
-    if argv[0] == "status" and "--json" not in argv:
-        note(describe_state(record, platform.find_state(record, place)))
+    told = argv[0] == "status" and "--json" not in argv
+    try:
+        code = platform.run(record, argv, place)
+        if told:
+            note(describe_state(record, platform.find_state(record, place)))
+    finally:
+        if told:
+            tell_others(record, place)
     return code
+
+
+def tell_others(record: LaunchRecord, place: Here) -> None:
+    """Say how a job's part on each further box is; one that does not answer keeps nobody up."""
+    platform = find_platform(record.profile.kind)
+    for other in record.boxes[1:]:
+        try:
+            note(describe_state(other, platform.find_state(other, place)))
+        except PlatformError as error:
+            note(str(error))
 
 
 def describe_state(record: LaunchRecord, state: BoxState) -> str:
     """Return in one sentence how a job is, by what its supervisor wrote down."""
-    where = record.profile.launch.host or record.profile.platform
     more = "; the same `perdure launch` resumes it" if state.state in ("rebooted", "killed") else ""
-    return f"{where}: {state.state}: {state.reason}{more}"
+    return f"{record.box}: {state.state}: {state.reason}{more}"
 
 
 def attach(job: JobName, as_json: Json = False) -> int:

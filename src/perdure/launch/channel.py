@@ -56,7 +56,7 @@ class Channel:
 
     def __init__(self, section: LaunchSection) -> None:
         """Connect to nothing yet: each command makes, or shares, a connection of its own."""
-        self.host = section.host
+        self.host = section.host or next(iter(section.hosts), "")
         self._section = section
 
     @property

@@ -3,13 +3,15 @@
 Pure: what is known goes in, obstacles come out. While there is one, no stop verb is run.
 """
 
+from collections.abc import Sequence
+
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
 
 
 def find_obstacles(
     record: LaunchRecord,
     *,
-    state: BoxState | None,
+    states: Sequence[BoxState | None],
     on_box: PullManifest | None,
     pulled: PullManifest | None,
     verified: PullVerified | None,
@@ -18,9 +20,9 @@ def find_obstacles(
 ) -> list[Finding]:
     """Return why the box of `record` may not be given back yet; empty where it may.
 
-    `state` and `on_box` are None where the box does not answer, which is an obstacle by itself
-    unless a person has said that it is gone. `differences` are between the pulled files and
-    their manifest, as they lie here at this moment.
+    `states` are those of its boxes. They and `on_box` are None where a box does not answer, which
+    is an obstacle by itself unless a person has said that it is gone. `differences` are between
+    the pulled files and their manifest, as they lie here at this moment.
     """
     job = record.job
     pull = f"perdure pull {job} {record.pulled_to or 'DIR'}"
@@ -29,11 +31,12 @@ def find_obstacles(
     def refuse(text: str, hint: str) -> None:
         found.append(Finding("error", text, hint, "GEN1"))
 
-    if state is None and not box_is_gone:
+    if None in states and not box_is_gone:
         refuse("the box does not answer, and what is on it is not known",
                "try again; --box-is-gone where it was taken away")  # fmt: skip
-    if state is not None and not state.over:
-        refuse(f"the job is {state.state}: {state.reason}", f"perdure stop {job}")
+    for state in states:
+        if state is not None and not state.over:
+            refuse(f"the job is {state.state}: {state.reason}", f"perdure stop {job}")
     if pulled is None:
         refuse("nothing was pulled" if not record.pulled_to else
                f"{record.pulled_to} holds no pulled job", pull)  # fmt: skip

@@ -40,30 +40,53 @@ _CHUNK = 4 << 20
 
 
 def find_roster(record: LaunchRecord) -> PullManifest:
-    """Return what is on the box now.
+    """Return what is on the job's boxes now; labels of further ones begin with the box's name.
 
     Raises:
-        PlatformError: it cannot be reached, or has links among the results.
+        PlatformError: one cannot be reached, or has links among the results.
     """
-    channel = Channel(record.profile.launch)
-    skip = (*SKIPPED, *record.profile.overrides.SCRATCH)
-    wanted = msgspec.json.encode({"roots": record.roots, "skip": skip}).decode()
-    script = f"python3 - manifest {shlex.quote(wanted)}"
+    owners = find_owners(record)
+    roots: dict[str, str] = {}
+    files: list[PulledFile] = []
+    for box in record.boxes:
+        mine = {label: box.roots[name] for label, (owner, name) in owners.items() if owner is box}
+        told = _list_files(box, mine)
+        roots |= told["roots"]
+        files += [msgspec.convert(row, PulledFile) for row in told["files"]]
+    return PullManifest(
+        job=record.job,
+        host=", ".join(Channel(box.profile.launch).name for box in record.boxes),
+        roots=roots,
+        pulled_s=time.time(),
+        files=tuple(files),
+    )
+
+
+def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
+    """Return label -> the box that has it, and what the box itself calls it."""
+    return {
+        label if box.place == record.place else f"boxes/{box.box}/{label}": (box, label)
+        for box in record.boxes
+        for label in box.roots
+    }
+
+
+def _list_files(box: LaunchRecord, roots: dict[str, str]) -> dict[str, Any]:
+    channel = Channel(box.profile.launch)
+    skip = (*SKIPPED, *box.profile.overrides.SCRATCH)
+    wanted = msgspec.json.encode({"roots": roots, "skip": skip}).decode()
     told: dict[str, Any] = channel.query(
-        script, dict[str, Any], stdin=Path(results.__file__).read_bytes(), timeout_s=_ROSTER_S
+        f"python3 - manifest {shlex.quote(wanted)}",
+        dict[str, Any],
+        stdin=Path(results.__file__).read_bytes(),
+        timeout_s=_ROSTER_S,
     )
     if told["links"]:
         raise PlatformError(
             f"{told['links'][0]} is a link: what it points to would not be pulled",
             hint="put the file itself there, or name its folder in launch.outputs",
         )
-    return PullManifest(
-        job=record.job,
-        host=channel.name,
-        roots=told["roots"],
-        pulled_s=time.time(),
-        files=tuple(msgspec.convert(row, PulledFile) for row in told["files"]),
-    )
+    return told
 
 
 def pull_files(
@@ -76,9 +99,10 @@ def pull_files(
         PlatformError: nothing more arrives.
     """
     _make_room(target, manifest, tell)
-    channel = Channel(record.profile.launch)
+    owners = find_owners(record)
     for (label, folder), names in group_files(manifest).items():
         tell(f"{label}/{folder}: {len(names)} files")
+        channel = Channel(owners[label][0].profile.launch)
         pull(channel, manifest.roots[label], target / label, names, tell=tell)
     document = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
     temporary = target / f".{PULL_MANIFEST}"

@@ -45,6 +45,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job's files are: a folder here or on the box (shell variables unexpanded)."""
     settings: dict[str, Any] = {}
     """What the platform's own submit needs beside it."""
+    others: tuple["Plan", ...] = ()
+    """One for each further box of the same job."""
 
 
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +73,22 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The newest pull."""
     torn_down_s: float = 0.0
     """Unix time at which the stop verb had run; 0 before."""
+    gone: bool = False
+    """A person has said that the box was taken away: nobody asks it any more."""
+    others: tuple["LaunchRecord", ...] = ()
+    """One for each further box of the same job; only the first's has them."""
+    address: str = ""
+    """Where the job's other boxes reach this one."""
+
+    @property
+    def box(self) -> str:
+        """What the box is called to a person."""
+        return self.profile.launch.host or self.profile.platform
+
+    @property
+    def boxes(self) -> tuple["LaunchRecord", ...]:
+        """Every box of the job that may still answer, the first one first."""
+        return tuple(record for record in (self, *self.others) if not record.gone)
 
 
 class BoxState(msgspec.Struct, frozen=True, kw_only=True):

@@ -31,6 +31,10 @@ class LaunchSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     host: str = ""
     """Alias of `~/.ssh/config`, or `user@host`; empty: the commands run on this machine."""
+    hosts: tuple[str, ...] = ()
+    """Several boxes as one job, a node on each: the first has controller and bus beside its own."""
+    addresses: tuple[str, ...] = ()
+    """Of `hosts`, in their order: where they reach one another; empty: found at the launch."""
     ssh_config: str = ""
     """Another file than `~/.ssh/config`."""
     ssh_options: tuple[str, ...] = ()

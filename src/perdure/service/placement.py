@@ -94,4 +94,4 @@ def _is_closed(address: str) -> bool:
         ip = ipaddress.ip_address(address)
     except ValueError:
         return False
-    return (ip.is_private or ip.is_loopback) and not ip.is_unspecified
+    return not (ip.is_global or ip.is_multicast or ip.is_unspecified)

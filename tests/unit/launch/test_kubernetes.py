@@ -28,7 +28,7 @@ def make_plan(nodes: int = 1, gpus: int = 0, job: dict[str, Any] | None = None,
               **section: Any) -> Plan:  # fmt: skip
     found = load_profile("kubernetes", "/nowhere").profile
     profile = structs.replace(found, kubernetes=KubernetesSection(**{"image": IMAGE} | section))
-    launch = LaunchConfig(project="/work/proj", gpus=gpus, secrets=("HF_TOKEN",) if section.get(
+    launch = LaunchConfig(project="/srv/proj", gpus=gpus, secrets=("HF_TOKEN",) if section.get(
         "secret") else ())  # fmt: skip
     given: dict[str, Any] = {"name": "gpt", "script": "train.py"} | (job or {})
     return render(JobSpec(nodes=nodes, launch=launch, **given), profile)

@@ -55,7 +55,7 @@ def test_without_a_base_it_is_the_baseline_and_the_same_name_may_be_a_diff(tmp_p
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
-        ('[launch]\npython = "p"\nhots = "x"\n', "line 3: .*unknown field `hots`", "`host`"),
+        ('[launch]\npython = "p"\nhst = "x"\n', "line 3: .*unknown field `hst`", "`host`"),
         ('kind = "ssh"\nspot_graze = 3.0\n', "line 2: .*`spot_graze`", "`spot_grace`"),
         ('\n\nshared_fs = "maybe"\n', "line 3: ", "generic-ssh"),
         ("[launch]\nconnect_timeout_s = 0\n", "line 2: .*>= 1", "generic-ssh"),

@@ -103,7 +103,7 @@ def gate(tmp_path: Path, **changes: object) -> list[str]:
     manifest = make(tmp_path)
     proof = write_verified(tmp_path, manifest, 2, 5.0)
     known: dict[str, object] = {
-        "state": ENDED, "on_box": manifest, "pulled": manifest, "verified": proof,
+        "states": [ENDED], "on_box": manifest, "pulled": manifest, "verified": proof,
         "differences": [], "box_is_gone": False,
     }  # fmt: skip
     record = LaunchRecord(
@@ -119,15 +119,15 @@ def gate(tmp_path: Path, **changes: object) -> list[str]:
 
 def test_the_gate_is_open_when_all_is_here_whole_and_the_newest(tmp_path: Path) -> None:
     assert gate(tmp_path) == []
-    assert gate(tmp_path, state=None, on_box=None, box_is_gone=True) == []
+    assert gate(tmp_path, states=[None], on_box=None, box_is_gone=True) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "word"),
     [
-        ({"state": BoxState(state="running")}, "the job is running"),
-        ({"state": BoxState(state="orphaned")}, "the job is orphaned"),
-        ({"state": None, "on_box": None}, "does not answer"),
+        ({"states": [BoxState(state="running")]}, "the job is running"),
+        ({"states": [BoxState(state="orphaned")]}, "the job is orphaned"),
+        ({"states": [None], "on_box": None}, "does not answer"),
         ({"pulled": None}, "holds no pulled job"),
         ({"verified": None}, "was not verified"),
         ({"differences": ["a is missing"]}, "a is missing"),

@@ -52,7 +52,7 @@ def profile(**changes: Any) -> Profile:
 
 
 def spec(**changes: Any) -> JobSpec:
-    launch = LaunchConfig(project="/work/proj", gpus=changes.pop("gpus", 0))
+    launch = LaunchConfig(project="/srv/proj", gpus=changes.pop("gpus", 0))
     return JobSpec(name="j", script="train.py", launch=launch, **changes)
 
 
@@ -133,7 +133,7 @@ def test_the_script_asks_for_what_the_profile_says() -> None:
         "--time=04:00:00", "--signal=B:USR1@300", "--requeue", "--open-mode=append",
         "--partition=gpu", "--mem=64G", "--array=0-3%2", "--gres=gpu:4",
         "--dependency=afterok:9", "--kill-on-invalid-dep=yes", "--exclude=n7",
-        "--output=/work/proj/slurm-j-%j.out",
+        "--output=/srv/proj/slurm-j-%j.out",
     ]  # fmt: skip
     assert "module load cuda/12\n" in script
     assert script.index("trap 'touch") < script.index("perdure.launch.slurm.batch")

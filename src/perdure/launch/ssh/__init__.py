@@ -1,8 +1,16 @@
-"""A box with nothing but SSH: rendered, checked, submitted, asked; see `launch.platforms`."""
+"""Boxes with nothing but SSH: rendered, checked, submitted, asked; see `launch.platforms`."""
 
+from perdure.launch.platforms import Here
+from perdure.launch.ssh import boxes
+from perdure.launch.ssh import submit as one
 from perdure.launch.ssh.ask import find_state, run
 from perdure.launch.ssh.check import check
 from perdure.launch.ssh.render import render
-from perdure.launch.ssh.submit import submit
+from perdure.model.launching import LaunchRecord, Plan
 
 __all__ = ["check", "find_state", "render", "run", "submit"]
+
+
+def submit(plan: Plan, here: Here) -> LaunchRecord:
+    """Start the job of `plan`, on one box or on several; see `launch.platforms`."""
+    return boxes.submit(plan, here) if plan.others else one.submit(plan, here)

@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -18,10 +19,12 @@ import msgspec
 
 from perdure.launch.channel import Channel, UnreachedError
 from perdure.launch.platforms import Here
+from perdure.model.errors import PerdureError
 from perdure.model.launching import BoxState, LaunchRecord
 
 LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
 """Commands that may be run twice: they change nothing."""
+FOLLOWS = {"-f", "--follow", "--watch"}
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Before a broken stream is taken up again; then it is left."""
 
@@ -54,12 +57,14 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     Raises:
         UnreachedError: no connection; this says nothing about the job.
     """
-    channel = Channel(record.profile.launch)
     command, rest = argv[0], list(argv[1:])
+    if command == "logs" and len(record.boxes) > 1 and "--part" not in rest:
+        return _read_all_logs(record, argv)
+    channel = Channel(record.profile.launch)
     script = _script(record, argv)
     if command == "watch" and "--json" not in rest:
         return _watch(channel, script)
-    if command == "watch" or {"-f", "--follow", "--watch"} & set(rest):
+    if command == "watch" or FOLLOWS & set(rest):
         return _follow(channel, record, command, rest)
     if "--html" in rest:
         return _fetch_page(channel, record, argv)
@@ -120,6 +125,41 @@ def _follow(channel: Channel, record: LaunchRecord, command: str, rest: list[str
         channel.disconnect()
 
 
+def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
+    """Show the ranks' output of every box, each where it is; a rank's lines stay in order.
+
+    A box that does not answer is named, and the others' lines come all the same.
+    """
+    rest = list(argv[1:])
+    outcomes: list[int | PerdureError] = []
+
+    def read(box: LaunchRecord) -> None:
+        try:
+            alone = msgspec.structs.replace(box, others=())
+            if FOLLOWS & set(rest):
+                outcomes.append(_follow(Channel(box.profile.launch), box, "logs", rest))
+            else:
+                outcomes.append(run(alone, argv, Here("", {}, print)))
+        except PerdureError as error:
+            print(f"{box.box}: {error}", file=sys.stderr, flush=True)
+            outcomes.append(error)
+
+    readers = [
+        threading.Thread(target=read, args=(box,), name=f"perdure-logs-{box.box}", daemon=True)
+        for box in record.boxes
+    ]
+    for reader in readers:
+        reader.start()
+        if not FOLLOWS & set(rest):
+            reader.join()
+    for reader in readers:
+        reader.join()
+    codes = [outcome for outcome in outcomes if isinstance(outcome, int)]
+    if not codes:
+        raise next(outcome for outcome in outcomes if isinstance(outcome, PerdureError))
+    return max(codes)
+
+
 class _LogLines:
     """Lines of ranks, each shown once: the n-th of a stream is the same on every connection."""
 
@@ -145,7 +185,7 @@ class _LogLines:
             print(line, end="", flush=True)
         else:
             prefix = "" if self._one else f"[rank {row['rank']}] "
-            print(prefix + row["text"], flush=True)
+            print(f"{prefix}{row['text']}\n", end="", flush=True)  # Whole, also between threads.
 
 
 class _Numbered:

@@ -3,6 +3,9 @@
     python3 box.py probe JSON          what the machine is like
     python3 box.py supervise FOLDER    start the job, wait for it, write down how it ended
     python3 box.py state FOLDER        how it is, by what was written down
+    python3 box.py end FOLDER          the same, once its supervisor was told to end it
+    python3 box.py listen SECONDS      be reachable on a port for so long, in the background
+    python3 box.py reach JSON          which addresses of others can be connected to
 
 Only here is told whether a job lives: a connection that breaks, an exit code 255 of ssh and an
 empty list of tmux sessions prove nothing. It imports nothing of perdure's.
@@ -19,13 +22,17 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 ANSWER = "@@perdure-json "
 """Begins the one line of standard output that is the answer: shells may print banners."""
+SIOCGIFADDR = 0x8915
+"""Linux's request for the address of an interface."""
 REFUSED = 4
 """Exit code of a supervisor that did not start the job."""
 
@@ -35,8 +42,14 @@ def main(argv: list[str]) -> int:
     command, argument = argv
     if command == "supervise":
         return supervise(argument)
-    answer = probe(json.loads(argument)) if command == "probe" else find_state(argument)
-    print(ANSWER + json.dumps(answer))
+    answers: dict[str, Callable[[str], dict[str, Any]]] = {
+        "probe": lambda text: probe(json.loads(text)),
+        "state": find_state,
+        "end": tell_end,
+        "listen": lambda text: listen(float(text)),
+        "reach": lambda text: {address: reach(address) for address in json.loads(text)},
+    }
+    print(ANSWER + json.dumps(answers[command](argument)))
     return 0
 
 
@@ -132,6 +145,17 @@ def find_state(folder: str) -> dict[str, Any]:
                 "reason": "the supervisor is gone, `perdure run` goes on"}  # fmt: skip
     reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
     return {**told, "state": "killed", "reason": reason}
+
+
+def tell_end(folder: str) -> dict[str, Any]:
+    """Tell the job of `folder` to end, where it runs; return how it was."""
+    found, start = find_state(folder), read(folder, "start.json") or {}
+    pids = {"running": start.get("pid"), "orphaned": start.get("child")}
+    pid = pids.get(found["state"])
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    return found
 
 
 def take_lock(path: str) -> int | None:
@@ -313,6 +337,38 @@ def reach(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def listen(for_s: float) -> dict[str, Any]:
+    """Accept connections on a port for so long, in a process of its own; return port and addresses.
+
+    What answers here would answer a rank as well: any port of any interface.
+    """
+    door = socket.socket()
+    door.bind(("", 0))
+    door.listen(64)
+    port = door.getsockname()[1]
+    if os.fork() == 0:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDWR)
+        for fd in range(3):
+            os.dup2(null, fd)
+        signal.alarm(max(1, int(for_s)))
+        while True:
+            door.accept()[0].close()
+    return {"port": port, "interfaces": list_interfaces()}
+
+
+def list_interfaces() -> list[tuple[str, str]]:
+    """Return name and IPv4 address of each interface that has one."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):
+                told = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)
+                found.append((name, socket.inet_ntoa(told[20:24])))
+    return found
 
 
 def lingers() -> bool | None:

@@ -1,6 +1,8 @@
 """The box looked at before anything is sent: what it has, who holds it, what would go wrong."""
 
 import shlex
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ _SHARED = (
     "9p",
     "glusterfs",
 )
+LIVING = ("running", "orphaned")
 _FREE_MIN = 2 << 30
 _INODES_MIN = 20_000
 MIRROR_PROBE = "huggingface.co:443"
@@ -31,10 +34,48 @@ MIRROR_PROBE = "huggingface.co:443"
 def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     """Return what was measured, by key of the profile, and what is amiss.
 
+    Of several boxes the first one's values stand; each one's findings carry its name.
+
     Raises:
-        PlatformError: the box cannot be reached, or has no Python at all.
+        PlatformError: a box cannot be reached, or has no Python at all.
     """
-    told = probe(plan)
+    plans = (plan, *plan.others)
+    with ThreadPoolExecutor(len(plans)) as pool:
+        told = list(pool.map(probe, plans))
+    measured, found = _check_box(plan, told[0], here)
+    if not plan.others:
+        return measured, tuple(found)
+    looked_at = [(measured, found)]
+    looked_at += [_check_box(*pair, here) for pair in zip(plan.others, told[1:], strict=True)]
+    measured["shared_fs"] = all(values["shared_fs"] for values, _ in looked_at)
+    named = [
+        msgspec.structs.replace(finding, text=f"{each.profile.launch.host}: {finding.text}")
+        for each, (_, found) in zip(plans, looked_at, strict=True)
+        for finding in found
+    ]
+    return measured, (*named, *_check_states(plans, [each["state"] for each in told]))
+
+
+def _check_states(plans: Sequence[Plan], states: list[dict[str, Any]]) -> list[Finding]:
+    """Return what it means for a launch which boxes run the job already.
+
+    Where the first does, those that it has lost are brought back.
+    """
+    runs = [state["state"] in LIVING for state in states]
+    names = [plan.profile.launch.host for plan in plans]
+    if all(runs):
+        hint = f"perdure attach {plans[0].job}, perdure stop {plans[0].job}, or another name"
+        return [Finding("error", f"job {plans[0].job} runs there already", hint)]
+    if runs[0]:
+        lost = ", ".join(name for name, lives in zip(names, runs, strict=True) if not lives)
+        return [Finding("note", f"the job runs; it is joined by {lost}")]
+    return []
+
+
+def _check_box(
+    plan: Plan, told: dict[str, Any], here: Here
+) -> tuple[dict[str, Any], list[Finding]]:
+    """Return what was measured on one box, and what is amiss there."""
     durable = told["places"]["DURABLE_DIR"]
     measured = {
         "shared_fs": durable["type"] in _SHARED,
@@ -57,14 +98,14 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
                     'mirror = "https://..." where data or weights come from there')
         )  # fmt: skip
     state = told["state"]["state"]
-    if state in ("running", "orphaned"):
+    if state in LIVING and len(plan.profile.launch.hosts) < 2:
         found.append(
             Finding("error", f"job {plan.job} runs there already: {told['state']['reason']}",
                     f"perdure attach {plan.job}, perdure stop {plan.job}, or another name")
         )  # fmt: skip
     elif state == "rebooted":
         found.append(Finding("note", "the box was rebooted; the job goes on from its checkpoint"))
-    return measured, tuple(found)
+    return measured, found
 
 
 def _check_banner(plan: Plan) -> list[Finding]:

@@ -5,6 +5,7 @@ supervisor writes. Job state and checkpoints are under $DURABLE_DIR/state.
 """
 
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -12,11 +13,18 @@ import msgspec
 
 from perdure.launch.lint import check_plan, locate_in_project, render_job
 from perdure.launch.wheel import find_digest, name_wheel
+from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.launching import Finding, Plan, Step
 from perdure.model.profile import HOST_DEPENDENT, Profile
 
 _HERE = Path(__file__).resolve().parent
+NETWORK = "network.sh"
+"""What is a box's own among several: its address and interface. Found at the launch."""
+INVITATION = "credentials/invitation.json"
+"""Below a further box's `launch`: how it joins. It holds a secret, and is not pulled."""
+JOIN_WAIT_S = 60
+"""A place may still be taken by the process that had it before."""
 
 _WAYS = {
     "tmux": """\
@@ -50,22 +58,89 @@ def fill(script: str, **values: str) -> str:
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
-    """Return the plan of `spec` on the box of `profile`."""
-    job_dir = f"{profile.overrides.DATA_DIR}/{spec.name}"
+    """Return the plan of `spec` on the box of `profile`, or on all of its boxes.
+
+    Raises:
+        ConfigError: a path lies outside the project, or there are not as many boxes as nodes.
+    """
+    launch = profile.launch
+    if len(launch.hosts) < 2:
+        host = launch.host or next(iter(launch.hosts), "")
+        return _render_box(spec, _place_profile(profile, host), spec.name, _list_run(spec))
+    _check_hosts(spec, profile)
+    run = [*_list_run(spec), "--placement", "$JOB_DIR/launch/placement.json"]
+    first = _render_box(spec, _place_profile(profile, launch.hosts[0]), spec.name, run)
+    join = _list_join(spec)
+    others = tuple(
+        _render_box(spec, _place_profile(profile, host), f"{spec.name}+{name_box(host)}", join)
+        for host in launch.hosts[1:]
+    )
+    return msgspec.structs.replace(first, others=others)
+
+
+def name_box(host: str) -> str:
+    """Return a box's name as that of a file."""
+    return re.sub(r"[^A-Za-z0-9_.-]", "-", host)
+
+
+def _place_profile(profile: Profile, host: str) -> Profile:
+    """Return the profile of one of its boxes."""
+    launch = msgspec.structs.replace(profile.launch, host=host)
+    return msgspec.structs.replace(profile, launch=launch)
+
+
+def _check_hosts(spec: JobSpec, profile: Profile) -> None:
+    launch = profile.launch
+    count = len(launch.hosts)
+    if launch.host not in ("", launch.hosts[0]):
+        raise ConfigError(
+            f"launch.host = {launch.host} is not the first of launch.hosts", hint="leave it out"
+        )
+    if len({name_box(host) for host in launch.hosts}) < count:
+        raise ConfigError("launch.hosts names a box twice", hint="a node is a box of its own")
+    if launch.addresses and len(launch.addresses) != count:
+        raise ConfigError(f"launch.addresses: {len(launch.addresses)} for {count} boxes")
+    if spec.num_nodes != count:
+        raise ConfigError(
+            f"launch.hosts names {count} boxes, and the job has {spec.num_nodes} nodes",
+            hint=f"nodes = {count}, or fewer and whole nodes of spares",
+        )
+    if spec.torchft.replicas or spec.bus.replicas > 1:
+        raise ConfigError("launch.hosts: torchft's groups and bus.replicas are on one box only")
+
+
+def _list_run(spec: JobSpec) -> list[str]:
+    """Return the command of the box with the controller; variables are those of env.sh."""
+    words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "run", "--config"]
+    return [*words, "$JOB_DIR/launch/job.json"]
+
+
+def _list_join(spec: JobSpec) -> list[str]:
+    """Return the command of each other box."""
+    cwd = os.path.normpath(f"$JOB_DIR/project/{locate_in_project(spec, spec.cwd, 'cwd')}")
+    words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "join"]
+    words += [f"$JOB_DIR/launch/{INVITATION}", "--address", "$PERDURE_NODE_ADDRESS"]
+    return [*words, "--cwd", cwd, "--wait", str(JOIN_WAIT_S)]
+
+
+def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]) -> Plan:
+    """Return the plan of one box, where the job's folder is called `folder`."""
+    job_dir = f"{profile.overrides.DATA_DIR}/{folder}"
+    spec = place_checkpoints(spec, profile)
     files = {
-        "job.json": render_job(place_job(spec)),
-        "env.sh": render_environment(spec, profile),
+        "job.json": render_job(place_job(spec, len(profile.launch.hosts))),
+        "env.sh": render_environment(spec, profile, folder),
         "setup.sh": _render_setup(spec, profile),
         "start.sh": _render_start(spec, profile),
         "run.sh": fill("run.sh"),
-        "settings.json": _render_settings(spec),
+        "settings.json": _render_settings(spec, profile, command),
         "box.py": (_HERE / "box.py").read_text(encoding="utf-8"),
         "results.py": (_HERE / "results.py").read_text(encoding="utf-8"),
     }
     relaunch = profile.interruption.relaunch != "none"
     if relaunch:
         script = f"{profile.interruption.relaunch}.sh"
-        files["relaunch.sh"] = fill(script, job=spec.name)
+        files["relaunch.sh"] = fill(script, job=folder)
     return Plan(
         job=spec.name,
         kind="ssh",
@@ -91,8 +166,20 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     )
 
 
-def place_job(spec: JobSpec) -> JobSpec:
+def place_checkpoints(spec: JobSpec, profile: Profile) -> JobSpec:
+    """Return the job with one place for the checkpoints of all boxes, where they share a disk."""
+    if spec.checkpoint.url or len(profile.launch.hosts) < 2 or profile.shared_fs is not True:
+        return spec
+    checkpoint = msgspec.structs.replace(
+        spec.checkpoint, url=f"$DURABLE_DIR/checkpoints/{spec.name}"
+    )
+    return msgspec.structs.replace(spec, checkpoint=checkpoint)
+
+
+def place_job(spec: JobSpec, boxes: int = 1) -> JobSpec:
     """Return the job as it is on another machine: paths in the project, relative to it.
+
+    Of several boxes each is a node; all but the first join.
 
     Raises:
         ConfigError: one lies outside the project.
@@ -103,10 +190,11 @@ def place_job(spec: JobSpec) -> JobSpec:
         inside = locate_in_project(spec, os.path.join(spec.cwd, script), "script")
         script = os.path.relpath(inside, cwd)
     launch = msgspec.structs.replace(spec.launch, project=".")
-    return msgspec.structs.replace(spec, cwd=cwd, script=script, launch=launch)
+    remote = boxes - 1 if boxes > 1 else spec.remote
+    return msgspec.structs.replace(spec, cwd=cwd, script=script, launch=launch, remote=remote)
 
 
-def render_environment(spec: JobSpec, profile: Profile) -> str:
+def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     """Return the shell file that says where things are on the box."""
     overrides = profile.overrides
     lines = [
@@ -114,19 +202,23 @@ def render_environment(spec: JobSpec, profile: Profile) -> str:
     ]
     if overrides.PROXY_HOOK:
         lines.append(overrides.PROXY_HOOK)
-    credentials = f"{overrides.CRED_FILE}-{spec.name}" if overrides.CRED_FILE else ""
+    credentials = f"{overrides.CRED_FILE}-{folder}" if overrides.CRED_FILE else ""
     values = {
         "DATA_DIR": overrides.DATA_DIR,
         "DURABLE_DIR": overrides.DURABLE_DIR,
         "HF_HOME": overrides.HF_HOME,
         "CRED_FILE": credentials,
-        "JOB_DIR": f"$DATA_DIR/{spec.name}",
-        "PERDURE_HOME": "$DURABLE_DIR/state",
+        "JOB_DIR": f"$DATA_DIR/{folder}",
+        # Of two machines with one PERDURE_HOME, each would take the other's job for its own.
+        "PERDURE_HOME": "$DURABLE_DIR/" + ("state" if folder == spec.name else f"nodes/{folder}"),
     }
     if profile.mirror not in ("", HOST_DEPENDENT):
         values["HF_ENDPOINT"] = profile.mirror
     lines += [f'export {name}="{_expand(value)}"' for name, value in values.items()]
     lines.append('export PERDURE_PYTHON="$(cat "$JOB_DIR/launch/python" 2>/dev/null)"')
+    if len(profile.launch.hosts) > 1:
+        network = f'"$JOB_DIR/launch/{NETWORK}"'
+        lines.append(f"if [ -r {network} ]; then . {network}; fi # Where other boxes reach it.")
     return "\n".join(lines) + "\n"
 
 
@@ -135,13 +227,13 @@ def _expand(place: str) -> str:
     return "$HOME" + place[1:] if place == "~" or place.startswith("~/") else place
 
 
-def _render_settings(spec: JobSpec) -> str:
+def _render_settings(spec: JobSpec, profile: Profile, command: list[str]) -> str:
     """Return what the supervisor runs; variables are those of env.sh."""
-    command = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "run", "--config"]
+    nodes_here = 1 if len(profile.launch.hosts) > 1 else spec.nodes
     settings = {
-        "command": [*command, "$JOB_DIR/launch/job.json"],
+        "command": command,
         "cwd": "$JOB_DIR/project",
-        "gpus": spec.launch.gpus or spec.nproc * spec.nodes,
+        "gpus": spec.launch.gpus or spec.nproc * nodes_here,
     }
     return msgspec.json.format(msgspec.json.encode(settings)).decode() + "\n"
 
@@ -203,9 +295,13 @@ def _list_steps(spec: JobSpec, profile: Profile, job_dir: str, relaunch: bool) -
 def _check(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what is amiss with a job on one box."""
     found = []
-    if spec.nodes > 1:
+    if len(profile.launch.hosts) > 1 and profile.shared_fs is False and not spec.checkpoint.url:
+        text = "the boxes share no disk: only an elastic job keeps checkpoints, one box for all"
+        hint = "other scripts: checkpoint.url on a disk that all see, or elastic.train"
+        found.append(Finding("warning", text, hint))
+    if spec.nodes > 1 and len(profile.launch.hosts) < 2:
         text = f"nodes = {spec.nodes} are emulated on the one box"
-        found.append(Finding("note", text, "nodes on several boxes need a placement"))
+        found.append(Finding("note", text, "launch.hosts names several"))
     if spec.launch.secrets and not profile.overrides.CRED_FILE:
         text = "launch.secrets: this profile keeps no secrets in files (CRED_FILE is empty)"
         found.append(Finding("error", text, "overrides.CRED_FILE, on the box's own disk", "U34"))

@@ -6,6 +6,8 @@ import tempfile
 import time
 from pathlib import Path, PurePosixPath
 
+import msgspec
+
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
@@ -13,7 +15,7 @@ from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.transfer import PARTIAL, push
 from perdure.launch.wheel import write_wheel
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import LaunchRecord, Plan
+from perdure.model.launching import BoxState, LaunchRecord, Plan
 
 _SETUP_S = 3600.0
 _START_S = 30.0
@@ -28,6 +30,21 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         ConfigError: a secret is missing, or a job of this name runs there.
         PlatformError: a step failed.
     """
+    prepare(plan, here)
+    record = find_record(plan)
+    write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
+    state = start(plan, record, here)
+    wait_endpoint(plan, record)
+    return msgspec.structs.replace(record, boot_id=state.boot_id)
+
+
+def prepare(plan: Plan, here: Here) -> None:
+    """Send what the job needs to its box, and make its environment.
+
+    Raises:
+        ConfigError: a secret is missing.
+        PlatformError: a step failed.
+    """
     channel = Channel(plan.profile.launch)
     secrets = {name: here.environ.get(name, "") for name in plan.settings["secrets"]}
     missing = [name for name, value in secrets.items() if not value]
@@ -37,33 +54,40 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     _send_files(channel, plan, folder, here)
     _send_project(channel, plan, folder, here)
     here.tell("looking for Python, or making an environment")
-    done = _must(channel, plan, f"sh {shlex.quote(folder)}/launch/setup.sh", _SETUP_S)
+    done = must(channel, plan, f"sh {shlex.quote(folder)}/launch/setup.sh", _SETUP_S)
     for line in done.splitlines():
         here.tell(line)
     if secrets:
         _send_secrets(channel, plan, secrets)
         here.tell(f"sent {len(secrets)} secrets over standard input")
     if plan.settings["relaunch"]:
-        _must(channel, plan, f"sh {shlex.quote(folder)}/launch/relaunch.sh")
-    where = _must(channel, plan, 'echo "$PERDURE_HOME"; echo "$PERDURE_PYTHON"').split("\n")
-    record = LaunchRecord(
+        must(channel, plan, f"sh {shlex.quote(folder)}/launch/relaunch.sh")
+
+
+def find_record(plan: Plan) -> LaunchRecord:
+    """Return what is to be remembered of a box that was prepared.
+
+    Raises:
+        PlatformError: it was not, or does not answer.
+    """
+    script = r'printf "%s\n" "$JOB_DIR" "$PERDURE_HOME" "$PERDURE_PYTHON" "$DURABLE_DIR"'
+    folder, home, python, durable = must(Channel(plan.profile.launch), plan, script).split("\n")
+    return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
         place=folder,
-        home=where[0],
-        python=where[1],
+        home=home,
+        python=python,
         launched_s=time.time(),
-        roots=find_roots(plan, folder, where[0]),
+        roots=find_roots(plan, folder, home, durable),
     )
-    write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
-    return _start(channel, plan, record, here)
 
 
-def find_roots(plan: Plan, folder: str, home: str) -> dict[str, str]:
+def find_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, str]:
     """Return what is to be pulled once the job has ended: label -> absolute folder on the box."""
     roots = {"job": f"{home}/jobs/{plan.job}", "launch": f"{folder}/launch"}
     roots |= {f"outputs/{name}": f"{folder}/project/{name}" for name in plan.settings["outputs"]}
-    url = plan.settings["checkpoints"]
+    url = plan.settings["checkpoints"].replace("$DURABLE_DIR", durable)
     if url and "://" not in url:
         roots["checkpoints"] = str(PurePosixPath(folder, "project", plan.settings["cwd"], url))
     return roots
@@ -129,21 +153,29 @@ def _send_secrets(channel: Channel, plan: Plan, secrets: dict[str, str]) -> None
         raise PlatformError(f"{channel.name}: cannot write secrets: {done.err}")
 
 
-def _must(channel: Channel, plan: Plan, script: str, timeout_s: float = 120.0) -> str:
+def must(
+    channel: Channel, plan: Plan, script: str, timeout_s: float = 120.0, stdin: bytes = b""
+) -> str:
     """Return the output of a step that can be repeated and must succeed."""
-    done = channel.ask(in_job(plan.place, script), timeout_s=timeout_s)
+    done = channel.ask(in_job(plan.place, script), timeout_s=timeout_s, stdin=stdin)
     if done.code:
         lines = (done.err or done.out).strip().splitlines() or ["it said nothing"]
         raise PlatformError(f"{channel.name}: {lines[-1]}", hint=f"the step was: {script}")
     return done.out.strip()
 
 
-def _start(channel: Channel, plan: Plan, record: LaunchRecord, here: Here) -> LaunchRecord:
-    """Start the job, and wait until its supervisor has written down that it runs."""
+def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
+    """Start a box's part of the job, and wait until its supervisor has written down that it runs.
+
+    Raises:
+        ConfigError: it runs already.
+        PlatformError: it does not start.
+    """
+    channel = Channel(plan.profile.launch)
     before = ask_state(channel, record)
     if not before.over:
         raise ConfigError(f"job {plan.job} runs there already", hint=f"perdure attach {plan.job}")
-    _must(channel, plan, f"sh {shlex.quote(record.place)}/launch/start.sh")
+    must(channel, plan, f"sh {shlex.quote(record.place)}/launch/start.sh")
     deadline = time.monotonic() + _START_S
     while True:
         state = ask_state(channel, record)
@@ -157,10 +189,12 @@ def _start(channel: Channel, plan: Plan, record: LaunchRecord, here: Here) -> La
     if state.state == "ended" and state.code:
         raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {plan.job}")
     here.tell(f"{channel.name}: {state.reason}")
+    return state
+
+
+def wait_endpoint(plan: Plan, record: LaunchRecord) -> None:
+    """Wait until commands find the job, but not for ever."""
+    channel, deadline = Channel(plan.profile.launch), time.monotonic() + _START_S
     seen = f'test -e "$PERDURE_HOME/jobs/{plan.job}/endpoint.json"'
     while time.monotonic() < deadline and channel.ask(in_job(record.place, seen)).code:
         time.sleep(0.3)
-    return LaunchRecord(
-        **{name: getattr(record, name) for name in record.__struct_fields__ if name != "boot_id"},
-        boot_id=state.boot_id,
-    )
