@@ -2,16 +2,19 @@
 
     python bench/bench_failover.py --kills 6
     python bench/bench_failover.py --kills 0 --cuts 3      # needs root: network namespaces
+    python bench/bench_failover.py --nodes 2 --kills 6 --cuts 2     # and a shared folder
 
-An elastic job of three ranks trains meanwhile. Every 50 ms somebody asks for something that has to
-be journaled before it is answered (a notice that a device is well); a gap is the time between two
-answers. Each kill takes everything of the node that has the lease; each cut takes a node's cable.
+An elastic job of one rank a node trains meanwhile. Every 50 ms somebody asks for something that has
+to be journaled before it is answered (a notice that a device is well); a gap is the time between
+two answers. Each kill takes everything of the node that has the lease; each cut takes a node's
+cable, and its way to the shared folder.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -24,7 +27,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from msgspec.structs import replace
-from tests.e2e.failover import NAME, Site
+from tests.e2e.failover import MOUNT, NAME, Arbiter, Site
 from tests.e2e.harness import Job
 from tests.lab.network import Lab, why_not
 
@@ -110,14 +113,16 @@ async def measure_kill(site: Site, asker: Asker) -> dict[str, Any]:
     """Lose the node that has the lease; bring it back."""
     term, node = site.terms()[-1]
     known = count_registered(site, node)
-    left = [rank for rank in range(3) if rank != node]
+    left = [rank for rank in range(site.nodes) if rank != node]
     at_s = site.kill_node(node)
     await wait(lambda: site.terms()[-1][0] > term, "next controller")
     await wait(lambda: asker.answered[-1] > at_s + 1, "answer")
     await asyncio.sleep(3.0)
     gap_s = asker.longest(at_s)
     rows = [row for rank in left for row in site.rows(rank) if row["at"] > at_s]
-    trained_s = min((row["at"] for row in rows if len(row["world"]) < 3), default=at_s) - at_s
+    trained_s = (
+        min((row["at"] for row in rows if len(row["world"]) < site.nodes), default=at_s) - at_s
+    )
     site.gates.open([node])
     await wait(lambda: count_registered(site, node) > known, "node again")
     await asyncio.sleep(5.0)
@@ -129,9 +134,13 @@ async def measure_cut(site: Site, asker: Asker, lab: Lab, node: int) -> dict[str
     term, holder = site.terms()[-1]
     at_s = time.monotonic()
     lab.cut(node)
+    if site.arbiter is not None:
+        site.arbiter.cut(node)
     await asyncio.sleep(CUT_S)
     gap_s = asker.longest(at_s)
     lab.heal()
+    if site.arbiter is not None:
+        site.arbiter.join(node)
     await asyncio.sleep(6.0)
     after_s = asker.longest(at_s + CUT_S)
     held = "held the lease" if holder == node else "did not hold it"
@@ -140,30 +149,35 @@ async def measure_cut(site: Site, asker: Asker, lab: Lab, node: int) -> dict[str
 
 
 @contextlib.contextmanager
-def make_site(lab: Lab | None) -> Iterator[Site]:
+def make_site(lab: Lab | None, nodes: int) -> Iterator[Site]:
     jobs: list[Job] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        os.environ[MOUNT] = str(folder / "shared")
 
         def start(job: str, *options: str, timeout_s: float) -> Job:
             if lab is not None:
                 place = options.index("--placement") + 1
-                placement = str(lab.write_placement(folder))
-                options = (*options[:place], placement, *options[place + 1 :])
+                document = lab.placement()
+                if nodes == 2:
+                    document["command"] = [*Arbiter.environment(folder), *document["command"]]
+                placement = folder / "lab.json"
+                placement.write_text(json.dumps(document))
+                options = (*options[:place], str(placement), *options[place + 1 :])
             jobs.append(Job(folder, job, *options, timeout_s=3600))
             return jobs[-1]
 
         try:
-            yield Site(start, folder, elastic=True)
+            yield Site(start, folder, elastic=True, nodes=nodes)
         finally:
             for job in jobs:
                 job.end()
 
 
-async def measure(kills: int, cuts: int) -> list[dict[str, Any]]:
+async def measure(kills: int, cuts: int, nodes: int) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    with Lab(3) if cuts else contextlib.nullcontext() as lab, make_site(lab) as site:
-        await wait(lambda: all(len(site.rows(rank)) >= 5 for rank in range(3)), "steps", 180)
+    with Lab(nodes) if cuts else contextlib.nullcontext() as lab, make_site(lab, nodes) as site:
+        await wait(lambda: all(len(site.rows(rank)) >= 5 for rank in range(nodes)), "steps", 180)
         asker = Asker(site, find_device(site))
         asking = asyncio.create_task(asker.run())
         await asyncio.sleep(5.0)
@@ -174,7 +188,7 @@ async def measure(kills: int, cuts: int) -> list[dict[str, Any]]:
             if lab is None:
                 found.append(await measure_kill(site, asker))
             else:
-                found.append(await measure_cut(site, asker, lab, number % 3))
+                found.append(await measure_cut(site, asker, lab, number % nodes))
             print({k: round(v, 2) if isinstance(v, float) else v for k, v in found[-1].items()},
                   flush=True)  # fmt: skip
             if asking.done():
@@ -195,12 +209,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=6)
     parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--nodes", type=int, choices=(2, 3), default=3)
     args = parser.parse_args()
     if args.cuts and (why := why_not()):
         sys.exit(f"no cuts here: {why}")
     for kills, cuts in ((args.kills, 0), (0, args.cuts)):
         if kills or cuts:
-            found = asyncio.run(measure(kills, cuts))
+            found = asyncio.run(measure(kills, cuts, args.nodes))
             gaps = sorted(row["gap_s"] for row in found)
             middle = statistics.median(gaps)
             print(f"{len(gaps)} {'kills' if kills else 'cuts'}: without decisions median "

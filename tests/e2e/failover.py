@@ -30,9 +30,10 @@ class Arbiter:
         for node in range(nodes):
             self.join(node)
 
-    def environment(self) -> tuple[str, ...]:
+    @staticmethod
+    def environment(folder: Path) -> tuple[str, ...]:
         """Return what stands before the command of a node's part."""
-        return ("env", f"{MOUNT}={self._folder}/mount{{node}}")
+        return ("env", f"{MOUNT}={folder}/mount{{node}}")
 
     def join(self, node: int) -> None:
         (self._folder / f"mount{node}").symlink_to(self.shared)
@@ -64,7 +65,7 @@ class Site:
         self.arbiter = Arbiter(folder, nodes) if nodes == 2 else None
         place = self.gates.placement()
         if self.arbiter is not None:
-            command = (*self.arbiter.environment(), *place.command)
+            command = (*self.arbiter.environment(folder), *place.command)
             place = msgspec.structs.replace(place, command=command)
         placement = folder / "placement.json"
         placement.write_bytes(msgspec.json.encode(place))
