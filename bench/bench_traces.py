@@ -5,7 +5,8 @@
 
 TRACES is a folder with traces in any of the formats of docs/traces.md; files that are none are
 named and left out. Traces with more nodes than the table knows are scaled down to it. FILE has
-perdure's costs as `perdure trace replay --costs` has measured them on live kills.
+perdure's costs as `perdure trace replay --costs` has measured them on live kills. *regret* is
+perdure's to U2'; *blind* is that of the best plan that knows everything but which nodes leave.
 """
 
 import argparse
@@ -19,11 +20,12 @@ from perdure.model.errors import ConfigError
 from perdure.model.simulation import Physics
 from perdure.model.traces import AvailabilityTrace, find_intervals
 from perdure.model.traces.faults import add_quiet
-from perdure.model.traces.transform import announce, scale_to, speed_up
-from perdure.plan.policies import POLICIES, apply_costs, change_policy
+from perdure.model.traces.transform import announce, delay, scale_to, speed_up
+from perdure.plan.oracle import find_blind_plan
+from perdure.plan.policies import POLICIES, Policy, apply_costs, change_policy
 from perdure.plan.throughput import Throughput
 from perdure.sim.generate import draw_victims
-from perdure.sim.replay.compare import compare, sweep_communicator
+from perdure.sim.replay.compare import compare, find_online_costs, sweep_communicator
 
 
 def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:
@@ -47,6 +49,12 @@ def fit(trace: AvailabilityTrace, table: Throughput) -> AvailabilityTrace:
     return scale_to(trace, table.nodes_max) if peak > table.nodes_max else trace
 
 
+def find_blind(trace: AvailabilityTrace, table: Throughput, perdure: Policy) -> float:
+    """Return what can be expected of who knows all but who leaves, in samples."""
+    late = find_intervals(delay(trace, perdure.start_s))
+    return find_blind_plan(late, table, find_online_costs(perdure, Physics()))
+
+
 def main() -> int:
     """Run."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -65,8 +73,10 @@ def main() -> int:
     for setting in args.settings:
         policies = change_policy(policies, setting)
     names = [policy.name for policy in policies]
-    print("| trace | faster | U2 of U1 | U2' of U1 | " + " | ".join(names) + " | regret | s |")
-    print("|---" * (len(names) + 6) + "|")
+    print(
+        "| trace | faster | U2 of U1 | U2' of U1 | " + " | ".join(names) + " | regret | blind | s |"
+    )
+    print("|---" * (len(names) + 7) + "|")
     for name, recorded in find_traces(args.traces):
         for speed in args.speed:
             trace = speed_up(recorded, speed) if speed != 1 else recorded
@@ -80,10 +90,12 @@ def main() -> int:
                 continue
             shares = " | ".join(f"{row.fraction_of_u1:.3f}" for row in result.policies)
             perdure = next(row for row in result.policies if row.policy == "perdure")
+            blind = find_blind(trace, table, next(p for p in policies if p.name == "perdure"))
             print(
                 f"| {name} | {speed:g} | {result.u2 / result.u1:.4f} | "
                 f"{result.u2_online / result.u1:.4f} | {shares} | "
-                f"{1 - perdure.fraction_of_u2_online:.2%} | {taken:.1f} |",
+                f"{1 - perdure.fraction_of_u2_online:.2%} | {1 - blind / result.u2_online:.2%} | "
+                f"{taken:.1f} |",
                 flush=True,
             )
             if args.sweep:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,12 @@ from tests.traces import traces
 
 from perdure.model.simulation import Physics
 from perdure.model.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
+from perdure.model.traces.build import Builder
 from perdure.model.traces.transform import announce
-from perdure.plan.oracle import ChangeCosts, find_area, find_best_plan
+from perdure.plan.oracle import ChangeCosts, find_area, find_best_plan, find_blind_plan
 from perdure.plan.policies import POLICIES, Phases
 from perdure.plan.throughput import Shape, Throughput, make_linear, make_pipeline
-from perdure.sim.replay.compare import compare
+from perdure.sim.replay.compare import compare, find_online_costs
 from perdure.sim.replay.engine import Replay
 
 ALL = list(POLICIES.values())
@@ -122,6 +124,45 @@ def test_more_notice_never_hurts(
     assert after.u2_online >= before.u2_online * (1 - 1e-9)
     for low, high in zip(before.policies, after.policies, strict=True):
         assert high.committed >= low.committed * (1 - 1e-9) - 1e-6, low.policy
+
+
+def each_choice(counts: list[int], gap_s: float) -> list[AvailabilityTrace]:
+    """Return a trace for each choice of who leaves where so many nodes are there, in turn."""
+    found = []
+    gone = [counts[at] - counts[at + 1] for at in range(len(counts) - 1)]
+    choices = [combinations(range(n), max(0, k)) for n, k in zip(counts[:-1], gone, strict=True)]
+    for chosen in product(*choices):
+        builder, here, born = Builder(), list[str](), 0
+        for at, count in enumerate(counts):
+            builder.go_to(at * gap_s)
+            for index in sorted(chosen[at - 1], reverse=True) if at else ():
+                builder.remove(here.pop(index), 0.0)
+            while len(here) < count:
+                here.append(f"n{born}")
+                builder.add(here[-1])
+                born += 1
+        found.append(builder.finish("choice", len(counts) * gap_s))
+    return found
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(1, 5), min_size=2, max_size=4),
+    tables(),
+    st.floats(0.5, 60.0),
+    st.floats(0.0, 3.0),
+)
+def test_nobody_has_more_in_the_mean_than_who_knows_all_but_who_leaves(
+    counts: list[int], table: Throughput, gap_s: float, detect_s: float
+) -> None:
+    loss = replace(POLICIES["perdure"].loss, detect_s=detect_s)
+    policy = replace(POLICIES["perdure"], loss=loss)
+    costs = find_online_costs(policy, Physics())
+    choices = each_choice(counts, gap_s)
+    made = [Replay(policy, trace, table, Physics()).run().committed for trace in choices]
+    bound = find_blind_plan(find_intervals(choices[0]), table, costs)
+    assert sum(made) / len(made) <= bound * (1 + 1e-9) + 1e-6
+    assert bound <= find_best_plan(find_intervals(choices[0]), table, costs) * (1 + 1e-9)
 
 
 @settings(max_examples=40, deadline=None)
