@@ -11,13 +11,14 @@ import contextlib
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -106,16 +107,16 @@ class Channel:
         Raises:
             UnreachedError: the connection was not made, or broke before the end was told.
         """
+        process = self._start(script, stdin=subprocess.PIPE)
         try:
-            done = subprocess.run(
-                self.command(script), input=stdin, capture_output=True, timeout=timeout_s
-            )
+            said, complained = process.communicate(stdin, timeout=timeout_s)
         except subprocess.TimeoutExpired:
             raise UnreachedError(f"{self.name}: no answer in {timeout_s:.0f} s") from None
-        except FileNotFoundError as error:
-            raise PlatformError(f"{error.filename} is not installed here") from error
-        err = done.stderr.decode(errors="replace")
-        banner, _, out = done.stdout.decode(errors="replace").partition(BEGIN + "\n")
+        finally:
+            self._kill(process)
+            _close(process)
+        err = complained.decode(errors="replace")
+        banner, _, out = said.decode(errors="replace").partition(BEGIN + "\n")
         trailer = _TRAILER.search(err)
         if trailer is None:
             last = (err.strip().splitlines() or ["ssh said nothing"])[-1]
@@ -123,8 +124,38 @@ class Channel:
                 f"{self.name} did not answer: {last}",
                 hint=f"this says nothing about a job there; try: {shlex.join(self._try())}",
             )
-        said = err[: trailer.start()].rstrip()
-        return Done(int(trailer[1]), out, said, trailer[2], banner.strip())
+        err = err[: trailer.start()].rstrip()
+        return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
+
+    def _start(self, script: str, *, stdin: int) -> "subprocess.Popen[bytes]":
+        """Start `script` with its streams as pipes; of this machine, in a session of its own.
+
+        Raises:
+            PlatformError: there is no ssh.
+        """
+        try:
+            return subprocess.Popen(
+                self.command(script),
+                stdin=stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=not self.host,
+            )
+        except FileNotFoundError as error:
+            raise PlatformError(f"{error.filename} is not installed here") from error
+
+    def _kill(self, process: "subprocess.Popen[bytes]") -> None:
+        """End a command that may still run, with all that it has started on this machine.
+
+        The shell of `command` waits for one of its own: were only the outer one ended, the inner
+        would go on, and hold the pipes.
+        """
+        if process.poll() is None:
+            if self.host:
+                process.terminate()
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _try(self) -> list[str]:
         config = self._section.ssh_config
@@ -162,14 +193,7 @@ class Channel:
 
     def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
         """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown."""
-        process = subprocess.Popen(
-            self.command(script),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-        )
+        process = self._start(script, stdin=subprocess.DEVNULL)
         assert process.stdout is not None
         assert process.stderr is not None
         codes: list[int] = []
@@ -179,17 +203,16 @@ class Channel:
         errors.start()
         try:
             begun = False
-            for line in process.stdout:
+            for data in process.stdout:
+                line = data.decode(errors="replace")
                 if begun:
                     on_line(line)
                 begun = begun or line.rstrip("\n") == BEGIN
-        finally:
-            if process.poll() is None:
-                process.terminate()
             process.wait()
+        finally:
+            self._kill(process)
             errors.join()
-            process.stdout.close()
-            process.stderr.close()
+            _close(process)
         return codes[-1] if codes else None
 
     def attend(self, script: str) -> int:
@@ -223,9 +246,17 @@ class Channel:
                 subprocess.run(words, capture_output=True, timeout=10)
 
 
-def _pass_errors(pipe: Any, codes: list[int]) -> None:
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    for pipe in (process.stdin, process.stdout, process.stderr):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+
+
+def _pass_errors(pipe: IO[bytes], codes: list[int]) -> None:
     """Pass standard error on, but for the trailer, whose exit code goes to `codes`."""
-    for line in pipe:
+    for data in pipe:
+        line = data.decode(errors="replace")
         trailer = _TRAILER.search(line)
         if trailer is not None:
             codes.append(int(trailer[1]))

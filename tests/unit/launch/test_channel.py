@@ -1,0 +1,60 @@
+"""Commands of this machine's own shell: their end is known, and nothing of them is left."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.launch.channel import Channel, UnreachedError
+from perdure.model.profile import LaunchSection
+
+HERE = Channel(LaunchSection())
+
+
+def endless(folder: Path) -> str:
+    """Return a script that never ends, nor minds that nobody reads what it says."""
+    group = f"ps -o pgid= -p $$ > {folder}/group"
+    return f"{group}; while true; do date; sleep 0.2; done"
+
+
+def check_gone(folder: Path) -> None:
+    """See that nothing of its process group is left."""
+    group = int((folder / "group").read_text())
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.05)
+    pytest.fail(f"processes of group {group} are left")
+
+
+class Enough(Exception):
+    """Who reads has seen enough."""
+
+
+def test_a_stream_that_nobody_reads_any_more_leaves_nothing(tmp_path: Path) -> None:
+    def read(line: str) -> None:
+        raise Enough
+
+    script = endless(tmp_path)
+    with pytest.raises(Enough):
+        HERE.stream(script, read)
+    check_gone(tmp_path)
+
+
+def test_a_command_that_does_not_answer_in_time_leaves_nothing(tmp_path: Path) -> None:
+    script = endless(tmp_path)
+    with pytest.raises(UnreachedError, match="no answer in 1 s"):
+        HERE.run(script, timeout_s=1.0)
+    check_gone(tmp_path)
+
+
+def test_how_a_command_ended_is_told_with_what_it_said() -> None:
+    done = HERE.run("cat; echo bad >&2; exit 37", stdin=b"hello")
+    assert (done.code, done.out, done.err, done.banner) == (37, "hello", "bad", "")
+    lines: list[str] = []
+    assert HERE.stream("echo one; echo two; exit 3", lines.append) == 3
+    assert lines == ["one\n", "two\n"]
