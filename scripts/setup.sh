@@ -23,7 +23,7 @@ fi
 
 missing=""
 [ -x /usr/sbin/sshd ] || missing="$missing openssh-server"
-for tool in rsync tmux; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
+for tool in rsync tmux cron; do command -v "$tool" >/dev/null || missing="$missing $tool"; done
 if [ -n "$missing" ] && command -v apt-get >/dev/null; then
   say "installing$missing for the tests of platforms, which skip without them"
   sudo=""; [ "$(id -u)" = 0 ] || sudo="sudo -n"

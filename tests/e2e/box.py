@@ -74,13 +74,23 @@ class Box:
         self.server: subprocess.Popen[bytes] | None = None
 
     def start(self, *, boot_id: str = "") -> None:
-        """Start sshd; with `boot_id`, in a mount namespace where the kernel's is this one."""
+        """Start sshd; with `boot_id`, in a mount namespace where the kernel's is this one.
+
+        There cron's files are the box's own as well, and what a start of the machine empties is
+        empty.
+        """
         Path("/run/sshd").mkdir(exist_ok=True)
         command = [SSHD, "-D", "-f", str(self.folder / "sshd_config")]
         if boot_id:
             (self.folder / "boot_id").write_text(boot_id + "\n")
-            bind = f"mount --bind {self.folder}/boot_id /proc/sys/kernel/random/boot_id"
-            command = ["unshare", "-m", "sh", "-c", f"{bind} && exec {' '.join(command)}"]
+            own = {"boot_id": "/proc/sys/kernel/random/boot_id"}
+            if Path("/var/spool/cron/crontabs").exists():
+                (self.folder / "crontabs").mkdir(exist_ok=True)
+                (self.folder / f"run-{boot_id}" / "sshd").mkdir(parents=True)
+                own |= {"crontabs": "/var/spool/cron/crontabs", f"run-{boot_id}": "/run"}
+            binds = [f"mount --bind {self.folder}/{name} {place}" for name, place in own.items()]
+            script = " && ".join([*binds, f"exec {' '.join(command)}"])
+            command = ["unshare", "-m", "sh", "-c", script]
         if self._space:
             command = ["ip", "netns", "exec", self._space, *command]
         with open(self.folder / "sshd.log", "ab") as log:
@@ -157,6 +167,7 @@ class Laptop:
             f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
             f'environment = "{profile.get("environment", "auto")}"\nnative = false\n'
             f'[teardown]\nstop_command = ["touch", "{told}"]\n'
+            f'[interruption]\nrelaunch = "{profile.get("relaunch", "none")}"\n'
             f"[daemon]\ntools = {json.dumps(profile.get('tools', ['tmux', 'setsid']))}\n"
             f'[overrides]\nDETACH = "{profile.get("detach", "")}"\n'
         )
@@ -180,6 +191,13 @@ class Laptop:
         )  # fmt: skip
         assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done
+
+    def ssh(self, script: str, stdin: str = "") -> str:
+        """Return the output of a script on the (first) box, run without perdure."""
+        words = ["ssh", "-F", str(self.ssh_config), self.box.name, script]
+        return subprocess.run(
+            words, input=stdin, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
 
     def ask(self, *args: str) -> dict[str, Any]:
         """Return a command's answer as JSON."""

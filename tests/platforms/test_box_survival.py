@@ -1,6 +1,7 @@
 """A job on a box behind sshd, through reboots, cut transfers and killed parts, exact to the bit."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from perdure.launch.ssh.render import fill
 from tests.e2e.box import Laptop, make_boxes, needs_sshd, read_json, wait_until
 from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
@@ -96,6 +98,69 @@ def test_a_reboot_and_a_cut_transfer_change_no_loss(make: Callable[..., Laptop])
     train_reference(laptop)
     (laptop.folder / "killed").symlink_to(target)
     check_equal(laptop.folder, STEPS, 2)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not CAN_UNSHARE, reason="no mount namespaces: the boot id cannot be another")
+@pytest.mark.skipif(shutil.which("cron") is None, reason="no cron")
+def test_cron_starts_a_job_again_after_a_reboot_and_only_then(make: Callable[..., Laptop]) -> None:
+    laptop = make(boot_id=str(uuid.uuid4()), relaunch="cron")
+    there = write_job(laptop, SLEEPER)
+    home = f"HOME={laptop.box.home}\n"  # Of root there is one on this machine, elsewhere.
+    laptop.ssh("crontab -", stdin=home + "17 3 * * * true\n")
+    if not any(process.name() == "cron" for process in psutil.process_iter()):
+        refused = laptop.cli("launch", "job.toml", "--on", "box", code=4).stderr
+        assert "no cron runs on the box" in refused
+    laptop.ssh("cron")
+    laptop.cli("launch", "job.toml", "--on", "box")
+    laptop.cli("stop", "sleeper", "--now")
+    laptop.cli("attach", "sleeper", code=1)
+    laptop.cli("launch", "job.toml", "--on", "box")
+    laptop.box.reboot()
+    laptop.ssh("cron")
+    wait_until(lambda: "box: running" in laptop.cli("status", "sleeper").stderr, "the job")
+    assert read_json(there / "launch" / "start.json")["attempt"] == 3
+    entries = laptop.ssh("crontab -l").splitlines()
+    assert entries[:2] == [home.strip(), "17 3 * * * true"], "the user's own lines stay"
+    assert sum("@reboot" in line for line in entries) == 1
+
+    (there / "project" / "done").touch()
+    start = read_json(there / "launch" / "start.json")
+    laptop.cli("stop", "sleeper")
+    laptop.cli("attach", "sleeper")
+    laptop.box.reboot()
+    laptop.ssh("cron")
+    laptop.cli("pull", "sleeper", "pulled")
+    assert read_json(there / "launch" / "start.json") == start, "what has ended stays ended"
+    laptop.cli("verify", "pulled")
+    laptop.cli("teardown", "sleeper", "--confirm", "sleeper")
+    assert "@reboot" not in laptop.ssh("crontab -l")
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd-analyze")
+def test_the_unit_for_systemd_is_one_and_is_taken_out_again(tmp_path: Path) -> None:
+    """systemd does not run here: the unit is enabled, and judged by systemd's own reader."""
+    home, launch = tmp_path / "home", tmp_path / "launch"
+    launch.mkdir()
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "loginctl").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "bin" / "loginctl").chmod(0o755)
+    (launch / "env.sh").write_text(f"JOB_DIR={tmp_path}\n")
+    (launch / "relaunch.sh").write_text(fill("systemd.sh", job="gpt"))
+    (launch / "start.sh").write_text("exit 0\n")
+    env = {"HOME": str(home), "PATH": f"{tmp_path}/bin:/usr/bin:/bin", "XDG_RUNTIME_DIR": "/run"}
+    subprocess.run(["sh", launch / "relaunch.sh"], env=env, check=True, timeout=60)
+    unit = home / ".config/systemd/user/perdure-gpt.service"
+    wanted = unit.parent / "default.target.wants" / unit.name
+    assert wanted.resolve() == unit
+    judged = subprocess.run(
+        ["systemd-analyze", "verify", "--user", unit],
+        env=env, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (judged.returncode, judged.stderr) == (0, "")
+    subprocess.run(["sh", launch / "relaunch.sh", "off"], env=env, check=True, timeout=60)
+    assert not wanted.is_symlink()
+    assert not unit.exists()
 
 
 @pytest.mark.timeout(400)

@@ -5,7 +5,9 @@ Their links are real veth pairs that can be cut; a box is lost with everything o
 
 import json
 import shutil
+import signal
 import tempfile
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,16 @@ nodes = 2
 [launch]
 project = "project"
 outputs = ["trail"]
+"""
+
+SERVER = """\
+name = "server"
+script = "python3"
+args = ["-m", "http.server", "6006", "--bind", "127.0.0.1", "--directory", "page"]
+no_python = true
+nodes = 2
+[launch]
+project = "project"
 """
 
 
@@ -175,6 +187,36 @@ def test_boxes_without_a_shared_disk_go_on_without_the_one_whose_link_is_cut(box
     assert not (laptop.folder / "pulled" / "boxes").exists()
     laptop.cli("teardown", "elastic", "--confirm", "elastic")
     assert Path(f"{laptop.stopped}-elastic-box2").exists(), "what is gone may still cost"
+
+
+def fetch(port: int) -> str:
+    """Return what is served there on this machine's loopback; empty while nobody serves."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError:
+        return ""
+
+
+@pytest.mark.timeout(300)
+def test_a_page_of_a_box_is_seen_through_a_tunnel_that_is_made_again(boxes: Boxes) -> None:
+    laptop = boxes.laptop
+    boxes.write_job(SERVER, "elastic.py")
+    (laptop.folder / "project" / "page").mkdir()
+    (laptop.folder / "project" / "page" / "index.html").write_text("from the box")
+    laptop.cli("launch", "job.toml", "--on", "box")
+    assert not fetch(6006), "something of this machine serves there"
+    tunnel = laptop.start("tunnel", "server", "--port", "6006")
+    try:
+        wait_until(lambda: fetch(6006) == "from the box", "the page")
+        boxes.boxes[0].cut()
+        wait_until(lambda: fetch(6006) == "from the box", "the page, once more")
+        tunnel.send_signal(signal.SIGINT)
+        out, err = tunnel.communicate(timeout=30)
+        assert (tunnel.returncode, out) == (0, "http://127.0.0.1:6006\n"), err
+    finally:
+        tunnel.kill()
+    assert not fetch(6006)
 
 
 @pytest.mark.timeout(300)

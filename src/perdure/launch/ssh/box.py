@@ -251,7 +251,7 @@ def probe(wanted: dict[str, Any]) -> dict[str, Any]:
     or empty), `folder` of the job.
     """
     places = {name: locate(path) for name, path in wanted["places"].items()}
-    tools = ("tmux", "setsid", "rsync", "crontab", "systemctl", "nvidia-smi")
+    tools = ("tmux", "setsid", "rsync", "nvidia-smi")
     python = shutil.which(os.path.expandvars(wanted["python"])) or ""
     folder = locate(wanted["folder"])
     return {
@@ -269,6 +269,7 @@ def probe(wanted: dict[str, Any]) -> dict[str, Any]:
         "nvme": find_nvme(),
         "reached": reach(wanted["mirror"]) if wanted.get("mirror") else None,
         "lingers": lingers(),
+        "starters": find_starters(),
         "state": find_state(os.path.join(folder, "launch")),
         "folder": folder,
     }
@@ -382,6 +383,20 @@ def lingers() -> bool | None:
         )
         return b"Linger=yes" in done.stdout
     return None
+
+
+def find_starters() -> list[str]:
+    """Return what would start a job again after a reboot: it has to run now, not to be installed.
+
+    A container often has crontab and systemctl, and nothing behind them.
+    """
+    found = []
+    if shutil.which("systemctl") and first_line("/proc/1/comm") == "systemd":
+        found.append("systemd")
+    names = {first_line(f"/proc/{pid}/comm") for pid in os.listdir("/proc") if pid.isdigit()}
+    if shutil.which("crontab") and names & {"cron", "crond"}:
+        found.append("cron")
+    return found
 
 
 def ask_python(python: str, code: str) -> str:

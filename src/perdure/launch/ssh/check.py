@@ -177,9 +177,11 @@ def _check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
             Finding("warning", "this user does not linger: systemd may end what is left at logout",
                     "loginctl enable-linger", "GEN2")
         )  # fmt: skip
-    if plan.settings.get("relaunch") and not {"crontab", "systemctl"} & set(tools):
-        text = "neither cron nor systemd is there to start the job after a reboot"
-        found.append(Finding("error", text, 'interruption.relaunch = "none"', "GEN6"))
+    relaunch = plan.profile.interruption.relaunch
+    if plan.settings.get("relaunch") and relaunch not in told["starters"]:
+        text = f"no {relaunch} runs on the box that would start the job after a reboot"
+        instead = told["starters"][0] if told["starters"] else "none"
+        found.append(Finding("error", text, f'interruption.relaunch = "{instead}"', "GEN6"))
     if not told["python"]:
         text = f"there is no {launch.python} on the box"
         found.append(Finding("error", text, "launch.python names another"))

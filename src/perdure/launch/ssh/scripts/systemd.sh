@@ -15,7 +15,7 @@ cat > "$unit" <<UNIT
 Description=perdure: @job@ goes on after a reboot
 [Service]
 Type=oneshot
-KillMode=none
+RemainAfterExit=yes
 ExecStart=/bin/sh "$JOB_DIR/launch/start.sh" after-boot
 [Install]
 WantedBy=default.target
