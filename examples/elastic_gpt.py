@@ -54,7 +54,7 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     perdure.elastic.train(
-        blocks=list(GPT(layers=args.layers, width=args.width, heads=4, context=args.context)),
+        blocks=GPT(layers=args.layers, width=args.width, heads=4, context=args.context),
         optimizer=lambda params: torch.optim.AdamW(params, lr=args.lr, weight_decay=0.01),
         scheduler=lambda opt: torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.steps),
         dataset=Windows(read_text(), args.context),

@@ -105,6 +105,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--width", type=int, default=16, help="channels of the first block")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--num-workers", type=int, default=0, help="processes that draw images")
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     model = perdure.elastic.train(
@@ -117,6 +118,7 @@ def main() -> None:
         micro_batch=args.micro_batch,
         steps=args.steps,
         seed=args.seed,
+        num_workers=args.num_workers,
         on_step=show,
     )
     unseen = Shapes(args.seed + 1)  # Every rank has the whole model; each says the same.

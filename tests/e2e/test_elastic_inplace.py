@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,17 @@ def read(trail: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def begin(start: Callable[..., Job], trail: Path, *options: str, steps: int = STEPS) -> Job:
+def begin(
+    start: Callable[..., Job],
+    trail: Path,
+    *options: str,
+    steps: int = STEPS,
+    more: tuple[str, ...] = (),
+) -> Job:
     script = str(SCRIPTS / "elastic.py")
     job = start(
         "el", "-n", "3", *options, script, "--trail", str(trail), "--steps", str(steps),
-        timeout_s=170,
+        *more, timeout_s=170,
     )  # fmt: skip
     job.wait_until(lambda: len(read(trail, 0)) >= 10, "ten steps")
     return job
@@ -57,12 +65,17 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
 def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     (tmp_path / "job.toml").write_text("[restart]\nreplace = false\n")
-    job = begin(start, trail, "-c", str(tmp_path / "job.toml"))
+    more = ("--exact", "--num-workers", "1")
+    job = begin(start, trail, "-c", str(tmp_path / "job.toml"), more=more)
     os.kill(pid_of(job, 1), signal.SIGKILL)
     job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
     os.kill(pid_of(job, 0), signal.SIGKILL)
     job.wait_until(lambda: read(trail, 2)[-1]["world"] == [2], "the last one's next step")
     check(job, trail, (2,))
+    alone = tmp_path / "alone"  # One process, which loads what it needs when it needs it.
+    words = [str(SCRIPTS / "elastic.py"), "--trail", str(alone), "--exact", "--steps", str(STEPS)]
+    subprocess.run([sys.executable, *words], check=True, timeout=120)
+    assert [r["losses"] for r in read(trail, 2)] == [r["losses"] for r in read(alone, 0)]
 
 
 @pytest.mark.slow

@@ -29,9 +29,11 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--shard", choices=["full"])
 parser.add_argument("--pipeline", type=int)
+parser.add_argument("--num-workers", type=int, default=0)
 args = parser.parse_args()
 os.makedirs(args.trail, exist_ok=True)
 rank = os.environ.get("RANK", "0")
+torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
 out = open(f"{args.trail}/rank-{rank}.jsonl", "a", buffering=1)  # noqa: SIM115
 made: list[torch.optim.Optimizer] = []
@@ -69,6 +71,7 @@ perdure.elastic.train(
     shard=args.shard,
     pipeline=args.pipeline,
     snapshot_every=5,
+    num_workers=args.num_workers,
     on_step=note,
 )
 out.close()

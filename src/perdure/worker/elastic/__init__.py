@@ -10,6 +10,7 @@ the same script trains. What a step computes depends on (seed, step, micro-batch
 how many ranks there are.
 """
 
+import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,7 @@ from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.elastic.data import MicroBatches
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.prefetch import Prefetcher
 from perdure.worker.elastic.rates import declare_rate
 from perdure.worker.elastic.replica import Replica, make_model
 from perdure.worker.elastic.state import hash_tensors as hash_tensors
@@ -70,16 +72,18 @@ def train(
     config: Mapping[str, Value] | None = None,
     device: str | torch.device = "cpu",
     collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int = 0,
     on_step: Callable[[Step], object] | None = None,
 ) -> torch.nn.Module:
     """Train `blocks`, a module or a list of modules called in order, and return the model.
 
     `dataset` is map-style and yields (input, target); one without a length is an endless stream
-    that gives the same sample for the same position on every rank. `loss(output, target)` is a
-    mean over its micro-batch. `optimizer` makes an optimizer of the parameters, `scheduler` a
-    schedule of the optimizer, stepped once a step. `on_step` is called on every rank after each
-    committed step. `config` declares settings by name and default, to be read from
-    `perdure.elastic.config`.
+    that gives the same sample for the same position on every rank. It is loaded where it is used,
+    or with `num_workers` by so many processes beside each rank, before its turn.
+    `loss(output, target)` is a mean over its micro-batch. `optimizer` makes an optimizer of the
+    parameters, `scheduler` a schedule of the optimizer, stepped once a step. `on_step` is called
+    on every rank after each committed step. `config` declares settings by name and default, to be
+    read from `perdure.elastic.config`.
     `scaler` is a `torch.amp.GradScaler` (for replicated state); what it skips, all skip.
     With `exact`, losses are bitwise the same whatever the world was (see docs/elastic.md).
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
@@ -99,24 +103,24 @@ def train(
     model = make_model(blocks).to(device)
     plan = plan_batches(global_batch, micro_batch)
     data = MicroBatches(dataset, plan, seed=seed, shuffle=shuffle, collate_fn=collate_fn)
-
-    trainer = _open(
-        model, data, optimizer, loss, device=device, shard=shard,
-        pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
-        scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
-        common={
-            "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
-        },
-    )  # fmt: skip
-    for step in trainer.steps(steps):
-        if on_step is not None:
-            on_step(step)
+    with contextlib.closing(Prefetcher(data.load, num_workers)) as ahead:
+        trainer = _open(
+            model, ahead.load, optimizer, loss, device=device, shard=shard,
+            pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
+            scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
+            common={
+                "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
+            },
+        )  # fmt: skip
+        for step in trainer.steps(steps):
+            if on_step is not None:
+                on_step(step)
     return trainer.model
 
 
 def _open(
     model: torch.nn.Module,
-    data: MicroBatches,
+    load_host: Callable[[int, int], Any],
     optimizer: Callable[[Any], torch.optim.Optimizer],
     loss: Callable[[Any, Any], Tensor],
     *,
@@ -132,7 +136,7 @@ def _open(
     """Return the loop over a model that is replicated, sharded, or cut into stages."""
 
     def load(step: int, number: int) -> Any:
-        inputs, targets = data.load(step, number)
+        inputs, targets = load_host(step, number)
         return move_to(inputs, device), move_to(targets, device)
 
     def run(model: Callable[[Any], Any], step: int, number: int) -> Tensor:

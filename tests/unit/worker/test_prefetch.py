@@ -1,0 +1,96 @@
+"""Micro-batches loaded before their turn: real processes."""
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from perdure.worker.elastic.prefetch import Prefetcher
+
+
+def load_one(step: int, number: int) -> tuple[torch.Tensor, int]:
+    return torch.full((3,), 100.0 * step + number), os.getpid()
+
+
+@pytest.fixture
+def ahead() -> Iterator[Prefetcher]:
+    made = Prefetcher(load_one, 2)
+    yield made
+    made.close()
+
+
+def load(ahead: Prefetcher, step: int, *numbers: int) -> list[bool]:
+    """Load and check; return which ones were loaded elsewhere."""
+    found = [ahead.load(step, number) for number in numbers]
+    assert [t[0].item() for t, _ in found] == [100.0 * step + number for number in numbers]
+    return [pid != os.getpid() for _, pid in found]
+
+
+def test_what_was_loaded_in_the_step_before_is_there(ahead: Prefetcher) -> None:
+    assert load(ahead, 0, 4, 5) == [False, False]
+    assert load(ahead, 1, 4, 5) == [True, True]
+    assert load(ahead, 2, 4, 5) == [True, True]
+
+
+def test_a_changed_share_is_loaded_here_once(ahead: Prefetcher) -> None:
+    load(ahead, 0, 4, 5)
+    load(ahead, 1, 4, 5)
+    assert load(ahead, 2, 4, 5, 6, 7) == [True, True, False, False]
+    assert load(ahead, 3, 4, 5, 6, 7) == [True, True, True, True]
+    assert load(ahead, 4, 6) == [True]
+    load(ahead, 5, 6)
+    assert load(ahead, 6, 6) == [True]
+    assert load(ahead, 2, 6) == [False]  # The job went back to a snapshot.
+
+
+def test_a_process_that_dies_costs_nothing_but_its_help(
+    ahead: Prefetcher, capfd: pytest.CaptureFixture[str]
+) -> None:
+    load(ahead, 0, 4)
+    _, pid = ahead.load(1, 4)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    step = 2
+    while load(ahead, step, 4) == [True]:
+        assert time.monotonic() < deadline
+        step += 1
+    assert load(ahead, step + 1, 4) == [False]
+    assert "a process that loaded data has died" in capfd.readouterr().err
+
+
+def test_an_error_of_the_dataset_is_raised_when_its_turn_comes() -> None:
+    def fail_later(step: int, number: int) -> int:
+        if step == 1:
+            raise LookupError("sample 3")
+        return number
+
+    ahead = Prefetcher(fail_later, 1)
+    assert ahead.load(0, 7) == 7
+    with pytest.raises(LookupError, match="sample 3"):
+        ahead.load(1, 7)
+    ahead.close()
+
+
+def test_no_process_outlives_its_rank(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        ahead = Prefetcher(load_one, 1)
+        ahead.load(0, 1)
+        (tmp_path / "part").write_text(str(ahead.load(1, 1)[1]))
+        (tmp_path / "part").rename(tmp_path / "pid")
+        signal.pause()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    loader = Path("/proc", (tmp_path / "pid").read_text(), "stat")
+    assert loader.exists()
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    while loader.exists() and loader.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
