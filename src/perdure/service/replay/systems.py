@@ -94,7 +94,9 @@ class Perdure:
         self.paths = paths_of(home, self.job)
         self._gates = Gates(folder, count)
         self._gone: set[int] = set()
-        """Places that were drained or cordoned, which have to be restored."""
+        """Places that were drained, which have to be restored."""
+        self._told: set[int] = set()
+        """Places whose leaving was announced."""
         self._process: subprocess.Popen[bytes] | None = None
         words = ("elastic", folder, MICRO_BATCHES, pace_s, count, *([stages] if stages > 1 else []))
         self._spec = JobSpec(
@@ -140,7 +142,7 @@ class Perdure:
         if back:
             self.add(back)
         for place in (p for p in out if p in here):
-            self._ask("drain", [place], 60.0)
+            self._ask("drain", _name_targets([place]) | {"deadline_s": 60.0}, 60.0)
             self._gone.add(place)
         self.wait_world(places, 120.0)
         if not keep:
@@ -163,14 +165,9 @@ class Perdure:
             time.sleep(0.1)
 
     def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """Drain them; the controller is asked aside, and answers when they have left."""
-        self._gone |= set(places)
-
-        def drain() -> None:
-            with contextlib.suppress(PerdureError):
-                self._ask("drain", places, max(0.2, notice_s))
-
-        threading.Thread(target=drain, daemon=True).start()
+        """Announce it, as a monitor of the platform would."""
+        self._told |= set(places)
+        self._notify("preemption", places, notice_s)
 
     def kill(self, places: Sequence[int]) -> None:
         """SIGKILL all processes of these nodes, and let none start there."""
@@ -178,21 +175,34 @@ class Perdure:
         kill_nodes(self.job, self._home, places)
 
     def add(self, places: Sequence[int]) -> None:
-        """Let the nodes start; those that were drained have to be let back in."""
+        """Let the nodes start; those that were drained have to be let back in.
+
+        What was announced is over: a machine that comes into a place is another one, but its boot
+        id, by which the controller would know, is that of this machine.
+        """
         barred = [place for place in places if place in self._gone]
         self._gone -= set(places)
         self._gates.open(places)
+        self._notify("preemption-withdrawn", [p for p in places if p in self._told])
+        self._told -= set(places)
         if barred:
-            threading.Thread(target=self._restore, args=(barred,), daemon=True).start()
+            self._aside([("restore", _name_targets(barred), 30.0)])
 
-    def _restore(self, places: Sequence[int]) -> None:
-        with contextlib.suppress(PerdureError):
-            self._ask("restore", places, 30.0)
+    def _notify(self, kind: str, places: Sequence[int], grace_s: float = 0.0) -> None:
+        said = {"kind": kind, "source": "trace", "grace_s": grace_s}
+        self._aside([("notify", said | {"node": place}, 5.0) for place in places])
 
-    def _ask(self, verb: str, places: Sequence[int], deadline_s: float) -> None:
-        args: dict[str, object] = {"targets": [f"node:{place}" for place in places]}
-        if verb == "drain":
-            args["deadline_s"] = deadline_s
+    def _aside(self, asked: list[tuple[str, dict[str, object], float]]) -> None:
+        """Ask the controller while the trace goes on, each thing once the one before is done."""
+
+        def ask() -> None:
+            for verb, args, deadline_s in asked:
+                with contextlib.suppress(PerdureError):
+                    self._ask(verb, args, deadline_s)
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    def _ask(self, verb: str, args: dict[str, object], deadline_s: float) -> None:
         document = {"id": f"replay-{token_hex(6)}", "kind": verb, "args": args, "who": "replay"}
         command = msgspec.convert(document, Command)
         ask_controller(self.job, self.paths, command, timeout_s=deadline_s + 15.0)
@@ -221,6 +231,10 @@ class Perdure:
                 return
         kill_tree(process.pid)
         process.wait()
+
+
+def _name_targets(places: Sequence[int]) -> dict[str, object]:
+    return {"targets": [f"node:{place}" for place in places]}
 
 
 class Torchrun:
