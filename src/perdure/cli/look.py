@@ -14,6 +14,7 @@ from perdure.cli.act import JobName
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
+from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
 from perdure.dash.watch import find_telling
 from perdure.detect.traps import find_trap, name_symptoms
@@ -125,6 +126,8 @@ def render_snapshot(snapshot: Snapshot) -> str:
             for r in snapshot.ranks
         ]  # fmt: skip
         lines += ["", render_table(head, rows)]
+    if snapshot.world is not None:
+        lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
     if snapshot.checkpoints:
         newest = snapshot.checkpoints[-1]
         lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from perdure.dash.live import render_status
+from perdure.dash.shape import render_shape, render_span
 from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
 from perdure.model.settings import render_value
@@ -45,6 +46,7 @@ def render_watch(
         _section("Verdicts", [_describe(v, snapshot) for v in find_telling(snapshot)]),
         _section("Incidents", _render_incidents(snapshot)),
         _section("Replica groups", _render_replicas(snapshot)),
+        _section("Stages", _render_stages(snapshot)),
         _section("Configuration", _render_settings(snapshot, width)),
         _section("Devices", _render_devices(snapshot)),
     ]
@@ -131,24 +133,6 @@ def _rank_cells(group: Sequence[RankRow]) -> tuple[str, ...]:
         f"{min(row.steps_per_s for row in group):.1f}",
         waits or first.collective,
     )
-
-
-def render_span(numbers: Sequence[int], most: int = 3) -> str:
-    """Return ascending numbers as ranges, such as `0-511,513`; of many, the first ones.
-
-    >>> render_span([0, 1, 2, 5])
-    '0-2,5'
-    """
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][1] + 1:
-            spans[-1][1] = number
-        else:
-            spans.append([number, number])
-    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
-    if len(words) > most:
-        return f"{','.join(words[:most])},... ({len(numbers)})"
-    return ",".join(words)
 
 
 def _table(cells: list[tuple[str, ...]], styles: list[str], width: int) -> list[Line]:
@@ -241,6 +225,12 @@ def _render_replicas(snapshot: Snapshot) -> list[Line]:
         )
         for r in snapshot.replicas[:8]
     ]
+
+
+def _render_stages(snapshot: Snapshot) -> list[Line]:
+    if snapshot.world is None:
+        return []
+    return [Line(text) for text in render_shape(snapshot.world, snapshot.ranks)]
 
 
 def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:

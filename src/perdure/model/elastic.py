@@ -55,6 +55,10 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     """When it was connected; from then on states were brought together."""
     shape: str = ""
     """Copies and stages of a pipelined world."""
+    section: tuple[int, int] = (0, 0)
+    """Of such a world: the first block that this rank holds, and the one after the last."""
+    micro_batches: int = 0
+    """Of such a world: of a step."""
     morphed: bool = False
     """The model is cut into stages otherwise than before."""
     moved_bytes: int = 0

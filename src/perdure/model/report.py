@@ -145,6 +145,26 @@ class IncidentRow(msgspec.Struct, frozen=True):
     """None: not over yet."""
 
 
+class StageRow(msgspec.Struct, frozen=True):
+    """One stage of a pipelined elastic world."""
+
+    blocks: tuple[int, int]
+    """The first, and the one after the last."""
+    ranks: tuple[int, ...]
+    """That hold them: its copies."""
+
+
+class WorldShape(msgspec.Struct, frozen=True):
+    """A pipelined elastic world as its members have formed it."""
+
+    epoch: int
+    shape: str
+    """`2x3` is two copies of three stages; `(3,2)` the copies of each where they differ."""
+    micro_batches: int
+    """Of a step."""
+    stages: tuple[StageRow, ...]
+
+
 SNAPSHOT_SCHEMA = 1
 """Raised when a field is taken away or means something else; a new field does not raise it."""
 
@@ -189,4 +209,6 @@ class Snapshot(msgspec.Struct, frozen=True):
     cordoned: tuple[int, ...] = ()
     coming: tuple[Change, ...] = ()
     """Changes of configuration that are agreed for steps yet to come, the next one first."""
+    world: WorldShape | None = None
+    """Of a pipelined elastic job."""
     schema: int = SNAPSHOT_SCHEMA

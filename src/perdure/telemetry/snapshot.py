@@ -30,6 +30,7 @@ from perdure.telemetry.ledger import find_committed
 from perdure.telemetry.recent import RecentFold
 from perdure.telemetry.replicas import ReplicaFold
 from perdure.telemetry.rows import RankRows
+from perdure.telemetry.shapes import ShapeFold
 from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
@@ -60,6 +61,7 @@ class Certain:
     replicas: ReplicaFold = field(default_factory=ReplicaFold)
     steering: SteeringFold = field(default_factory=SteeringFold)
     recent: RecentFold = field(default_factory=RecentFold)
+    shapes: ShapeFold = field(default_factory=ShapeFold)
     entries: int = 0
 
 
@@ -89,7 +91,7 @@ class SnapshotFold:
         certain.verdicts.add(entry)
         if not isinstance(entry.body, Decision):
             certain.replicas.add(entry.body)
-        if not isinstance(entry.body, Decision):
+            certain.shapes.add(entry.body)
             certain.steering.add(entry.body)
             certain.devices.add(entry.body)
             certain.recent.add(entry, certain.history)
@@ -210,6 +212,7 @@ class SnapshotFold:
             paused=bool(steering.paused),
             recent=self.certain.recent.find_rows(history, now),
             cordoned=tuple(sorted(self.certain.cordoned)),
+            world=self.certain.shapes.find(number),
         )
         return self.certain.replicas.complete(self._spec, picture)
 

@@ -3,7 +3,8 @@
 import msgspec
 import pytest
 
-from perdure.dash.watch import find_telling, render_ranks, render_span, render_watch
+from perdure.dash.shape import render_span
+from perdure.dash.watch import find_telling, render_ranks, render_watch
 from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
 from perdure.model.settings import Change, KeySpec
 from perdure.model.verdicts import Culprit, Verdict

@@ -317,8 +317,9 @@ class StageTrainer(PartTrainer):
 
     def _describe(self, plan: Any) -> dict[str, Any]:
         shape, morphed = plan.layout.shape, plan.changed
+        held = {"section": tuple(self._staged.section), "micro_batches": self._count}
         moved = {"morphed": morphed, "moved_bytes": self._moved}
-        return {"back": plan.back, "shape": shape, **moved}
+        return {"back": plan.back, "shape": shape, **held, **moved}
 
     def _load_checkpoint(self, group: Group, number: int, count: int) -> None:
         """Take the newest checkpoint's state in the place of the initial one.

@@ -1,0 +1,45 @@
+"""The shape of a pipelined elastic world, in lines."""
+
+from collections.abc import Sequence
+
+from perdure.model.report import RankRow, WorldShape
+
+
+def render_shape(world: WorldShape, ranks: Sequence[RankRow]) -> list[str]:
+    r"""Return who holds which stage.
+
+    >>> from perdure.model.report import StageRow
+    >>> stages = StageRow((0, 5), (0, 2)), StageRow((5, 8), (1,))
+    >>> print("\n".join(render_shape(WorldShape(3, "(2,1)", 56, stages), [])))
+    world (2,1) of 56 micro-batches a step, epoch 3
+      stage 0  blocks 0-4  ranks 0,2
+      stage 1  blocks 5-7  ranks 1
+    """
+    homes = {row.rank: row.node for row in ranks}
+    share = f"{world.micro_batches} micro-batches a step"
+    lines = [f"world {world.shape} of {share}, epoch {world.epoch}"]
+    for number, stage in enumerate(world.stages):
+        first, after = stage.blocks
+        nodes = sorted({homes[rank] for rank in stage.ranks if rank in homes})
+        where = f"  nodes {render_span(nodes)}" if nodes else ""
+        blocks, held = render_span(range(first, after)), render_span(stage.ranks)
+        lines.append(f"  stage {number}  blocks {blocks}  ranks {held}{where}")
+    return lines
+
+
+def render_span(numbers: Sequence[int], most: int = 3) -> str:
+    """Return ascending numbers as ranges, such as `0-511,513`; of many, the first ones.
+
+    >>> render_span([0, 1, 2, 5])
+    '0-2,5'
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    words = [str(a) if a == b else f"{a}-{b}" for a, b in spans]
+    if len(words) > most:
+        return f"{','.join(words[:most])},... ({len(numbers)})"
+    return ",".join(words)
