@@ -11,6 +11,7 @@ import msgspec
 import typer
 
 from perdure.cli.act import JobName
+from perdure.cli.jobs import ENDED, find_here
 from perdure.cli.launch import render_finding
 from perdure.cli.options import Json
 from perdure.cli.profiles import here, is_terminal
@@ -28,7 +29,7 @@ from perdure.launch.pulling import (
     read_verified,
     write_verified,
 )
-from perdure.launch.records import read_remote, write_record
+from perdure.launch.records import read_record, write_record
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
 from perdure.service.jobfiles import resolve_home
@@ -88,9 +89,9 @@ def pull(
 
 def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
     """Return how the job is on a box, after up to `for_s` in which it may end."""
-    platform, deadline = find_platform(box.profile.kind), time.monotonic() + for_s
+    deadline = time.monotonic() + for_s
     while True:
-        state = platform.find_state(box, place)
+        state = find_state(box, place)
         if state.over or time.monotonic() > deadline:
             return state
         time.sleep(0.5)
@@ -179,13 +180,13 @@ def teardown(
         return 4 if obstacles else 0
     if obstacles:
         raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
-    if not command and not by_hand:
+    if not command and not by_hand and not record.profile.ends_by_itself:
         raise SafetyError(
             f"the profile has no stop command; {_how(record)}",
             hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
         )
     _ask_name(job, confirm, record)
-    if not box_is_gone:
+    if not box_is_gone and record.profile.kind == "ssh":
         for box in record.boxes:
             _clean(box)
     if command and not by_hand:
@@ -199,14 +200,14 @@ def teardown(
 
 
 def find_record(home: str, job: str) -> LaunchRecord:
-    """Return what is remembered of a job that was launched to another machine.
+    """Return what is remembered of a launched job.
 
     Raises:
         ConfigError: there is none.
     """
-    record = read_remote(home, job)
+    record = read_record(home, job)
     if record is None:
-        raise ConfigError(f"job `{job}` was not launched to another machine from here",
+        raise ConfigError(f"job `{job}` was not launched from here",
                           hint="perdure ps lists the jobs of this machine")  # fmt: skip
     if record.profile.kind == "kubernetes":
         raise ConfigError(f"job `{job}` is in pods, whose results are not pulled",
@@ -214,6 +215,26 @@ def find_record(home: str, job: str) -> LaunchRecord:
     if record.torn_down_s:
         raise ConfigError(f"job `{job}` was torn down already")
     return record
+
+
+def find_state(record: LaunchRecord, place: Here) -> BoxState:
+    """Return how the job is, by its platform; of this machine's own, by the job's files.
+
+    Raises:
+        PlatformError: nobody answered, which says nothing about the job.
+    """
+    if record.profile.kind != "local":
+        return find_platform(record.profile.kind).find_state(record, place)
+    job = find_here(record.job, record.home)
+    snapshot = job.snapshot()
+    if job.alive:
+        return BoxState(state="running", reason=snapshot.reason)
+    ended = snapshot.state in ENDED
+    return BoxState(
+        state="ended" if ended else "killed",
+        code=int(snapshot.state == "failed"),
+        reason=snapshot.reason or snapshot.state,
+    )
 
 
 def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
@@ -229,8 +250,7 @@ def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[
     on_box: PullManifest | None = None
     try:
         if not box_is_gone:
-            platform = find_platform(record.profile.kind)
-            states += [platform.find_state(box, place) for box in record.boxes]
+            states += [find_state(box, place) for box in record.boxes]
             on_box = find_roster(record)
     except UnreachedError as error:
         place.tell(str(error))

@@ -13,6 +13,7 @@ from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.paths import job_paths
 from perdure.model.profile import Profile
 
 
@@ -51,6 +52,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         raise ConfigError(f"the secret {missing[0]} is not set", hint=f"export {missing[0]}=...")
     pid = local.submit(local.render(spec, here.home))
     here.tell(f"started (pid {pid})")
+    outputs = {f"outputs/{o}": f"{plan.place}/{o}" for o in spec.launch.outputs}
     return LaunchRecord(
         job=plan.job,
         profile=plan.profile,
@@ -59,6 +61,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         python=sys.executable,
         id=str(pid),
         launched_s=time.time(),
+        roots={"job": job_paths(here.home, plan.job, os.getuid()).root, **outputs},
     )
 
 

@@ -241,7 +241,7 @@ def test_the_sitting_is_run_and_shown(
 def test_what_a_sitting_leaves(tmp_path: Path) -> None:
     assert find_time_left({"began_s": 50.0, "session_max_s": 100, "stop_before_s": 30}, 60.0) == 60
     run = Run(job="gpt", restart=0, state="stopped", code=0, checkpoint=40, warned=True)
-    record(tmp_path, run, *decide(run, [], 9))
+    record(tmp_path, run, 1, *decide(run, [], 9))
     status = json.loads((tmp_path / "status.json").read_text())
     assert (status["next"], status["session"], status["checkpoint"]) == ("requeue", 1, 40)
     assert len((tmp_path / "runs.jsonl").read_bytes().splitlines()) == 1

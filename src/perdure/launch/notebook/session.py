@@ -6,6 +6,7 @@ whole version, the checkpoints of earlier sessions among it: there the steps tha
 """
 
 import base64
+import fcntl
 import glob
 import hashlib
 import importlib
@@ -92,7 +93,12 @@ class Session:
             print(f"perdure: {self.durable}: {error}")
 
     def show_durable(self) -> str:
-        """Bring what earlier sessions left, and see that a file written there is there."""
+        """Bring what earlier sessions left, and see that a file written there is there.
+
+        Drive shows also what it has only in its cache: there the file is looked for after Drive
+        was flushed and mounted anew.
+        """
+        self.wait_for_earlier()
         if not self.kaggle:
             self.mount()
         carried = self.carry() if self.kaggle else ""
@@ -101,16 +107,36 @@ class Session:
         name = f".probe-{token}"
         path = os.path.join(self.durable, name)
         write_durably(path, token)
-        listed = name in os.listdir(self.durable)
+        if not self.kaggle:
+            self.mount_anew()
+        if not (os.path.isdir(self.durable) and name in os.listdir(self.durable)):
+            raise SessionError(f"{self.durable}: what was written there is not there")
         with open(path, encoding="utf-8") as file:
             read = file.read()
         os.remove(path)
-        if not listed or read != token:
-            raise SessionError(f"{self.durable}: what was written there is not there")
+        if read != token:
+            raise SessionError(f"{self.durable}: what was written there has changed")
         found = self.list_checkpoints()
         newest = f"the newest is {found[-1]}" if found else "this job begins"
         free = shutil.disk_usage(self.durable).free / 1e9
         return f"{self.durable}: {carried}{len(found)} checkpoints, {newest}; {free:.1f} GB free"
+
+    def wait_for_earlier(self) -> None:
+        """Wait until a job that an earlier run of these cells started has saved and left.
+
+        The end of its kernel told it to. Unmounting Drive, or unpacking over it, would disturb it.
+        """
+        deadline = time.monotonic() + self.settings["stop_before_s"]
+        os.makedirs(self.settings["data_dir"], exist_ok=True)
+        with open(f"{self.data}.lock", "ab") as lock:
+            while True:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise SessionError("the job of an earlier run has not left") from None
+                time.sleep(0.5)
 
     def mount(self) -> None:
         """Mount Drive, which asks a person; see that it is one and not the machine's own disk."""
@@ -118,6 +144,12 @@ class Session:
         drive.mount(self.settings["mount"])
         if not os.path.ismount(self.settings["mount"]):
             raise SessionError(f"{self.settings['mount']} is not mounted")
+
+    def mount_anew(self) -> None:
+        """Have Drive take what it holds back, and mount it again: so it is seen what it has."""
+        drive: Any = importlib.import_module("google.colab.drive")
+        drive.flush_and_unmount()
+        self.mount()
 
     def carry(self) -> str:
         """Copy what the newest version left (below /kaggle/input) to where this one writes."""
@@ -173,14 +205,16 @@ class Session:
         for name in self.settings["secrets"]:
             self.secrets[name] = find_secret(name, self.kaggle)
         wheel = os.path.join(self.data, self.settings["wheel"])
-        command = [sys.executable, "-m", "pip", "install", "--quiet", wheel]
-        command += self.settings["packages"]
+        wanted = [wheel, *self.settings["packages"]]
         if self.settings["requirements"]:
-            command += ["-r", os.path.join(self.data, "project", self.settings["requirements"])]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-        if done.returncode:
-            raise SessionError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
-        return " ".join(command[4:])
+            wanted += ["-r", os.path.join(self.data, "project", self.settings["requirements"])]
+        # First by itself: another perdure of the same version would count as installed.
+        for words in (["--force-reinstall", "--no-deps", wheel], wanted):
+            command = [sys.executable, "-m", "pip", "install", "--quiet", *words]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+            if done.returncode:
+                raise SessionError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+        return " ".join(wanted)
 
     def train(self) -> str:
         """Run the job until it is done, or until it has to leave this session; show its output."""
@@ -217,10 +251,8 @@ class Session:
 
     def settle(self) -> None:
         """Have Drive take what it holds back, and look again: only then is it saved."""
-        drive: Any = importlib.import_module("google.colab.drive")
         before = self.hash_newest()
-        drive.flush_and_unmount()
-        self.mount()
+        self.mount_anew()
         after = self.hash_newest()
         lost = sorted(path for path, digest in before.items() if after.get(path) != digest)
         if lost:

@@ -9,12 +9,15 @@ decision about what follows.
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +28,8 @@ from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
 from perdure.model.paths import job_paths
 
+KEEP_S = 30.0
+"""Journal, logs and outputs are as old as this at most where a session ends without a word."""
 _PR_SET_PDEATHSIG = 1
 _WORDS = {
     int(signal.SIGUSR1): "the session's ceiling is near",
@@ -43,15 +48,27 @@ def main(path: str) -> int:
         signal.signal(number, lambda got, frame: told.append(got))
     signal.signal(signal.SIGALRM, lambda got, frame: told.append(signal.SIGUSR1))
     # A notebook whose kernel was restarted would run the job a second time beside this one.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent()
+    lock = os.open(f"{data}.lock", os.O_CREAT | os.O_WRONLY, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
     left_s = find_time_left(settings, time.time())
-    before = read_runs(durable / RUNS)
-    say(f"session {len(before) + 1} of job {name}; it leaves in {left_s / 60:.0f} min")
+    before, session = read_runs(durable / RUNS), find_number(durable)
+    say(f"session {session} of job {name}; it leaves in {left_s / 60:.0f} min")
     signal.setitimer(signal.ITIMER_REAL, max(left_s, 1.0))
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(data / "job.json")]
     began_s = time.time()
-    code = follow(subprocess.Popen(command, cwd=data / "project"), told, _WORDS)
+    # The lock goes along: it is held for as long as either of the two lives.
+    process = subprocess.Popen(
+        command, cwd=data / "project", pass_fds=(lock,), preexec_fn=end_with_parent
+    )
+
+    def keep_all() -> None:
+        keep(name, durable / f"session-{session}", settings["outputs"], data)
+
+    with repeat(keep_all, KEEP_S):
+        code = follow(process, told, _WORDS)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    keep_all()
     state, saved = look_at_job(name)
     checkpoint = max(saved, find_newest(durable))  # It may have gone on from one and saved none.
     run = Run(
@@ -59,11 +76,39 @@ def main(path: str) -> int:
         # A cell that was stopped ends the session, and not the job.
         warned=bool(told), started_s=began_s, ended_s=time.time(),
     )  # fmt: skip
-    keep(name, durable / f"session-{len(before) + 1}", settings["outputs"], data)
     what, why = decide_next(run, before, settings["sessions_max"])
-    record(durable, run, what, why)
+    record(durable, run, session, what, why)
     say(f"{what}: {why}")
     return code
+
+
+def end_with_parent() -> None:
+    """Have the kernel send SIGTERM to this process when its parent is gone."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def find_number(durable: Path) -> int:
+    """Return the number of this session: one that ended without a word has left its folder."""
+    names = [path.name.removeprefix("session-") for path in durable.glob("session-*")]
+    return 1 + max((int(name) for name in names if name.isdigit()), default=0)
+
+
+@contextlib.contextmanager
+def repeat(act: Callable[[], None], every_s: float) -> Iterator[None]:
+    """Call `act` every so often, in a thread of its own."""
+    over = threading.Event()
+
+    def go() -> None:
+        while not over.wait(every_s):
+            act()
+
+    thread = threading.Thread(target=go)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def find_time_left(settings: dict[str, Any], now: float) -> float:
@@ -96,24 +141,37 @@ def find_newest(durable: Path) -> int:
 
 
 def keep(name: str, folder: Path, outputs: list[str], data: Path) -> None:
-    """Copy the job's records and outputs to the durable place; what cannot be is told of."""
+    """Copy what is newer of the job's records and outputs to the durable place."""
     root = Path(job_paths(os.environ["PERDURE_HOME"], name, os.getuid()).root)
     wanted = {root / part: folder / part for part in _KEPT}
     wanted |= {data / "project" / out: folder / "outputs" / out for out in outputs}
     wanted[data / "run.out"] = folder / "run.out"
     for source, target in wanted.items():
-        with contextlib.suppress(FileNotFoundError):
-            try:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                if source.is_dir():
-                    shutil.copytree(source, target, dirs_exist_ok=True)
-                else:
-                    shutil.copyfile(source, target)
-            except shutil.Error as error:
-                say(f"not all of {source} is kept: {error}")
+        try:
+            copy_newer(source, target)
+        except OSError as error:
+            say(f"not all of {source} is kept: {error}")
 
 
-def record(durable: Path, run: Run, what: str, why: str) -> None:
+def copy_newer(source: Path, target: Path) -> None:
+    """Copy a file, or a folder's files, that `target` has not, or has otherwise.
+
+    Raises:
+        OSError: the target cannot be written.
+    """
+    if source.is_dir():
+        for path in sorted(source.iterdir()):
+            copy_newer(path, target / path.name)
+        return
+    with contextlib.suppress(FileNotFoundError):  # Gone meanwhile, or not there yet.
+        now, before = source.stat(), target.stat() if target.exists() else None
+        if before and before.st_size == now.st_size and before.st_mtime == now.st_mtime:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, target)
+
+
+def record(durable: Path, run: Run, number: int, what: str, why: str) -> None:
     """Write the session's line, then its status, each on disk before the next."""
     with open(durable / RUNS, "ab") as file:
         file.write(msgspec.json.encode(run) + b"\n")
@@ -121,7 +179,7 @@ def record(durable: Path, run: Run, what: str, why: str) -> None:
         os.fsync(file.fileno())
     status = {
         "job": run.job, "state": run.state, "reason": why, "next": what, "code": run.code,
-        "checkpoint": run.checkpoint, "session": run.restart + 1, "ended_s": run.ended_s,
+        "checkpoint": run.checkpoint, "session": number, "ended_s": run.ended_s,
     }  # fmt: skip
     temporary = durable / ".status.json.tmp"
     with open(temporary, "wb") as file:
