@@ -209,6 +209,17 @@ class Laptop:
         state = self.box.home / "perdure" / "state" / "jobs" / job / "state.json"
         wait_until(lambda: read_json(state).get("step", -1) >= step, f"step {step}")
 
+    def train_reference(self, steps: int) -> None:
+        """Train the project's exact script here, undisturbed, with its trail in `reference`."""
+        folder = self.folder / "reference"
+        folder.mkdir()
+        script = self.folder / "project" / "train_exact.py"
+        command = [sys.executable, "-m", "perdure", "run", "-n", "2", "--name", "reference"]
+        subprocess.run(
+            [*command, str(script), "--trail", str(folder), "--steps", str(steps)],
+            env=self.env, check=True, timeout=170, capture_output=True,
+        )  # fmt: skip
+
     def disconnect(self) -> None:
         """End connections that are kept open for the next command."""
         config = str(self.ssh_config)

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.platforms.slurm_accounting import NEEDED as ACCOUNTING
+from tests.platforms.slurm_accounting import find_lines, start_accounting
+
 NEEDED = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _CONF = """\
 ClusterName=perdure
@@ -33,7 +36,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core_Memory
 SchedulerType=sched/backfill
 SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=2,bf_interval=2
-JobAcctGatherType=jobacct_gather/none
+JobAcctGatherType=jobacct_gather/{gather}
 JobRequeue=1
 KillWait=30
 MinJobAge=300
@@ -49,7 +52,6 @@ SlurmctldPidFile={root}/slurmctld.pid
 SlurmdPidFile={root}/slurmd-%n.pid
 SlurmctldLogFile={root}/log/slurmctld.log
 SlurmdLogFile={root}/log/slurmd-%n.log
-AccountingStorageType=accounting_storage/none
 GresTypes=gpu
 SlurmdParameters=config_overrides
 """
@@ -65,13 +67,14 @@ AllowedRAMSpace=100
 """
 
 
-def find_lack() -> str:
+def find_lack(*, accounting: bool = False) -> str:
     """Return why no Slurm can be started here; empty where one can."""
     if os.geteuid() != 0:
         return "not root"
     path = os.environ.get("PATH", "") + ":/usr/sbin"
-    missing = [name for name in NEEDED if shutil.which(name, path=path) is None]
-    return f"no {missing[0]}: apt-get install slurm-wlm munge" if missing else ""
+    needed = (*NEEDED, *(ACCOUNTING if accounting else ()))
+    missing = [name for name in needed if shutil.which(name, path=path) is None]
+    return f"no {missing[0]}: scripts/setup_platforms.sh" if missing else ""
 
 
 def pick_ports(count: int) -> list[int]:
@@ -85,10 +88,14 @@ def pick_ports(count: int) -> list[int]:
 
 
 class Cluster:
-    """A cluster of `nodes` nodes of four cores and two devices each; started by `start`."""
+    """A cluster of `nodes` nodes of four cores and two devices each; started by `start`.
 
-    def __init__(self, root: Path, nodes: int = 2) -> None:
+    With `accounting` slurmdbd and a MariaDB of its own keep what `sacct` tells.
+    """
+
+    def __init__(self, root: Path, nodes: int = 2, *, accounting: bool = False) -> None:
         self.root = root
+        self.accounting = accounting
         self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.cgroups = Path("/sys/fs/cgroup/memory").is_dir()
@@ -104,13 +111,15 @@ class Cluster:
         key = self.root / "munge.key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o400)
-        self._write_config()
+        port = self._write_config()
         self._spawn(
             "munged", "munged", "--foreground", "--force", f"--key-file={key}",
             f"--socket={self.root}/munge.sock", f"--pid-file={self.root}/munged.pid",
             f"--log-file={self.root}/log/munged.log", f"--seed-file={self.root}/munge.seed",
         )  # fmt: skip
         self.wait(lambda: (self.root / "munge.sock").exists(), "munge's socket")
+        if self.accounting:
+            start_accounting(self.root, port, self._spawn, self.wait)
         self._spawn("slurmctld", "slurmctld", "-D", "-c", "-f", str(self.root / "slurm.conf"))
         for node in self.nodes:
             self.start_node(node)
@@ -122,11 +131,19 @@ class Cluster:
             "idle nodes",
         )
 
-    def _write_config(self) -> None:
+    def _write_config(self) -> int:
+        """Write the files of the configuration; return the port of the accounting."""
         host = socket.gethostname().split(".")[0]
-        port, *ports = pick_ports(1 + len(self.nodes))
+        port, accounts, *ports = pick_ports(2 + len(self.nodes))
         track, task = ("cgroup", "cgroup") if self.cgroups else ("linuxproc", "none")
-        text = _CONF.format(root=self.root, host=host, port=port, track=track, task=task)
+        gather = ("cgroup" if self.cgroups else "linux") if self.accounting else "none"
+        text = _CONF.format(
+            root=self.root, host=host, port=port, track=track, task=task, gather=gather
+        )
+        if self.accounting:
+            text += find_lines(self.root, accounts)
+        else:
+            text += "AccountingStorageType=accounting_storage/none\n"
         for node, own in zip(self.nodes, ports, strict=True):
             text += (
                 f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={own} CPUs=4 "
@@ -148,6 +165,7 @@ class Cluster:
         (self.root / "gres.conf").write_text(
             f"NodeName={names} Name=gpu Type=a100 File={self.root}/dev/nvidia[0-1]\n"
         )
+        return accounts
 
     def start_node(self, node: str) -> None:
         self._spawn(node, "slurmd", "-D", "-N", node, "-f", str(self.root / "slurm.conf"))
@@ -217,7 +235,7 @@ class Cluster:
     def stop(self) -> None:
         """End everything, jobs first; what they left in cgroups is removed."""
         self.end_jobs()
-        for name in [*self.nodes, "slurmctld", "munged"]:
+        for name in [*self.nodes, "slurmctld", "slurmdbd", "mariadbd", "munged"]:
             process = self.processes.pop(name, None)
             if process is not None:
                 process.terminate()

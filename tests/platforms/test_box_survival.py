@@ -3,8 +3,6 @@
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -56,18 +54,6 @@ def write_job(laptop: Laptop, text: str) -> Path:
     return laptop.box.home / "perdure" / text.split('"')[1]
 
 
-def train_reference(laptop: Laptop) -> None:
-    """Train the same job here, undisturbed."""
-    folder = laptop.folder / "reference"
-    folder.mkdir()
-    command = [sys.executable, "-m", "perdure", "run", "-n", "2", "--name", "reference"]
-    command += [str(laptop.folder / "project" / "train_exact.py"), "--trail", str(folder)]
-    subprocess.run(
-        [*command, "--steps", str(STEPS)], env=laptop.env, check=True, timeout=170,
-        capture_output=True,
-    )  # fmt: skip
-
-
 def cut_when(laptop: Laptop, condition: Callable[[], object]) -> None:
     wait_until(condition, "a transfer to cut")
     assert laptop.box.cut()
@@ -95,7 +81,7 @@ def test_a_reboot_and_a_cut_transfer_change_no_loss(make: Callable[..., Laptop])
     assert pulling.returncode == 0, err
     assert "going on" in err
     assert laptop.ask("verify", "pulled")["ok"]
-    train_reference(laptop)
+    laptop.train_reference(STEPS)
     (laptop.folder / "killed").symlink_to(target)
     check_equal(laptop.folder, STEPS, 2)
 

@@ -1,123 +1,21 @@
 """Jobs on a real Slurm: warned, preempted, killed for memory, on lost nodes; losses bitwise."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from perdure.launch.platforms import Here
-from perdure.launch.records import read_record
-from perdure.launch.slurm import find_state
-from tests.e2e.harness import SCRIPTS, read_trail
 from tests.platforms.slurm_cluster import Cluster
+from tests.platforms.slurm_site import EXACT, Site, make_words
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
-
-
-class Site:
-    """A user on the cluster, with a project and a profile of their own."""
-
-    def __init__(self, cluster: Cluster, place: Path, **settings: Any) -> None:
-        self.cluster, self.place = cluster, place
-        self.env = {**os.environ, "PERDURE_HOME": str(place / "home")}
-        self.settings = {
-            "time_limit": "00:10:00", "warn_s": 70, "startup_s": 10, "checkpoint_s": 5,
-            "mem": "1500M", **settings,
-        }  # fmt: skip
-        (place / "trail").mkdir()
-
-    def launch(self, script: Path, *args: str, name: str = "job", **fields: Any) -> str:
-        """Launch a job; return its Slurm id."""
-        project = self.place / "project"
-        project.mkdir()
-        shutil.copy(script, project)
-        document = {"name": name, "script": script.name, "nproc": 2, "args": list(args),
-                    "checkpoint": {"every_steps": 20}, "launch": {"project": str(project)},
-                    **fields}  # fmt: skip
-        (self.place / "job.json").write_text(json.dumps(document))
-        lines = ['base = "slurm"', "[overrides]", f'DATA_DIR = "{self.place}/durable"',
-                 f'DURABLE_DIR = "{self.place}/durable"', "[slurm]"]  # fmt: skip
-        lines += [f"{key} = {json.dumps(value)}" for key, value in self.settings.items()]
-        (self.place / "site.toml").write_text("\n".join(lines) + "\n")
-        profile = str(self.place / "site.toml")
-        done = self.perdure("launch", "job.json", "--on", profile, "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return str(json.loads(done.stdout.splitlines()[-1])["id"])
-
-    def perdure(self, *words: str, home: str = "") -> "subprocess.CompletedProcess[str]":
-        env = {**self.env, **({"PERDURE_HOME": home} if home else {})}
-        return subprocess.run(
-            [sys.executable, "-m", "perdure", *words],
-            env=env, cwd=self.place, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-
-    def find_step(self) -> int:
-        try:
-            line = (self.place / "trail" / "rank-0.jsonl").read_text().splitlines()[-1]
-            return int(json.loads(line)["step"])
-        except (OSError, ValueError, IndexError):
-            return -1
-
-    def wait_step(self, step: int) -> None:
-        self.cluster.wait(lambda: self.find_step() >= step, f"step {step}", 120)
-
-    def wait_state(self, job: str, state: str, timeout_s: float = 180) -> None:
-        self.cluster.wait(
-            lambda: self.cluster.job(job)["JobState"] == state, f"{state} of {job}", timeout_s
-        )
-
-    def wait_back(self, job: str, restarts: int, timeout_s: float = 120) -> None:
-        """Wait until a job has been put back so often, and let it start at once."""
-        self.cluster.wait(
-            lambda: (found := self.cluster.job(job))["Restarts"] == str(restarts)
-            and found["JobState"] == "PENDING",
-            f"{job} put back", timeout_s,
-        )  # fmt: skip
-        self.cluster.start_now(job)
-
-    def runs(self, name: str = "job") -> list[dict[str, Any]]:
-        path = self.place / "durable" / "launched" / name / "runs.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()]
-
-    def find_end(self, name: str = "job") -> Any:
-        here = Here(home=self.env["PERDURE_HOME"], environ=self.env, tell=lambda text: None)
-        record = read_record(here.home, name)
-        assert record is not None
-        return find_state(record, here)
-
-    def check_equal(self, steps: int, ranks: int = 2) -> None:
-        """Compare the trail with one of a run that nothing interrupted."""
-        plain = self.place / "plain"
-        (plain / "trail").mkdir(parents=True)
-        done = self.perdure(
-            "run", "--name", "plain", "-n", str(ranks), str(SCRIPTS / "train_exact.py"),
-            "--trail", str(plain / "trail"), "--steps", str(steps), home=str(plain / "home"),
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
-        expected, found = read_trail(plain / "trail"), read_trail(self.place / "trail")
-        assert set(found) == {(rank, step) for rank in range(ranks) for step in range(steps)}
-        different = [key for key, tries in found.items() if set(
-            loss for loss, _ in tries) != {expected[key][0][0]}]  # fmt: skip
-        assert different == []
-
-
-EXACT = SCRIPTS / "train_exact.py"
-
-
-def words(place: Path, steps: int, pace_s: float) -> list[str]:
-    return ["--trail", str(place / "trail"), "--steps", str(steps), "--pace-s", str(pace_s)]
 
 
 def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Path) -> None:
     # Slurm's own clock fires the first warning, a minute or so after the start; a person the next.
     site = Site(cluster, place, time_limit="00:02:00", warn_s=30)
-    job = site.launch(EXACT, *words(place, 200, 0.4))
+    job = site.launch(EXACT, *make_words(place, 200, 0.4))
     site.wait_back(job, 1, 200)
     first = site.runs()[0]
     assert (first["state"], first["warned"], first["code"]) == ("stopped", True, 0)
@@ -138,7 +36,7 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
     site = Site(cluster, place, partition="gpu", extra=["--exclusive", "--nodelist=n1"])
-    job = site.launch(EXACT, *words(place, 120, 0.2))
+    job = site.launch(EXACT, *make_words(place, 120, 0.2))
     site.wait_step(10)
     urgent = cluster.call(
         "sbatch", "--parsable", "-p", "urgent", "--nodelist=n1", "--exclusive", "-o", "/dev/null",
@@ -188,7 +86,7 @@ def test_tasks_of_an_array_are_jobs_of_their_own(cluster: Cluster, place: Path) 
 
 def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) -> None:
     site = Site(cluster, place, gres="gpu:a100:1")
-    job = site.launch(EXACT, *words(place, 100, 0.2), nproc=1, nodes=2)
+    job = site.launch(EXACT, *make_words(place, 100, 0.2), nproc=1, nodes=2)
     site.wait_step(10)
     steps = cluster.call("squeue", "-s", "-h", "-j", job, "-o", "%i %N").split()
     assert {"n1", "n2"} <= set(steps)
@@ -207,7 +105,7 @@ def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) 
 
 def test_a_job_on_a_node_that_failed_comes_back_on_another(cluster: Cluster, place: Path) -> None:
     site = Site(cluster, place, extra=["--nodelist=n2"])
-    job = site.launch(EXACT, *words(place, 150, 0.2))
+    job = site.launch(EXACT, *make_words(place, 150, 0.2))
     site.wait_step(25)
     cluster.lose_node("n2")
     try:
@@ -222,7 +120,7 @@ def test_a_job_on_a_node_that_failed_comes_back_on_another(cluster: Cluster, pla
 
 def test_what_is_cancelled_stays_so(cluster: Cluster, place: Path) -> None:
     site = Site(cluster, place)
-    job = site.launch(EXACT, *words(place, 500, 0.2))
+    job = site.launch(EXACT, *make_words(place, 500, 0.2))
     site.wait_step(3)
     cluster.call("scancel", job)
     site.wait_state(job, "CANCELLED")

@@ -3,6 +3,7 @@
 import contextlib
 import getpass
 import os
+import socket
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ import msgspec
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.adapters.rings import read_ring
 from perdure.launch.records import list_records, read_remote
+from perdure.launch.slurm.client import Slurm
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.launching import LaunchRecord
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
+from perdure.model.slurm import Allocation, SlurmEnd
 from perdure.model.steering import Verb
 from perdure.model.wire import Command
 from perdure.service.jobfiles import (
@@ -78,10 +81,30 @@ class Job:
     def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
         """Return why a job that does not run has not ended; None where it has."""
         lines, readable = read_kernel_kills()
-        facts = HostFacts(boot_id=read_boot_id(), kernel_log=lines, log_readable=readable)
         parts = load_parts(self.paths)
+        facts = HostFacts(
+            boot_id=read_boot_id(),
+            kernel_log=lines,
+            log_readable=readable,
+            elsewhere=parts.host if parts and parts.host != socket.gethostname() else "",
+            slurm=self._ask_slurm(parts.slurm) if parts and parts.slurm else None,
+        )
         pids = [parts.run, parts.nats, parts.controller, *parts.agents.values()] if parts else []
         return explain_vanishing(entries, facts, (pid for pid in pids if pid))
+
+    def _ask_slurm(self, allocation: Allocation) -> SlurmEnd:
+        try:
+            return Slurm().find_end(allocation)
+        except PerdureError as error:
+            return SlurmEnd(state="unknown", reason=str(error))
+
+    def list_attempts(self) -> list[SlurmEnd]:
+        """Return how its attempts under Slurm ended, oldest first; none without accounting."""
+        parts = load_parts(self.paths)
+        try:
+            return Slurm().list_attempts(parts.slurm.job) if parts and parts.slurm else []
+        except PerdureError:
+            return []
 
     def tell_fate(self, entries: list[JournalEntry]) -> Fate:
         """Return whether it finished, died, stalled or runs, by what lies on the disk."""

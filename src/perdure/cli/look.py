@@ -234,8 +234,9 @@ def diagnose(
     verdicts = find_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
     fate, named = found.tell_fate(entries), _name_traps(entries)
+    attempts = found.list_attempts()
     if as_json:
-        more = {"vanished": vanished, "native_stacks": stacks, "traps": named}
+        more = {"vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts}
         print_json({"verdicts": verdicts, "fate": fate, **{k: v for k, v in more.items() if v}})
         return
     if fate.state in ("dead", "stalled"):
@@ -247,6 +248,11 @@ def diagnose(
         for name, value in vanished.evidence.items():
             print("\n".join(render_evidence(name, value)))
         print()
+    for number, end in enumerate(attempts):
+        where = f" on {end.nodes}" if end.nodes else ""
+        print(
+            f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
+        )
     start_s = find_start(entries[0]) if entries else 0.0
     if verdicts:
         print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))

@@ -303,7 +303,10 @@ def _clean(record: LaunchRecord) -> None:
     script = "if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; "
     script += 'rm -rf "$CRED_FILE" launch/credentials'
     channel = Channel(record.profile.launch)
-    done = channel.ask(in_job(record.place, script))
+    sent = (
+        f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.
+    )
+    done = channel.ask(sent + in_job(record.place, script))
     if done.code:
         note(f"{channel.name}: {done.err}")
     channel.disconnect()

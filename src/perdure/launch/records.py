@@ -8,6 +8,7 @@ import msgspec
 
 from perdure.model.errors import PlatformError
 from perdure.model.launching import LaunchRecord
+from perdure.model.slurm import list_tasks
 
 
 def _path(home: str, job: str) -> Path:
@@ -44,8 +45,18 @@ def read_record(home: str, job: str) -> LaunchRecord | None:
 
 def read_remote(home: str, job: str) -> LaunchRecord | None:
     """Return the record of a job that lives elsewhere; None for one of this machine."""
-    record = read_record(home, job)
+    record = read_record(home, job) or _read_task(home, job)
     return None if record is None or record.profile.kind == "local" else record
+
+
+def _read_task(home: str, job: str) -> LaunchRecord | None:
+    """Return the record of a task of a Slurm array, which was launched as part of it."""
+    name, _, task = job.rpartition("-")
+    array = read_record(home, name) if task.isdigit() else None
+    if array is None or task not in list_tasks(array.profile.slurm.array):
+        return None
+    roots = {"job": f"{array.home}/jobs/{job}"}
+    return msgspec.structs.replace(array, job=job, id=f"{array.id}_{task}", roots=roots)
 
 
 def list_records(home: str) -> list[LaunchRecord]:

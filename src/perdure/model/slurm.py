@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
+from msgspec.structs import replace
 
 from perdure.model.errors import ConfigError
 
@@ -95,6 +96,8 @@ _STATES: dict[str, State] = {
 }  # fmt: skip
 _WORST: Sequence[State] = ("out of memory", "node failed", "preempted", "time limit")
 """What is told first of an attempt whose steps ended differently: causes before consequences."""
+_OOM = 125
+"""slurmstepd's word for a step that ran out of memory, in the place of a code or of a signal."""
 
 
 class SlurmRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,6 +126,10 @@ class SlurmEnd(msgspec.Struct, frozen=True, kw_only=True):
     code: int = 0
     signal: int = 0
     reason: str = ""
+    start: str = ""
+    """As Slurm writes it, local time of the cluster."""
+    end: str = ""
+    nodes: str = ""
 
     @property
     def over(self) -> bool:
@@ -142,66 +149,85 @@ def split_exit(text: str) -> tuple[int, int]:
 
 
 def explain_rows(rows: Sequence[SlurmRow], job: str) -> SlurmEnd:
-    """Return how the newest attempt of `job` is, by its own row and those of its steps.
+    """Return how the newest attempt of `job` is; of an array, how its tasks are together."""
+    attempts = split_attempts(rows, job)
+    if attempts:
+        return explain_attempt(attempts[-1])
+    tasks = dict.fromkeys(row.id for row in rows if row.id.startswith(f"{job}_"))
+    ends = [explain_rows(rows, task) for task in tasks if "." not in task]
+    return join_ends(ends) if ends else SlurmEnd(state="unknown", reason="Slurm says nothing of it")
+
+
+def split_attempts(rows: Sequence[SlurmRow], job: str) -> list[list[SlurmRow]]:
+    """Return the attempts of `job`, oldest first: its own row, then those of its steps.
+
+    `sacct -D` shows an attempt's steps below it.
+    """
+    attempts: list[list[SlurmRow]] = []
+    for row in rows:
+        if row.id == job:
+            attempts.append([row])
+        elif row.id.startswith(f"{job}.") and attempts:
+            attempts[-1].append(row)
+    return attempts
+
+
+def explain_attempt(rows: Sequence[SlurmRow]) -> SlurmEnd:
+    """Return how an attempt is, or ended: `rows` are its own and those of its steps.
 
     A step that was killed for memory leaves a COMPLETED job behind when the script ends in another
     command, and a job that ran out of time shows exit code 0: so every step is looked at.
     """
-    own = [row for row in rows if row.id == job]
-    if not own:
-        return SlurmEnd(state="unknown", reason="Slurm says nothing of it")
-    newest = own[-1]
-    state = map_state(newest.state)
+    own, *_ = rows
+    state = map_state(own.state)
+    end = SlurmEnd(
+        state=state,
+        code=own.code or own.derived_code,
+        signal=own.signal or own.derived_signal,
+        reason=f"{own.state} {own.code}:{own.signal}",
+        start=own.start,
+        end=own.end,
+        nodes=own.nodes,
+    )
     if state in ("waiting", "running"):
-        return SlurmEnd(state=state, reason=newest.reason)
-    after = rows[rows.index(newest) :]  # Of an earlier attempt, -D shows the steps before.
-    steps = [row for row in after if row.id.startswith(f"{job}.")]
-    found = [(map_state(row.state), row) for row in (newest, *steps)]
+        return replace(end, reason=own.reason)
+    found = [(map_state(row.state), row) for row in rows]
     for worst in _WORST:
         for kind, row in found:
             if kind == worst:
-                return SlurmEnd(
-                    state=worst,
-                    code=newest.code or newest.derived_code,
-                    signal=newest.signal or row.signal,
-                    reason=f"{row.state} in {row.id}",
-                )
-    if newest.derived_code == 125:  # slurmstepd's own word for a step that ran out of memory
-        return SlurmEnd(state="out of memory", code=125, reason="a step left with 125")
-    code = newest.code or newest.derived_code
-    return SlurmEnd(
-        state="failed" if state == "done" and (code or newest.derived_signal) else state,
-        code=code,
-        signal=newest.signal or newest.derived_signal,
-        reason=f"{newest.state} {newest.code}:{newest.signal}",
-    )
+                reason = f"{row.state} in {row.id}"
+                return replace(end, state=worst, signal=end.signal or row.signal, reason=reason)
+    if _OOM in (own.derived_code, own.derived_signal):
+        return replace(end, state="out of memory", reason=f"a step left with {_OOM}")
+    return replace(end, state="failed") if state == "done" and (end.code or end.signal) else end
 
 
-def join_tasks(tasks: Sequence[SlurmRow]) -> SlurmEnd:
+def join_ends(ends: Sequence[SlurmEnd]) -> SlurmEnd:
     """Return how an array is by its tasks: running or waiting as long as one is, else the worst."""
-    ends = [explain_rows([task], task.id) for task in tasks]
     for state in ("running", "waiting", *_WORST, "failed", "cancelled", "unknown"):
         found = [end for end in ends if end.state == state]
         if found:
             reason = f"{len(found)} of {len(ends)} tasks are {state}: {found[0].reason}"
-            return SlurmEnd(
-                state=found[0].state, code=found[0].code, signal=found[0].signal, reason=reason
-            )
+            return replace(found[0], reason=reason)
     return SlurmEnd(state="done", reason=f"all {len(ends)} tasks are done")
 
 
+SACCT_FIELDS = "JobID,State,ExitCode,DerivedExitCode,Start,End,NodeList"
+
+
 def parse_sacct(text: str) -> list[SlurmRow]:
-    """Return the rows of `sacct -D -n -P -o JobID,State,ExitCode,DerivedExitCode,Start,End`."""
+    """Return the rows of `sacct -D -n -P -o SACCT_FIELDS`."""
     rows = []
     for line in text.splitlines():
         parts = line.split("|")
-        if len(parts) < 6:
+        if len(parts) < 7:
             continue
         (code, number), (derived, derived_signal) = split_exit(parts[2]), split_exit(parts[3])
         rows.append(
             SlurmRow(
                 id=parts[0], state=parts[1].split(" ")[0], code=code, signal=number,
                 derived_code=derived, derived_signal=derived_signal, start=parts[4], end=parts[5],
+                nodes="" if parts[6].startswith("None") else parts[6],
             )
         )  # fmt: skip
     return rows
@@ -226,6 +252,39 @@ def read_scontrol(fields: Mapping[str, str]) -> SlurmRow | None:
         start=fields.get("StartTime", ""), end=fields.get("EndTime", ""),
         restarts=int(fields.get("Restarts", "0") or 0), nodes=fields.get("BatchHost", ""),
     )  # fmt: skip
+
+
+class Allocation(msgspec.Struct, frozen=True):
+    """The attempt of a Slurm job that something runs in."""
+
+    job: str
+    """Such as `12`; `12_3` for a task of an array."""
+    restart: int = 0
+    """How often it had been put back before."""
+
+
+def read_allocation(environ: Mapping[str, str]) -> Allocation | None:
+    """Return the attempt that this environment is of; None outside Slurm."""
+    job = environ.get("SLURM_JOB_ID", "")
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ.get('SLURM_ARRAY_TASK_ID', '')}"
+    count = environ.get("SLURM_RESTART_COUNT", "")
+    return Allocation(job, int(count) if count.isdigit() else 0) if job else None
+
+
+def list_tasks(array: str) -> list[str]:
+    """Return the tasks of an array.
+
+    >>> list_tasks("0-2,7,10-20:5%2")
+    ['0', '1', '2', '7', '10', '15', '20']
+    """
+    tasks: list[str] = []
+    for part in array.partition("%")[0].split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match:
+            first, last, step = match[1], match[2] or match[1], match[3] or "1"
+            tasks += map(str, range(int(first), int(last) + 1, int(step) or 1))
+    return tasks
 
 
 def find_job_id(lines: Iterable[str]) -> str:

@@ -7,10 +7,12 @@ which no node owns, it is `nats-server` and `controller`.
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Iterable, Mapping
 
 from perdure.model.job import JobSpec
+from perdure.model.slurm import read_allocation
 from perdure.service.jobfiles import Parts
 from perdure.service.processes import Child
 
@@ -66,4 +68,6 @@ def make_parts(children: Mapping[str, Child], started_s: float) -> Parts:
             for part, child in children.items()
             if part.startswith("agent")
         },
+        slurm=read_allocation(os.environ),
+        host=socket.gethostname(),
     )

@@ -23,6 +23,7 @@ from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.report import Snapshot
 from perdure.model.settings import Steering
+from perdure.model.slurm import Allocation
 from perdure.model.wire import Endpoint
 
 T = TypeVar("T")
@@ -47,6 +48,10 @@ class Parts(msgspec.Struct, frozen=True):
     controller: int = 0
     agents: dict[int, int] = {}
     """Node -> pid."""
+    slurm: Allocation | None = None
+    """The attempt of a Slurm job that it runs in."""
+    host: str = ""
+    """Name of the machine of `perdure run`."""
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:

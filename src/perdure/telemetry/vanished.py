@@ -1,8 +1,10 @@
-"""Why `perdure run` is gone without having ended its job: four causes, tried in this order.
+"""Why `perdure run` is gone without having ended its job: Slurm's word, or one of four causes.
 
-A reboot explains everything at once and is certain; an out-of-memory kill leaves a line in the
-kernel's log; a hang-up is in the journal, because it is a signal that is answered; what is left is
-SIGKILL by somebody, or a crash of perdure's own.
+Where Slurm ran it, Slurm's own word is certain, and the machine that is asked may be another than
+the one where the job was. Then the four, in this order: a reboot explains everything at once and
+is certain; an out-of-memory kill leaves a line in the kernel's log; a hang-up is in the journal,
+because it is a signal that is answered; what is left is SIGKILL by somebody, or a crash of
+perdure's own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,8 +13,18 @@ from typing import Literal
 import msgspec
 
 from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+from perdure.model.slurm import SlurmEnd
+from perdure.model.slurm import State as SlurmState
 
-VanishingCause = Literal["reboot", "out of memory", "hang-up", "killed"]
+VanishingCause = Literal["reboot", "out of memory", "hang-up", "killed"] | SlurmState
+_SLURM: dict[SlurmState, str] = {
+    "out of memory": "more memory was used than asked for: a larger slurm.mem, or fewer workers",
+    "time limit": "the walltime was over before the job had left; a larger slurm.warn_s",
+    "preempted": "another job took its place; Slurm puts it back where --requeue is in force",
+    "node failed": "Slurm puts it back on another node where --requeue is in force",
+    "cancelled": "somebody ended it with scancel; the same launch resumes it",
+}
+"""What follows from an end that Slurm tells."""
 
 
 class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +34,10 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernel_log: tuple[str, ...] = ()
     """Lines of the kernel's log about killed processes; empty where it cannot be read."""
     log_readable: bool = True
+    elsewhere: str = ""
+    """The machine where the job was, if it is another than this one."""
+    slurm: SlurmEnd | None = None
+    """How the attempt ended that the job ran in, as Slurm has it."""
 
 
 class Vanishing(msgspec.Struct, frozen=True):
@@ -51,6 +67,15 @@ def explain_vanishing(
             {"at_s": hung_up[-1].at_s},
         )
     last_s = entries[-1].at_s if entries else 0.0
+    if facts.slurm is not None and facts.slurm.state in _SLURM:
+        told: dict[str, object] = {"slurm": facts.slurm.reason, "last_event_s": last_s}
+        if facts.slurm.nodes:
+            told["nodes"] = facts.slurm.nodes
+        return Vanishing(facts.slurm.state, f"Slurm says so; {_SLURM[facts.slurm.state]}", told)
+    if facts.elsewhere:
+        more = f"; Slurm: {facts.slurm.reason}" if facts.slurm is not None else ""
+        reason = f"it ran on {facts.elsewhere}, whose kernel is not asked from here{more}"
+        return Vanishing("unknown", reason, {"last_event_s": last_s})
     boots = [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
     if boots and boots[-1] and facts.boot_id and boots[-1] != facts.boot_id:
         return Vanishing(

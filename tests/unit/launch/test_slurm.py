@@ -7,43 +7,67 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.platforms import Here
-from perdure.launch.slurm import expand, render
+from perdure.launch.slurm import render
 from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.launch.slurm.checks import check_cluster
+from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
-from perdure.model.profile import Profile
+from perdure.model.profile import LaunchSection, Profile
 from perdure.model.slurm import (
+    Allocation,
+    SlurmEnd,
     SlurmRow,
     SlurmSection,
+    explain_attempt,
     explain_rows,
     find_job_id,
-    join_tasks,
+    join_ends,
+    list_tasks,
     parse_sacct,
     parse_scontrol,
     parse_time_limit,
+    read_allocation,
     read_scontrol,
+    split_attempts,
 )
 
-# In the form of `sacct -D -n -P` of Slurm 22.05; no accounting ran where this was written.
+# What `sacct -D -n -P` of Slurm 22.05 with slurmdbd said of real jobs; the dates are shortened.
 TIMEOUT = """\
-12|TIMEOUT|0:0|0:0|2026-01-01T00:00:00|2026-01-01T00:02:00
-12.batch|CANCELLED|0:9||2026-01-01T00:00:00|2026-01-01T00:02:05
+3|TIMEOUT|0:0|0:0|00:27:58|00:29:08|n1
+3.batch|CANCELLED|0:15||00:27:58|00:29:08|n1
 """
 OOM_HIDDEN = """\
-13|COMPLETED|0:0|0:125|2026-01-01T00:00:00|2026-01-01T00:02:00
-13.batch|COMPLETED|0:0||2026-01-01T00:00:00|2026-01-01T00:02:00
-13.0|OUT_OF_MEMORY|0:125||2026-01-01T00:00:00|2026-01-01T00:01:00
+1|COMPLETED|0:0|0:125|00:27:58|00:27:58|n1
+1.batch|COMPLETED|0:0||00:27:58|00:27:58|n1
+1.0|OUT_OF_MEMORY|0:125||00:27:58|00:27:58|n1
 """
-NODE_FAIL_THEN_DONE = """\
-14|NODE_FAIL|0:0|0:0|2026-01-01T00:00:00|2026-01-01T00:02:00
-14.batch|CANCELLED|0:0||2026-01-01T00:00:00|2026-01-01T00:02:00
-14|COMPLETED|0:0|0:0|2026-01-01T00:03:00|2026-01-01T00:09:00
-14.batch|COMPLETED|0:0||2026-01-01T00:03:00|2026-01-01T00:09:00
+OOM = """\
+2|OUT_OF_MEMORY|0:125|0:0|00:27:58|00:27:58|n1
+2.batch|OUT_OF_MEMORY|0:125||00:27:58|00:27:58|n1
 """
-CANCELLED = "15|CANCELLED by 0|0:0|0:0|2026-01-01T00:00:00|2026-01-01T00:02:00\n"
-FAILED = "16|FAILED|7:0|7:0|2026-01-01T00:00:00|2026-01-01T00:02:00\n"
-PREEMPTED = "17|PREEMPTED|0:0|0:0|2026-01-01T00:00:00|2026-01-01T00:02:00\n"
+NODE_FAIL = """\
+7|NODE_FAIL|0:0|0:0|00:27:58|00:28:45|n2
+7.batch|CANCELLED|||00:27:58|00:28:45|n2
+7.0|CANCELLED|||00:27:58|00:28:45|n2
+"""
+PUT_BACK = NODE_FAIL + "7|PENDING|0:0|0:0|Unknown|Unknown|None assigned\n"
+DONE_THEN = (
+    NODE_FAIL
+    + """\
+7|COMPLETED|0:0|0:0|00:30:00|00:39:00|n1
+7.batch|COMPLETED|0:0||00:30:00|00:39:00|n1
+"""
+)
+CANCELLED = "15|CANCELLED by 0|0:0|0:0|00:00:00|00:02:00|n1\n"
+FAILED = "4|FAILED|7:0|0:0|00:27:58|00:27:58|n1\n4.batch|FAILED|7:0||00:27:58|00:27:58|n1\n"
+PREEMPTED = "17|PREEMPTED|0:0|0:0|00:00:00|00:02:00|n1\n"
+ARRAY = """\
+5_0|COMPLETED|0:0|0:0|00:27:58|00:27:58|n2
+5_0.batch|COMPLETED|0:0||00:27:58|00:27:58|n2
+5_1|FAILED|1:0|0:0|00:27:58|00:27:58|n2
+5_1.batch|FAILED|1:0||00:27:58|00:27:58|n2
+"""
 
 
 def profile(**changes: Any) -> Profile:
@@ -64,19 +88,38 @@ def levels(found: Profile, job: JobSpec | None = None) -> list[tuple[str, str]]:
 @pytest.mark.parametrize(
     ("text", "job", "state", "code"),
     [
-        (TIMEOUT, "12", "time limit", 0),
-        (OOM_HIDDEN, "13", "out of memory", 0),
-        (NODE_FAIL_THEN_DONE, "14", "done", 0),
-        ("".join(NODE_FAIL_THEN_DONE.splitlines(True)[:2]), "14", "node failed", 0),
+        (TIMEOUT, "3", "time limit", 0),
+        (OOM_HIDDEN, "1", "out of memory", 0),
+        (OOM, "2", "out of memory", 0),
+        (NODE_FAIL, "7", "node failed", 0),
+        (PUT_BACK, "7", "waiting", 0),
+        (DONE_THEN, "7", "done", 0),
         (CANCELLED, "15", "cancelled", 0),
-        (FAILED, "16", "failed", 7),
+        (FAILED, "4", "failed", 7),
         (PREEMPTED, "17", "preempted", 0),
+        (ARRAY, "5", "failed", 1),
+        (ARRAY, "5_0", "done", 0),
         ("", "18", "unknown", 0),
     ],
 )
 def test_states_of_every_step_are_read(text: str, job: str, state: str, code: int) -> None:
     end = explain_rows(parse_sacct(text), job)
     assert (end.state, end.code) == (state, code)
+
+
+def test_each_attempt_of_a_job_is_told_apart() -> None:
+    attempts = [explain_attempt(rows) for rows in split_attempts(parse_sacct(DONE_THEN), "7")]
+    assert [(a.state, a.nodes) for a in attempts] == [("node failed", "n2"), ("done", "n1")]
+    assert len(split_attempts(parse_sacct(PUT_BACK), "7")) == 2
+
+
+def test_the_attempt_that_a_process_runs_in() -> None:
+    assert read_allocation({}) is None
+    plain = {"SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "2"}
+    assert read_allocation(plain) == Allocation("12", 2)
+    task = {"SLURM_JOB_ID": "13", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
+    assert read_allocation(task) == Allocation("12_1")
+    assert list_tasks("") == []
 
 
 def test_what_scontrol_tells() -> None:
@@ -92,15 +135,15 @@ def test_what_scontrol_tells() -> None:
 
 
 def test_an_array_is_as_its_tasks_are() -> None:
-    def task(number: int, state: str) -> SlurmRow:
-        return SlurmRow(id=str(number), state=state)
+    def task(number: int, state: str) -> SlurmEnd:
+        return explain_attempt([SlurmRow(id=str(number), state=state)])
 
     states = ("COMPLETED", "OUT_OF_MEMORY", "RUNNING", "PENDING")
     tasks = [task(number, state) for number, state in enumerate(states)]
-    assert join_tasks(tasks).state == "running"
-    assert join_tasks([*tasks[:2], tasks[3]]).state == "waiting"
-    assert join_tasks(tasks[:2]).state == "out of memory"
-    assert join_tasks(tasks[:1] * 3).state == "done"
+    assert join_ends(tasks).state == "running"
+    assert join_ends([*tasks[:2], tasks[3]]).state == "waiting"
+    assert join_ends(tasks[:2]).state == "out of memory"
+    assert join_ends(tasks[:1] * 3).state == "done"
 
 
 @pytest.mark.parametrize(
@@ -203,6 +246,20 @@ def end(state: str = "stopped", checkpoint: int = 10, **changes: Any) -> Run:
 )
 def test_what_follows_a_run(run: Run, what: str) -> None:
     assert decide(run, [], 5)[0] == what
+
+
+def test_on_a_login_node_the_script_finds_what_was_sent_there() -> None:
+    found = structs.replace(profile(), launch=LaunchSection(host="login"))
+    plan = render(spec(), found)
+    assert plan.place == "/scratch/$USER/perdure/j"
+    assert set(plan.files) == {
+        "job.sbatch", "job.json", "chain.json", "env.sh", "setup.sh", "results.py",
+    }  # fmt: skip
+    script = plan.files["job.sbatch"]
+    assert "#SBATCH --output=slurm-j-%j.out" in script  # Slurm expands no variable there.
+    assert '. "/scratch/$USER/perdure/j/launch"/env.sh' in script
+    assert '"$PERDURE_PYTHON" -P -m perdure.launch.slurm.batch' in script
+    assert "/work/proj" not in script
 
 
 def test_a_chain_that_gets_nowhere_is_ended() -> None:

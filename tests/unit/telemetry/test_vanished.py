@@ -1,6 +1,7 @@
 """Four causes for a job whose `perdure run` is gone, each told by what it leaves behind."""
 
 from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+from perdure.model.slurm import SlurmEnd
 from perdure.telemetry.vanished import HostFacts, explain_vanishing
 
 HERE = NodeRegistered(node=0, incarnation="a", host="h", boot_id="boot-1", slots=1)
@@ -47,3 +48,20 @@ def test_what_is_left_is_a_kill_and_says_what_could_not_be_read() -> None:
 def test_a_job_that_ended_has_not_vanished() -> None:
     ended = JobEnded(status="done", exit_code=0, reason="all well", at_s=4.0)
     assert find_cause(journal(HERE, ended), SAME) is None
+
+
+def test_the_word_of_slurm_goes_before_what_this_machine_shows() -> None:
+    end = SlurmEnd(state="out of memory", reason="OUT_OF_MEMORY in 12.batch", nodes="n3")
+    facts = HostFacts(boot_id="another", slurm=end, elsewhere="n3")
+    found = explain_vanishing(journal(HERE), facts)
+    assert found is not None
+    assert (found.cause, found.evidence["nodes"]) == ("out of memory", "n3")
+
+
+def test_the_kernel_of_another_machine_says_nothing() -> None:
+    facts = HostFacts(boot_id="another", elsewhere="n3", kernel_log=("Killed process 41",))
+    assert find_cause(journal(HERE), facts, 41) == "unknown"
+    put_back = SlurmEnd(state="waiting", reason="BeginTime")
+    found = explain_vanishing(journal(HERE), HostFacts(boot_id="x", elsewhere="n", slurm=put_back))
+    assert found is not None
+    assert "BeginTime" in found.reason

@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.slurm.batch import RUNS, follow, look_at_job, read_runs, say
-from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
+from perdure.launch.slurm.batch import follow, look_at_job, read_runs, say
+from perdure.launch.slurm.chain import RUNS, STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
 from perdure.model.paths import job_paths
 

@@ -20,12 +20,11 @@ from pathlib import Path
 
 import msgspec
 
-from perdure.launch.slurm.chain import Chain, Run, decide
+from perdure.launch.slurm.chain import RUNS, Chain, Run, decide
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.report import Snapshot
 
-RUNS = "runs.jsonl"
 WORDS = {int(signal.SIGUSR1): "the walltime is near", int(signal.SIGTERM): "Slurm ends the job"}
 _POLL_S = 0.2
 _CALL_S = 60.0
@@ -149,7 +148,7 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain) -> list[str]:
     document = {
         "bind": "127.0.0.1" if here else addresses[0],
         "addresses": [] if here else addresses,
-        "command": [*step, chain.python, "-P", "-m", "perdure.launch.slurm.node"],
+        "command": [*step, sys.executable, "-P", "-m", "perdure.launch.slurm.node"],
     }
     path = folder / f"placement-{os.environ['SLURM_JOB_ID']}.json"
     path.write_bytes(msgspec.json.encode(document))

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+RUNS = "runs.jsonl"
+"""In a job's folder: a line for each run that ended."""
 STUCK_RUNS = 3
 """So many runs in a row that ended at the walltime without a later checkpoint end the chain."""
 
@@ -31,7 +33,6 @@ class Chain(msgspec.Struct, frozen=True, kw_only=True):
     requeue_max: int
     cpus: int
     gres: str
-    python: str
 
 
 def decide(

@@ -13,7 +13,7 @@ SIGNAL = "USR1"
 _BODY = """\
 set -u
 {hooks}\
-export PERDURE_HOME={home}
+{env}\
 place={place}
 mkdir -p "$PERDURE_HOME" "$place"
 
@@ -35,25 +35,35 @@ done
 exit "$code"
 """
 
+_CREDENTIALS = """\
+if [ -n "$CRED_FILE" ] && [ -r "$CRED_FILE" ]; then set -a; . "$CRED_FILE"; set +a; fi
+"""
+
 
 def render_script(spec: JobSpec, profile: Profile) -> str:
     """Return the script."""
-    section = profile.slurm
-    place = find_place(spec, profile)
+    section, there = profile.slurm, bool(profile.launch.host)
     modules = "".join(f"module load {shlex.quote(name)}\n" for name in section.modules)
-    hook = f"{profile.overrides.PROXY_HOOK}\n" if profile.overrides.PROXY_HOOK else ""
-    python = f"{section.container} {quote(find_python(profile))}".strip()
+    hook = f"{profile.overrides.PROXY_HOOK}\n" if profile.overrides.PROXY_HOOK and not there else ""
+    place = find_place(spec, profile)
+    if there:
+        # What `perdure launch` wrote there says the rest: PERDURE_HOME, and the Python it found.
+        env = f". {quote(place)}/env.sh\n" + _CREDENTIALS
+        python, cwd, output = '"$PERDURE_PYTHON"', '"$JOB_DIR/project"', f"slurm-{spec.name}-%j.out"
+    else:
+        env = f"export PERDURE_HOME={quote(find_home(profile))}\n"
+        python, cwd = quote(find_python(profile)), quote(spec.launch.project)
+        output = f"{spec.launch.project}/slurm-{spec.name}-%j.out"
     body = _BODY.format(
         hooks=modules + hook,
-        home=quote(find_home(profile)),
+        env=env,
         place=quote(place),
         signal=SIGNAL,
-        cwd=quote(spec.launch.project),
-        command=f"{python} -P -m perdure.launch.slurm.batch",
+        cwd=cwd,
+        command=f"{section.container} {python}".strip() + " -P -m perdure.launch.slurm.batch",
     )
     head = "".join(f"#SBATCH {line}\n" for line in list_directives(spec, section))
-    output = f"#SBATCH --output={spec.launch.project}/slurm-{spec.name}-%j.out\n"
-    return f"#!/bin/bash\n{head}{output}{body}"
+    return f"#!/bin/bash\n{head}#SBATCH --output={output}\n{body}"
 
 
 def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
@@ -101,9 +111,12 @@ def find_home(profile: Profile) -> str:
 
 def find_place(spec: JobSpec, profile: Profile) -> str:
     """Return the folder of the job's own files, variables unexpanded."""
+    if profile.launch.host:
+        return f"{profile.overrides.DATA_DIR}/{spec.name}/launch"
     return f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}"
 
 
 def quote(path: str) -> str:
-    """Return a path for the shell, in which `$NAME` is still expanded."""
+    """Return a path for the shell, in which `$NAME` and a leading `~` are still expanded."""
+    path = "$HOME" + path[1:] if path == "~" or path.startswith("~/") else path
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -47,8 +47,23 @@ def ask_state(channel: Channel, record: LaunchRecord) -> BoxState:
     return state
 
 
-def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
-    """Run one perdure command line on the box; return its exit code.
+Carry = Callable[[LaunchRecord, Sequence[str]], str]
+"""The shell script that runs a command line beside a job."""
+
+
+def run_beside(record: LaunchRecord, argv: Sequence[str]) -> str:
+    """Return the script that runs a command line on the job's box."""
+    words = shlex.join(argv)
+    return in_job(record.place, f'{show_columns()} exec "$PERDURE_PYTHON" -P -m perdure {words}')
+
+
+def show_columns() -> str:
+    """Return the assignment that has a command there write for this terminal."""
+    return f"COLUMNS={shutil.get_terminal_size().columns}"
+
+
+def run(record: LaunchRecord, argv: Sequence[str], here: Here, *, carry: Carry = run_beside) -> int:
+    """Run one perdure command line on the box, as `carry` has it; return its exit code.
 
     What only looks is asked again when the connection breaks, a stream goes on where it was. What
     acts is sent once, over a connection that has just been proved: nobody knows whether a command
@@ -61,13 +76,13 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     if command == "logs" and len(record.boxes) > 1 and "--part" not in rest:
         return _read_all_logs(record, argv)
     channel = Channel(record.profile.launch)
-    script = _script(record, argv)
-    if command == "watch" and "--json" not in rest:
-        return _watch(channel, script)
-    if command == "watch" or FOLLOWS & set(rest):
-        return _follow(channel, record, command, rest)
     if "--html" in rest:
-        return _fetch_page(channel, record, argv)
+        return _fetch_page(channel, record, argv, carry)
+    if command == "watch" and "--json" not in rest:
+        return _watch(channel, carry(record, argv))
+    if command == "watch" or FOLLOWS & set(rest):
+        return follow(channel, record, argv, carry)
+    script = carry(record, argv)
     if command in LOOKING:
         done = channel.ask(script, timeout_s=120)
     else:
@@ -83,12 +98,6 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     return done.code
 
 
-def _script(record: LaunchRecord, argv: Sequence[str]) -> str:
-    columns = shutil.get_terminal_size().columns
-    words = shlex.join(argv)
-    return in_job(record.place, f'COLUMNS={columns} exec "$PERDURE_PYTHON" -P -m perdure {words}')
-
-
 def _watch(channel: Channel, script: str) -> int:
     """Show the screen of the box's own command; come back to it when the connection breaks."""
     for pause_s in (*_PAUSES_S, None):
@@ -100,18 +109,25 @@ def _watch(channel: Channel, script: str) -> int:
     raise AssertionError
 
 
-def _follow(channel: Channel, record: LaunchRecord, command: str, rest: list[str]) -> int:
-    """Follow a stream to its end, over as many connections as it takes; no line comes twice."""
-    as_json = "--json" in rest
-    argv = [command, *rest]
-    if command == "logs" and not as_json:
-        argv.append("--json")
-    show = _LogLines(as_json, "--rank" in rest) if command == "logs" else _Numbered()
+def follow(
+    channel: Channel,
+    record: LaunchRecord,
+    argv: Sequence[str],
+    carry: Carry,
+    show: "Lines | None" = None,
+) -> int:
+    """Follow a stream to its end, over as many connections as it takes; no line comes twice.
+
+    `show` is of an earlier call, where this one goes on with the same stream.
+    """
+    show = show or make_lines(argv)
+    if argv[0] == "logs" and "--json" not in argv:
+        argv = [*argv, "--json"]
     broken = 0
     while True:
         before = show.shown
         show.begin()
-        code = channel.stream(_script(record, argv), show)
+        code = channel.stream(carry(record, argv), show)
         if code is not None:
             return code
         broken = 0 if show.shown > before else broken
@@ -123,6 +139,11 @@ def _follow(channel: Channel, record: LaunchRecord, command: str, rest: list[str
         time.sleep(_PAUSES_S[broken])
         broken += 1
         channel.disconnect()
+
+
+def make_lines(argv: Sequence[str]) -> "Lines":
+    """Return what shows the lines of a command that follows."""
+    return _LogLines("--json" in argv, "--rank" in argv) if argv[0] == "logs" else _Numbered()
 
 
 def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
@@ -137,7 +158,7 @@ def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
         try:
             alone = msgspec.structs.replace(box, others=())
             if FOLLOWS & set(rest):
-                outcomes.append(_follow(Channel(box.profile.launch), box, "logs", rest))
+                outcomes.append(follow(Channel(box.profile.launch), box, argv, run_beside))
             else:
                 outcomes.append(run(alone, argv, Here("", {}, print)))
         except PerdureError as error:
@@ -210,12 +231,16 @@ class _Numbered:
         print(line, end="", flush=True)
 
 
-def _fetch_page(channel: Channel, record: LaunchRecord, argv: Sequence[str]) -> int:
+Lines = _LogLines | _Numbered
+"""What shows the lines of a stream, each once."""
+
+
+def _fetch_page(channel: Channel, record: LaunchRecord, argv: Sequence[str], carry: Carry) -> int:
     """Run `report --html FILE` with the page written here."""
     words = list(argv)
     index = words.index("--html") + 1
-    local, words[index] = words[index], f"{record.place}/launch/report.html"
-    done = channel.ask(_script(record, words), timeout_s=120)
+    local, words[index] = words[index], f"{record.home}/jobs/{record.job}/report.html"
+    done = channel.ask(carry(record, words), timeout_s=120)
     print(done.out, end="", flush=True)
     if done.code == 0:
         page = channel.ask(f"cat {shlex.quote(words[index])}")

@@ -86,11 +86,11 @@ def _check_box(
     if told["reached"] is not None:
         measured["mirror"] = ""
     found = [
-        *_check_banner(plan),
-        *_check_places(told),
-        *_check_tools(plan, told),
+        *check_banner(plan),
+        *check_places(told),
+        *check_tools(plan, told),
         *_check_gpus(plan, told),
-        *_check_secrets(plan, told, here),
+        *check_secrets(plan, told, here),
     ]
     if told["reached"] is False:
         found.append(
@@ -108,7 +108,8 @@ def _check_box(
     return measured, found
 
 
-def _check_banner(plan: Plan) -> list[Finding]:
+def check_banner(plan: Plan) -> list[Finding]:
+    """Return whether shells there print something at every login."""
     banner = Channel(plan.profile.launch).ask("true").banner
     if not banner:
         return []
@@ -143,7 +144,8 @@ def _quote(place: str) -> str:
     return '"' + ("$HOME" + place[1:] if place.startswith("~") else place) + '"'
 
 
-def _check_places(told: dict[str, Any]) -> list[Finding]:
+def check_places(told: dict[str, Any]) -> list[Finding]:
+    """Return whether there is room where the job writes, that lasts."""
     found = []
     for name in ("DATA_DIR", "DURABLE_DIR"):
         place = told["places"][name]
@@ -162,7 +164,8 @@ def _check_places(told: dict[str, Any]) -> list[Finding]:
     return list(dict.fromkeys(found))
 
 
-def _check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
+def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
+    """Return whether the programs are there that a launch needs."""
     found = []
     tools = told["tools"]
     launch = plan.profile.launch
@@ -172,7 +175,7 @@ def _check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
         word = "note" if "setsid" in tools else "error"
         hint = "setsid takes its place" if word == "note" else "install tmux"
         found.append(Finding("note" if word == "note" else "error", "the box has no tmux", hint))
-    if told["lingers"] is False:
+    if told["lingers"] is False and plan.profile.detach != "sbatch":
         found.append(
             Finding("warning", "this user does not linger: systemd may end what is left at logout",
                     "loginctl enable-linger", "GEN2")
@@ -208,7 +211,8 @@ def _check_gpus(plan: Plan, told: dict[str, Any]) -> list[Finding]:
     return [Finding("warning", "GPUs are held by others", holders, "GEN7")] if busy else []
 
 
-def _check_secrets(plan: Plan, told: dict[str, Any], here: Here) -> list[Finding]:
+def check_secrets(plan: Plan, told: dict[str, Any], here: Here) -> list[Finding]:
+    """Return whether the secrets are here, and safe there."""
     names = plan.settings.get("secrets", ())
     found = [
         Finding("error", f"the secret {name} is not set here", f"export {name}=...", "U34")

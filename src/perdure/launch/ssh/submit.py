@@ -85,7 +85,9 @@ def find_record(plan: Plan) -> LaunchRecord:
 
 def find_roots(plan: Plan, folder: str, home: str, durable: str) -> dict[str, str]:
     """Return what is to be pulled once the job has ended: label -> absolute folder on the box."""
-    roots = {"job": f"{home}/jobs/{plan.job}", "launch": f"{folder}/launch"}
+    jobs = plan.settings.get("jobs", {"job": plan.job})
+    roots = {label: f"{home}/jobs/{name}" for label, name in jobs.items()}
+    roots["launch"] = f"{folder}/launch"
     roots |= {f"outputs/{name}": f"{folder}/project/{name}" for name in plan.settings["outputs"]}
     url = plan.settings["checkpoints"].replace("$DURABLE_DIR", durable)
     if url and "://" not in url:

@@ -1,0 +1,108 @@
+"""Slurm behind a login node: a laptop on which only `ssh login` works, and the job goes on."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.box import Laptop, make_boxes, needs_sshd, wait_until
+from tests.e2e.exact import check_equal
+from tests.e2e.harness import SCRIPTS
+from tests.platforms.slurm_cluster import Cluster
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(900), needs_sshd]
+STEPS = 150
+JOB = f"""\
+name = "exact"
+script = "train_exact.py"
+args = ["--trail", "trail", "--steps", "{STEPS}", "--pace-s", "0.2"]
+nproc = 2
+[checkpoint]
+every_steps = 20
+[launch]
+project = "project"
+outputs = ["trail"]
+secrets = ["HF_TOKEN"]
+"""
+PROFILE = """\
+base = "slurm"
+[launch]
+host = "gpu-box"
+ssh_config = "{box}/ssh_config"
+python = "{python}"
+environment = "auto"
+connect_timeout_s = 5
+native = false
+[slurm]
+time_limit = "00:10:00"
+warn_s = 70
+startup_s = 10
+checkpoint_s = 5
+mem = "1500M"
+[overrides]
+DATA_DIR = "$HOME/perdure"
+DURABLE_DIR = "$HOME/perdure"
+PROXY_HOOK = "export SLURM_CONF={conf}"
+"""
+
+
+@pytest.fixture
+def laptop(cluster: Cluster, tmp_path: Path) -> Iterator[Laptop]:
+    """Return a laptop without Slurm, and a login node that has it."""
+    for make in make_boxes(tmp_path):
+        made = make()
+        values = {
+            "box": made.box.folder,
+            "python": sys.executable,
+            "conf": cluster.env["SLURM_CONF"],
+        }
+        (made.home / "profiles" / "cluster.toml").write_text(PROFILE.format(**values))
+        made.env |= {"SLURM_CONF": "/nowhere", "HF_TOKEN": "hf_very'secret"}
+        project = made.folder / "project"
+        (project / "trail").mkdir(parents=True)
+        script = (SCRIPTS / "train_exact.py").read_text()
+        told = script.replace(
+            "        row = {", '        print("step", step, flush=True)\n        row = {'
+        )
+        (project / "train_exact.py").write_text(told)
+        (made.folder / "job.toml").write_text(JOB)
+        yield made
+        cluster.end_jobs()
+
+
+def test_a_job_is_launched_steered_and_brought_home_over_ssh_alone(
+    cluster: Cluster, laptop: Laptop
+) -> None:
+    told = laptop.ask("launch", "job.toml", "--on", "cluster")
+    job = told["id"]
+    assert "is Slurm job" in laptop.cli("launch", "job.toml", "--on", "cluster", code=4).stderr
+    attached = laptop.start("attach", "exact")
+    laptop.wait_step("exact", 15)
+    wait_until(laptop.box.cut, "a connection to cut")
+    assert laptop.ask("status", "exact")["state"] == "running"
+    laptop.cli("checkpoint", "exact")  # On its bus, in the allocation.
+
+    # Warned as before a walltime, it is put back, and goes on from its checkpoint.
+    cluster.call("scancel", "--signal=USR1", "--batch", job)
+    cluster.wait(lambda: cluster.job(job)["Restarts"] == "1", "a job put back")
+    cluster.wait(lambda: cluster.job(job)["JobState"] == "PENDING", "a job in the queue")
+    assert "gpu-box: waiting" in laptop.cli("status", "exact").stderr
+    cluster.start_now(job)
+    out, err = attached.communicate(timeout=300)
+    assert attached.returncode == 0, err
+    steps = [int(line.split()[-1]) for line in out.splitlines() if line.startswith("[rank 0] step")]
+    assert steps == list(range(STEPS))  # Through a cut connection and two runs, each line once.
+    laptop.cli("pull", "exact", "pulled")
+    assert laptop.ask("verify", "pulled")["ok"]
+    laptop.cli("teardown", "exact", "--confirm", "exact")
+    secret = laptop.box.home / ".perdure-credentials-exact"
+    assert not secret.exists()
+    runs = (laptop.folder / "pulled" / "launch" / "runs.jsonl").read_text().splitlines()
+    assert [(json.loads(run)["state"], json.loads(run)["restart"]) for run in runs] == [
+        ("stopped", 0), ("done", 1),
+    ]  # fmt: skip
+    laptop.train_reference(STEPS)
+    (laptop.folder / "killed").symlink_to(laptop.folder / "pulled" / "outputs" / "trail")
+    check_equal(laptop.folder, STEPS, 2)
