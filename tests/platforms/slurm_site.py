@@ -30,7 +30,7 @@ class Site:
     def launch(self, script: Path, *args: str, name: str = "job", **fields: Any) -> str:
         """Launch a job; return its Slurm id."""
         project = self.place / "project"
-        project.mkdir()
+        project.mkdir(exist_ok=True)
         shutil.copy(script, project)
         document = {"name": name, "script": script.name, "nproc": 2, "args": list(args),
                     "checkpoint": {"every_steps": 20}, "launch": {"project": str(project)},

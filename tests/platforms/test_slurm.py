@@ -51,7 +51,10 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place:
     site.check_equal(120)
 
 
-def test_a_rank_that_is_killed_for_memory_is_told_so(cluster: Cluster, place: Path) -> None:
+@pytest.mark.parametrize("accounting", [False, True])
+def test_a_rank_that_is_killed_for_memory_is_told_so(
+    cluster: Cluster, place: Path, accounting: bool
+) -> None:
     if not cluster.cgroups:
         pytest.skip("no memory cgroups of version 1")
     script = place / "hungry.py"
@@ -64,24 +67,6 @@ def test_a_rank_that_is_killed_for_memory_is_told_so(cluster: Cluster, place: Pa
     home = str(place / "durable" / "state")
     told = site.perdure("diagnose", "hungry", home=home).stdout
     assert "OOM kill" in told
-
-
-def test_tasks_of_an_array_are_jobs_of_their_own(cluster: Cluster, place: Path) -> None:
-    script = place / "task.py"
-    script.write_text(
-        "import os, pathlib\ntask = os.environ['SLURM_ARRAY_TASK_ID']\n"
-        f"pathlib.Path({str(place)!r}, 'trail', task).touch()\n"
-    )
-    site = Site(cluster, place, array="0-1", mem="800M")
-    job = site.launch(script, name="sweep", nproc=1)
-    after = cluster.call(
-        "sbatch", "--parsable", "-o", "/dev/null", f"--dependency=afterok:{job}", "--wrap", "true"
-    ).strip()  # fmt: skip
-    site.wait_state(after, "COMPLETED")
-    assert sorted(path.name for path in (place / "trail").iterdir()) == ["0", "1"]
-    home = str(place / "durable" / "state")
-    rows = json.loads(site.perdure("ps", "--json", home=home).stdout)["jobs"]
-    assert {row["job"]: row["state"] for row in rows} == {"sweep-0": "done", "sweep-1": "done"}
 
 
 def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) -> None:

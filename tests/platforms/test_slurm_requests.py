@@ -1,0 +1,90 @@
+"""What a profile asks of a real Slurm: arrays, devices, dependencies; the commands beside them."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.platforms.slurm_cluster import Cluster
+from tests.platforms.slurm_site import Site
+
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
+
+# Each task says which device is its own, and waits until both have.
+TASK = """\
+import os, pathlib, time
+task, trail = os.environ["SLURM_ARRAY_TASK_ID"], pathlib.Path({trail!r})
+(trail / f"tmp-{{task}}").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+(trail / f"tmp-{{task}}").rename(trail / task)
+deadline = time.monotonic() + 120
+while not all((trail / other).exists() for other in "01"):
+    assert time.monotonic() < deadline
+    time.sleep(0.1)
+print("task", task, "is done")
+"""
+
+
+@pytest.mark.parametrize("accounting", [False, True])
+def test_tasks_of_an_array_are_jobs_of_their_own(
+    cluster: Cluster, place: Path, accounting: bool
+) -> None:
+    script = place / "task.py"
+    script.write_text(TASK.format(trail=str(place / "trail")))
+    site = Site(
+        cluster, place, array="0-1", mem="800M", gres="gpu:a100:1", extra=["--nodelist=n1"]
+    )  # fmt: skip
+    job = site.launch(script, name="sweep", nproc=1)
+    assert site.perdure("attach", "sweep-1").returncode == 0
+    cluster.wait(lambda: site.find_end("sweep").over, "end of the array", 120)
+    devices = {path.name: path.read_text() for path in (place / "trail").iterdir()}
+    assert set(devices) == {"0", "1"}
+    assert sorted(devices.values()) == ["0", "1"]  # Both on one node, each with its own.
+    assert "task 1 is done" in site.perdure("logs", "sweep-1").stdout
+    assert json.loads(site.perdure("status", "sweep-0", "--json").stdout)["state"] == "done"
+    assert "all 2 tasks are done" in site.perdure("status", "sweep").stderr
+    refused = site.perdure("logs", "sweep")
+    assert (refused.returncode, "perdure logs sweep-0" in refused.stderr) == (2, True)
+    assert site.perdure("pull", "sweep", "pulled").returncode == 0
+    assert (place / "pulled" / "tasks" / "1" / "journal.jsonl").exists()
+    assert cluster.job(job)["ExitCode"] == "0:0"
+
+
+def test_a_job_waits_for_another_and_is_cancelled_where_that_failed(
+    cluster: Cluster, place: Path
+) -> None:
+    script = place / "train.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "while not os.path.exists(sys.argv[1]):\n    time.sleep(0.1)\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    site = Site(cluster, place, mem="800M")
+    go = str(place / "go")
+    fields = {"nproc": 1, "restart": {"max_restarts": 0}}
+    jobs = {}
+    for name, code in (("good", "0"), ("bad", "3")):
+        jobs[name] = site.launch(script, go, code, name=name, **fields)
+    for name, before in (("after-good", "good"), ("after-bad", "bad")):
+        site.settings["dependency"] = f"afterok:{jobs[before]}"
+        jobs[name] = site.launch(script, go, "0", name=name, **fields)
+    assert site.find_end("after-good").state == "waiting"
+    early = site.perdure("logs", "after-good")
+    assert (early.returncode, "has written nothing yet" in early.stderr) == (3, True)
+    Path(go).touch()
+    site.wait_state(jobs["after-good"], "COMPLETED")
+    site.wait_state(jobs["after-bad"], "CANCELLED")
+    assert site.find_end("bad").code == 3
+    assert site.find_end("after-bad").reason.startswith("cancelled")
+
+
+def test_a_job_that_waits_is_taken_out_of_the_queue(cluster: Cluster, place: Path) -> None:
+    script = place / "train.py"
+    script.write_text("")
+    site = Site(cluster, place, mem="800M", extra=["--begin=now+1hour"])
+    job = site.launch(script, name="later", nproc=1)
+    assert site.find_end("later").state == "waiting"
+    again = site.perdure("launch", "job.json", "--on", "site.toml")
+    assert (again.returncode, f"Slurm job {job} already" in again.stderr) == (4, True)
+    assert site.perdure("stop", "later").returncode == 0
+    site.wait_state(job, "CANCELLED")
+    assert site.find_end("later").over
