@@ -40,9 +40,10 @@ campaign: setup
 	$(BIN)/pytest -q -m long $(SECOND_TRY)
 	PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties
 
-# Jobs on real platforms, started here: sshd; Slurm needs root and `apt-get install slurm-wlm munge`,
-# Kubernetes what platforms-k8s has made.
+# Jobs on real platforms, started here: sshd; Slurm, whose packages are installed where root and apt
+# are; Kubernetes, which platforms-k8s makes.
 platforms: setup
+	@scripts/setup_platforms.sh
 	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms
 
 # The part of it on a Kubernetes of one node, which is built and kept here first: root, 8 minutes, once.
