@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import subprocess
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
