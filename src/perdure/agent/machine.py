@@ -67,6 +67,8 @@ from perdure.model.wire import (
 
 END_TIMEOUT_S = 20.0
 """Beyond its grace, how long the end of the job may take before the agent leaves anyhow."""
+_REGISTER_AGAIN_S = 5.0
+"""Who is asked again so long after a registration has been counted as lost meanwhile."""
 
 ORPHANED_TIMEOUT_S = 8.0
 """The same after the death of `perdure run`: the keeper gives its ranks two seconds."""
@@ -127,10 +129,12 @@ class Agent:
         if (unsure or order.term < state.term) and order.fence is None:
             return []  # A `fence` is the lighthouse's, and names its quorum.
         state.term = max(state.term, order.term)
-        if order.register and order.controller != state.registered_with and state.keeper:
-            state.registered_with = order.controller
-            requests.append(self._register(state.keeper))
-        if order.assignment is not None:
+        if order.register and state.keeper is not None:
+            again = now - state.registered_s >= _REGISTER_AGAIN_S
+            if again or order.controller != state.registered_with:
+                state.registered_with = order.controller
+                requests.append(self._register(now, state.keeper))
+        if order.assignment is not None and order.agent in ("", self.identity.incarnation):
             requests += self._assign(now, order.assignment)
         if order.boundary is not None:
             requests += relay_boundary(state, order.boundary)
@@ -354,7 +358,7 @@ class Agent:
         requests: list[Request] = []
         if not state.registered:
             state.registered = True
-            requests.append(self._register(view))
+            requests.append(self._register(now, view))
         for ended in up.exits:
             requests += self._note_exit(now, ended)
         if state.lost_generation is not None:
@@ -365,8 +369,8 @@ class Agent:
             state.lost_generation = None
         return requests + self._reconcile(now)
 
-    def _register(self, keeper: KeeperView) -> Report:
-        me = self.identity
+    def _register(self, now: float, keeper: KeeperView) -> Report:
+        me, self.state.registered_s = self.identity, now
         return Report(
             NodeRegistered(
                 node=me.node,

@@ -87,6 +87,8 @@ class AgentState:
     registered: bool = False
     registered_with: str = ""
     """Incarnation of the controller that was last answered with a registration."""
+    registered_s: float = float("-inf")
+    """When that was, whoever had asked."""
     reported_stopped: int = -1
     reported_started: int = -1
     reported_store: tuple[int, int] = (-1, 0)

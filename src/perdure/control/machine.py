@@ -328,6 +328,8 @@ class Controller:
             why = f": it {event.cause}" if event.cause else ""
             return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1, taken=taken)
         state.lost.setdefault(event.node, event.at_s)
+        if state.phase == "ending":
+            return advance_end(state, now)
         outside = reform.lose_outside(state, event.node)
         if outside is not None:
             return outside

@@ -39,6 +39,7 @@ from perdure.model.events import (
     CollectivesInterrupted,
     FaultInjected,
     MemberReady,
+    NodeLost,
     NodeRegistered,
     ProbeEnded,
     RankExited,
@@ -90,7 +91,8 @@ class OrderBook:
         """Member of an elastic world that was started beside its first ranks -> node."""
         self._hold: NodeOrder | None = None
         """To the lighthouse, which answers nothing: repeated for ever."""
-        self._registered: set[int] = set()
+        self._registered: dict[int, str] = {}
+        """Node -> the incarnation of its agent; not of a node that is lost."""
         self._open: dict[str, _Open] = {}
         self._repeat_at_s: float | None = None
 
@@ -202,8 +204,10 @@ class OrderBook:
         """Take what may be an acknowledgement; a node that registers is told what it shall run."""
         match event:
             case NodeRegistered():
-                self._registered.add(event.node)
+                self._registered[event.node] = event.incarnation
                 return self._tell(event.node)
+            case NodeLost():
+                self._registered.pop(event.node, None)
             case BoundaryReached():
                 self._settle(f"boundary {event.id}", event.rank)
             case BoundaryAnswered() if event.planned:
@@ -257,12 +261,14 @@ class OrderBook:
         return sendings
 
     def _tell(self, node: int) -> list[Sending]:
-        assignment = self._assignments.get(node)
-        register = node not in self._registered
-        if assignment is None and not register:
-            return []
-        order = self._order(assignment=assignment, register=register)
-        return [(node, order)]
+        """Repeat what a node shall run to the agent that has registered, and to no other.
+
+        One in its place has yet to say what runs there: what it shall run follows from that.
+        """
+        agent, assignment = self._registered.get(node), self._assignments.get(node)
+        if agent is None:
+            return [(node, self._order(register=True))]
+        return [(node, self._order(assignment=assignment, agent=agent))] if assignment else []
 
     def _send(self, open_: _Open) -> list[Sending]:
         if open_.node is not None:

@@ -136,7 +136,9 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     evict: EvictReplica | None = None
     """Likewise."""
     register: bool = False
-    """Answer with `NodeRegistered` (a controller has just started)."""
+    """Answer with `NodeRegistered`: a controller has just started, or has counted the node as lost."""
+    agent: str = ""
+    """Incarnation of the agent that `assignment` is for; empty: whichever is there."""
 
 
 class Command(msgspec.Struct, frozen=True):

@@ -73,6 +73,7 @@ _ORPHANS_S = 1.0
 """Given to what is still there after the last agent has left."""
 _KILL_S = 3.0
 """Between a second signal and the end by force."""
+_LEFT_S = 30.0
 _STOPPED_S = 3.0
 """A part in state T for so long is killed and started again; each can be, at any moment."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -331,8 +332,11 @@ class Supervisor:
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
     async def _restart_later(self, child: Child, at_s: float) -> None:
-        """An agent that left in good order does so at the end; otherwise it is missed."""
-        await asyncio.sleep(2.0)
+        """An agent that left in good order does so at the end; otherwise it is missed.
+
+        The end may wait for another node, which takes longer than this one's own.
+        """
+        await asyncio.sleep(_LEFT_S)
         if not self._over.is_set():
             self._restart(child, "exit code 0", at_s)
 

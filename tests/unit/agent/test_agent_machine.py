@@ -192,6 +192,25 @@ def test_registers_once_for_each_controller(node: Node) -> None:
     assert node.machine.handle(3.0, ask) == []
 
 
+def test_it_registers_again_where_the_same_controller_asks_again_later(node: Node) -> None:
+    """It was cut off, and counted as lost: only a registration lets it back in."""
+    node.up(KeeperState(pid=50, generation=0, running=dict(PIDS), exits=()))
+    ask = OrderReceived(order=NodeOrder(controller="c1", register=True))
+    node.machine.handle(10.0, ask)
+    (again,) = events(node.machine.handle(20.0, ask))
+    assert isinstance(again, NodeRegistered)
+    assert again.running == tuple(sorted(PIDS))
+
+
+def test_what_another_agent_of_the_node_shall_run_is_nothing_to_this_one(node: Node) -> None:
+    node.up()
+    assignment = Assignment(number=1, generation=0, phase="run", master_port=29500)
+    order = NodeOrder(controller="c1", assignment=assignment, agent="a0")
+    assert node.machine.handle(1.0, OrderReceived(order=order)) == []
+    mine = NodeOrder(controller="c1", assignment=assignment, agent="a1")
+    assert [type(r) for r in node.machine.handle(1.0, OrderReceived(order=mine))] == [SpawnRanks]
+
+
 def test_cold_store_is_left_to_rank_0(node: Node) -> None:
     node.up()
     node.assign(0, "store")

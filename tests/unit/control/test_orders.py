@@ -1,6 +1,6 @@
 from perdure.control.orders import REPEAT_S, OrderBook, Sending
 from perdure.model.actions import Assignment, AssignNodes, InjectFault, SendBoundary, TakeStacks
-from perdure.model.events import BoundaryReached, FaultInjected, NodeRegistered, StacksTaken
+from perdure.model.events import BoundaryReached, FaultInjected, NodeLost, NodeRegistered, StacksTaken
 from perdure.model.job import JobSpec
 
 
@@ -27,8 +27,8 @@ def boundary(move: str, generation: int = 0) -> SendBoundary:
     )
 
 
-def register(node: int) -> NodeRegistered:
-    return NodeRegistered(node=node, incarnation="a", host="h", boot_id="b", slots=2)
+def register(node: int, agent: str = "a") -> NodeRegistered:
+    return NodeRegistered(node=node, incarnation=agent, host="h", boot_id="b", slots=2)
 
 
 def numbers(sendings: list[Sending]) -> list[tuple[int | str, int]]:
@@ -37,6 +37,8 @@ def numbers(sendings: list[Sending]) -> list[tuple[int | str, int]]:
 
 def test_the_newest_assignment_is_repeated_and_told_to_who_registers() -> None:
     orders = book()
+    orders.note(register(0))
+    orders.note(register(1))
     assert numbers(orders.take(assign(1))) == [("all", 1)]
     assert numbers(orders.take(assign(2, nodes=(1,)))) == [(1, 2)]
     assert orders.repeat(REPEAT_S / 2) == []
@@ -49,6 +51,20 @@ def test_nodes_that_have_not_registered_are_asked_again() -> None:
     orders = book()
     orders.note(register(0))
     assert [(to, order.register) for to, order in orders.repeat(REPEAT_S)] == [(1, True)]
+
+
+def test_what_a_node_shall_run_is_repeated_to_the_agent_that_has_registered_alone() -> None:
+    """A machine in the place of a lost one has none of its processes: it says so first."""
+    orders = book()
+    orders.note(register(0))
+    orders.note(register(1, "a1"))
+    orders.take(assign(1))
+    assert [order.agent for _, order in orders.repeat(REPEAT_S)] == ["a", "a1"]
+    orders.note(NodeLost(node=1, at_s=2.0, reason="silent"))
+    _, (to, asked) = orders.repeat(2 * REPEAT_S)
+    assert (to, asked.register, asked.assignment) == (1, True, None)
+    ((to, told),) = orders.note(register(1, "a2"))
+    assert (to, told.agent, told.assignment is not None) == (1, "a2", True)
 
 
 def test_a_boundary_is_repeated_until_every_rank_reached_it() -> None:

@@ -4,7 +4,13 @@ from typing import Any
 
 from tests.unit.control.driver import Driver, one
 
-from perdure.model.actions import Assignment, AssignNodes, CordonNode, InterruptCollectives
+from perdure.model.actions import (
+    Assignment,
+    AssignNodes,
+    CordonNode,
+    EndJob,
+    InterruptCollectives,
+)
 from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
@@ -193,3 +199,15 @@ def test_the_least_blamed_spare_stands_in() -> None:
     run(driver)
     assert driver.controller.state.placement == (0, 2)
     assert driver.controller.state.spares == (3, 1)
+
+
+def test_the_end_does_not_wait_for_a_node_that_is_lost() -> None:
+    """Neither for one that was lost before, nor for one that is while the others end."""
+    driver = start(nodes=2, spares=2)
+    driver.do(NodeLost(node=3, at_s=driver.now, reason="silent"))
+    for rank in driver.controller.state.world:
+        driver.exit(rank)
+    driver.do(GenerationStopped(node=0, generation=0, at_s=driver.now))
+    driver.do(GenerationStopped(node=1, generation=0, at_s=driver.now))
+    assert driver.controller.state.phase == "ending", "node 2 has not said that it is empty"
+    one(driver.do(NodeLost(node=2, at_s=driver.now, reason="silent")), EndJob)

@@ -172,12 +172,15 @@ def _answer_all(state: ControllerState, reason: str) -> list[AnyAction]:
 
 
 def advance_end(state: ControllerState, now: float) -> list[AnyAction]:
-    """Finish once every registered node is empty, or the bound has passed."""
+    """Finish once every registered node is empty, or the bound has passed.
+
+    A lost node cannot say that it is; whoever started its agent ends what it still runs.
+    """
     if state.phase != "ending" or state.ending is None:
         return []
     overdue = state.phase_deadline_s is not None and now >= state.phase_deadline_s
-    waiting = [n for n in sorted(state.nodes) if state.stopped.get(n, -1) < state.generation]
-    if waiting and not overdue:
+    there = set(state.nodes) - set(state.lost)
+    if not overdue and any(state.stopped.get(n, -1) < state.generation for n in there):
         return []
     state.phase = "ended"
     state.phase_deadline_s = None
