@@ -11,7 +11,7 @@ from perdure.cli.act import JobName
 from perdure.cli.jobs import find_job
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.plan.storage import plan_pruning
 
 
@@ -41,7 +41,7 @@ def prune(
     stored = list_stored(Path(url), found.spec.checkpoint.keep_best)
     chosen, lack = plan_pruning(stored, room.bytes, wanted)
     for one in chosen if apply else ():
-        shutil.rmtree(Path(url) / f"step-{one.step:08d}", ignore_errors=True)
+        remove(Path(url) / f"step-{one.step:08d}")
     freed = sum(one.bytes for one in chosen)
     if as_json:
         steps = [one.step for one in chosen]
@@ -57,3 +57,17 @@ def prune(
         note(lack)
     if chosen and not apply:
         note("--yes removes them")
+
+
+def remove(folder: Path) -> None:
+    """Remove a checkpoint.
+
+    Raises:
+        PlatformError: something of it is still there.
+    """
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass  # Retention was faster.
+    except OSError as error:
+        raise PlatformError(f"cannot remove {error.filename}: {error.strerror}") from error

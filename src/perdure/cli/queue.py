@@ -79,6 +79,12 @@ def add(
         book = writer.book
         old = {n: line for n, line in book.lines.items() if any(i.name == n for i in items)}
         _check_needs(items, book)
+        stopping = next((n for n, line in old.items() if line.removed), "")
+        if stopping:
+            raise SafetyError(
+                f"`{stopping}` was taken out, and its attempt is being stopped",
+                hint="add it once `perdure queue ls` does not show it",
+            )
         kept = {n: line.state for n, line in old.items() if line.state in ("running", "done")}
         changed = [i for i in items if i.name in kept and i != old[i.name].item]
         fresh = [i for i in items if i.name not in kept and (i.name not in old

@@ -5,6 +5,8 @@ was is lost; a machine that asks again gets the place that it had. Whoever has a
 that node, as any other does, and everything else follows from that.
 """
 
+import math
+
 from perdure.control.answers import answer
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction
@@ -34,17 +36,9 @@ def receive_join(state: ControllerState, now: float, command: OpenCommand) -> li
 
 
 def _is_free(state: ControllerState, now: float, node: int) -> bool:
-    if node in state.barred:
+    """Return whether nobody is there, and nobody else was sent there a moment ago."""
+    if node in state.barred or (node in state.nodes and node not in state.lost):
         return False
-    if node in state.lost:
-        return now >= state.claims.get(node, ("", 0.0))[1] + _CLAIM_S or not _is_claimed(
-            state, node
-        )
-    claim = state.claims.get(node)
-    return node not in state.nodes and (claim is None or now >= claim[1] + _CLAIM_S)
-
-
-def _is_claimed(state: ControllerState, node: int) -> bool:
-    """Return whether somebody was given the place of `node` after it was lost."""
-    claim = state.claims.get(node)
-    return claim is not None and claim[1] >= state.lost.get(node, 0.0)
+    _, claimed_s = state.claims.get(node, ("", -math.inf))
+    promised = claimed_s >= state.lost.get(node, -math.inf)
+    return not promised or now >= claimed_s + _CLAIM_S

@@ -147,7 +147,20 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
     home: str
 
 
-class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """`[defaults]` of a queue file: what an item says wins."""
+
+    cwd: str = ""
+    env: dict[str, str] = {}
+    priority: int | None = None
+    gpus: Count | None = None
+    retries: Count | None = None
+    backoff_s: Annotated[float, Meta(ge=0)] | None = None
+    timeout_s: Annotated[float, Meta(ge=0)] | None = None
+    no_retry: tuple[int, ...] | None = None
+
+
+class Entry(Defaults, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One `[[item]]` of a queue file; with a grid it stands for many."""
 
     name: str
@@ -160,30 +173,9 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Fields of the job file to replace, by their path: `"checkpoint.keep_last" = 1`."""
     grid: dict[str, tuple[Scalar, ...]] = {}
     """Key -> values; there is an item for every combination."""
-    cwd: str = ""
-    env: dict[str, str] = {}
     done: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     """Names of items, or of entries: then of all the items of that entry."""
-    priority: int | None = None
-    gpus: Count | None = None
-    retries: Count | None = None
-    backoff_s: Annotated[float, Meta(ge=0)] | None = None
-    timeout_s: Annotated[float, Meta(ge=0)] | None = None
-    no_retry: tuple[int, ...] | None = None
-
-
-class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """`[defaults]` of a queue file: what an item says wins."""
-
-    cwd: str = ""
-    env: dict[str, str] = {}
-    priority: int | None = None
-    gpus: Count | None = None
-    retries: Count | None = None
-    backoff_s: Annotated[float, Meta(ge=0)] | None = None
-    timeout_s: Annotated[float, Meta(ge=0)] | None = None
-    no_retry: tuple[int, ...] | None = None
 
 
 class QueueFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -136,7 +136,7 @@ class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
     evict: EvictReplica | None = None
     """Likewise."""
     register: bool = False
-    """Answer with `NodeRegistered`: a controller has just started, or has counted the node as lost."""
+    """Answer with `NodeRegistered`: a controller has just started, or counts the node as lost."""
     agent: str = ""
     """Incarnation of the agent that `assignment` is for; empty: whichever is there."""
 

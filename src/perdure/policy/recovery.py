@@ -50,8 +50,8 @@ def decide_recovery(
     A failure counts against `max_restarts` only while nothing is achieved in between: a job that
     makes progress may be killed for ever, up to `window_max` within `window_s`. The same fault
     at the same step is counted apart, because a script that dies on the same batch makes progress
-    up to that batch every time. What a platform takes away is
-    nobody's fault, and counts for nothing.
+    up to that batch every time. What a platform takes away is nobody's fault, and counts for
+    nothing.
     """
     if failure.preempted:
         return Decision("restart", f"{failure.culprit}: {failure.cause}; it counts as no failure")

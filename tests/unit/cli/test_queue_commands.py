@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from perdure.cli.app import run_command
+from perdure.model.queue import Started
 from perdure.service.queue_store import QueueStore, RunnerLock
 
 Call = Callable[..., tuple[int, dict[str, Any]]]
@@ -78,6 +79,17 @@ def test_what_would_lose_or_cannot_be_is_refused(call: Call, tmp_path: Path) -> 
     lock = RunnerLock(QueueStore(str(tmp_path / "home"), "default"))
     assert "is being run by pid" in call("run")[1]["error"]
     lock.release()
+
+
+def test_what_is_being_stopped_is_not_added_to_be_lost_with_it(call: Call, tmp_path: Path) -> None:
+    call("add", "--name", "a", "true")
+    store = QueueStore(str(tmp_path / "home"), "default")
+    with store.writing() as writer:
+        writer.append(Started(1.0, "a", 1, ()))
+    assert call("rm", "--stop", "a")[1]["stopping"] == ["a"]
+    code, answer = call("add", "--name", "a", "false")
+    assert code == 4
+    assert "is being stopped" in answer["error"]
 
 
 def test_a_mistake_names_its_place(call: Call, tmp_path: Path) -> None:

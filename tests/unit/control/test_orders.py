@@ -1,6 +1,12 @@
 from perdure.control.orders import REPEAT_S, OrderBook, Sending
 from perdure.model.actions import Assignment, AssignNodes, InjectFault, SendBoundary, TakeStacks
-from perdure.model.events import BoundaryReached, FaultInjected, NodeLost, NodeRegistered, StacksTaken
+from perdure.model.events import (
+    BoundaryReached,
+    FaultInjected,
+    NodeLost,
+    NodeRegistered,
+    StacksTaken,
+)
 from perdure.model.job import JobSpec
 
 

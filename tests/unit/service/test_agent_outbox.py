@@ -3,9 +3,12 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from perdure.model.codec import decode, encode
 from perdure.model.events import BoundaryAnswered, GenerationStopped, RankJoined
 from perdure.model.wire import EventAck, EventMessage
+from perdure.service import agent_outbox
 from perdure.service.agent_outbox import Outbox
 from perdure.service.ports import FakeBus, FakeServer
 
@@ -89,7 +92,7 @@ async def test_what_the_journal_has_is_acknowledged_at_once() -> None:
     task.cancel()
 
 
-async def test_ranks_that_answer_together_share_a_message() -> None:
+async def test_ranks_that_answer_together_share_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message costs the controller a sync of its disk; an agreement asks all at once."""
     server = FakeServer()
     journal = Journal(server)
@@ -104,9 +107,9 @@ async def test_ranks_that_answer_together_share_a_message() -> None:
     assert journal.messages == 1
     outbox.put_from("r0", 2, answered(0), lambda: None)  # The others stay silent.
     assert await outbox.flush(5)
+    monkeypatch.setattr(agent_outbox, "_COMPANY_S", 60.0)
     outbox.put(stopped(0))  # Nothing to wait for: it is sent at once.
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    assert await outbox.flush(5)
     assert journal.messages == 3
     assert journal.got == [("r0", 1), ("r1", 1), ("r2", 1), ("r0", 2), ("b", 1)]
     task.cancel()

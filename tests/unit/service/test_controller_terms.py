@@ -23,6 +23,7 @@ class Site:
     def __init__(self) -> None:
         self.server, self.stream = FakeServer(), FakeStream()
         self.heard: list[NodeOrder] = []
+        self.more = asyncio.Event()
         self.lapsed = False
 
     async def listen(self) -> None:
@@ -31,6 +32,7 @@ class Site:
 
     def _hear(self, data: bytes) -> None:
         self.heard.append(decode(data, NodeOrder))
+        self.more.set()
 
     def check(self) -> None:
         if self.lapsed:
@@ -59,8 +61,9 @@ class Site:
 
 async def wait_orders(site: Site, count: int) -> None:
     async with asyncio.timeout(10):
-        while len(site.heard) < count:  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+        while len(site.heard) < count:
+            site.more.clear()
+            await site.more.wait()
 
 
 async def test_orders_and_journal_carry_the_term() -> None:

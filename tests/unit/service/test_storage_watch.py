@@ -79,3 +79,24 @@ def test_prune_shows_before_it_removes(
     assert (root / name_checkpoint(10)).is_dir()
     assert run_command([*words, "--yes"]) == 0
     assert sorted(path.name for path in root.iterdir()) == ["metrics.json", name_checkpoint(30)]
+
+
+def test_what_could_not_be_removed_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    paths, root = paths_of(str(tmp_path), "j"), tmp_path / "there"
+    paths_spec = JobSpec(name="j", script="x", checkpoint=CheckpointConfig(url=str(root)))
+    Path(paths.spec).parent.mkdir(parents=True)
+    write_document(paths.spec, paths_spec)
+    for step in (10, 20):
+        save(root, step, 0.5)
+
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(folder))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert run_command(["prune", "j", "--free", "1000000", "--yes"]) == 3
+    out = capsys.readouterr()
+    assert "removed step" not in out.out
+    assert "Permission denied" in out.err

@@ -48,9 +48,13 @@ def test_at_every_moment_as_many_places_are_taken_as_the_trace_has_nodes(
     trace: AvailabilityTrace,
 ) -> None:
     intervals = find_intervals(trace)
-    rows = plan_schedule(trace).find_present(trace.duration_s)
+    schedule = plan_schedule(trace)
+    here, acts = set(schedule.first), list(schedule.acts)
     peak = max(len(i.living) for i in intervals)
     for interval in intervals:
-        here = [places for at_s, places in rows if at_s <= interval.begin_s][-1]
+        while acts and acts[0].at_s <= interval.begin_s:
+            act = acts.pop(0)
+            here -= set(act.places) if act.kind == "leave" else set()
+            here |= set(act.places) if act.kind == "come" else set()
         assert len(here) == len(interval.living)
         assert here <= set(range(peak))

@@ -30,18 +30,6 @@ class Schedule(NamedTuple):
     acts: tuple[Act, ...]
     """In order of time; those of one instant as in `_ORDER`."""
 
-    def find_present(self, end_s: float) -> list[tuple[float, frozenset[int]]]:
-        """Return (seconds, places taken from then on), up to `end_s`."""
-        here, rows = set(self.first), [(0.0, frozenset(self.first))]
-        for act in self.acts:
-            if act.at_s >= end_s or act.kind == "notice":
-                continue
-            here = here - set(act.places) if act.kind == "leave" else here | set(act.places)
-            if rows[-1][0] == act.at_s:
-                rows.pop()
-            rows.append((act.at_s, frozenset(here)))
-        return rows
-
 
 def plan_schedule(trace: AvailabilityTrace) -> Schedule:
     """Return what a replay of `trace` does; places are as many as it ever has nodes at once."""

@@ -20,7 +20,7 @@ from torch import nn
 
 from perdure.model.codec import decode, encode
 from perdure.model.costs import Block, CostProfile, write_profile
-from perdure.model.errors import PerdureError
+from perdure.model.errors import PerdureError, ProtocolError
 from perdure.model.profiling import ASK, ProfileReport, ProfileRequest
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.elastic import list_blocks, move_to
@@ -96,7 +96,7 @@ def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
     folder.mkdir(parents=True, exist_ok=True)
     measured = []
     kept_at = folder / f"blocks-{key}.json"
-    kept = _read(kept_at, _KeptBlocks, request)
+    kept = read_kept(kept_at, _KeptBlocks, request)
     if kept is None:
         meter = BlockMeter(chain, script.loss, seconds=request.seconds, say=_say)
         found = meter.measure(batches, script.optimizer)
@@ -104,7 +104,7 @@ def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
         _write(kept_at, encode(kept))
         measured.append("blocks")
     links_at = folder / f"links-{_hash(*machine, request.ranks)}.json"
-    links = _read(links_at, LinkFigures, request)
+    links = read_kept(links_at, LinkFigures, request)
     if links is None:
         links = measure_links(request.ranks, _say)
         _write(links_at, encode(links))
@@ -135,12 +135,13 @@ def _hash(*parts: object) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()[:16]
 
 
-def _read(path: Path, kind: Any, request: ProfileRequest) -> Any:
+def read_kept(path: Path, kind: Any, request: ProfileRequest) -> Any:
+    """Return what `path` has; None where that is nothing, or nothing that can be read."""
     if request.again or not path.exists():
         return None
     try:
         return decode(path.read_bytes(), kind)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, ProtocolError):
         return None
 
 

@@ -1,0 +1,23 @@
+"""What was measured before is taken only where it can be read."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from perdure.model.codec import encode
+from perdure.model.profiling import ProfileRequest
+from perdure.worker.profiling import read_kept
+from perdure.worker.profiling.links import LinkFigures
+
+
+def test_what_cannot_be_read_is_measured_again(tmp_path: Path) -> None:
+    request = ProfileRequest(folder=str(tmp_path), report="", model="m")
+    kept = tmp_path / "links.json"
+    assert read_kept(kept, LinkFigures, request) is None
+    figures = LinkFigures((), (), 0.5, "a message")
+    kept.write_bytes(encode(figures))
+    assert read_kept(kept, LinkFigures, request) == figures
+    kept.write_bytes(encode(figures)[:-9])
+    assert read_kept(kept, LinkFigures, request) is None
