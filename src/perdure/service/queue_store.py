@@ -17,16 +17,14 @@ import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from perdure.adapters.host import read_boot_id, read_start_time
 from perdure.control.queue import Book
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PlatformError, ProtocolError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record
 from perdure.service.jobfiles import load_snapshot, paths_of, read_document
-
-T = TypeVar("T")
 
 ATTEMPT, CLAIM, ENDING, OUTPUT = "attempt.json", "claim.json", "ending.json", "output.log"
 
@@ -46,11 +44,6 @@ class QueueStore:
         self.root = Path(home, "queues", name)
         self.book = Book()
         self._offset = 0
-
-    @property
-    def mark(self) -> dict[str, str]:
-        """Environment by which the processes of this queue are known."""
-        return {"PERDURE_QUEUE": str(self.root)}
 
     def attempt(self, item: str, number: int) -> Path:
         """Return the directory of an attempt."""
@@ -165,11 +158,6 @@ def find_runner(store: QueueStore) -> int:
     return 0
 
 
-def list_queues(home: str) -> list[str]:
-    """Return the names of the queues under `home`."""
-    return sorted(path.parent.name for path in Path(home, "queues").glob("*/journal.jsonl"))
-
-
 def look_at_attempt(store: QueueStore, item: Item, number: int) -> Claim | Ending | None:
     """Return who carries out an attempt, or how it ended; None where nobody has begun.
 
@@ -250,19 +238,6 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def parse_document(data: bytes, type_: type[T], place: str) -> T:
-    """Return the document in `data`.
-
-    Raises:
-        ConfigError: it is none; the message names the place and the path in it.
-    """
-    try:
-        value: T = decode(data, type_)
-    except ProtocolError as error:
-        raise ConfigError(f"{place}: {error}") from error
-    return value
 
 
 def _explain(error: OSError, path: Path) -> PlatformError:
