@@ -17,7 +17,7 @@ from perdure.cli.options import Json
 from perdure.cli.profiles import here, is_terminal
 from perdure.cli.say import note, print_json
 from perdure.launch.channel import Channel, UnreachedError
-from perdure.launch.gate import find_obstacles
+from perdure.launch.gate import find_neighbours, find_obstacles
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.pulling import (
     compare_files,
@@ -29,7 +29,7 @@ from perdure.launch.pulling import (
     read_verified,
     write_verified,
 )
-from perdure.launch.records import read_record, write_record
+from perdure.launch.records import list_records, read_record, write_record
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
 from perdure.service.jobfiles import resolve_home
@@ -238,7 +238,24 @@ def find_state(record: LaunchRecord, place: Here) -> BoxState:
 
 
 def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
-    """Return why the box may not be given back yet; empty where it may."""
+    """Return why the box may not be given back yet; empty where it may.
+
+    What other jobs have on the same box goes with it, so they are looked at as well.
+    """
+    found = _look(record, place, box_is_gone=box_is_gone)
+    if box_is_gone:
+        return found
+    for other in find_neighbours(record, list_records(place.home)):
+        found += [
+            msgspec.structs.replace(
+                finding, text=f"job `{other.job}` is on the same box: {finding.text}"
+            )
+            for finding in _look(other, place, box_is_gone=False)
+        ]
+    return found
+
+
+def _look(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
     directory = Path(record.pulled_to) if record.pulled_to else None
     pulled: PullManifest | None = None
     proof: PullVerified | None = None

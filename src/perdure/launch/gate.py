@@ -3,7 +3,7 @@
 Pure: what is known goes in, obstacles come out. While there is one, no stop verb is run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
 
@@ -54,3 +54,18 @@ def find_obstacles(
             more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
             refuse(f"{newer[0]}{more} on the box is not what was pulled", pull)
     return found
+
+
+def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> list[LaunchRecord]:
+    """Return the other jobs that the stop verb of `record` would take along: those on its box."""
+    profile = record.profile
+    if profile.kind != "ssh" or not profile.launch.host or profile.ends_by_itself:
+        return []
+    return [
+        other
+        for other in records
+        if other.job != record.job
+        and other.profile.kind == "ssh"
+        and other.profile.launch.host == profile.launch.host
+        and not other.torn_down_s
+    ]

@@ -5,8 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from perdure.cli import pull
 from perdure.launch.catalog import load_profile
-from perdure.launch.gate import find_obstacles
+from perdure.launch.gate import find_neighbours, find_obstacles
+from perdure.launch.platforms import Here
 from perdure.launch.pulling import (
     compare_files,
     find_loadable,
@@ -15,11 +17,13 @@ from perdure.launch.pulling import (
     read_verified,
     write_verified,
 )
+from perdure.launch.records import write_record
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.model.launching import (
     PULL_MANIFEST,
     BoxState,
+    Finding,
     LaunchRecord,
     PulledFile,
     PullManifest,
@@ -144,3 +148,34 @@ def test_the_gate_is_shut_by_what_is_newer_on_the_box(tmp_path: Path) -> None:
     newer = (*manifest.files, PulledFile("job/checkpoints/step-20/rank-0.pt", 1, "0"))
     found = gate(tmp_path, on_box=msgspec.structs.replace(manifest, files=newer))
     assert found == ["job/checkpoints/step-20/rank-0.pt on the box is not what was pulled"]
+
+
+def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profile = load_profile("vastai", "/nonexistent").profile
+
+    def launched(job: str, host: str, **fields: float) -> LaunchRecord:
+        at = msgspec.structs.replace(profile.launch, host=host)
+        return LaunchRecord(
+            job=job,
+            profile=msgspec.structs.replace(profile, launch=at),
+            place=f"/b/{job}",
+            home="/b/state",
+            python="python3",
+            **fields,  # type: ignore[arg-type]
+        )
+
+    mine = launched("gpt", "box")
+    others = [launched("bert", "box"), launched("far", "elsewhere")]
+    others.append(launched("old", "box", torn_down_s=1.0))
+    assert [r.job for r in find_neighbours(mine, [mine, *others])] == ["bert"]
+    for record in (mine, *others):
+        write_record(str(tmp_path), record)
+    said = {"gpt": [], "bert": [Finding("error", "nothing was pulled", "perdure pull bert DIR")]}
+    monkeypatch.setattr(pull, "_look", lambda record, place, *, box_is_gone: [*said[record.job]])
+    place = Here(str(tmp_path), {}, lambda text: None)
+    (found,) = pull.check_gate(mine, place, box_is_gone=False)
+    assert found.text == "job `bert` is on the same box: nothing was pulled"
+    assert found.hint == "perdure pull bert DIR"
+    assert pull.check_gate(mine, place, box_is_gone=True) == []
