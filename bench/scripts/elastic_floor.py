@@ -7,6 +7,10 @@ gradients, the update. One is killed at a random instant. Their parent, who reap
 pipe of each survivor's that it is dead; they make a new group, redo the step with the dead one's
 micro-batches shared out, and go on. Prints a JSON document: from the kill to the last survivor's
 next update, and the phases of it.
+
+gloo does not tell every survivor of the death: who waits for another survivor goes on waiting, up
+to its time-out of 20 s, and the others time out in connecting to it. So a thread shuts a survivor's
+connections as soon as it is told, and waits are the engine's own (`Group`), which can be ended.
 """
 
 import contextlib
@@ -16,15 +20,16 @@ import random
 import select
 import signal
 import sys
+import threading
 import time
-from datetime import timedelta
+import traceback
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from perdure.worker.elastic.group import make_device
+from perdure.worker.elastic.group import Broken, Group, make_device
 
 COUNT, PACE_S = 12, 0.002
 _PrefixStore: Any = vars(dist)["PrefixStore"]
@@ -43,18 +48,27 @@ def make_model(state_mb: float) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def make_group(store: Any, index: int, size: int, device: Any) -> Any:
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices, options._timeout, options._threads = [device], timedelta(seconds=20), 2
-    return dist.ProcessGroupGloo(store, index, size, options)
+class Orders:
+    """What the parent writes to a rank: who is dead."""
+
+    def __init__(self, pipe: int, group: Group) -> None:
+        self.dead, self.come = -1, threading.Event()
+        threading.Thread(target=self._listen, args=(pipe, group), daemon=True).start()
+
+    def _listen(self, pipe: int, group: Group) -> None:
+        self.dead = int(os.read(pipe, 16))
+        group.interrupt()
+        group.abandon()
+        self.come.set()
 
 
-def train(rank: int, size: int, port: int, orders: int, reports: int, state_mb: float) -> None:
+def train(rank: int, size: int, port: int, pipe: int, reports: int, state_mb: float) -> None:
     model, optimizer = make_model(state_mb)
     flat = torch.zeros(sum(p.numel() for p in model.parameters()))
     store = _TCPStore("127.0.0.1", port, is_master=False)
-    device, members = make_device(), list(range(size))
-    group = make_group(_PrefixStore("0", store), rank, size, device)
+    device, members = make_device(), tuple(range(size))
+    group = Group(members, rank, _PrefixStore("0", store), device)
+    orders = Orders(pipe, group)
 
     def report(**row: Any) -> None:
         os.write(reports, (json.dumps(row) + "\n").encode())
@@ -70,15 +84,18 @@ def train(rank: int, size: int, port: int, orders: int, reports: int, state_mb: 
                 if p.grad is not None:
                     flat[at : at + p.numel()] = p.grad.view(-1)
                 at += p.numel()
-            group.allreduce([flat]).wait()
-        except RuntimeError:
-            del group  # Whoever waits for this one learns of it.
-            dead = int(os.read(orders, 16))
+            group.all_reduce(flat)
+            group.wait()
+        except Broken:
+            if len(members) < size:
+                return  # All is over, and the others are being ended.
+            group.give_up()
+            orders.come.wait()
             told = time.monotonic()
-            members.remove(dead)
-            prefix = _PrefixStore(str(dead), store)
-            group = make_group(prefix, members.index(rank), len(members), device)
+            members = tuple(m for m in members if m != orders.dead)
+            group = Group(members, rank, _PrefixStore("1", store), device)
             report(told=told, connected=time.monotonic())
+            optimizer.zero_grad()
             continue
         at = 0
         for p in model.parameters():
@@ -93,19 +110,38 @@ def kill_one(size: int, state_mb: float, chance: random.Random) -> dict[str, flo
     """Train, kill, wait for the survivors' next update; return when what happened."""
     served = _TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pids, orders, reports = [], [], []
-    for rank in range(size):
-        order_out, order_in = os.pipe()
-        report_out, report_in = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            train(rank, size, served.port, order_out, report_in, state_mb)
-            os._exit(0)
-        os.close(report_in)
-        pids.append(pid)
-        orders.append(order_in)
-        reports.append(os.fdopen(report_out, "rb", buffering=0))
+    try:
+        for rank in range(size):
+            order_out, order_in = os.pipe()
+            report_out, report_in = os.pipe()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    train(rank, size, served.port, order_out, report_in, state_mb)
+                except BaseException:
+                    traceback.print_exc()
+                finally:
+                    os._exit(1)  # Whatever happened: what follows is the parent's.
+            os.close(order_out)
+            os.close(report_in)
+            pids.append(pid)
+            orders.append(order_in)
+            reports.append(os.fdopen(report_out, "rb", buffering=0))
+        return watch(pids, orders, reports, chance)
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for fd in orders:
+            os.close(fd)
+
+
+def watch(
+    pids: list[int], orders: list[int], reports: list[Any], chance: random.Random
+) -> dict[str, float]:
+    """Kill one of `pids`, which is taken out of them; return when what happened."""
     rows: list[list[dict[str, Any]]] = [[] for _ in pids]
-    rest = [b""] * size
+    rest = [b""] * len(pids)
 
     def read_until(done: Any) -> None:
         deadline = time.monotonic() + 120
@@ -119,12 +155,13 @@ def kill_one(size: int, state_mb: float, chance: random.Random) -> dict[str, flo
     read_until(lambda: all(len(r) > 10 for r in rows))
     end = time.monotonic() + 0.2 + 0.1 * chance.random()
     read_until(lambda: time.monotonic() > end)
-    victim = chance.randrange(size)
+    victim = chance.randrange(len(pids))
+    left, pid = [r for r in range(len(pids)) if r != victim], pids[victim]
     killed = time.monotonic()
-    os.kill(pids[victim], signal.SIGKILL)
-    os.waitpid(pids[victim], 0)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
     died = time.monotonic()
-    left = [r for r in range(size) if r != victim]
+    pids.remove(pid)
     for rank in left:
         os.write(orders[rank], str(victim).encode())
     reports, rows, rest = ([one[r] for r in left] for one in (reports, rows, rest))
@@ -134,11 +171,6 @@ def kill_one(size: int, state_mb: float, chance: random.Random) -> dict[str, flo
 
     read_until(lambda: all(first(mine) for mine in rows))
     new = [next(r for r in mine if "told" in r) for mine in rows]
-    for rank in left:
-        os.kill(pids[rank], signal.SIGKILL)
-        os.waitpid(pids[rank], 0)
-    for fd in orders:
-        os.close(fd)
     told, connected = (max(r[key] for r in new) for key in ("told", "connected"))
     done = max(first(mine) for mine in rows)
     return {
