@@ -95,6 +95,8 @@ def test_a_machine_from_elsewhere_comes_vanishes_comes_back_and_leaves(
     second.process.send_signal(signal.SIGTERM)
     job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0], "it was left")
     assert second.process.wait(60) == 0
+    began = [sorted(e["pids"]) for e in events(job, "RanksStarted") if e["node"] == 1]
+    assert began == [["1"], ["3"]], "who was lost is not started again on the machine in its place"
     (noticed,) = events(job, "PreemptionNoticed")
     assert (noticed["node"], noticed["source"]) == (1, "SIGTERM")
     formed = [e for e in events(job, "WorldReformed") if e["epoch"] > 0]

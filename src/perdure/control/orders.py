@@ -200,12 +200,14 @@ class OrderBook:
         self._open[key] = open_
         return self._send(open_)
 
-    def note(self, event: AnyEvent) -> list[Sending]:
-        """Take what may be an acknowledgement; a node that registers is told what it shall run."""
+    def note(self, event: AnyEvent) -> None:
+        """Take what may be an acknowledgement.
+
+        Who registers is told nothing by it: what it shall run now is decided from that.
+        """
         match event:
             case NodeRegistered():
                 self._registered[event.node] = event.incarnation
-                return self._tell(event.node)
             case NodeLost():
                 self._registered.pop(event.node, None)
             case BoundaryReached():
@@ -235,7 +237,6 @@ class OrderBook:
                         self._settle(key, event.record.rank)
             case _:
                 pass
-        return []
 
     def _settle(self, key: str, rank: int) -> None:
         if key in self._open:

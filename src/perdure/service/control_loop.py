@@ -298,7 +298,7 @@ class ControllerService:
     def _add(self, turn: _Turn, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
         """Take one event through the machines: its entry, then its decisions, then what follows."""
         self._enter(turn, event, source, source_seq)
-        turn.sendings += self._orders.note(event)
+        self._orders.note(event)
         for action in self._memory.machine.handle(turn.now, event):
             log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
             decision = Decision(

@@ -116,7 +116,7 @@ class Shell:
             summary = describe_action(action)
             name = type(action).__name__
             self._write(Decision(action=name, summary=summary, reason=action.reason))
-        self._send(self.orders.note(event))
+        self.orders.note(event)
         for action in actions:
             self._act(action)
         for derived in self.detector.note(now, event):

@@ -41,7 +41,7 @@ def numbers(sendings: list[Sending]) -> list[tuple[int | str, int]]:
     return [(to, order.assignment.number) for to, order in sendings if order.assignment]
 
 
-def test_the_newest_assignment_is_repeated_and_told_to_who_registers() -> None:
+def test_the_newest_assignment_is_repeated() -> None:
     orders = book()
     orders.note(register(0))
     orders.note(register(1))
@@ -49,7 +49,6 @@ def test_the_newest_assignment_is_repeated_and_told_to_who_registers() -> None:
     assert numbers(orders.take(assign(2, nodes=(1,)))) == [(1, 2)]
     assert orders.repeat(REPEAT_S / 2) == []
     assert numbers(orders.repeat(REPEAT_S)) == [(0, 1), (1, 2)]
-    assert numbers(orders.note(register(1))) == [(1, 2)]
     assert orders.next_deadline() == 2 * REPEAT_S
 
 
@@ -69,8 +68,10 @@ def test_what_a_node_shall_run_is_repeated_to_the_agent_that_has_registered_alon
     orders.note(NodeLost(node=1, at_s=2.0, reason="silent"))
     _, (to, asked) = orders.repeat(2 * REPEAT_S)
     assert (to, asked.register, asked.assignment) == (1, True, None)
-    ((to, told),) = orders.note(register(1, "a2"))
-    assert (to, told.agent, told.assignment is not None) == (1, "a2", True)
+    orders.note(register(1, "a2"))
+    orders.take(assign(2, nodes=(1,)))
+    _, (to, told) = orders.repeat(3 * REPEAT_S)
+    assert (to, told.agent, numbers([(to, told)])) == (1, "a2", [(1, 2)])
 
 
 def test_a_boundary_is_repeated_until_every_rank_reached_it() -> None:
