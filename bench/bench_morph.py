@@ -1,12 +1,16 @@
 """Elastic pipelines: what a change of the world takes by phase, and what it moves.
 
-    python bench/bench_morph.py [--stages 2 3 4] [--megabytes 3] [--json]
+    python bench/bench_morph.py [--stages 2 3 4] [--kinds stay recut join follow shapes]
+                                [--megabytes 3] [--json]
 
-Eight ranks, of which one after the other is killed until one copy is left, once with losses
-rerouted where nothing has to move, and once with the model cut anew for every world (`recut`).
-Real processes and connections of the test harness; phases are the ranks' own stamps, the last
-rank's of each. `least` are the bytes that the best of all assignments of members to the new
-stages would move.
+Of eight ranks one after the other is killed until one copy is left, once with losses rerouted
+where nothing has to move (`stay`), and once with the model cut anew for every world (`recut`).
+One copy is joined by one rank after the other until there are eight: each takes its blocks within
+the join (`join`), or while the members train (`follow`). And as many ranks go from each number of
+stages to the next and back (`shapes`). Real processes and connections of the test harness; phases
+are the ranks' own stamps, the last rank's of each, from the death, or else from when the first
+rank stood still. `least` are the bytes that the best of all assignments of members to the new
+stages would move, `ahead` those that were sent while the members trained.
 """
 
 import argparse
@@ -25,13 +29,47 @@ from tests.e2e.elastic_scenarios import run_scenarios, scenario  # noqa: E402
 
 RANKS, LAYERS, EVERY = 8, 12, 3
 """A rank is lost every so many steps."""
+PACE_S, STEPS, REST_S = 0.01, 15, 0.5
+KINDS = ("stay", "recut", "join", "follow", "shapes")
+SHAPES = {8: (1, 2, 4, 8, 4, 2, 1), 6: (1, 2, 3, 6, 3, 2, 1), 4: (1, 2, 4, 2, 1)}
+"""Ranks -> stages of one world after another."""
 DEFAULTS: dict[str, Any] = {
     "finished": False, "back": 0, "morphed": False, "moved_bytes": 0, "connected_s": 0.0,
 }  # fmt: skip
 """Of `WorldReformed`."""
 
 
-def make_scenario(stages: int, recut: bool, width: int) -> dict[str, Any]:
+def list_scenarios(kinds: list[str], stages: list[int], width: int) -> list[dict[str, Any]]:
+    """Return what is to be run, by kind."""
+    made = []
+    for count in stages:
+        made += [make_losses(count, kind == "recut", width) for kind in KINDS[:2] if kind in kinds]
+        made += [make_joins(count, kind == "follow", width) for kind in KINDS[2:4] if kind in kinds]
+    if "shapes" in kinds:
+        made += [make_shapes(ranks, width) for ranks in SHAPES]
+    return made
+
+
+def make_joins(stages: int, follow: bool, width: int) -> dict[str, Any]:
+    """Return one copy of some stages, which one rank after the other joins."""
+    joins = RANKS - stages
+    return scenario(
+        f"{stages}-{'follow' if follow else 'join'}", stages, stages=stages, joins=joins,
+        follow=follow, width=width, layers=LAYERS, steps=STEPS * joins, pace_s=PACE_S,
+        timeout_s=600,
+    )  # fmt: skip
+
+
+def make_shapes(ranks: int, width: int) -> dict[str, Any]:
+    """Return a world that is cut otherwise, again and again, while nobody comes or goes."""
+    shapes = SHAPES[ranks]
+    return scenario(
+        f"{ranks}-shapes", ranks, stages=shapes[0], shapes=shapes, rest_s=REST_S, width=width,
+        layers=LAYERS, steps=STEPS * len(shapes) // 2, pace_s=PACE_S, timeout_s=600,
+    )  # fmt: skip
+
+
+def make_losses(stages: int, recut: bool, width: int) -> dict[str, Any]:
     """Return a world whose last rank dies, then the one before it, and so on."""
     kills = {
         str(rank): f"applied {EVERY * (index + 1) - 1}"
@@ -52,18 +90,21 @@ def read_epochs(outcome: dict[str, Any], block_bytes: list[int]) -> list[dict[st
         if not event["finished"]:
             formed.setdefault(event["epoch"], []).append(event)
     rows = [row for mine in outcome["rows"].values() for row in mine]
+    ahead = iter(outcome["answer"]["followed_bytes"])
     lines = []
-    for epoch in sorted(formed)[1:]:
+    for before, epoch in itertools.pairwise(sorted(formed)):
         events = formed[epoch]
-        died = max((at for at in outcome["answer"]["deaths"] if at <= max(
-            event["formed_s"] for event in events)), default=0.0)  # fmt: skip
+        old, new = (max(event["formed_s"] for event in formed[e]) for e in (before, epoch))
+        deaths = [at for at in outcome["answer"]["deaths"] if old < at <= new]
+        died = max(deaths, default=min(event["began_s"] for event in events))
+        joined = len(events) > len(formed[before])
         ordered = max(event["ordered_s"] for event in events)
         connected = max(event["connected_s"] for event in events)
         ready = max(event["formed_s"] for event in events)
         after = [row["at"] for row in rows if row["epoch"] == epoch]
         lines.append(
             {
-                "before": formed[epoch - 1][0]["shape"] if epoch - 1 in formed else "?",
+                "before": formed[before][0]["shape"],
                 "after": events[0]["shape"],
                 "back": max(event["back"] for event in events),
                 "morphed": any(event["morphed"] for event in events),
@@ -74,6 +115,7 @@ def read_epochs(outcome: dict[str, Any], block_bytes: list[int]) -> list[dict[st
                 "total_ms": 1e3 * (min(after) - died) if after else None,
                 "moved": sum(event["moved_bytes"] for event in events),
                 "least": find_least(outcome, epoch, block_bytes),
+                "ahead": next(ahead, 0) if joined else 0,
             }
         )
     return lines
@@ -88,12 +130,12 @@ def find_least(outcome: dict[str, Any], epoch: int, sizes: list[int]) -> int | N
                 after[member] = row["section"]
             elif row["epoch"] == epoch - 1:
                 before[member] = row["section"]
-    if not after or not set(after) <= set(before):
+    if not after:
         return None
     members = sorted(after)
     missing = {
         (member, tuple(after[other])): sum(
-            sizes[b] for b in range(*after[other]) if b not in range(*before[member])
+            sizes[b] for b in range(*after[other]) if b not in range(*before.get(member, (0, 0)))
         )
         for member in members
         for other in members
@@ -109,12 +151,13 @@ def main() -> int:
     """Print the changes, one a line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 3, 4])
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS)
     parser.add_argument("--megabytes", type=float, default=3.0, help="state of a block")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     width = int((args.megabytes * 1e6 / 12) ** 0.5)
     load_before = os.getloadavg()[0]
-    scenarios = [make_scenario(s, recut, width) for s in args.stages for recut in (False, True)]
+    scenarios = list_scenarios(args.kinds, args.stages, width)
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run_scenarios(scenarios, Path(folder))
     found = {}
@@ -130,14 +173,16 @@ def main() -> int:
         return 0
     print(f"load {result['load']}, {args.megabytes:g} MB a block, {LAYERS + 2} blocks")
     keys = ("ordered_ms", "connected_ms", "state_ms", "step_ms", "total_ms")
-    print("world        change               order conn  state step  total    moved    least")
+    heads = "order conn  state step  total    moved    least    ahead"
+    print(f"world        change               {heads}")
     for name, lines in found.items():
         for line in lines:
             times = " ".join(f"{line[k]:5.0f}" if line[k] is not None else "    -" for k in keys)
             least = f"{line['least'] / 1e6:8.1f}" if line["least"] is not None else "       -"
             change = f"{line['before']} -> {line['after']}"
             back = f"  {line['back']} steps back" if line["back"] else ""
-            print(f"{name:10} {change:22} {times} {line['moved'] / 1e6:8.1f} {least}{back}")
+            sent = f"{line['moved'] / 1e6:8.1f} {least} {line['ahead'] / 1e6:8.1f}"
+            print(f"{name:10} {change:22} {times} {sent}{back}")
     return 0
 
 

@@ -229,6 +229,10 @@ def make_stages(
     choose: Any = functools.partial(choose_balanced, shape)
     if scenario.get("recut"):
         choose = lambda members, nodes, rest: cut_balanced(shape, len(members))  # noqa: E731
+    if "shapes" in scenario:  # As many stages as it says of each epoch.
+        choose = lambda members, nodes, rest: cut_balanced(  # noqa: E731
+            Model(shape.weights, shape.sizes, scenario["shapes"][membership.epoch]), len(members)
+        )
     trainer = StageTrainer(
         replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
         seed=3, exact=scenario.get("exact", False), membership=membership,
@@ -283,6 +287,8 @@ class World:
         """What members did to be at the same step."""
         self.ready: list[int] = []
         """How far each follower said that it was."""
+        self.followed_bytes: list[int] = []
+        """What each was sent until then."""
 
     def fork(self, me: int, joins: bool) -> None:
         ours, theirs = socket.socketpair()
@@ -351,7 +357,7 @@ class World:
             self.reap()
             self.cut_off()
             if self.retry_s and time.monotonic() > self.retry_s:
-                self.order()
+                self.order(urgent="shapes" not in self.scenario)
         for me in self.cut - set(self.ends):
             os.kill(self.pids[me], signal.SIGKILL)
             os.waitpid(self.pids[me], 0)
@@ -361,6 +367,7 @@ class World:
             "epoch": self.epoch,
             "deaths": self.deaths,
             "ready": self.ready,
+            "followed_bytes": self.followed_bytes,
             "reasons": self.reasons,
             "formed": msgspec.to_builtins(self.reformed),
         }
@@ -395,6 +402,7 @@ class World:
                 self.order_following()
         if isinstance(event, MemberReady) and me in self.followers:
             self.ready.append(event.step)
+            self.followed_bytes.append(event.bytes)
             self.followers.discard(me)
             self.members = (*self.members, me)
             self.order(urgent=False)
@@ -408,9 +416,14 @@ class World:
             self.formed.add(me)
             self.reformed.append(event)
             self.reasons.append(event.reason)
-            self.join_at(event.step)
+            there = sum(e.epoch == self.epoch and not e.finished for e in self.reformed)
+            whole = there == len(self.members)
+            if whole or not self.joined:
+                self.join_next()
+            if whole and self.epoch + 1 < len(self.scenario.get("shapes", ())):
+                self.retry_s = time.monotonic() + self.scenario["rest_s"]
 
-    def join_at(self, step: int) -> None:
+    def join_next(self) -> None:
         """Start one more member, should the scenario have one left."""
         left = self.scenario.get("joins", 0)
         if self.joined < left and self.epoch >= self.scenario.get("join_epoch", 0):

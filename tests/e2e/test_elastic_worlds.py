@@ -73,6 +73,7 @@ def fixed() -> list[dict[str, Any]]:
         scenario("stages-one", 1, stages=2, exact=True),
         scenario("stages-morph", 4, stages=2, exact=True, joins=1, join_epoch=1,
                  kill={"3": "backward 7", "2": "optimizer 4"}),
+        scenario("stages-follow", 4, stages=2, exact=True, joins=1, follow=True, pace_s=0.1),
         scenario("stages-lost", 3, stages=3, exact=True, every=EVERY, nodes=3,
                  kill={"1": "backward 40"}),
     ]  # fmt: skip
@@ -144,7 +145,7 @@ def test_exact_losses_and_parameters_are_bitwise_equal(outcomes: dict[str, Any])
 def test_stages_of_any_world_have_the_losses_of_one_process(outcomes: dict[str, Any]) -> None:
     """Bitwise: with a stage's copy lost and another one's last, morphed, joined, and gone back."""
     (whole,) = outcomes["stages-one"]["rows"].values()
-    for name, back in (("stages-morph", 0), ("stages-lost", 1)):
+    for name, back in (("stages-morph", 0), ("stages-lost", 1), ("stages-follow", 0)):
         outcome = outcomes[name]
         assert not outcome["answer"].get("hung"), outcome["log"][-2000:]
         found = {r["step"]: r["losses"] for rows in outcome["rows"].values() for r in rows}
@@ -154,7 +155,8 @@ def test_stages_of_any_world_have_the_losses_of_one_process(outcomes: dict[str, 
         steps = [row["step"] for row in mine]
         assert sum(b <= a for a, b in itertools.pairwise(steps)) == back
         left = Path(outcome["scenario"]["memory"]).glob("*/m*.head")
-        assert {path.name.split("-")[0][1:] for path in left} <= set(outcome["scenario"]["kill"])
+        killed = outcome["scenario"].get("kill", {})
+        assert {path.name.split("-")[0][1:] for path in left} <= set(killed)
 
 
 @pytest.mark.slow
@@ -200,15 +202,17 @@ def test_a_lost_sole_shard_costs_at_most_an_interval(outcomes: dict[str, Any], n
 @pytest.mark.slow
 @pytest.mark.serial
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("name", ["whole", "exact"])
+@pytest.mark.parametrize("name", ["follow-whole", "follow-exact", "stages-follow"])
 def test_who_has_followed_the_world_joins_without_a_transfer_of_state(
     outcomes: dict[str, Any], name: str
 ) -> None:
-    outcome = outcomes[f"follow-{name}"]
+    outcome = outcomes[name]
+    joiner = outcome["scenario"]["ranks"]
     assert [step >= 0 for step in outcome["answer"]["ready"]] == [True]
-    assert not [why for why in outcome["answer"]["reasons"] if "receive the state" in why]
-    assert outcome["rows"]["3"][0]["step"] > 0
-    assert outcome["rows"]["3"][-1]["world"] == [0, 1, 2, 3]
+    moves = ("receive the state", "blocks move")
+    assert not [why for why in outcome["answer"]["reasons"] if any(m in why for m in moves)]
+    assert outcome["rows"][str(joiner)][0]["step"] > 0
+    assert outcome["rows"][str(joiner)][-1]["world"] == list(range(joiner + 1))
 
 
 @pytest.mark.slow

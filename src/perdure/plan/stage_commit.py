@@ -208,7 +208,7 @@ def _choose_layout(
     holders: Mapping[int, Sequence[Holder]],
 ) -> tuple[Layout, str]:
     members = sorted(standings)
-    sections = {m: s.section for m, s in standings.items() if s.section.stop}
+    sections = {m: s.section for m, s in standings.items() if s.section.stop and s.held}
     nodes = {m: standings[m].node for m in members}
     choice = choose(members, nodes, find_rest(blocks, members, sections))
     if choice.stays is not None:

@@ -10,11 +10,13 @@ import socket
 import threading
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from perdure.model.errors import ProtocolError
+from perdure.worker.elastic.follow import Pupil
 from perdure.worker.elastic.parts import (
     Ask,
     At,
@@ -22,10 +24,8 @@ from perdure.worker.elastic.parts import (
     Part,
     Take,
     hash_blobs,
-    hash_settings,
     view_bytes,
 )
-from perdure.worker.elastic.replica import Replica
 from perdure.worker.elastic.state import list_blobs, pack_state
 
 BACKLOG_MIN = 256 << 20
@@ -73,16 +73,18 @@ class Feed:
         self._sessions: list[_Session] = []
         self._applied = -1
         self._address = ""
+        self.node = ""
+        self.section = (0, 0)
+        """What the follower is told of this member."""
 
     def open(self, host: str) -> str:
-        """Listen at `host`; return the address.
-
-        Raises:
-            OSError: no port can be had.
-        """
+        """Listen at `host`; return the address, an empty string if no port can be had."""
         if self._address:
             return self._address
-        listener = socket.create_server((host, 0))
+        try:
+            listener = socket.create_server((host, 0))
+        except OSError:  # Then nobody follows.
+            return ""
         self._address = f"{host}:{listener.getsockname()[1]}"
         threading.Thread(
             target=self._listen, args=(listener,), name="perdure-feed", daemon=True
@@ -91,8 +93,11 @@ class Feed:
 
     # --- by the training thread ---------------------------------------------------------------
 
-    def stand(self, step: int, epoch: int, replica: Replica) -> None:
-        """The state is that after `step` steps, and does not change before `release`."""
+    def stand(self, step: int, epoch: int, replica: Any) -> None:
+        """The state is that after `step` steps, and does not change before `release`.
+
+        `epoch` tells it from what others made of the same step.
+        """
         with self._changed:
             self._applied = step
             due = [s for s in self._sessions if s.wanted <= step and not s.follows]
@@ -107,13 +112,17 @@ class Feed:
                 session.follows = True
             self._changed.notify_all()
 
-    def release(self, step: int, epoch: int, flats: list[Tensor], replica: Replica) -> None:
-        """Wait until the state may change: step number `step`, reduced to `flats`, is applied."""
+    def release(self, step: int, epoch: int, pupil: Pupil) -> None:
+        """Wait until the state may change: step number `step` is applied.
+
+        Followers are sent what the member itself makes that update of.
+        """
         if not self._sessions:
             return
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
-        settings = hash_settings(replica.optimizer) if followed else ""
+        flats = pupil.list_sent(step) if followed else []
+        settings = pupil.hash_settings() if followed else ""
         for session in followed:
             session.copied.wait(_COPY_S_MAX)
             mine = [f.clone() for i, f in enumerate(flats) if i % session.shares == session.share]
@@ -159,7 +168,7 @@ class Feed:
         message = session.line.read()
         if not isinstance(message, Ask) or message.generation != self._generation:
             raise ProtocolError("a follower of another world")
-        session.line.send(At(self._applied))
+        session.line.send(At(self._applied, self.node, self.section))
         take = session.line.read()
         if not isinstance(take, Take):
             raise ProtocolError("no step was named")

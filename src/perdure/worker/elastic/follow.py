@@ -10,8 +10,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ _LAST_S = 10.0
 """How long the members may wait for what is on its way when they are called together."""
 
 Piece = tuple[Part, bytes, list[Tensor]]
+ChooseDonors = Callable[[Mapping[int, At]], tuple[int, ...]]
+"""(what each has answered) -> whom to follow"""
 
 
 class Lost(Exception):
@@ -44,13 +46,16 @@ class Lost(Exception):
 class Follower:
     """One attempt: connections to all donors, and a reading thread for each."""
 
-    def __init__(self, order: FollowWorld, called: Callable[[], bool]) -> None:
+    def __init__(
+        self, order: FollowWorld, called: Callable[[], bool], choose: ChooseDonors
+    ) -> None:
         """Connect, and agree on the step whose state is taken.
 
         Raises:
             Lost: a donor is gone or refuses.
         """
-        self.donors = tuple(sorted(order.donors))
+        self._choose = choose
+        self.donors: tuple[int, ...] = ()
         self.bytes = 0
         self.behind = 1
         """Parts that a donor had still to send when it sent its newest."""
@@ -64,7 +69,7 @@ class Follower:
             while not self._agree(order, ahead):
                 self._hang_up()
                 ahead *= 2
-        except (OSError, ProtocolError) as error:
+        except (OSError, ProtocolError, Lost) as error:
             self._hang_up()
             raise Lost(f"a donor cannot be followed: {error}") from None
         for donor, line in self._lines.items():
@@ -73,29 +78,33 @@ class Follower:
             ).start()
 
     def _agree(self, order: FollowWorld, ahead: int) -> bool:
-        """Ask all donors for one step, `ahead` of the furthest; return whether none had passed it.
+        """Ask the donors for one step, `ahead` of the furthest; return whether none had passed it.
 
         Raises:
-            Lost: they are too fast to be asked.
+            Lost: they are too fast to be asked, or not to be followed.
         """
         if ahead > _AHEAD_MAX:
             raise Lost("the members' steps are too short")
-        for donor in self.donors:
+        for donor in sorted(order.donors):
             host, _, port = order.donors[donor].rpartition(":")
             sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
             self._lines[donor] = Line(sock)
             self._lines[donor].send(Ask(order.generation, order.rank))
+        answers = {donor: _read_at(line) for donor, line in self._lines.items()}
+        self.donors = self._choose(answers)
+        for donor in set(answers) - set(self.donors):
+            self._lines.pop(donor).close()
         lines = list(self._lines.values())
-        step = max(_read_at(line) for line in lines) + ahead
+        step = max(answers[donor].step for donor in self.donors) + ahead
         for share, line in enumerate(lines):
             line.send(Take(step, share, len(lines)))
-        agreed = all([_read_at(line) < step for line in lines])
+        agreed = all([_read_at(line).step < step for line in lines])
         for line in lines:
             line.sock.settimeout(None)
         return agreed
 
-    def take_state(self) -> tuple[Any, int]:
-        """Return the members' state and its step.
+    def take_state(self) -> tuple[Any, Part]:
+        """Return the members' state, and what it is.
 
         Raises:
             Lost: a donor is gone, or this rank was called into the world meanwhile.
@@ -110,12 +119,12 @@ class Follower:
         for number, targets in enumerate(list_targets(tensors)):
             _, _, blobs = pieces[number % len(pieces)]
             fill_blob(targets, blobs[number // len(pieces)])
-        return restore_state(skeleton, tensors), pieces[0][0].step
+        return restore_state(skeleton, tensors), pieces[0][0]
 
-    def take_step(self, step: int, flats: list[Tensor], wait_s: float) -> str | None:
+    def take_step(self, step: int, flats: list[Tensor], wait_s: float) -> Part | None:
         """Fill `flats` with the reduced gradients of a step; None where they are not there yet.
 
-        Returns the hash of the settings with which they were applied.
+        Returns what they are, with the hash of the settings with which they were applied.
 
         Raises:
             Lost: a donor is gone.
@@ -129,7 +138,7 @@ class Follower:
         for number, flat in enumerate(flats):
             flat.view(torch.uint8).copy_(pieces[number % len(pieces)][2][number // len(pieces)])
         self.behind = max(part.behind for part, _, _ in pieces) + len(self._found)
-        return pieces[0][0].settings
+        return pieces[0][0]
 
     def close(self) -> None:
         """End the connections."""
@@ -193,22 +202,77 @@ class Follower:
         return None
 
 
-def _read_at(line: Line) -> int:
+def _read_at(line: Line) -> At:
     answer = line.read()
     if not isinstance(answer, At):
         raise ProtocolError(f"{type(answer).__name__} is no answer")
-    return answer.step
+    return answer
+
+
+class Pupil(Protocol):
+    """Who catches up: a rank with a replica of its own."""
+
+    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
+        """Return whom to follow of those who have answered.
+
+        Raises:
+            Lost: this time nobody.
+        """
+
+    def take_state(self, state: Any) -> None:
+        """Become the donors' `state`."""
+
+    def list_sent(self, step: int) -> list[Tensor]:
+        """Return what a donor sends of a step: what its update is made of."""
+
+    def update(self, step: int) -> None:
+        """Make a step's update of what `list_sent` has."""
+
+    def hash_settings(self) -> str:
+        """Return a hash of all else that an update depends on."""
+
+
+class ReplicaPupil:
+    """A rank that has everything."""
+
+    def __init__(self, replica: Replica, buckets: Buckets) -> None:
+        """Bring `replica` up to its donors, whose gradients go through `buckets`."""
+        self._replica, self._buckets = replica, buckets
+
+    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
+        """Return all of them."""
+        return tuple(answers)
+
+    def take_state(self, state: Any) -> None:
+        """Become `state`."""
+        self._replica.load(state)
+
+    def list_sent(self, step: int) -> list[Tensor]:
+        """Return the buffers of a step's gradients."""
+        return self._buckets.flats(step)
+
+    def update(self, step: int) -> None:
+        """Apply the gradients of a step."""
+        self._buckets.expose(step)
+        self._replica.update()
+        self._buckets.drop()
+
+    def hash_settings(self) -> str:
+        """Return a hash of the optimizer's settings."""
+        return hash_settings(self._replica.optimizer)
 
 
 class CatchUp:
     """A rank on its way into a world: its replica, brought to where the members are."""
 
-    def __init__(self, replica: Replica, buckets: Buckets) -> None:
+    def __init__(self, pupil: Pupil) -> None:
         """Have no state."""
-        self._replica, self._buckets = replica, buckets
+        self.pupil = pupil
         self._follower: Follower | None = None
         self.applied = FRESH
         """Steps that the replica contains; `FRESH` where it has no state."""
+        self.epoch = -1
+        """In which the donors reduced the last of them."""
         self.error = ""
 
     @property
@@ -221,6 +285,11 @@ class CatchUp:
         """Return whether it is still connected to the members."""
         return self._follower is not None
 
+    @property
+    def donors(self) -> tuple[int, ...]:
+        """Return whom it follows."""
+        return self._follower.donors if self._follower is not None else ()
+
     def follow(self, order: FollowWorld, membership: Membership) -> bool:
         """Follow until this rank is called; return whether it has a state then.
 
@@ -230,10 +299,10 @@ class CatchUp:
         self.applied, told = FRESH, False
         self.close()
         try:
-            follower = self._follower = Follower(order, called)
-            state, step = follower.take_state()
-            self._replica.load(state)
-            self.applied = step
+            follower = self._follower = Follower(order, called, self.pupil.choose_donors)
+            state, part = follower.take_state()
+            self.pupil.take_state(state)
+            self.applied, self.epoch = part.step, part.epoch
             while not called():
                 if self._advance(follower, _LOOK_S) and not told and not follower.behind:
                     told = True
@@ -262,16 +331,15 @@ class CatchUp:
             )
         )
 
-    def finish(self, donors_at: Callable[[tuple[int, ...]], list[int]]) -> int:
-        """Take the last steps, now that the members stand still; return the steps applied.
+    def finish(self, steps: Sequence[int]) -> None:
+        """Take the last steps, now that the members stand still.
 
-        `donors_at` returns how far those of the donors are who are members of this epoch.
+        `steps` are how far those of the donors are who are members of this epoch.
         """
         follower = self._follower
         if follower is None:
-            return self.applied
+            return
         try:
-            steps = donors_at(follower.donors)
             deadline = time.monotonic() + _LAST_S
             # What all donors have applied is on its way from all of them.
             while steps and self.applied < min(steps) and time.monotonic() < deadline:
@@ -279,7 +347,6 @@ class CatchUp:
         except Lost as error:
             self.error = str(error)
         self.close()
-        return self.applied
 
     def close(self) -> None:
         """Follow no longer; what was reached stays."""
@@ -293,15 +360,12 @@ class CatchUp:
         Raises:
             Lost: the members have made it with other settings.
         """
-        flats = self._buckets.flats(self.applied)
-        settings = follower.take_step(self.applied, flats, wait_s)
-        if settings is None:
+        part = follower.take_step(self.applied, self.pupil.list_sent(self.applied), wait_s)
+        if part is None:
             return False
-        if settings != hash_settings(self._replica.optimizer):
+        if part.settings != self.pupil.hash_settings():
             self.applied = FRESH
             raise Lost("the optimizer's settings are not the members'")
-        self._buckets.expose(self.applied)
-        self._replica.update()
-        self._buckets.drop()
-        self.applied += 1
+        self.pupil.update(self.applied)
+        self.applied, self.epoch = self.applied + 1, part.epoch
         return True

@@ -73,10 +73,20 @@ class PartTrainer(Trainer):
     # --- one step -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        """Nobody follows this world: parts are taken within the join."""
         gc.collect()
         gc.freeze()  # Who looks for the remains of a world need not look at all of torch.
-        self._membership.announce()
+        self._membership.announce(*self._offer())
+
+    def _offer(self) -> tuple[str, int]:
+        """Return where others may follow this member, and the bytes of a state; here nowhere."""
+        return "", 0
+
+    def _note_followed(self) -> None:
+        super()._note_followed()
+        self._line = self._catching.epoch
+
+    def _find_line(self, *, sent: bool = False) -> int:
+        return self._ready if sent else self._line
 
     def _prove(self, group: Group) -> None:
         """Reduce the counts, which say that each member has reduced its part."""
@@ -168,6 +178,7 @@ class PartTrainer(Trainer):
     def _begin_at(self, step: int, line: int, plain: dict[str, Any]) -> None:
         """The part is that of `step`, and what this member had of later ones is undone."""
         self._steering.load(plain)
+        self._feed.cut()
         self._applied, self._line = step, line
         self._holds = False
         self._buckets.drop()

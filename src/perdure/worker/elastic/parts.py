@@ -33,6 +33,9 @@ class At(msgspec.Struct, frozen=True, tag=True):
     """From the donor: steps applied by now. To a `Take`: it came too late."""
 
     step: int
+    node: str = ""
+    section: tuple[int, int] = (0, 0)
+    """Where the model is cut into stages: the first of its blocks, and the one behind the last."""
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):

@@ -186,7 +186,7 @@ class Peers(Generic[AnySnapshot]):
             self.copied_s += time.monotonic() - began
             self._copied.set()
         if mirror is not None:
-            with contextlib.suppress(Broken):
+            with contextlib.suppress(Broken, OSError):  # Then the neighbour has the one before.
                 self._exchange(mirror, header, data)
 
     def _exchange(self, mirror: Mirror, mine: _Header[AnySnapshot], data: Tensor) -> None:

@@ -11,7 +11,6 @@ What differs from a replicated one:
 """
 
 import functools
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -34,11 +33,13 @@ from perdure.plan.stage_orders import Passes, plan_passes
 from perdure.plan.stages import Choose, Layout, Section
 from perdure.worker.config import Config
 from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.follow import CatchUp
 from perdure.worker.elastic.group import Broken, Group, exchange_standings, make_device, wait_for
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.part_trainer import PartTrainer, open_prefix
 from perdure.worker.elastic.peers import Peers
 from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.stage_follow import StagePupil, find_node
 from perdure.worker.elastic.stage_moves import move_blocks
 from perdure.worker.elastic.stage_saving import StageSaving
 from perdure.worker.elastic.staged import (
@@ -48,7 +49,7 @@ from perdure.worker.elastic.staged import (
     find_norms,
     join_block,
 )
-from perdure.worker.elastic.trainer import BUCKET_BYTES
+from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
 from perdure.worker.elastic.transfer import share_plain
 from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
@@ -88,6 +89,10 @@ class StageTrainer(PartTrainer):
             buckets=Buckets((), bucket_bytes, sets=1), snapshot_every=snapshot_every,
         )  # fmt: skip
         self._staged, self._load, self._loss, self._choose = replica, load, loss, choose
+        self._catching = CatchUp(
+            StagePupil(replica, membership.me, choose, self._fit, self._list_norms)
+        )
+        self._feed.node = find_node()
         self._bucket_bytes, self._exact = bucket_bytes, exact
         self._recompute, self._on = recompute, device
         blocks = len(replica.blocks)
@@ -245,9 +250,11 @@ class StageTrainer(PartTrainer):
         losses: list[float] = self._view_tally()[-2].tolist()
         return losses
 
+    def _list_norms(self, step: int) -> Tensor:
+        return self._sums[step % 2][self._tally.numel() :]
+
     def _apply(self, group: Group, *, sent: bool = False) -> None:
-        norms = self._sums[self._applied % 2][self._tally.numel() :]
-        self._staged.norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
+        self._staged.take_norms(self._list_norms(self._applied))
         super()._apply(group)
 
     def _forget(self) -> None:
@@ -269,6 +276,13 @@ class StageTrainer(PartTrainer):
 
     # --- the world ----------------------------------------------------------------------------
 
+    def _offer(self) -> tuple[str, int]:
+        return Trainer._offer(self)
+
+    def _note_followed(self) -> None:
+        super()._note_followed()
+        self._has_section |= not self._fresh
+
     def _leave(self) -> None:
         stage, self._stage = self._stage, None
         if stage is not None:
@@ -288,6 +302,7 @@ class StageTrainer(PartTrainer):
     def _form(self, members: tuple[int, ...]) -> Any:
         me, store = self._membership.me, self._open_store(members)
         overtaken = self._membership.overtaken
+        self._catch_up_last(store, members, StageStanding)
         standings = exchange_standings(store, members, me, self._stand(), overtaken)
         plan = decide_stages(
             self._count, self._staged.sizes, self._choose, standings, self._make_line()
@@ -302,6 +317,7 @@ class StageTrainer(PartTrainer):
         self._note_connected()
         self._roll_forward(plan.step, plan.holder, plan.forward, group)
         self._take_blocks(plan, group)
+        self._steering.share(store, plan.plain.member)
         number = plan.layout.find_stage(me)
         copies, prefix = plan.layout.copies[number], open_prefix(f"stage/{number}", store)
         self._stage = Group(copies, me, prefix, self._device, overtaken)
@@ -348,7 +364,7 @@ class StageTrainer(PartTrainer):
         section = self._staged.section
         held = sorted({*range(*section), *self._old})
         return StageStanding(
-            node=os.environ.get("PERDURE_NODE", ""),
+            node=find_node(),
             applied=FRESH if self._fresh else self._applied,
             line=self._line,
             section=section if self._has_section else Section(0, 0),
@@ -372,11 +388,12 @@ class StageTrainer(PartTrainer):
         states |= {b: s for b, s in self._old.items() if at_step and b in range(*mine)}
         if states or not self._has_section or mine != replica.section:
             self._rebuilt = self._has_section
+            self._feed.cut()
             replica.adopt(mine, states, None if at_step or first else plain)
         if not at_step:
             self._begin_at(plan.step, plan.line, plain)
-        if not self._has_section or mine != self._fitted:
-            self._fit(mine)
+        self._fit(mine)
+        self._feed.section = mine
         if me not in plan.kept:
             self._buckets.drop()
             self._forget()
@@ -384,12 +401,14 @@ class StageTrainer(PartTrainer):
         self._layout, self._fresh, self._has_section = plan.layout, False, True
         self._ready = NO_LINE
 
-    def _fit(self, section: Section) -> None:
-        """Have room for the gradients of the blocks of `section`."""
-        self._buckets.close()
-        self._buckets = Buckets(self._staged.parameters, self._bucket_bytes, sets=1)
-        self._trees = {b: GradientTree(self._count) for b in range(*section)}
-        self._fitted = section
+    def _fit(self, section: Section) -> Buckets:
+        """Return the room for the gradients of the blocks of `section`, its own ones."""
+        if section != self._fitted:
+            self._buckets.close()
+            self._buckets = Buckets(self._staged.parameters, self._bucket_bytes, sets=1)
+            self._trees = {b: GradientTree(self._count) for b in range(*section)}
+            self._fitted = section
+        return self._buckets
 
     def _bring(
         self, plan: StageReformation, group: Group, held: Mapping[int, BlockState]

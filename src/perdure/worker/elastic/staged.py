@@ -41,7 +41,7 @@ class StagedReplica:
         self.model = nn.Sequential(*blocks)
         _refuse_shared(self.blocks)
         self.clip_norm = clip_norm
-        self.norm = 0.0
+        self._norm = 0.0
         """Of the gradients of all blocks: what the next update is clipped by."""
         self.section = Section(0, len(self.blocks))
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
@@ -91,6 +91,13 @@ class StagedReplica:
         if self.scheduler is not None:
             plain["scheduler"] = self.scheduler.state_dict()
         return plain
+
+    def state(self) -> dict[str, Any]:
+        """Return all that a member with the same blocks has; tensors are not copied."""
+        return {
+            "blocks": {b: self.state_of(b) for b in range(*self.section)},
+            "plain": self.plain(),
+        }
 
     def adopt(
         self, section: Section, states: Mapping[int, BlockState], plain: dict[str, Any] | None
@@ -155,10 +162,14 @@ class StagedReplica:
 
     # --- a step -------------------------------------------------------------------------------
 
+    def take_norms(self, norms: Tensor) -> None:
+        """Clip the next update by the `norms` of all parameters' gradients."""
+        self._norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
+
     def update(self, *, clipped: bool = False) -> None:
-        """Apply the gradients that its parameters have; `norm` is that of all blocks'."""
+        """Apply the gradients that its parameters have."""
         if self.clip_norm:
-            total = torch.tensor(self.norm)
+            total = torch.tensor(self._norm)
             nn.utils.clip_grads_with_norm_(self.parameters, self.clip_norm, total)
         self.optimizer.step()
         if self.scheduler is not None:

@@ -6,7 +6,6 @@ made again in a new world: what was finished stays in `p.grad` (or in the tree),
 rank owed is given out again. `apply` contains no collective and cannot be interrupted.
 """
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.feed import Feed
-from perdure.worker.elastic.follow import CatchUp
+from perdure.worker.elastic.follow import CatchUp, ReplicaPupil
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -98,7 +97,7 @@ class Trainer:
         )
         self._tree = GradientTree(count) if exact else None
         self._feed = Feed(membership.generation)
-        self._catching = CatchUp(replica, self._buckets)
+        self._catching = CatchUp(ReplicaPupil(replica, self._buckets))
         self._group: Group | None = None
         membership.abandon = self._abandon
         self._device: Any = None
@@ -168,13 +167,15 @@ class Trainer:
     # --- one step -----------------------------------------------------------------------------
 
     def _announce(self) -> None:
-        feed = ""
         if self._membership.supervised:
             self._rehearse()
             self._device = self._device or make_device()  # A spare has it when it is called.
-            with contextlib.suppress(OSError):  # Then nobody follows it.
-                feed = self._feed.open(find_host())
-        self._membership.announce(feed, self._replica.nbytes)
+        self._membership.announce(*self._offer())
+
+    def _offer(self) -> tuple[str, int]:
+        """Return where others may follow this rank, and the bytes of its state."""
+        feed = self._feed.open(find_host()) if self._membership.supervised else ""
+        return feed, self._replica.nbytes
 
     def _rehearse(self) -> None:
         """Do once what a join does with a state: the first time takes a tenth of a second."""
@@ -195,7 +196,7 @@ class Trainer:
                 continue
             tries += 1
             follows = self._catching.follow(order, self._membership)
-            self._applied, self._fresh = max(self._catching.applied, 0), self._catching.fresh
+            self._note_followed()
             if follows:
                 continue
             if tries >= FOLLOW_TRIES_MAX:
@@ -203,6 +204,10 @@ class Trainer:
                 self._catching.give_up(self._membership)
             else:
                 time.sleep(_RETRY_S)
+
+    def _note_followed(self) -> None:
+        """Take note of how far this rank has come by following."""
+        self._applied, self._fresh = max(self._catching.applied, 0), self._catching.fresh
 
     def _form_first(self) -> None:
         """Come into the first world: what that takes belongs to the start, and to no step."""
@@ -241,7 +246,7 @@ class Trainer:
             group.meet()
             self._over = True
             return
-        self._feed.stand(self._applied, self._membership.epoch, self._replica)
+        self._feed.stand(self._applied, self._find_line(), self._replica)
         self._reduce(group)
         counts = self._read_counts()
         if any(count != 1.0 for count in counts):
@@ -334,8 +339,7 @@ class Trainer:
         if sent:
             self._feed.cut()
         else:
-            flats = self._buckets.flats(self._applied)
-            self._feed.release(self._applied, self._membership.epoch, flats, self._replica)
+            self._feed.release(self._applied, self._find_line(sent=True), self._catching.pupil)
         losses = self._read_losses()
         self._steering.save_if_due(self._applied, group)
         self._buckets.expose(self._applied)
@@ -354,6 +358,10 @@ class Trainer:
         self._holds = True
         self._forget()
         self._progress.commit(self._applied)
+
+    def _find_line(self, *, sent: bool = False) -> int:
+        """Return the epoch that made the state, or the gradients that are `sent`."""
+        return self._membership.epoch
 
     def _forget(self) -> None:
         self._done.clear()
@@ -427,18 +435,13 @@ class Trainer:
         self._progress.enter_group()
         self._connected_s = self._membership.now()
 
-    def _catch_up_last(self, store: Any, members: tuple[int, ...]) -> None:
+    def _catch_up_last(self, store: Any, members: tuple[int, ...], kind: Any = Standing) -> None:
         """A rank that has followed takes what is still on its way: the members stand still."""
-        if not self._catching.follows:
-            return
-
-        def find_steps(donors: tuple[int, ...]) -> list[int]:
-            there = [donor for donor in donors if donor in members]
-            found = read_standings(store, there, Standing, self._membership.overtaken)
-            return [standing.applied for standing in found.values()]
-
-        self._applied = self._catching.finish(find_steps)
-        self._fresh = self._catching.fresh
+        if self._catching.follows:
+            donors = [donor for donor in self._catching.donors if donor in members]
+            standings = read_standings(store, donors, kind, self._membership.overtaken)
+            self._catching.finish([standing.applied for standing in standings.values()])
+            self._note_followed()
 
     def _bring_together(self, plan: Reformation, group: Group) -> None:
         """Roll forward who is one step behind, and give a state to who has none."""

@@ -1,0 +1,81 @@
+"""How a rank that comes in gets a stage's blocks while the members train on.
+
+It chooses its stage as all will choose it when it has come: where the layout stays what it is, and
+only then. It follows that stage's copies as one follows a replicated state, and is given with each
+step's gradients the norms of all parameters, by which the members clip them.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from perdure.plan.stages import Choose, Section, find_rest
+from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.follow import Lost
+from perdure.worker.elastic.parts import At, hash_settings
+from perdure.worker.elastic.staged import StagedReplica
+
+
+class StagePupil:
+    """A rank that becomes one more copy of a stage."""
+
+    def __init__(
+        self,
+        replica: StagedReplica,
+        me: int,
+        choose: Choose,
+        fit: Callable[[Section], Buckets],
+        list_norms: Callable[[int], Tensor],
+    ) -> None:
+        """Bring `replica` up to its donors, whose gradients go through the buckets that `fit` made.
+
+        `choose` is how the members choose their layout. `list_norms` gives the room for the norms
+        of a step.
+        """
+        self._replica, self._me, self._choose = replica, me, choose
+        self._fit, self._list_norms = fit, list_norms
+
+    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
+        """Return the copies of the stage that this rank is to have.
+
+        Raises:
+            Lost: the members will have other blocks when it has come.
+        """
+        me, blocks = self._me, len(self._replica.blocks)
+        sections = {member: Section(*at.section) for member, at in answers.items()}
+        nodes = {member: at.node for member, at in answers.items()} | {me: find_node()}
+        rest = find_rest(blocks, answers, sections)
+        choice = self._choose(sorted(nodes), nodes, rest)
+        if rest is None or choice.stays is None:
+            raise Lost(f"blocks move when it comes: {choice.reason}")
+        return rest.copies[choice.stays.find_stage(me)]
+
+    def take_state(self, state: Any) -> None:
+        """Become what the donors are."""
+        blocks = state["blocks"]
+        section = Section(min(blocks), max(blocks) + 1)
+        self._replica.adopt(section, blocks, state["plain"])
+        self._fit(section)
+
+    def list_sent(self, step: int) -> list[Tensor]:
+        """Return the stage's gradients, and the norms of all parameters' gradients."""
+        return [*self._fit(self._replica.section).flats(step), self._list_norms(step)]
+
+    def update(self, step: int) -> None:
+        """Apply the gradients of a step."""
+        buckets = self._fit(self._replica.section)
+        self._replica.take_norms(self._list_norms(step))
+        buckets.expose(step)
+        self._replica.update()
+        buckets.drop()
+
+    def hash_settings(self) -> str:
+        """Return a hash of the optimizer's settings."""
+        return hash_settings(self._replica.optimizer)
+
+
+def find_node() -> str:
+    """Return the name of this rank's node; an empty string outside a job."""
+    return os.environ.get("PERDURE_NODE", "")
