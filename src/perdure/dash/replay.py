@@ -31,6 +31,7 @@ def render_replay(result: ReplayResult, width: int) -> str:
         ),
         "gap: the longest time without a commit",
         *_list_costs(r),
+        *(line for row in r.systems for line in _list_shapes(row)),
         "",
         render_plots(r, width),
     ]
@@ -61,6 +62,18 @@ def _list_costs(r: ReplayResult) -> list[str]:
         f"simulated with these: {r.simulated.fraction_of_u2:.4f} of U2, "
         f"{r.simulated.fraction_of_u2_online:.4f} of U2'; live is {apart:+.2%} from it",
     ]
+
+
+def _list_shapes(row: ReplayRow) -> list[str]:
+    """Return how the model was spread over the nodes, copies x stages, and since when."""
+    if not row.shapes:
+        return []
+    words = [
+        f"{one.shape} at {one.at_s:.1f} s" + (", cut anew" if one.morphed else "")
+        for one in row.shapes
+    ]
+    anew = sum(one.morphed for one in row.shapes)
+    return ["", f"{row.system}'s shapes: {'; '.join(words)} (cut anew {anew} times)"]
 
 
 def render_plots(r: ReplayResult, width: int) -> str:

@@ -73,6 +73,19 @@ class ReplayRow(msgspec.Struct, frozen=True):
     """Of each loss, as the job itself has stamped it (perdure)."""
     rates: tuple[tuple[float, float], ...] = ()
     """(seconds, committed samples a second from then on)."""
+    shapes: tuple["FormedShape", ...] = ()
+    """Of a pipelined world, in the order of time."""
+
+
+class FormedShape(msgspec.Struct, frozen=True):
+    """A shape that a pipelined world took in the course of a replay."""
+
+    at_s: float
+    """When its last member was in it."""
+    shape: str
+    """Copies and stages, such as `2x3` or `(2,1)`."""
+    morphed: bool
+    """The model is cut into stages otherwise than before."""
 
 
 class ReplayResult(msgspec.Struct, frozen=True):

@@ -132,6 +132,7 @@ def train_pipeline(folder: Path, count: int, pace_s: float, places: str, stages:
         lambda outputs, _: outputs.square().mean(),
         stages=stages,
         micro_batches=count,
+        snapshot_every=1,  # A step takes long here, and a snapshot does not.
     )
     for step in trainer.steps(_STEPS):
         if step.first:

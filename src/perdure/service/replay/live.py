@@ -1,6 +1,7 @@
 """Plays a schedule against one system in real time, and reads what it has committed."""
 
 import bisect
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -8,7 +9,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.replay import MadeStep
+from perdure.model.events import JournalEntry, WorldReformed
+from perdure.model.replay import FormedShape, MadeStep
 from perdure.model.report import Recovery
 from perdure.service.journal import read_journal
 from perdure.service.replay.systems import Perdure, System
@@ -31,6 +33,7 @@ class Played:
     complete: bool
     load: float
     recoveries: list[Recovery] = field(default_factory=list)
+    shapes: tuple[FormedShape, ...] = ()
 
 
 def wait_ready(system: System, places: Sequence[int]) -> None:
@@ -84,8 +87,12 @@ def play(
     steps = find_steps(system.trail.poll(), begun_s, end_s)
     load = os.getloadavg()[0]
     system.end()
-    recoveries = read_recoveries(system, begun_s, end_s) if isinstance(system, Perdure) else []
-    return Played(Run(steps, done_s, end_s, rates, told, recoveries), complete, load, recoveries)
+    if not isinstance(system, Perdure):
+        return Played(Run(steps, done_s, end_s, rates, told), complete, load)
+    entries, zero_s = read_journal(system.paths), begun_s + system.find_offset_s()
+    recoveries = find_recoveries(entries, zero_s, end_s)
+    run = Run(steps, done_s, end_s, rates, told, recoveries)
+    return Played(run, complete, load, recoveries, find_shapes(entries, zero_s, end_s))
 
 
 def find_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[MadeStep]:
@@ -98,12 +105,32 @@ def find_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[M
     return [step for step in steps[first:] if step.at_s <= end_s]
 
 
-def read_recoveries(system: Perdure, begun_s: float, end_s: float) -> list[Recovery]:
+def find_shapes(
+    entries: Sequence[JournalEntry], zero_s: float, end_s: float
+) -> tuple[FormedShape, ...]:
+    """Return the shapes of a pipelined world that differ from the one before; the first at 0."""
+    formed: dict[tuple[int, int], FormedShape] = {}
+    for entry in entries:
+        event = entry.body
+        if isinstance(event, WorldReformed) and event.shape:
+            number = (event.generation, event.epoch)
+            known = formed.get(number, FormedShape(-math.inf, event.shape, False))
+            at_s = max(known.at_s, event.formed_s - zero_s)
+            formed[number] = FormedShape(at_s, event.shape, known.morphed or event.morphed)
+    shapes: list[FormedShape] = []
+    for _, one in sorted(formed.items()):
+        if one.at_s <= 0.0:
+            shapes = [FormedShape(0.0, one.shape, False)]
+        elif one.at_s <= end_s and (one.morphed or one.shape not in [s.shape for s in shapes[-1:]]):
+            shapes.append(one)
+    return tuple(shapes)
+
+
+def find_recoveries(entries: Sequence[JournalEntry], zero_s: float, end_s: float) -> list[Recovery]:
     """Return what the job itself has stamped, in seconds of the replay."""
     fold = LedgerFold()
-    for entry in read_journal(system.paths):
+    for entry in entries:
         fold.add(entry)
-    zero_s = begun_s + system.find_offset_s()
     moved = [
         msgspec.structs.replace(recovery, at_s=recovery.at_s - zero_s)
         for recovery in fold.report(zero_s + end_s).recoveries

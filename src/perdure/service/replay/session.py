@@ -238,6 +238,7 @@ def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
         steps_again=again,
         longest_gap_s=gap_s,
         load=one.load,
+        shapes=one.shapes,
         recoveries_s=tuple(r.total_s for r in one.recoveries if r.failed),
         rates=find_rates(one.run),
     )
