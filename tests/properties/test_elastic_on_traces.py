@@ -17,6 +17,18 @@ from perdure.sim.elastic_trace import TracedSimulation
 STEPS = 200
 
 
+def play(trace: AvailabilityTrace, seed: int, speed: float) -> TracedSimulation:
+    nodes = max(len(i.living) for i in find_intervals(trace))
+    scenario = Scenario(
+        seed=seed, nodes=nodes, nproc=1, steps=STEPS, step_s=0.05, faults=0, kinds=("crash",),
+        weather=Weather(0.003, loss=0.02, duplicate=0.02), end_s=2000.0,
+    )  # fmt: skip
+    simulation = TracedSimulation(scenario, speed_up(trace, speed))
+    simulation.run()
+    assert sorted(simulation.truth) == list(range(STEPS + 1))
+    return simulation
+
+
 @settings(max_examples=40, deadline=None)
 @given(
     traces(nodes_max=5, stays_max=7, anchored=True),
@@ -26,13 +38,14 @@ STEPS = 200
 def test_every_sample_counts_once_and_the_ledger_closes(
     trace: AvailabilityTrace, seed: int, speed: float
 ) -> None:
-    nodes = max(len(i.living) for i in find_intervals(trace))
-    scenario = Scenario(
-        seed=seed, nodes=nodes, nproc=1, steps=STEPS, step_s=0.05, faults=0, kinds=("crash",),
-        weather=Weather(0.003, loss=0.02, duplicate=0.02), end_s=2000.0,
-    )  # fmt: skip
-    simulation = TracedSimulation(scenario, speed_up(trace, speed))
-    simulation.run()
-    assert max(simulation.truth) == STEPS
-    assert sorted(simulation.truth) == list(range(STEPS + 1))
+    simulation = play(trace, seed, speed)
     assert len(simulation.worlds) == 1, "somebody was always there, and the world was restarted"
+
+
+@settings(max_examples=20, deadline=None)
+@given(traces(nodes_max=4, stays_max=7), st.integers(0, 1000), st.sampled_from([80.0, 300.0]))
+def test_the_same_where_nobody_is_left_for_a_while(
+    trace: AvailabilityTrace, seed: int, speed: float
+) -> None:
+    """Then the next generation goes on from the newest verified checkpoint, and no earlier."""
+    play(trace, seed, speed)
