@@ -1,11 +1,10 @@
-"""`make demo`, another act: machines come and go as a trace says, and the model is cut anew.
+"""`make demo`, another act: machines come and go as a trace says, and the training goes on.
 
-A pipeline of two stages trains on three nodes. Each node is an agent, a keeper and a rank of this
-machine; who leaves is killed with SIGKILL, and who comes starts from nothing. When only one node
-is left it takes the whole model, the lost stage from its snapshot in memory; with the next one
-there are two stages again. Samples a second for each number of nodes are measured first (virtual
-devices: real tensors and collectives, a declared time of computing). At the end: what was
-committed, as a fraction of what a clairvoyant could have had.
+A trace of half a minute is made up from a seed; then it is played. Each node is an agent, a keeper
+and a rank of this machine; who leaves is killed with SIGKILL, and who comes starts from nothing.
+Samples a second for each number of nodes are measured first (virtual devices: real tensors and
+collectives, a declared time of computing). At the end: what was committed, as a fraction of what
+a clairvoyant could have had.
 """
 
 import os
@@ -15,13 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".demo-replay"
-TRACE = HOME / "demo-trace.csv"
+TRACE = HOME / "demo-trace.json"
 PERDURE = [sys.executable, "-m", "perdure"]
 REFUSED = 4
 """Exit code where throughput does not rise with the number of nodes."""
-EVENTS = "0,add,a\n0,add,b\n0,add,c\n9000,remove,b\n16000,remove,c\n22000,add,d\n"
-"""Milliseconds, what, which node."""
-LENGTH_S = 36
+FLEET = ["--nodes", "4", "--mtbf", "60", "--absence", "8", "--hours", "0.01", "--seed", "10"]
 
 
 def main() -> int:
@@ -29,13 +26,15 @@ def main() -> int:
     HOME.mkdir(exist_ok=True)
     os.environ["PERDURE_HOME"] = str(HOME)
     os.chdir(ROOT)
-    TRACE.write_text(EVENTS)
-    print(
-        f"\ndemo: machines come and go for {LENGTH_S} s; throughput is measured first", flush=True
-    )
+    made = subprocess.run([*PERDURE, "trace", "generate", *FLEET, "--out", str(TRACE)], timeout=60)
+    if made.returncode:
+        return made.returncode
+    print("\ndemo: machines come and go for 36 s; throughput is measured first", flush=True)
     page = HOME / "replay.html"
-    words = ["--duration", str(LENGTH_S), "--stages", "2", "--html", str(page)]
-    code = subprocess.run([*PERDURE, "trace", "replay", str(TRACE), *words], timeout=600).returncode
+    code = subprocess.run(
+        [*PERDURE, "trace", "replay", str(TRACE), "--nodes-max", "4", "--html", str(page)],
+        timeout=600,
+    ).returncode
     if code == REFUSED:
         print("demo: this machine is too busy for a replay, which is therefore left out")
         return 0
