@@ -22,6 +22,14 @@ def test_two_replicas_want_an_arbiter(tmp_path: Path) -> None:
     assert spec.contested
 
 
+def test_an_arbiter_and_a_server_of_ones_own_exclude_one_another(tmp_path: Path) -> None:
+    given = RunOptions(
+        script="s.py", nodes=2, replicate=2, arbiter=str(tmp_path), nats="nats://127.0.0.1:4222"
+    )
+    with pytest.raises(ConfigError, match="instead of --nats"):
+        make_spec(given)
+
+
 def test_an_arbiter_of_one_decides_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="one controller") as caught:
         make_spec(RunOptions(script="s.py", nodes=2, arbiter=str(tmp_path)))
