@@ -34,8 +34,17 @@ EXAMPLES = int(os.environ.get("PERDURE_EXACT_EXAMPLES", "2"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize(
+    ("ranks", "kind"),
+    [
+        (2, "ddp"),
+        (4, "fsdp"),
+        *(
+            pytest.param(*more, marks=pytest.mark.long)
+            for more in ((2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "ddp"))
+        ),
+    ],
+)
 def test_five_kills_change_no_bit(start: Start, tmp_path: Path, ranks: int, kind: str) -> None:
     steps = 200
     options = ["--steps", str(steps), "--accumulate", str(ACCUMULATE), "--workers", "1"]

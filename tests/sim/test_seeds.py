@@ -26,7 +26,9 @@ def run_all(seeds: range, **changes: object) -> None:
         run(seed, **changes)
 
 
-@pytest.mark.parametrize("first", GENTLE[::25])
+@pytest.mark.parametrize(
+    "first", [0, 25, *(pytest.param(seed, marks=pytest.mark.long) for seed in GENTLE[50::25])]
+)
 def test_64_ranks_survive_five_faults(first: int) -> None:
     for seed in range(first, first + 25):
         run(seed)
