@@ -16,6 +16,8 @@ SHORTEST_EXCESS = 2.0
 """What the shortest window is reserved for: a burst of a second is common below it."""
 SAMPLES_MIN = 4
 """Fewer are one event: a long step, a burst of a neighbour."""
+MANY = 2 * SAMPLES_MIN
+"""In fewer, a usual sample tells two events (a burst, then a collection of garbage) from one."""
 FEW = {2: 2.0, 3: 0.8}
 """Unless each of so many is this large: what is very slow shows few samples."""
 OVER_S = 2.0
@@ -79,7 +81,8 @@ class Persistence:
             recent = sorted(e for _, e in seen)
             if len(seen) < SAMPLES_MIN and recent[0] < FEW[len(seen)]:
                 continue
-            low = recent[int(len(recent) * QUANTILES[window_s])]
+            odd = len(recent) * QUANTILES[window_s] if len(recent) >= MANY else 0
+            low = recent[int(odd)]
             wanted = max((self.scale_s / window_s) ** 0.5, self.least)
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
