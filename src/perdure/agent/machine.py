@@ -134,7 +134,11 @@ class Agent:
             if again or order.controller != state.registered_with:
                 state.registered_with = order.controller
                 requests.append(self._register(now, state.keeper))
-        if order.assignment is not None and order.agent in ("", self.identity.incarnation):
+        if order.agent and order.agent != self.identity.incarnation:
+            # One that has not been spoken to yet hears what its predecessor was told.
+            return self._leave("another has this node's place") if state.addressed else requests
+        state.addressed = state.addressed or bool(order.agent)
+        if order.assignment is not None:
             requests += self._assign(now, order.assignment)
         if order.boundary is not None:
             requests += relay_boundary(state, order.boundary)

@@ -87,6 +87,8 @@ class AgentState:
     registered: bool = False
     registered_with: str = ""
     """Incarnation of the controller that was last answered with a registration."""
+    addressed: bool = False
+    """An order was for this very agent: if another is spoken to later, it has taken the place."""
     registered_s: float = float("-inf")
     """When that was, whoever had asked."""
     reported_stopped: int = -1

@@ -194,6 +194,8 @@ class OrderBook:
             # A replica group's assignment says nothing of the other groups' generations.
             if open_.generation < assignment.generation and assignment.replica < 0:
                 del self._open[key]
+        if self._spec.remote:  # Whoever had a place, and has it no more, hears as well.
+            return [sending for node in sorted(action.nodes) for sending in self._tell(node)]
         return self._address(self._order(assignment=assignment), set(action.nodes))
 
     def _keep(self, key: str, open_: _Open) -> list[Sending]:

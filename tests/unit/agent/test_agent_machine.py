@@ -211,6 +211,16 @@ def test_what_another_agent_of_the_node_shall_run_is_nothing_to_this_one(node: N
     assert [type(r) for r in node.machine.handle(1.0, OrderReceived(order=mine))] == [SpawnRanks]
 
 
+def test_who_was_cut_off_until_another_had_its_place_leaves_without_a_word(node: Node) -> None:
+    """What it would say of the node would be taken for the other's."""
+    node.up()
+    assignment = Assignment(number=1, generation=0, phase="store")
+    for agent in ("a1", "a2"):
+        order = NodeOrder(controller="c1", assignment=assignment, agent=agent)
+        requests = node.machine.handle(1.0, OrderReceived(order=order))
+    assert [type(r) for r in requests] == [TellKeeper, Leave]
+
+
 def test_cold_store_is_left_to_rank_0(node: Node) -> None:
     node.up()
     node.assign(0, "store")

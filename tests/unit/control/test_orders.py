@@ -74,6 +74,14 @@ def test_what_a_node_shall_run_is_repeated_to_the_agent_that_has_registered_alon
     assert (to, told.agent, numbers([(to, told)])) == (1, "a2", [(1, 2)])
 
 
+def test_where_machines_take_places_each_assignment_names_its_agent() -> None:
+    orders = OrderBook(JobSpec(script="x", nodes=2, remote=1), "c1")
+    orders.note(register(0, "a0"))
+    orders.note(register(1, "a1"))
+    sent = orders.take(assign(1))
+    assert [(to, order.agent) for to, order in sent] == [(0, "a0"), (1, "a1")]
+
+
 def test_a_boundary_is_repeated_until_every_rank_reached_it() -> None:
     orders = book()
     orders.take(boundary("prepare"))
