@@ -30,6 +30,7 @@ from perdure.launch.pulling import (
     write_verified,
 )
 from perdure.launch.records import list_records, read_record, write_record
+from perdure.launch.sources import open_sources
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
 from perdure.service.jobfiles import resolve_home
@@ -71,11 +72,13 @@ def pull(
         from perdure.launch.notebook import fetch
 
         fetch(record, place)  # Its output has no machine that could be asked for a roster.
-    manifest = find_roster(record)
+    with open_sources(record, place) as sources:
+        manifest = find_roster(record, sources)
+        if not dry_run:
+            pull_files(record, manifest, directory, sources, place.tell)
     size = sum(file.bytes for file in manifest.files)
     text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"
     if not dry_run:
-        pull_files(record, manifest, directory, place.tell)
         write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
     if as_json:
         files = len(manifest.files)
@@ -152,6 +155,10 @@ def teardown(
     box_is_gone: Annotated[
         bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
     ] = False,
+    with_volume: Annotated[
+        bool,
+        typer.Option("--with-volume", help="Kubernetes: also the claim that perdure has made."),
+    ] = False,
     by_hand: Annotated[
         bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
     ] = False,
@@ -161,12 +168,17 @@ def teardown(
     """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
     home = resolve_home()
     place, record = here(home), find_record(home, job)
+    if with_volume and record.profile.kind != "kubernetes":
+        raise ConfigError("--with-volume is for jobs on Kubernetes")
     obstacles = check_gate(record, place, box_is_gone=box_is_gone)
     commands = {box.box: fill_command(box) for box in (record, *record.others)}
     command = commands[record.box]
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": command}
     if record.others:
         told["commands"] = commands
+    deletion = _find_deletion(record, with_volume)
+    if deletion:
+        told["deletion"] = deletion
     if not as_json:
         for obstacle in obstacles:
             note(render_finding(obstacle))
@@ -174,13 +186,13 @@ def teardown(
         if as_json:
             print_json({**told, "dry_run": True})
         elif not obstacles:
-            ways = "; ".join(shlex.join(words) for words in commands.values() if words)
+            ways = "; ".join(shlex.join(w) for w in (deletion, *commands.values()) if w)
             way = ways or f"nothing; by hand: {_how(record)}"
             print(f"the gate is open; after the name is typed, it would run: {way}")
         return 4 if obstacles else 0
     if obstacles:
         raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
-    if not command and not by_hand and not record.profile.ends_by_itself:
+    if not (command or deletion or by_hand or record.profile.ends_by_itself):
         raise SafetyError(
             f"the profile has no stop command; {_how(record)}",
             hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
@@ -189,6 +201,8 @@ def teardown(
     if not box_is_gone and record.profile.kind == "ssh":
         for box in record.boxes:
             _clean(box)
+    if deletion and not by_hand:
+        _stop(deletion, place)
     if command and not by_hand:
         _stop_all(commands, place)
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
@@ -209,9 +223,6 @@ def find_record(home: str, job: str) -> LaunchRecord:
     if record is None:
         raise ConfigError(f"job `{job}` was not launched from here",
                           hint="perdure ps lists the jobs of this machine")  # fmt: skip
-    if record.profile.kind == "kubernetes":
-        raise ConfigError(f"job `{job}` is in pods, whose results are not pulled",
-                          hint="docs/kubernetes.md says how")  # fmt: skip
     if record.torn_down_s:
         raise ConfigError(f"job `{job}` was torn down already")
     return record
@@ -268,7 +279,8 @@ def _look(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Findi
     try:
         if not box_is_gone:
             states += [find_state(box, place) for box in record.boxes]
-            on_box = find_roster(record)
+            with open_sources(record, place) as sources:
+                on_box = find_roster(record, sources)
     except UnreachedError as error:
         place.tell(str(error))
         states.append(None)
@@ -283,8 +295,17 @@ def _look(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Findi
     )
 
 
+def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
+    """Return the command that ends a job's pods; empty where it has none."""
+    if record.profile.kind != "kubernetes":
+        return ()
+    from perdure.launch.kubernetes import make_deletion
+
+    return make_deletion(record, with_volume=with_volume)
+
+
 def fill_command(record: LaunchRecord) -> tuple[str, ...]:
-    """Return the profile's stop command for this job."""
+    """Return the profile's stop command for this job; empty where it has none."""
     values = {"{job}": record.job, "{host}": record.profile.launch.host}
     words = []
     for word in record.profile.teardown.stop_command:

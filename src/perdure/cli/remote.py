@@ -1,5 +1,6 @@
 """Jobs on other machines: commands carried there, `perdure attach` and `perdure tunnel`."""
 
+import contextlib
 import time
 from collections.abc import Sequence
 from typing import Annotated
@@ -22,15 +23,27 @@ _POLL_S = 0.5
 def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
     platform, place = find_platform(record.profile.kind), here(resolve_home())
-    told = argv[0] == "status" and "--json" not in argv
+    pods = record.profile.kind == "kubernetes"
+    told = argv[0] in ("status", *(["diagnose"] if pods else [])) and "--json" not in argv
     try:
         code = platform.run(record, argv, place)
-        if told:
+        if told and not pods:
             note(describe_state(record, platform.find_state(record, place)))
     finally:
         if told:
             tell_others(record, place)
+            _tell_pods(record, place)
     return code
+
+
+def _tell_pods(record: LaunchRecord, place: Here) -> None:
+    """Say how a job's pods are, and what happened to them and their nodes before."""
+    if record.profile.kind == "kubernetes":
+        from perdure.launch.kubernetes import find_past, find_state
+
+        note(describe_state(record, find_state(record, place)))
+        for line in find_past(record, place):
+            note(line)
 
 
 def tell_others(record: LaunchRecord, place: Here) -> None:
@@ -80,11 +93,17 @@ def _attach_there(record: LaunchRecord, as_json: bool) -> int:
     platform, place = find_platform(record.profile.kind), here(resolve_home())
     words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
     try:
+        state = platform.find_state(record, place)
         while True:
-            platform.run(record, words, place)
-            state = platform.find_state(record, place)
-            if state.over:
+            if state.state != "waiting":
+                # Where it broke off, the state says whether there is more to come.
+                with contextlib.suppress(PlatformError):
+                    platform.run(record, words, place)
+            before, state = state, platform.find_state(record, place)
+            if state.over and before.state != "waiting":
                 break
+            if state.state == "waiting" and before.state != "waiting":
+                note(describe_state(record, state))
             time.sleep(_POLL_S)
     except KeyboardInterrupt:
         note(f"the job goes on; perdure attach {record.job}")
@@ -110,9 +129,10 @@ def tunnel(
         record = elsewhere.record
     else:
         raise ConfigError(f"job `{job}` is on this machine", hint=f"http://127.0.0.1:{port[0]}")
+    from perdure.launch import kubernetes
     from perdure.launch.channel import Channel
 
-    if record.profile.kind != "ssh":
+    if record.profile.kind not in ("ssh", "kubernetes"):
         raise ConfigError(f"no tunnels to a platform of kind {record.profile.kind}")
     urls = [f"http://127.0.0.1:{number}" for number in port]
     if as_json:
@@ -120,6 +140,8 @@ def tunnel(
     else:
         print("\n".join(urls), flush=True)
     try:
+        if record.profile.kind == "kubernetes":
+            return kubernetes.tunnel(record, port, here(resolve_home()))
         return Channel(record.profile.launch).forward(port)
     except KeyboardInterrupt:
         return 0

@@ -91,15 +91,10 @@ class Channel:
 
     def command(self, script: str, *, tty: bool = False) -> list[str]:
         """Return the command of this machine that runs the shell script `script` on the box."""
-        wrapped = (
-            f"echo {shlex.quote(BEGIN)}; ( {script}\n); rc=$?; "
-            'printf "\\n@@perdure rc=%s boot=%s@@\\n" "$rc" '
-            '"$(cat /proc/sys/kernel/random/boot_id)" >&2; exit $rc'
-        )
         if not self.host:
-            return ["sh", "-c", wrapped]
+            return ["sh", "-c", wrap(script)]
         words = [*self.ssh(), *(["-tt"] if tty else []), self.host]
-        return [*words, f"exec sh -c {shlex.quote(wrapped)}"]
+        return [*words, f"exec sh -c {shlex.quote(wrap(script))}"]
 
     def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Done:
         """Run `script` once; return how it ended.
@@ -119,7 +114,7 @@ class Channel:
         banner, _, out = said.decode(errors="replace").partition(BEGIN + "\n")
         trailer = _TRAILER.search(err)
         if trailer is None:
-            last = (err.strip().splitlines() or ["ssh said nothing"])[-1]
+            last = (err.strip().splitlines() or ["it said nothing"])[-1]
             raise UnreachedError(
                 f"{self.name} did not answer: {last}",
                 hint=f"this says nothing about a job there; try: {shlex.join(self._try())}",
@@ -251,6 +246,15 @@ def _close(process: "subprocess.Popen[bytes]") -> None:
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
+
+
+def wrap(script: str) -> str:
+    """Return `script` with the mark before its output, and the trailer after it."""
+    return (
+        f"echo {shlex.quote(BEGIN)}; ( {script}\n); rc=$?; "
+        'printf "\\n@@perdure rc=%s boot=%s@@\\n" "$rc" '
+        '"$(cat /proc/sys/kernel/random/boot_id)" >&2; exit $rc'
+    )
 
 
 def _pass_errors(pipe: IO[bytes], codes: list[int]) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.channel import Channel
+from perdure.launch.sources import Source, Sources
 from perdure.launch.ssh import results
-from perdure.launch.transfer import PARTIAL, pull
+from perdure.launch.transfer import PARTIAL
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import (
     PULL_MANIFEST,
@@ -39,7 +39,7 @@ _LOADABLE = (".pt", ".pth", ".ckpt")
 _CHUNK = 4 << 20
 
 
-def find_roster(record: LaunchRecord) -> PullManifest:
+def find_roster(record: LaunchRecord, sources: Sources) -> PullManifest:
     """Return what is on the job's boxes now; labels of further ones begin with the box's name.
 
     Raises:
@@ -50,12 +50,12 @@ def find_roster(record: LaunchRecord) -> PullManifest:
     files: list[PulledFile] = []
     for box in record.boxes:
         mine = {label: box.roots[name] for label, (owner, name) in owners.items() if owner is box}
-        told = _list_files(box, mine)
+        told = _list_files(box, mine, sources[box.box])
         roots |= told["roots"]
         files += [msgspec.convert(row, PulledFile) for row in told["files"]]
     return PullManifest(
         job=record.job,
-        host=", ".join(Channel(box.profile.launch).name for box in record.boxes),
+        host=", ".join(sources[box.box].channel.name for box in record.boxes),
         roots=roots,
         pulled_s=time.time(),
         files=tuple(files),
@@ -71,12 +71,11 @@ def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
     }
 
 
-def _list_files(box: LaunchRecord, roots: dict[str, str]) -> dict[str, Any]:
-    channel = Channel(box.profile.launch)
+def _list_files(box: LaunchRecord, roots: dict[str, str], there: Source) -> dict[str, Any]:
     skip = (*SKIPPED, *box.profile.overrides.SCRATCH)
     wanted = msgspec.json.encode({"roots": roots, "skip": skip}).decode()
-    told: dict[str, Any] = channel.query(
-        f"python3 - manifest {shlex.quote(wanted)}",
+    told: dict[str, Any] = there.channel.query(
+        f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
         dict[str, Any],
         stdin=Path(results.__file__).read_bytes(),
         timeout_s=_ROSTER_S,
@@ -90,7 +89,11 @@ def _list_files(box: LaunchRecord, roots: dict[str, str]) -> dict[str, Any]:
 
 
 def pull_files(
-    record: LaunchRecord, manifest: PullManifest, target: Path, tell: Callable[[str], None]
+    record: LaunchRecord,
+    manifest: PullManifest,
+    target: Path,
+    sources: Sources,
+    tell: Callable[[str], None],
 ) -> None:
     """Bring the files of `manifest` to `target`, folder by folder; what is here already stays.
 
@@ -100,25 +103,25 @@ def pull_files(
     """
     _make_room(target, manifest, tell)
     owners = find_owners(record)
-    for (label, folder), names in group_files(manifest).items():
-        tell(f"{label}/{folder}: {len(names)} files")
-        channel = Channel(owners[label][0].profile.launch)
-        pull(channel, manifest.roots[label], target / label, names, tell=tell)
+    for (label, folder), files in group_files(manifest).items():
+        tell(f"{label}/{folder}: {len(files)} files")
+        there = sources[owners[label][0].box]
+        there.bring(manifest.roots[label], target / label, files, tell=tell)
     document = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
     temporary = target / f".{PULL_MANIFEST}"
     temporary.write_bytes(document)
     os.replace(temporary, target / PULL_MANIFEST)
 
 
-def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[str]]:
-    """Return (label, first folder) -> names below the label's own folder."""
+def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile]]:
+    """Return (label, first folder) -> files, named below the label's own folder."""
     labels = sorted(manifest.roots, key=len, reverse=True)
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str], list[PulledFile]] = {}
     for file in manifest.files:
         label = next(label for label in labels if file.path.startswith(f"{label}/"))
         name = file.path[len(label) + 1 :]
         folder = name.partition("/")[0] if "/" in name else ""
-        groups.setdefault((label, folder), []).append(name)
+        groups.setdefault((label, folder), []).append(msgspec.structs.replace(file, path=name))
     return groups
 
 

@@ -172,7 +172,7 @@ class Kubernetes:
             try:
                 if condition():
                     return
-            except (AssertionError, subprocess.TimeoutExpired, IndexError, KeyError):
+            except (AssertionError, OSError, subprocess.TimeoutExpired, LookupError):
                 pass
             if time.monotonic() > until:
                 raise AssertionError(f"no {what} after {timeout_s:g} s\n{self.read_logs()}")
@@ -208,7 +208,10 @@ def main(words: Sequence[str]) -> None:
         cluster = Kubernetes(Path(folder))
         try:
             cluster.start()
-            print(f"export KUBECONFIG={cluster.env['KUBECONFIG']}  # image {cluster.image}")
+            print(
+                f"export KUBECONFIG={cluster.env['KUBECONFIG']}  # image {cluster.image}",
+                flush=True,
+            )
             while True:
                 time.sleep(3600)
         except KeyboardInterrupt:

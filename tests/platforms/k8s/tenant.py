@@ -41,12 +41,12 @@ class Tenant:
                     "launch": {"project": "project", "outputs": ["trail"]}, **fields}  # fmt: skip
         (self.folder / "job.json").write_text(json.dumps(document))
 
-    def write_exact(self, steps: int, pace_s: float, **fields: Any) -> None:
+    def write_exact(self, steps: int, pace_s: float, script: Path = EXACT, **fields: Any) -> None:
         """Write a job whose losses are comparable to the bit."""
         (self.project / "trail").mkdir()
         (self.project / "trail" / "here").touch()
         words = ["--trail", "trail", "--steps", str(steps), "--pace-s", str(pace_s)]
-        self.write_job(EXACT, *words, **fields)
+        self.write_job(script, *words, **fields)
 
     def launch(self) -> "subprocess.CompletedProcess[str]":
         return self.cli("launch", "job.json", "--on", "cluster")

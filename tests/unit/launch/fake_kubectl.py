@@ -52,6 +52,8 @@ def main() -> None:
             if cluster.get("pvc") is None:
                 fail(NOT_FOUND.format("persistentvolumeclaims", words[2]))
             print(json.dumps(cluster["pvc"]))
+        case ["get", "pod", *_]:
+            print(json.dumps(cluster["pod"]))
         case ["get", kind, *_]:
             print(json.dumps({"items": cluster.get(kind, [])}))
         case ["exec" | "logs", *_]:

@@ -16,6 +16,7 @@ from msgspec import structs
 from perdure.launch import kubernetes as platform
 from perdure.launch.catalog import load_profile
 from perdure.launch.kubernetes import client
+from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.project import LIMIT, PACKED, unpack
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError
@@ -24,6 +25,15 @@ from perdure.model.kubernetes import KubernetesSection
 from perdure.model.launching import LaunchRecord, Plan
 
 FAKE = Path(__file__).with_name("fake_kubectl.py")
+
+
+def lint_errors(pod: Any) -> list[str]:
+    """Return what the linter holds for a refusal of a pod, as that of a Job."""
+    job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"},
+           "spec": {"template": {"spec": pod["spec"]}}}  # fmt: skip
+    return [f.text for f in lint_manifests([job]) if f.level == "error"]
+
+
 HERE = Here(home="/nowhere", environ={}, tell=lambda line: None)
 RUNNING = {
     "metadata": {"name": "gpt-0-abc", "labels": {"job-name": "gpt"},
@@ -187,6 +197,23 @@ def test_a_command_is_run_in_the_first_pod(
     said = capfd.readouterr().out
     assert said.startswith("exec gpt-0-abc -c perdure")
     assert "PERDURE_HOME=/checkpoints/state python3 -P -m perdure status gpt" in said
+
+
+def test_of_a_job_that_is_over_a_command_is_run_beside_its_volume(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str]
+) -> None:
+    done = {**JOB, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    read = cluster(job=done, pods=[], pod={"status": {"phase": "Running"}})
+    assert platform.run(record(host_paths=("/opt/envs",)), ["report", "gpt"], HERE) == 0
+    (reader,) = (yaml.safe_load(one) for one in read()["created"])
+    name = reader["metadata"]["name"]
+    assert f"exec {name} -c perdure env" in capfd.readouterr().out
+    assert "perdure.dev/job" not in reader["metadata"]["labels"]  # It is no pod of the job.
+    volumes = reader["spec"]["volumes"]
+    assert [v["name"] for v in volumes] == ["durable", "host-0"]
+    assert volumes[0]["persistentVolumeClaim"]["claimName"] == "gpt-durable"
+    assert lint_errors(reader) == []
+    assert ["delete", "pod", name] == [w for w in read()["calls"][-1][0] if w[:2] != "--"]
 
 
 def test_the_log_of_a_pod_that_ended_and_of_its_last_life(

@@ -90,6 +90,15 @@ REFUSED: list[tuple[str, Any, str, str]] = [
     (f"{RULES}.1.onExitCodes", {"operator": "In", "values": [0]}, "0 is no failure", ""),
     (f"{RULES}.1.onExitCodes.containerName", "other", "no container", ""),
     ("spec.parallelism", 2, "share the claim", "K8S4"),
+    # Found by asking a server, tests/platforms/k8s/test_verdicts.py.
+    (f"{POD}.subdomain", "Gpt", "no DNS label", ""),
+    (f"{POD}.hostname", "a_b", "no DNS label", ""),
+    (f"{POD}.nodeSelector", {"pool": "a b"}, "no value of a label", ""),
+    (f"{POD}.dnsPolicy", "None", "dnsConfig is required", ""),
+    (f"{POD}.hostPID", "yes", "neither true nor false", ""),
+    ("spec.template.metadata.labels.app", "a b", "no value of a label", ""),
+    ("spec.completions", "one", "completions", ""),
+    ("kind", "job", "it is Job", ""),
 ]
 TOLD: list[tuple[str, Any, str, str]] = [
     (f"{BOX}.image", "r.example/t:latest", "by tag", "U30"),

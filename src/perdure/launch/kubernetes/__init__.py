@@ -4,7 +4,7 @@ import base64
 import subprocess
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -14,17 +14,19 @@ from perdure.launch.kubernetes.checks import check_profile
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.manifest import (
-    CONTAINER,
     JOB_LABEL,
-    TRAINER_CONTAINER,
     find_claim,
     find_name,
     find_place,
+    find_project,
     make_claim,
     make_documents,
+    place_spec,
 )
 from perdure.launch.kubernetes.project import PACKED, pack
+from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.platforms import Here
+from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.kubernetes import JobState, KubernetesSection, explain_pod, parse_version
@@ -32,6 +34,7 @@ from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.profile import Profile
 
 CLAIM, JOB = "claim.yaml", "job.yaml"
+_AGAIN_S = 1.0
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
@@ -60,8 +63,20 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         settings={"name": name, "claim": find_claim(spec, section),
                   "secrets": list(spec.launch.secrets), "gpus": spec.launch.gpus,
                   "pods": spec.num_nodes, "exclude": spec.launch.exclude,
-                  "project": "" if section.project else spec.launch.project},
+                  "project": "" if section.project else spec.launch.project,
+                  "roots": find_roots(spec, profile)},
     )  # fmt: skip
+
+
+def find_roots(spec: JobSpec, profile: Profile) -> dict[str, str]:
+    """Return what is to be pulled beside the job's own folder: label -> folder on the volume."""
+    place = find_project(spec, profile)
+    roots = {f"outputs/{name}": f"{place}/{name}" for name in spec.launch.outputs}
+    placed = place_spec(spec, profile)
+    if (url := placed.checkpoint.url) and "://" not in url:
+        roots["checkpoints"] = str(PurePosixPath(placed.cwd, url))
+    durable = PurePosixPath(profile.overrides.DURABLE_DIR)
+    return {k: v for k, v in roots.items() if PurePosixPath(v).is_relative_to(durable)}
 
 
 def dump(documents: Sequence[Any]) -> str:
@@ -164,6 +179,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     return LaunchRecord(
         job=plan.job, profile=plan.profile, place=plan.place, home=home,
         python=plan.profile.launch.python, id=name, launched_s=launched_s,
+        roots={"job": f"{home}/jobs/{plan.job}", **plan.settings["roots"]},
     )  # fmt: skip
 
 
@@ -189,6 +205,13 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     return judge(job, time.time() - record.launched_s, section.start_deadline_s)
 
 
+def find_past(record: LaunchRecord, here: Here) -> tuple[str, ...]:
+    """Return what happened to the job's pods and their nodes, by the server, the oldest first."""
+    client = Client(record.profile.kubernetes)
+    pods = (client.get("pods", "-l", f"{JOB_LABEL}={record.id}") or {}).get("items", ())
+    return tell_past(record.id, pods, client.get_events())
+
+
 def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
     """Return the state of a launched job; a start that does not come is told after a deadline."""
     trap = f"[{job.trap}] " if job.trap else ""
@@ -197,6 +220,7 @@ def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
         text = f"not started after {waited_s:.0f} s: {reason}"
         return BoxState(state="not-started", code=1, reason=text)
     if job.state == "waiting" or job.state == "running":
+        reason = reason or f"in pod {job.pod}"
         return BoxState(state=job.state, attempt=job.attempt, reason=reason)
     if job.state in ("done", "failed"):
         return BoxState(state="ended", code=job.code, attempt=job.attempt, reason=reason)
@@ -206,25 +230,58 @@ def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
-    """Run a perdure command line in the first pod; of one that has ended, show the log."""
+    """Run a perdure command line in the first pod; of a job that is over, beside its volume."""
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
     label = f"{JOB_LABEL}={record.id}"
     job, pods = client.look(_find_kind(record.profile), record.id, label)
-    container = TRAINER_CONTAINER if section.shape == "trainjob" else CONTAINER
-    if job.pod:
-        words = ["exec", job.pod, "-c", container, "--", "env", f"PERDURE_HOME={record.home}"]
-        words += [record.python, "-P", "-m", "perdure", *argv]
+    if not job.pod and argv[0] == "logs" and pods:
+        pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
+        words = ["logs", pod["metadata"]["name"], "-c", find_container(section)]
+        words += ["--previous"] if _is_restarted(pod) else []
         return subprocess.run(client.command(*words), check=False).returncode
-    if argv[0] != "logs" or not pods:
+    if job.state == "waiting":
         raise PlatformError(f"no pod of job `{record.job}` runs: {job.state}: {job.reason}",
                             hint="what it wrote is on its volume")  # fmt: skip
-    pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
+    with open_pod(record, here) as there:
+        words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
+        command = there.enter(*words, *argv, stdin=False)
+        return subprocess.run(command, check=False).returncode
+
+
+def _is_restarted(pod: Any) -> bool:
     statuses = pod.get("status", {}).get("containerStatuses", ())
     again = any(one.get("restartCount", 0) for one in statuses)
-    waits = explain_pod(pod).state == "waiting"
-    words = ["logs", pod["metadata"]["name"], "-c", container]
-    words += ["--previous"] if again and waits else []
-    return subprocess.run(client.command(*words), check=False).returncode
+    return again and explain_pod(pod).state == "waiting"
+
+
+def make_deletion(record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]:
+    """Return the command that deletes the objects of a job, and its claim where perdure made it."""
+    section = record.profile.kubernetes
+    kinds = {"job": "job", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
+    claims = ",pvc" if with_volume else ""
+    return Client(section).command(
+        "delete", f"{kinds[section.shape]},service,configmap{claims}",
+        "-l", f"{JOB_LABEL}={record.id}", "--cascade=foreground", "--wait",
+    )  # fmt: skip
+
+
+def tunnel(record: LaunchRecord, ports: Sequence[int], here: Here) -> int:
+    """Forward ports of the job's first pod to the same ports here, on loopback, until it is over.
+
+    A pod that comes again is another one, to which the ports are forwarded then.
+
+    Raises:
+        PlatformError: the job is over, or nobody answers.
+    """
+    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
+    while True:
+        job, _ = client.look(_find_kind(record.profile), record.id, label)
+        if job.state not in ("waiting", "running"):
+            raise PlatformError(f"no tunnel: job `{record.job}` is {job.state}: {job.reason}")
+        if job.pod:
+            words = [f"{port}:{port}" for port in ports]
+            subprocess.run(client.command("port-forward", f"pod/{job.pod}", *words), check=False)
+        time.sleep(_AGAIN_S)
 
 
 def _find_kind(profile: Profile) -> str:

@@ -30,6 +30,10 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
     if spec.torchft.replicas and spec.num_nodes > 1:
         text = "replica groups of torchft are all started in one pod"
         found.append(Finding("error", text, "nodes = 1, or depth elastic"))
+    if section.project and spec.launch.outputs:
+        text = f"launch.outputs are in the image, at {section.project}: they go with the pod"
+        found.append(Finding("warning", text, "write them to DURABLE_DIR, or send the project "
+                             '(kubernetes.project = "")', "K8S5"))  # fmt: skip
     durable = profile.overrides.DURABLE_DIR
     if (url := spec.checkpoint.url).startswith("/") and not f"{url}/".startswith(f"{durable}/"):
         text = f"checkpoint.url = {url} is not on the volume at {durable}: it goes with the pod"

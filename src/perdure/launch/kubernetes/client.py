@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from perdure.launch.channel import UnreachedError
 from perdure.model.errors import PlatformError
 from perdure.model.kubernetes import JobState, KubernetesSection, explain_job
 
@@ -56,21 +57,21 @@ class Client:
             ) from error
         except subprocess.TimeoutExpired as error:
             text = f"kubectl {words[0]}: no answer in {timeout_s:g} s"
-            raise PlatformError(text, hint="kubectl cluster-info says") from error
+            raise UnreachedError(text, hint="kubectl cluster-info says") from error
         return done.returncode, done.stdout, done.stderr.strip()
 
     def get(self, *words: str) -> Object | None:
         """Return an object or a list of objects; None where it does not exist.
 
         Raises:
-            PlatformError: nobody answered, or it may not be read.
+            UnreachedError: nobody answered, or it may not be read.
         """
         code, out, err = self.call("get", *words, "-o", "json")
         if code and "NotFound" in err:
             return None
         if code:
-            raise PlatformError(f"kubectl get {words[0]}: {_last(err)}",
-                                hint="ask again: this says nothing of the job")  # fmt: skip
+            raise UnreachedError(f"kubectl get {words[0]}: {_last(err)}",
+                                 hint="ask again: this says nothing of the job")  # fmt: skip
         found: Object = json.loads(out)
         return found
 
@@ -130,13 +131,23 @@ class Client:
         pods = (self.get("pods", "-l", label) or {}).get("items", ())
         events: dict[str, list[str]] = {}
         if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
-            selected = "--field-selector=involvedObject.kind=Pod"
-            listed = self.get("events", selected, "--sort-by=.lastTimestamp") or {}
-            for event in listed.get("items", ()):
-                pod_name = event.get("involvedObject", {}).get("name", "")
-                told = f"{event.get('reason', '')} {event.get('message', '')}"
-                events.setdefault(pod_name, []).append(told)
+            events = self.list_events("Pod")
         return explain_job(job, pods, events), pods
+
+    def get_events(self, *words: str) -> Sequence[Object]:
+        """Return the events of the last hour or so, as the server has them."""
+        found: Sequence[Object] = (self.get("events", *words) or {}).get("items", ())
+        return found
+
+    def list_events(self, kind: str, name: str = "") -> dict[str, list[str]]:
+        """Return what was said of objects of a kind, or of one: name -> lines, the newest last."""
+        selected = f"--field-selector=involvedObject.kind={kind}"
+        selected += f",involvedObject.name={name}" if name else ""
+        said: dict[str, list[str]] = {}
+        for event in self.get_events(selected, "--sort-by=.lastTimestamp"):
+            told = f"{event.get('reason', '')} {event.get('message', '')}"
+            said.setdefault(event.get("involvedObject", {}).get("name", ""), []).append(told)
+        return said
 
     def _find_job(self, kind: str, name: str, label: str) -> Object | None:
         """Return the Job that a JobSet or TrainJob has made, an empty one before it has."""

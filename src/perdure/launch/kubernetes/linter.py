@@ -28,6 +28,9 @@ def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Fi
         if not kind or not document.get("apiVersion"):
             found.append(_error("?", "apiVersion and kind are required"))
             continue
+        if (name := shapes.KINDS.get(kind.lower(), kind)) != kind:
+            found.append(_error("?", f"kind {kind}: it is {name}"))
+            continue
         at = f"{kind} {document.get('metadata', {}).get('name', '?')}"
         found += lint_fields(document, shapes.TOP, at)
         found += _lint_metadata(document, kind, at)
@@ -82,12 +85,15 @@ def _lint_metadata(document: Object, kind: str, at: str) -> list[Finding]:
             _error(at, f"metadata.name {name!r}: lower-case letters, digits and -"
                    + (", a letter first" if kind == "Service" else ""))
         )  # fmt: skip
-    for key, value in metadata.get("labels", {}).items():
-        if not isinstance(value, str) or not shapes.LABEL_VALUE.fullmatch(value):
-            found.append(
-                _error(f"{at}.metadata.labels", f"{key}: {value!r} is no value of a label")
-            )
-    return found
+    return found + _lint_labels(metadata.get("labels", {}), f"{at}.metadata.labels")
+
+
+def _lint_labels(labels: Object, at: str) -> list[Finding]:
+    return [
+        _error(at, f"{key}: {value!r} is no value of a label")
+        for key, value in labels.items()
+        if not isinstance(value, str) or not shapes.LABEL_VALUE.fullmatch(value)
+    ]
 
 
 def _lint_claim(spec: Object, at: str) -> list[Finding]:
@@ -106,14 +112,23 @@ def _lint_claim(spec: Object, at: str) -> list[Finding]:
     elif not shapes.read_quantity(size):
         found.append(_error(at, f"spec.resources.requests.storage: {size!r} is no quantity",
                             "such as 100Gi"))  # fmt: skip
+    if (mode := spec.get("volumeMode", "Filesystem")) not in ("Filesystem", "Block"):
+        found.append(_error(at, f"spec.volumeMode {mode!r}: Filesystem or Block"))
+    if (storage := spec.get("storageClassName")) and not shapes.SUBDOMAIN.fullmatch(storage):
+        found.append(_error(at, f"spec.storageClassName {storage!r} is no name"))
     return found
 
 
 def _lint_service(spec: Object, at: str) -> list[Finding]:
+    found = _lint_labels(spec.get("selector", {}), f"{at}.spec.selector")
     if not spec.get("ports") and spec.get("clusterIP") != "None":
-        return [_error(at, "spec.ports is required, but for a headless Service",
-                       "clusterIP: None")]  # fmt: skip
-    return []
+        found.append(_error(at, "spec.ports is required, but for a headless Service",
+                            "clusterIP: None"))  # fmt: skip
+    for one in spec.get("ports", ()):
+        number = one.get("port")
+        if type(number) is not int or not 1 <= number <= 65535:
+            found.append(_error(at, f"spec.ports: {number!r} is no port"))
+    return found
 
 
 def _lint_job(job: Object, name: str, at: str, server: str) -> list[Finding]:
@@ -138,12 +153,18 @@ def _lint_job(job: Object, name: str, at: str, server: str) -> list[Finding]:
         found.append(_error(at, f"completionMode {job['completionMode']!r}: Indexed or NonIndexed"))
     if indexed and job.get("completions") is None:
         found.append(_error(at, "completionMode Indexed: completions is required"))
-    last = f"{name}-{max(0, int(job.get('completions') or 1) - 1)}"
+    last = f"{name}-{max(0, _count(job, 'completions') - 1)}"
     if indexed and not shapes.LABEL.fullmatch(last):
         found.append(_error(at, f"the host name {last} of an indexed pod is no DNS label"))
     if "selector" in job and not job.get("manualSelector"):
         found.append(_error(at, "selector: made by the server", "leave it out"))
     return found + _lint_failure_policy(job, pod, f"{at}.podFailurePolicy")
+
+
+def _count(job: Object, field: str) -> int:
+    """Return how many pods a Job asks for; 1 where that is not said, or is no number."""
+    value = job.get(field)
+    return value if type(value) is int else 1
 
 
 def _lint_failure_policy(job: Object, pod: Object, at: str) -> list[Finding]:
@@ -193,6 +214,17 @@ def _lint_pod(
 ) -> list[Finding]:
     pod = job.get("template", {}).get("spec", {})
     found = lint_fields(pod, shapes.POD, at)
+    labels = job.get("template", {}).get("metadata", {}).get("labels", {})
+    found += _lint_labels(labels, f"{at.removesuffix('.spec')}.metadata.labels")
+    found += _lint_labels(pod.get("nodeSelector", {}), f"{at}.nodeSelector")
+    for field in sorted(shapes.SWITCHES & pod.keys()):
+        if not isinstance(pod[field], bool):
+            found.append(_error(at, f"{field}: {pod[field]!r} is neither true nor false"))
+    for field in ("hostname", "subdomain"):
+        if field in pod and not shapes.LABEL.fullmatch(str(pod[field])):
+            found.append(_error(at, f"{field} {pod[field]!r} is no DNS label"))
+    if pod.get("dnsPolicy") == "None" and not pod.get("dnsConfig"):
+        found.append(_error(at, "dnsPolicy None: dnsConfig is required"))
     grace = pod.get("terminationGracePeriodSeconds", 30)
     if type(grace) is not int or grace < 0:
         found.append(_error(at, f"terminationGracePeriodSeconds: {grace!r}"))
@@ -201,7 +233,6 @@ def _lint_pod(
     for number, one in enumerate(pod.get("tolerations", ())):
         found += _lint_toleration(one, f"{at}.tolerations[{number}]")
     subdomain = pod.get("subdomain")
-    labels = job.get("template", {}).get("metadata", {}).get("labels", {})
     if subdomain is not None:
         named = [s for s in services if s.get("metadata", {}).get("name") == subdomain]
         selector = named[0].get("spec", {}).get("selector", {}) if named else {}
@@ -241,7 +272,7 @@ def _lint_storage(job: Object, pod: Object, claims: Mapping[str, Object], at: st
         if name not in claims:
             continue
         modes = claims[name].get("spec", {}).get("accessModes", ())
-        if int(job.get("parallelism") or 1) > 1 and "ReadWriteMany" not in modes:
+        if _count(job, "parallelism") > 1 and "ReadWriteMany" not in modes:
             mode = ", ".join(modes)
             found.append(_error(at, f"{job['parallelism']} pods share the claim {name}, which is "
                                 f"{mode}: pods on other nodes wait for ever",

@@ -17,12 +17,16 @@ from perdure.model.kubernetes import (
     KubernetesSection,
     parse_version,
 )
+from perdure.model.launching import LaunchRecord
 from perdure.model.profile import HOST_DEPENDENT, Profile
 
 CONTAINER = "perdure"
 TRAINER_CONTAINER = "node"
 """Kubeflow's Trainer looks for the container of this name."""
 JOB_LABEL = "perdure.dev/job"
+READER_LABEL = "perdure.dev/reader"
+"""Of a pod that only has a job's volume, and must not be taken for one of the job's."""
+READER_S = 86400
 CONFIG_DIR = "/etc/perdure"
 PROJECT = "project"
 """Folder of a project that is sent; packed, `project.tar.gz` in the ConfigMap."""
@@ -216,6 +220,25 @@ def make_job_spec(
         "spec": _make_pod(spec, profile, role, container),
     }
     return body
+
+
+def make_reader(record: LaunchRecord, name: str) -> Document:
+    """Return a pod that does nothing for a day, with the volume of a job and its environment."""
+    profile, section = record.profile, record.profile.kubernetes
+    spec = JobSpec(name=record.id, script="")
+    pod = _make_pod(spec, profile, "", CONTAINER)
+    (container,) = pod["containers"]
+    kept = ("durable", *(f"host-{number}" for number in range(len(section.host_paths))))
+    container["volumeMounts"] = [m for m in container["volumeMounts"] if m["name"] in kept]
+    container["command"] = [profile.launch.python, "-c", f"import time; time.sleep({READER_S})"]
+    container["resources"] = {"requests": {"cpu": "100m"}}
+    pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] in kept]
+    pod |= {"activeDeadlineSeconds": READER_S, "terminationGracePeriodSeconds": 1,
+            "restartPolicy": "Never"}  # fmt: skip
+    pod.pop("subdomain", None)
+    head = _head("v1", "Pod", name, spec, section)
+    head["metadata"]["labels"] = {**section.labels, READER_LABEL: record.id}
+    return {**head, "spec": pod}
 
 
 def _make_rules(container: str, version: tuple[int, int]) -> list[Document]:

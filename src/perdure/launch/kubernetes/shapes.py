@@ -58,6 +58,16 @@ POD = _words(
     "setHostnameAsFQDN os hostUsers schedulingGates resourceClaims resources hostnameOverride "
     "schedulingGroup evictionResponders"
 )
+SWITCHES = _words(
+    "hostNetwork hostPID hostIPC shareProcessNamespace automountServiceAccountToken "
+    "enableServiceLinks setHostnameAsFQDN hostUsers"
+)
+"""Fields of a pod that are true or false."""
+KINDS = {
+    name.lower(): name
+    for name in ("Job", "JobSet", "TrainJob", "TrainingRuntime", "ConfigMap", "Service", "Secret",
+                 "PersistentVolumeClaim")
+}  # fmt: skip
 CONTAINER = _words(
     "name image command args workingDir ports envFrom env resources resizePolicy restartPolicy "
     "restartPolicyRules volumeMounts volumeDevices livenessProbe readinessProbe startupProbe "

@@ -1,0 +1,154 @@
+"""Files out of a pod, with nothing there but Python: what has arrived stays, and is not sent again.
+
+`kubectl cp` needs tar in the image, begins anew when it breaks, and says nothing of a file that was
+cut off. Here every byte that arrives is kept under a name that is not the file's own; the file gets
+it once its SHA-256 is that of the roster.
+"""
+
+import hashlib
+import json
+import os
+import select
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from perdure.launch.kubernetes.reader import PodChannel
+from perdure.launch.transfer import FRUITLESS_MAX, PARTIAL, STALL_S
+from perdure.model.errors import PlatformError
+from perdure.model.launching import PulledFile
+
+_SENDER = """\
+import json, sys
+for path, begin, end in json.load(sys.stdin):
+    with open(path, "rb") as file:
+        file.seek(begin)
+        while begin < end:
+            chunk = file.read(min(1 << 20, end - begin))
+            if not chunk:
+                sys.exit(path + " has become shorter")
+            sys.stdout.buffer.write(chunk)
+            begin += len(chunk)
+sys.stdout.buffer.flush()
+"""
+_CHUNK = 1 << 20
+
+
+def fetch(
+    channel: PodChannel,
+    source: str,
+    target: Path,
+    files: Sequence[PulledFile],
+    *,
+    tell: Callable[[str], None],
+) -> None:
+    """Bring `files`, named relative to the absolute folder `source` in the pod, into `target`.
+
+    Raises:
+        PlatformError: attempts bring nothing more.
+    """
+    missing = [file for file in files if not is_whole(target / file.path, file)]
+    changed: Counter[str] = Counter()
+    fruitless = 0
+    while missing:
+        moved, last = _receive(channel, source, target, missing, changed)
+        missing = [
+            file
+            for file in missing
+            if changed[file.path] < 2 and not is_whole(target / file.path, file)
+        ]
+        if not missing:
+            break
+        fruitless = 0 if moved else fruitless + 1
+        if fruitless == FRUITLESS_MAX:
+            raise PlatformError(
+                f"{source} from {channel.name}: nothing more arrives: {last}",
+                hint="what has arrived is kept: the same command goes on from there",
+            )
+        tell(f"{source} from {channel.name}: broke ({last}); going on")
+        time.sleep(min(2.0**fruitless / 2, 10.0))
+    for name in (name for name, times in changed.items() if times > 1):
+        tell(f"{name} changes while it is read: not what the roster says")
+
+
+def is_whole(path: Path, file: PulledFile) -> bool:
+    """Return whether what lies at `path` is the file of the roster."""
+    if not path.is_file() or path.stat().st_size != file.bytes:
+        return False
+    with open(path, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
+
+
+def _receive(
+    channel: PodChannel,
+    source: str,
+    target: Path,
+    files: Sequence[PulledFile],
+    changed: Counter[str],
+) -> tuple[int, str]:
+    """Receive once; return the bytes that have arrived, and the last words.
+
+    `changed` counts how often a file was another than the roster says, to the end: the first time
+    its beginning may be an older one's.
+    """
+    parts = [_find_part(target / file.path, file) for file in files]
+    wanted = [
+        (f"{source}/{file.path}", part.stat().st_size if part.exists() else 0, file.bytes)
+        for file, part in zip(files, parts, strict=True)
+    ]
+    process = subprocess.Popen(
+        channel.enter(channel.python, "-c", _SENDER),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdin is not None
+    assert process.stdout is not None
+    moved = 0
+    try:
+        try:
+            process.stdin.write(json.dumps(wanted).encode())
+            process.stdin.close()
+        except BrokenPipeError:
+            pass  # It ended before it had read the list, and says why.
+        process.stdin = None
+        for file, part, (_, begin, end) in zip(files, parts, wanted, strict=True):
+            arrived = _receive_file(process.stdout.fileno(), part, end - begin)
+            moved += arrived
+            if arrived < end - begin:
+                break
+            whole = is_whole(part, file)
+            changed[file.path] += not whole
+            if whole or changed[file.path] > 1:
+                os.replace(part, target / file.path)
+            else:
+                part.unlink()
+    finally:
+        process.kill()
+        _, err = process.communicate()
+    lines = err.decode(errors="replace").strip().splitlines()
+    return moved, lines[-1] if lines else f"nothing for {STALL_S} s, or the connection ended"
+
+
+def _find_part(path: Path, file: PulledFile) -> Path:
+    """Return where a file lies until it is whole; one that is too long is none of it."""
+    part = path.parent / PARTIAL / path.name
+    part.parent.mkdir(parents=True, exist_ok=True)
+    if part.exists() and part.stat().st_size > file.bytes:
+        part.unlink()
+    return part
+
+
+def _receive_file(stream: int, part: Path, expected: int) -> int:
+    """Append up to `expected` bytes to `part`; return how many came before a stall or the end."""
+    arrived = 0
+    with open(part, "ab") as out:
+        while arrived < expected:
+            if not select.select([stream], [], [], STALL_S)[0]:
+                return arrived
+            chunk = os.read(stream, min(_CHUNK, expected - arrived))
+            if not chunk:
+                return arrived
+            out.write(chunk)
+            arrived += len(chunk)
+    return arrived
