@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from secrets import token_hex
 
 from tests.platforms.slurm_accounting import NEEDED as ACCOUNTING
 from tests.platforms.slurm_accounting import find_lines, start_accounting
@@ -96,8 +97,12 @@ class Cluster:
     def __init__(self, root: Path, nodes: int = 2, *, accounting: bool = False) -> None:
         self.root = root
         self.accounting = accounting
-        self.nodes = [f"n{number}" for number in range(1, nodes + 1)]
+        # Names go into the machine's cgroups, where another cluster may have jobs of the same ids.
+        mark = f"c{token_hex(3)}n"
+        self.nodes = [f"{mark}{number}" for number in range(1, nodes + 1)]
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._mark = f"SLURM_CONF={root}/".encode()
+        """In the environment of everything that this cluster starts."""
         self.cgroups = Path("/sys/fs/cgroup/memory").is_dir()
         self.env = {
             "SLURM_CONF": str(root / "slurm.conf"),
@@ -172,13 +177,17 @@ class Cluster:
 
     def lose_node(self, node: str) -> None:
         """Kill a node at once: its daemon, those of the steps there, and what they had started."""
-        jobs = self.call("squeue", "-h", "-w", node, "-o", "%i").split()
+        jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         process = self.processes.pop(node)
         process.kill()
         process.wait()
         # The steps' daemons first: they would tell of the others' end.
-        self._kill(lambda env, words: any(f"slurmstepd: [{j}.".encode() in words for j in jobs))
-        self._kill(lambda env, words: any(f"SLURM_JOB_ID={j}\0".encode() in env for j in jobs))
+        self._kill(
+            lambda env, words: (
+                self._mark in env and any(f"slurmstepd: [{j}.".encode() in words for j in jobs)
+            )
+        )
+        self._kill(lambda env, words: f"SLURMD_NODENAME={node}\0".encode() in env)
 
     def _spawn(self, name: str, *command: str) -> None:
         with open(self.root / "log" / f"{name}.out", "ab") as output:
@@ -245,8 +254,7 @@ class Cluster:
                     process.kill()
                     process.wait()
         # Daemons of steps outlive their slurmd.
-        ours = f"SLURM_CONF={self.root}/".encode()
-        self._kill(lambda env, words: ours in env and b"slurmstepd" in words)
+        self._kill(lambda env, words: self._mark in env and b"slurmstepd" in words)
         for node in self.nodes:
             folders = list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}/**/"))
             for folder in sorted(folders, key=lambda path: -len(path.parts)):

@@ -35,11 +35,13 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
 
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
-    site = Site(cluster, place, partition="gpu", extra=["--exclusive", "--nodelist=n1"])
+    site = Site(
+        cluster, place, partition="gpu", extra=["--exclusive", f"--nodelist={cluster.nodes[0]}"]
+    )
     job = site.launch(EXACT, *make_words(place, 120, 0.2))
     site.wait_step(10)
     urgent = cluster.call(
-        "sbatch", "--parsable", "-p", "urgent", "--nodelist=n1", "--exclusive", "-o", "/dev/null",
+        "sbatch", "--parsable", "-p", "urgent", on_first, "--exclusive", "-o", "/dev/null",
         "--wrap", "sleep 1",
     ).strip()  # fmt: skip
     site.wait_state(urgent, "COMPLETED")
@@ -74,7 +76,7 @@ def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) 
     job = site.launch(EXACT, *make_words(place, 100, 0.2), nproc=1, nodes=2)
     site.wait_step(10)
     steps = cluster.call("squeue", "-s", "-h", "-j", job, "-o", "%i %N").split()
-    assert {"n1", "n2"} <= set(steps)
+    assert set(cluster.nodes) <= set(steps)
     home = str(place / "durable" / "state")
     agents = [
         process
@@ -89,17 +91,18 @@ def test_two_nodes_survive_the_death_of_an_agent(cluster: Cluster, place: Path) 
 
 
 def test_a_job_on_a_node_that_failed_comes_back_on_another(cluster: Cluster, place: Path) -> None:
-    site = Site(cluster, place, extra=["--nodelist=n2"])
+    first, second = cluster.nodes
+    site = Site(cluster, place, extra=[f"--nodelist={second}"])
     job = site.launch(EXACT, *make_words(place, 150, 0.2))
     site.wait_step(25)
-    cluster.lose_node("n2")
+    cluster.lose_node(second)
     try:
         site.wait_back(job, 1)
-        cluster.call("scontrol", "update", f"jobid={job}", "ReqNodeList=n1")
+        cluster.call("scontrol", "update", f"jobid={job}", f"ReqNodeList={first}")
         site.wait_state(job, "COMPLETED", 300)
-        assert cluster.job(job)["NodeList"] == "n1"
+        assert cluster.job(job)["NodeList"] == first
     finally:
-        cluster.start_node("n2")
+        cluster.start_node(second)
     site.check_equal(150)
 
 

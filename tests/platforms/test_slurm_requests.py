@@ -30,9 +30,8 @@ def test_tasks_of_an_array_are_jobs_of_their_own(
 ) -> None:
     script = place / "task.py"
     script.write_text(TASK.format(trail=str(place / "trail")))
-    site = Site(
-        cluster, place, array="0-1", mem="800M", gres="gpu:a100:1", extra=["--nodelist=n1"]
-    )  # fmt: skip
+    extra = [f"--nodelist={cluster.nodes[0]}"]
+    site = Site(cluster, place, array="0-1", mem="800M", gres="gpu:a100:1", extra=extra)
     job = site.launch(script, name="sweep", nproc=1)
     assert site.perdure("attach", "sweep-1").returncode == 0
     cluster.wait(lambda: site.find_end("sweep").over, "end of the array", 120)
