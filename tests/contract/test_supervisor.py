@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.model.events import ControllerLost, JobEnded, JobSubmitted
+from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
+from perdure.model.codec import encode
+from perdure.model.events import ControllerLost, JobEnded, JobSubmitted, RoomNoted
 from perdure.service.jobfiles import is_alive, load_parts, load_snapshot, paths_of, read_mirror
 from perdure.service.journal import read_journal
 from perdure.service.processes import find_marked
@@ -95,6 +97,23 @@ def test_a_run_shows_its_ranks_and_returns_their_status(run: Callable[..., Run])
     assert snapshot is not None
     assert snapshot.state == "done"
     job.assert_clean()
+
+
+def test_scarce_room_for_checkpoints_is_an_event_of_the_job(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    folder = Path(paths_of(str(tmp_path), "job").checkpoints) / name_checkpoint(10)
+    folder.mkdir(parents=True)
+    file = folder / "__0_0.distcp"
+    file.touch()
+    os.truncate(file, 1 << 43)  # Nothing is written: no disk has room for the three to come.
+    manifest = Manifest(step=10, world_size=1, files=(FileEntry(file.name, 1 << 43, "x"),))
+    (folder / "manifest.json").write_bytes(encode(manifest))
+    job = run("2")
+    assert job.wait() == 0
+    (noted,) = [e.body for e in read_mirror(job.paths) or [] if isinstance(e.body, RoomNoted)]
+    assert noted.grade in ("low", "short")
+    assert f"[perdure] storage is {noted.grade}" in job.text()
 
 
 def test_a_failing_job_passes_its_exit_code_on(run: Callable[..., Run]) -> None:

@@ -35,9 +35,8 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
 
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
-    site = Site(
-        cluster, place, partition="gpu", extra=["--exclusive", f"--nodelist={cluster.nodes[0]}"]
-    )
+    on_first = f"--nodelist={cluster.nodes[0]}"
+    site = Site(cluster, place, partition="gpu", extra=["--exclusive", on_first])
     job = site.launch(EXACT, *make_words(place, 120, 0.2))
     site.wait_step(10)
     urgent = cluster.call(

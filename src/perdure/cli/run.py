@@ -16,7 +16,6 @@ from perdure.cli.say import note, print_json
 from perdure.cli.torchrun import parse_ranks, parse_streams
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
-from perdure.model.report import Snapshot
 from perdure.service.credentials import check_outside
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 
@@ -143,23 +142,15 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
     from perdure.dash.live import LiveScreen
     from perdure.service import supervisor
     from perdure.service.placement import HERE, load_placement
-    from perdure.service.storage_watch import StorageWatch
 
     failure: PerdureError | None = None
     placement = load_placement(options.placement, spec.local_nodes) if options.placement else HERE
     with LiveScreen(sys.stderr if options.json else sys.stdout) as screen:
-        storage = StorageWatch(
-            spec, paths_of(home, spec.name), lambda text: screen.show_line(f"[perdure] {text}")
-        )
 
         def show(line: str) -> None:
             match = _LINE.match(line)
             if match is None or int(match[1]) in shown:
                 screen.show_line(line)
-
-        def see(snapshot: Snapshot) -> None:
-            screen.show_snapshot(snapshot)
-            storage.look()
 
         try:
             code = supervisor.run(
@@ -168,7 +159,7 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
                 nats_url=spec.nats.url or None,
                 placement=placement,
                 on_line=show,
-                on_snapshot=see,
+                on_snapshot=screen.show_snapshot,
             )
         except PerdureError as error:
             failure = error

@@ -118,6 +118,7 @@ from perdure.model.events import (
     RanksStarted,
     ReplicaSeen,
     ReplicaWaiting,
+    RoomNoted,
     SettingsChanged,
     StacksTaken,
     StoreReady,
@@ -232,7 +233,7 @@ class Controller:
                 return note_device(self.state, now, event)
             case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
                 return note_steering(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining():
+            case MetricsLogged() | ControllerLost() | NodeDraining() | RoomNoted():
                 return []
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)

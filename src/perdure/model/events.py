@@ -17,6 +17,7 @@ from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
 from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
 from perdure.model.progress import CommProgress, RankAccount
+from perdure.model.room import RoomNoted as RoomNoted
 from perdure.model.steering import (
     BoundaryAnswered as BoundaryAnswered,
 )
@@ -479,6 +480,7 @@ AnyEvent = (
     | ControllerLost
     | PreemptionNoticed
     | PreemptionWithdrawn
+    | RoomNoted
     | TimerFired
     | JobEnded
 )

@@ -248,6 +248,7 @@ AlertKind = Literal[
     "device",
     "preemption",
     "checkpoint-failed",
+    "storage",
     "part",
     "ended",
 ]
@@ -268,6 +269,7 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         "cordon",
         "device",
         "preemption",
+        "storage",
         "ended",
     )
     """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well."""

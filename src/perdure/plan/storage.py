@@ -5,16 +5,15 @@ checkpoints go first; the best and the newest stay, and so does everything that 
 """
 
 from collections.abc import Sequence
-from typing import Literal
 
 import msgspec
 
 from perdure.model.job import CheckpointConfig
+from perdure.model.room import Grade
 
 RESERVE_BYTES = 1 << 30
 """For the journal, logs, and others on the disk."""
 RESERVE_INODES = 2_000
-Grade = Literal["ok", "low", "short"]
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +35,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the checkpoints that will be kept find room."""
 
     grade: Grade
-    """`low`: enough for now, not for all; `short`: not even for the next one."""
     more: int
     """How many more checkpoints fit."""
     needed: int

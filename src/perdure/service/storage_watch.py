@@ -1,12 +1,13 @@
 """Watches the room where checkpoints land while a job runs, and says so before it runs out."""
 
-import time
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
 from perdure.adapters.storage import find_load, list_stored, read_room
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.model.room import Grade, RoomNoted
 from perdure.plan.storage import Budget, plan_budget
 
 LOOK_S = 10.0
@@ -29,33 +30,50 @@ def find_budget(spec: JobSpec, paths: JobPaths) -> Budget | None:
 
 
 class StorageWatch:
-    """Says each worsening once, and once that it is over."""
+    """Tells each worsening once, and once that it is over."""
 
-    def __init__(
-        self,
-        spec: JobSpec,
-        paths: JobPaths,
-        say: Callable[[str], None],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, spec: JobSpec, paths: JobPaths) -> None:
         """Watch where the job's checkpoints land."""
-        self._spec, self._paths, self._say, self._clock = spec, paths, say, clock
-        self._told, self._next_s = "ok", clock()
+        self._spec, self._paths = spec, paths
+        self._told: Grade = "ok"
+        self._next_s = float("-inf")
 
-    def look(self) -> None:
-        """Look, if it is time to."""
-        now = self._clock()
+    def look(self, now: float) -> RoomNoted | None:
+        """Look, if it is time to; return what has changed."""
         if now < self._next_s:
-            return
+            return None
         self._next_s = now + LOOK_S
         budget = find_budget(self._spec, self._paths)
         if budget is None or budget.grade == self._told:
-            return
+            return None
         worse = _ORDER.index(budget.grade) > _ORDER.index(self._told)
         self._told = budget.grade
+        if not worse and budget.grade != "ok":
+            return None
         place = self._spec.checkpoint.url or self._paths.checkpoints
-        if worse:
-            hint = f"perdure prune {self._spec.name} --free GB, or make room at {place}"
-            self._say(f"storage is {budget.grade}: {budget.reason}; {hint}")
-        elif budget.grade == "ok":
-            self._say(f"storage is well again: {budget.reason}")
+        return RoomNoted(grade=budget.grade, reason=budget.reason, place=place, at_s=now)
+
+
+async def watch_room(
+    watch: StorageWatch,
+    job: str,
+    *,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    put: Callable[[RoomNoted], None],
+) -> None:
+    """Look for as long as the job runs; each change is said, and becomes an event of the job."""
+    while True:
+        noted = await asyncio.to_thread(watch.look, clock())
+        if noted is not None:
+            say(describe(noted, job))
+            put(noted)
+        await asyncio.sleep(LOOK_S)
+
+
+def describe(noted: RoomNoted, job: str) -> str:
+    """Return in one line what has changed, and what can be done."""
+    if noted.grade == "ok":
+        return f"storage is well again: {noted.reason}"
+    hint = f"perdure prune {job} --free GB, or make room at {noted.place}"
+    return f"storage is {noted.grade}: {noted.reason}; {hint}"

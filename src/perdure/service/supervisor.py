@@ -58,6 +58,7 @@ from perdure.service.processes import (
     reap_adopted,
     start_child,
 )
+from perdure.service.storage_watch import StorageWatch, watch_room
 from perdure.service.tail import RankTails
 from perdure.worker.prctl import set_subreaper
 
@@ -235,6 +236,9 @@ class Supervisor:
         for lost in self._losses:
             self._outbox.put(lost)
         self._spawn(self._outbox.run())
+        watch, told = StorageWatch(self._spec, self._paths), self._outbox.put
+        room = watch_room(watch, self._spec.name, clock=self._now, say=self._note, put=told)
+        self._spawn(room)
 
     async def _wait_servers(self) -> None:
         deadline = time.monotonic() + _NATS_READY_S

@@ -19,6 +19,7 @@ from perdure.model.events import (
     NodeLost,
     PreemptionNoticed,
     RankExited,
+    RoomNoted,
     VerdictReached,
 )
 from perdure.model.job import AlertKind
@@ -94,6 +95,9 @@ def _describe(event: AnyEvent) -> _Found | None:
         case CheckpointFailed():
             text = f"the checkpoint of step {event.step} failed: {event.error}"
             return "checkpoint-failed", text, ()
+        case RoomNoted():
+            text = f"room for checkpoints at {event.place} is {event.grade}: {event.reason}"
+            return "storage", text, ()
         case ControllerLost():
             return "part", f"{event.part} died ({event.cause}) and was started again", ()
         case JobEnded():

@@ -11,6 +11,7 @@ from perdure.cli.app import run_command
 from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
 from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.room import RoomNoted
 from perdure.plan.storage import RESERVE_BYTES, Room
 from perdure.service import storage_watch
 from perdure.service.jobfiles import paths_of, write_document
@@ -45,17 +46,16 @@ def test_checkpoints_are_found_with_the_best_and_the_damaged(tmp_path: Path) -> 
 def test_a_worsening_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = JobSpec(script="x", checkpoint=CheckpointConfig(url=str(tmp_path)))
     save(tmp_path, 10, 0.5, size=10**6)
-    said: list[str] = []
-    now = [0.0]
-    watch = storage_watch.StorageWatch(
-        spec, paths_of(str(tmp_path), "j"), said.append, lambda: now[0]
-    )
-    for free in (10**9, 2 * 10**6, 2 * 10**6, 10**5, 10**9):
+    watch = storage_watch.StorageWatch(spec, paths_of(str(tmp_path), "j"))
+    noted: list[RoomNoted | None] = []
+    for number, free in enumerate((10**9, 2 * 10**6, 2 * 10**6, 10**5, 10**9)):
         left = Room(bytes=RESERVE_BYTES + free, inodes=-1)
         monkeypatch.setattr(storage_watch, "read_room", lambda place, left=left: left)
-        watch.look()
-        watch.look()
-        now[0] += storage_watch.LOOK_S
+        now = number * storage_watch.LOOK_S
+        noted += [watch.look(now), watch.look(now + 0.1)]
+    events = [event for event in noted if event is not None]
+    said = [storage_watch.describe(event, "j") for event in events]
+    assert {event.place for event in events} == {str(tmp_path)}
     assert [line.split(":")[0] for line in said] == [
         "storage is low", "storage is short", "storage is well again",
     ]  # fmt: skip

@@ -8,6 +8,7 @@ from perdure.model.events import (
     JournalEntry,
     ProgressNoted,
     RankExited,
+    RoomNoted,
     VerdictReached,
 )
 from perdure.model.progress import RankAccount
@@ -58,3 +59,14 @@ def test_what_nobody_wants_is_not_told() -> None:
     assert add(fold("verdict"), ended, death(0), decision, noted) == []
     (alert,) = add(fold("ended"), ended, decision, noted)
     assert alert.summary == "done, exit code 0: all is well"
+
+
+def test_each_change_of_the_room_for_checkpoints_is_told() -> None:
+    low = RoomNoted(grade="low", reason="2 more fit", place="/c", at_s=1.0)
+    well = RoomNoted(grade="ok", reason="9 more fit", place="/c", at_s=2.0)
+    found = add(fold("storage"), low, well, low)
+    assert [a.summary for a in found] == [
+        "room for checkpoints at /c is low: 2 more fit",
+        "room for checkpoints at /c is ok: 9 more fit",
+        "room for checkpoints at /c is low: 2 more fit",
+    ]
