@@ -39,6 +39,7 @@ def save(folder: Path, rank: int, state: dict[str, Any]) -> None:
 
 def train(folder: Path, rank: int, world: int, steps: int, every: int, pace_s: float) -> None:
     """Train from the newest checkpoint to the last step, or until USR1 was sent."""
+    torch.set_num_threads(1)  # As `perdure run` and torchrun have it.
     told: list[int] = []
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
     address = f"tcp://127.0.0.1:{20000 + int(os.environ['SLURM_JOB_ID']) % 10000}"

@@ -55,18 +55,18 @@ class StorageWatch:
 
 
 async def watch_room(
-    watch: StorageWatch,
-    job: str,
-    *,
+    spec: JobSpec,
+    paths: JobPaths,
     clock: Callable[[], float],
     say: Callable[[str], None],
     put: Callable[[RoomNoted], None],
 ) -> None:
     """Look for as long as the job runs; each change is said, and becomes an event of the job."""
+    watch = StorageWatch(spec, paths)
     while True:
         noted = await asyncio.to_thread(watch.look, clock())
         if noted is not None:
-            say(describe(noted, job))
+            say(describe(noted, spec.name))
             put(noted)
         await asyncio.sleep(LOOK_S)
 

@@ -58,7 +58,7 @@ from perdure.service.processes import (
     reap_adopted,
     start_child,
 )
-from perdure.service.storage_watch import StorageWatch, watch_room
+from perdure.service.storage_watch import watch_room
 from perdure.service.tail import RankTails
 from perdure.worker.prctl import set_subreaper
 
@@ -236,9 +236,7 @@ class Supervisor:
         for lost in self._losses:
             self._outbox.put(lost)
         self._spawn(self._outbox.run())
-        watch, told = StorageWatch(self._spec, self._paths), self._outbox.put
-        room = watch_room(watch, self._spec.name, clock=self._now, say=self._note, put=told)
-        self._spawn(room)
+        self._spawn(watch_room(self._spec, self._paths, self._now, self._note, self._outbox.put))
 
     async def _wait_servers(self) -> None:
         deadline = time.monotonic() + _NATS_READY_S
@@ -262,9 +260,8 @@ class Supervisor:
             reap_adopted({child.pid for child in self._children.values()})
             if not set(find_descendants(os.getpid())) - spare:
                 return
-            if not any(
-                c.part.startswith("agent") and c.pidfd >= 0 for c in self._children.values()
-            ):
+            agents = [c for c in self._children.values() if c.part.startswith("agent")]
+            if all(agent.pidfd < 0 for agent in agents):
                 deadline = min(deadline, time.monotonic() + _ORPHANS_S)
             await asyncio.sleep(0.02)
 
