@@ -236,7 +236,8 @@ def make_stages(
     trainer = StageTrainer(
         replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
         seed=3, exact=scenario.get("exact", False), membership=membership,
-        choose=choose, bucket_bytes=scenario.get("bucket_bytes", 4096),
+        schedule=scenario.get("schedule", "1f1b"), choose=choose,
+        bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
     )  # fmt: skip
     return replica, trainer

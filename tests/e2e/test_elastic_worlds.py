@@ -74,6 +74,8 @@ def fixed() -> list[dict[str, Any]]:
         scenario("stages-morph", 4, stages=2, exact=True, joins=1, join_epoch=1,
                  kill={"3": "backward 7", "2": "optimizer 4"}),
         scenario("stages-follow", 4, stages=2, exact=True, joins=1, follow=True, pace_s=0.1),
+        scenario("stages-zero", 4, stages=2, exact=True, schedule="zero-bubble",
+                 kill={"3": "backward 7", "2": "optimizer 4"}),
         scenario("stages-lost", 3, stages=3, exact=True, every=EVERY, nodes=3,
                  kill={"1": "backward 40"}),
     ]  # fmt: skip
@@ -145,7 +147,12 @@ def test_exact_losses_and_parameters_are_bitwise_equal(outcomes: dict[str, Any])
 def test_stages_of_any_world_have_the_losses_of_one_process(outcomes: dict[str, Any]) -> None:
     """Bitwise: with a stage's copy lost and another one's last, morphed, joined, and gone back."""
     (whole,) = outcomes["stages-one"]["rows"].values()
-    for name, back in (("stages-morph", 0), ("stages-lost", 1), ("stages-follow", 0)):
+    for name, back in (
+        ("stages-morph", 0),
+        ("stages-lost", 1),
+        ("stages-follow", 0),
+        ("stages-zero", 0),
+    ):
         outcome = outcomes[name]
         assert not outcome["answer"].get("hung"), outcome["log"][-2000:]
         found = {r["step"]: r["losses"] for rows in outcome["rows"].values() for r in rows}

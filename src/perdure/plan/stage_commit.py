@@ -17,7 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from perdure.plan.shards import NO_LINE
-from perdure.plan.stage_orders import Passes, plan_passes
+from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.stages import Choose, Layout, Section, find_rest, place
 
 
@@ -102,6 +102,7 @@ def decide_stages(
     choose: Choose,
     standings: Mapping[int, StageStanding],
     line: int = 0,
+    schedule: StageSchedule = "1f1b",
 ) -> StageReformation | None:
     """Return how the members go on with `count` micro-batches a step; None where no step is whole.
 
@@ -127,7 +128,7 @@ def decide_stages(
     forward = tuple(_find_behind(standings, step, line)) if live else ()
     layout, why = _choose_layout(blocks, sizes, choose, standings, holders)
     kept = _find_kept(layout, {m: standings[m] for m in live})
-    passes = plan_passes(layout, count, kept)
+    passes = plan_passes(layout, count, kept, schedule=schedule)
     moves = tuple(plan_moves(layout, holders))
     newest = max(s.applied for s in standings.values())
     old = {standings[m].section for m in members if standings[m].held}

@@ -1,11 +1,12 @@
 """Who passes which micro-batch through which stage, and in which order.
 
-Where all stages have the same copies, replicas work side by side in 1F1B. Where they have not,
-or a loss has left micro-batches to be passed again, each stage's copies take turns, and a list
-scheduler finds the order (`pipeline.greedy`).
+Where all stages have the same copies, replicas work side by side, in 1F1B or a schedule that puts
+off gradients of weights. Where they have not, or a loss has left micro-batches to be passed again,
+each stage's copies take turns, and a list scheduler finds the order (`pipeline.greedy`).
 """
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Literal, get_args
 
 import msgspec
 
@@ -13,9 +14,14 @@ from perdure.model.pipeline import Orders, Routes
 from perdure.plan.chain import StageCost
 from perdure.plan.microbatches import assign
 from perdure.plan.pipeline.greedy import order_greedily, route_spread
-from perdure.plan.pipeline.orders import join_replicas, order_1f1b
+from perdure.plan.pipeline.orders import join_replicas, order_1f1b, order_zero_bubble
 from perdure.plan.pipeline.simulate import FREE, Pipe
 from perdure.plan.stages import Layout
+
+StageSchedule = Literal["1f1b", "zero-bubble"]
+"""Of replicas in which each rank has one stage."""
+SCHEDULES: tuple[StageSchedule, ...] = get_args(StageSchedule)
+_ORDERS = {"1f1b": order_1f1b, "zero-bubble": order_zero_bubble}
 
 
 class Passes(msgspec.Struct, frozen=True):
@@ -38,11 +44,13 @@ class Passes(msgspec.Struct, frozen=True):
 
 
 def plan_passes(
-    layout: Layout, count: int, kept: Mapping[int, Collection[int]], works: Sequence[float] = ()
-) -> Passes:
+    layout: Layout, count: int, kept: Mapping[int, Collection[int]],
+    works: Sequence[float] = (), schedule: StageSchedule = "1f1b",
+) -> Passes:  # fmt: skip
     """Return what is left of a step of `count` micro-batches, given what each member keeps.
 
-    `works` are the stages' times in any unit; all alike if empty.
+    `works` are the stages' times in any unit; all alike if empty. `schedule` is for stages that
+    have equally many copies.
     """
     having = [
         {m: member for member in reversed(members) for m in kept.get(member, ())}
@@ -51,7 +59,7 @@ def plan_passes(
     numbers = [m for m in range(count) if not all(m in at for at in having)]
     sizes = {len(members) for members in layout.copies}
     if len(sizes) == 1:
-        cells, routes, orders = _order_replicas(layout, numbers, sizes.pop())
+        cells, routes, orders = _order_replicas(layout, numbers, sizes.pop(), schedule)
     else:
         cells, routes, orders = _order_spread(layout, numbers, works)
     counted = tuple(
@@ -62,7 +70,7 @@ def plan_passes(
 
 
 def _order_replicas(
-    layout: Layout, numbers: Sequence[int], replicas: int
+    layout: Layout, numbers: Sequence[int], replicas: int, schedule: StageSchedule
 ) -> tuple[tuple[int, ...], Routes, Orders]:
     """Cell = replica * stages + stage."""
     stages = len(layout.sections)
@@ -72,7 +80,7 @@ def _order_replicas(
     routes = tuple(
         tuple(home[i] * stages + stage for i in range(len(numbers))) for stage in range(stages)
     )
-    lists = [order_1f1b(stages, [numbers[i] for i in shares[r]]) for r in range(replicas)]
+    lists = [_ORDERS[schedule](stages, [numbers[i] for i in shares[r]]) for r in range(replicas)]
     return cells, routes, join_replicas(lists)
 
 

@@ -24,6 +24,7 @@ from perdure.model.costs import read_profile
 from perdure.model.errors import ConfigError
 from perdure.model.profiling import ASK
 from perdure.plan.microbatches import BatchPlan, plan_batches
+from perdure.plan.stage_orders import SCHEDULES, StageSchedule
 from perdure.plan.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
@@ -65,6 +66,7 @@ def train(
     shard: int | Literal["full"] | None = None,
     pipeline: int | str | os.PathLike[str] | None = None,
     recompute: bool = False,
+    schedule: str = "1f1b",
     snapshot_every: int = 10,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     scaler: Any = None,
@@ -89,7 +91,8 @@ def train(
     With `shard`, torch's `fully_shard` spreads each copy of the state over that many ranks or some
     more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
     each copy of the list of blocks is cut into so many stages, or as a cost profile in that file
-    says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward.
+    says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward;
+    `schedule` is "1f1b" or "zero-bubble".
     The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps
     each rank's shard or stage is copied to shared memory, beside training.
 
@@ -107,6 +110,7 @@ def train(
         trainer = _open(
             model, ahead.load, optimizer, loss, device=device, shard=shard,
             pipeline=_choose_by(pipeline, plan, recompute=recompute), recompute=recompute,
+        schedule=schedule,
             scheduler=scheduler, scaler=scaler, snapshot_every=snapshot_every,
             common={
                 "micro_batches": plan.count, "seed": seed, "exact": exact, "clip_norm": clip_norm,
@@ -128,6 +132,7 @@ def _open(
     shard: int | Literal["full"] | None,
     pipeline: "int | PlannedChoice | None",
     recompute: bool,
+    schedule: str,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     scaler: Any,
     snapshot_every: int,
@@ -143,6 +148,7 @@ def _open(
         inputs, targets = load(step, number)
         return loss(model(inputs), targets)
 
+    _check_schedule(schedule, pipeline)
     if pipeline is not None and shard is not None:
         raise ConfigError("elastic: shard= and pipeline= are alternatives", hint="leave out one")
     if scaler is not None and (pipeline or shard) is not None:
@@ -150,7 +156,8 @@ def _open(
     if pipeline is not None:
         return open_pipeline_trainer(
             list_blocks(model), optimizer, load, loss, stages=pipeline, scheduler=scheduler,
-            snapshot_every=snapshot_every, device=device, recompute=recompute, **common,
+            snapshot_every=snapshot_every, device=device, recompute=recompute,
+            schedule=schedule, **common,
         )  # fmt: skip
     if shard is not None:
         return open_sharded_trainer(
@@ -158,9 +165,9 @@ def _open(
             scheduler=scheduler, **common,
         )  # fmt: skip
     made = optimizer(model.parameters())
-    schedule = scheduler(made) if scheduler is not None else None
+    stepped = scheduler(made) if scheduler is not None else None
     compute = functools.partial(run, model)
-    return open_trainer(model, made, compute, scheduler=schedule, scaler=scaler, **common)
+    return open_trainer(model, made, compute, scheduler=stepped, scaler=scaler, **common)
 
 
 def _measure(call: Mapping[str, Any]) -> None:
@@ -275,6 +282,7 @@ def open_pipeline_trainer(
     clip_norm: float = 0.0,
     bucket_bytes: int = BUCKET_BYTES,
     recompute: bool = False,
+    schedule: str = "1f1b",
     device: str | torch.device = "cpu",
 ) -> "StageTrainer":
     """Return a loop over `blocks` cut into `stages`: what `open_trainer` is to a replicated model.
@@ -282,7 +290,8 @@ def open_pipeline_trainer(
     `stages` is a number of them, or what chooses by a cost profile. `load(step, micro_batch)`
     returns (inputs, targets); the ranks of the first and of the last stage call it. A block takes
     and returns a tensor, or a tuple of tensors. With `recompute`, only the inputs of blocks are
-    kept between forward and backward.
+    kept between forward and backward. `schedule` is "1f1b", or "zero-bubble" for a model whose
+    gradients of weights can be put off.
 
     Raises:
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
@@ -324,8 +333,28 @@ def open_pipeline_trainer(
         memory=find_memory(),
         bucket_bytes=bucket_bytes,
         recompute=recompute,
+        schedule=_check_schedule(schedule, stages),
         device=device,
     )
+
+
+def _check_schedule(name: str, stages: "int | PlannedChoice | None") -> StageSchedule:
+    """Return the schedule of that name.
+
+    Raises:
+        ConfigError: it is none for such stages.
+    """
+    if name not in SCHEDULES:
+        raise ConfigError(
+            f"elastic: schedule={name!r} is none of {', '.join(SCHEDULES)}",
+            hint="a rank of an elastic pipeline has one run of blocks, so that none is interleaved",
+        )
+    if name != "1f1b" and not isinstance(stages, int):
+        raise ConfigError(
+            f"elastic: schedule={name!r} needs pipeline=N",
+            hint="a cost profile chooses among worlds in 1f1b",
+        )
+    return name
 
 
 def _choose_by(

@@ -29,7 +29,7 @@ from perdure.plan.stage_commit import (
     StageStanding,
     decide_stages,
 )
-from perdure.plan.stage_orders import Passes, plan_passes
+from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.stages import Choose, Layout, Section
 from perdure.worker.config import Config
 from perdure.worker.elastic.buckets import Buckets
@@ -74,6 +74,7 @@ class StageTrainer(PartTrainer):
         memory: Path | None = None,
         bucket_bytes: int = BUCKET_BYTES,
         recompute: bool = False,
+        schedule: StageSchedule = "1f1b",
         device: str | torch.device = "cpu",
     ) -> None:
         """Train `replica`, cut as `choose` says.
@@ -94,7 +95,7 @@ class StageTrainer(PartTrainer):
         )
         self._feed.node = find_node()
         self._bucket_bytes, self._exact = bucket_bytes, exact
-        self._recompute, self._on = recompute, device
+        self._recompute, self._schedule, self._on = recompute, schedule, device
         blocks = len(replica.blocks)
         self._tally = torch.zeros(blocks + 2, count, dtype=torch.float64)
         """How often each block did each micro-batch here; losses; whether a checkpoint is due."""
@@ -111,8 +112,8 @@ class StageTrainer(PartTrainer):
         self._passes: Passes | None = None
         self._runner: Runner | None = None
         self._armed = False
-        self._last = -1
-        """The last micro-batch of a step whose gradients are computed here."""
+        self._last: Action | None = None
+        """The last action of a step that adds to gradients here."""
         self._has_section = False
         self._fitted = Section(0, 0)
         """What buckets and trees are for."""
@@ -130,7 +131,9 @@ class StageTrainer(PartTrainer):
 
     def _give_out(self, members: tuple[int, ...]) -> None:
         if self._steady is None:
-            self._steady = plan_passes(self._layout, self._count, {}, self._find_works())
+            self._steady = plan_passes(
+                self._layout, self._count, {}, self._find_works(), self._schedule
+            )
         self._take_passes(self._steady)
 
     def _find_works(self) -> list[float]:
@@ -158,9 +161,9 @@ class StageTrainer(PartTrainer):
         self._todo = list(passes.find_todo(self._membership.me, self._done))
 
     def _watch(self, action: Action) -> None:
-        """Before an action: the last backward sends gradients as they come."""
+        """Before an action: the last one sends gradients as they come."""
         self._progress.mark_work()
-        if action.kind == "B" and not self._exact and action.micro_batch == self._last:
+        if action == self._last and not self._exact:
             self._arm()
 
     def _arm(self) -> None:
@@ -174,10 +177,8 @@ class StageTrainer(PartTrainer):
         assert runner is not None
         assert stage is not None
         todo, at = set(self._todo), self._layout.find_stage(self._membership.me)
-        orders = runner.schedule.orders[runner.cell]
-        self._last = next(
-            (a.micro_batch for a in reversed(orders) if a.kind == "B" and a.micro_batch in todo), -1
-        )
+        adding = [a for a in runner.list_adding() if a.micro_batch in todo]
+        self._last = adding[-1] if adding else None
         self._armed = False
         others = [(at, m) for m in runner.schedule.micro_batches if m not in todo]
         runner.run(self._applied, self._membership.overtaken, counted=others)
@@ -305,8 +306,9 @@ class StageTrainer(PartTrainer):
         self._catch_up_last(store, members, StageStanding)
         standings = exchange_standings(store, members, me, self._stand(), overtaken)
         plan = decide_stages(
-            self._count, self._staged.sizes, self._choose, standings, self._make_line()
-        )
+            self._count, self._staged.sizes, self._choose, standings, self._make_line(),
+            self._schedule,
+        )  # fmt: skip
         if plan is None:
             raise PlatformError(
                 "the last copy of a stage is lost, and no snapshot is whole",

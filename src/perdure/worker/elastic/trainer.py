@@ -99,7 +99,6 @@ class Trainer:
         self._feed = Feed(membership.generation)
         self._catching = CatchUp(ReplicaPupil(replica, self._buckets))
         self._group: Group | None = None
-        membership.abandon = self._abandon
         self._device: Any = None
         self._waited_s = 0.0
         """Monotonic time since which this rank has waited for the collective that broke."""
@@ -142,6 +141,7 @@ class Trainer:
         the world has applied the last step: until then they may need what this rank holds.
         """
         self._total, self._over = total, False
+        self._membership.abandon = self._abandon  # An order may come while the trainer is made.
         self._steering.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
         extra: dict[str, Any] = {}

@@ -107,6 +107,14 @@ class Runner:
             self._rooms[edge] = max(size, self._rooms.get(edge, 0))
         return {m: float(loss) for m, loss in self.losses.items()}
 
+    def list_adding(self) -> list[Action]:
+        """Return the actions of a step that add to gradients of weights, in order."""
+        split = self.schedule.split
+        return [
+            a for a in self._mine
+            if a.kind == ("W" if (a.stage, a.micro_batch) in split else "B")
+        ]  # fmt: skip
+
     def _carry_out(self, overtaken: Callable[[], bool]) -> None:
         began = time.monotonic()
         for action in self._mine:

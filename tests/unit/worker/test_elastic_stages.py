@@ -1,0 +1,62 @@
+"""Trainers of pipeline stages, before there is a world: what they refuse, and orders that come."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from perdure.model.errors import ConfigError
+from perdure.plan.stages import Model, choose_balanced
+from perdure.worker.elastic import open_pipeline_trainer, train
+from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.stage_trainer import StageTrainer
+from perdure.worker.elastic.staged import StagedReplica
+
+
+class Hasty(Membership):
+    """Under orders before its trainer is whole: calls at once what ends old connections."""
+
+    @property
+    def abandon(self) -> Callable[[], object]:
+        return self._abandon
+
+    @abandon.setter
+    def abandon(self, call: Callable[[], object]) -> None:
+        self._abandon = call
+        call()
+
+
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def load(step: int, micro_batch: int) -> Any:
+    return torch.ones(2, 4), torch.zeros(2, 4)
+
+
+def test_an_order_may_come_while_a_trainer_is_made() -> None:
+    replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
+    membership = Hasty(None)
+    trainer = StageTrainer(
+        replica, load, nn.functional.mse_loss, count=2, seed=0, exact=False, membership=membership,
+        choose=partial(choose_balanced, Model(replica.weights, replica.sizes, 1)),
+    )  # fmt: skip
+    assert [step.step for step in trainer.steps(2)] == [0, 1]
+
+
+def test_schedules_that_cannot_be_are_refused() -> None:
+    blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with pytest.raises(ConfigError, match="'interleaved' is none of 1f1b, zero-bubble"):
+        open_pipeline_trainer(
+            blocks, make_optimizer, load, nn.functional.mse_loss, stages=2, micro_batches=2,
+            schedule="interleaved",
+        )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"needs pipeline=N"):
+        train(
+            blocks=blocks, optimizer=make_optimizer, dataset=[load(0, 0)] * 8,
+            loss=nn.functional.mse_loss, steps=1, global_batch=8, micro_batch=4,
+            schedule="zero-bubble",
+        )  # fmt: skip
