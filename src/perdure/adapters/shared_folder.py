@@ -16,9 +16,8 @@ import contextlib
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from itertools import count
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from itertools import count, cycle
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol, TypeVar
@@ -33,6 +32,8 @@ _KEPT = 50
 """Revisions of the lease that are left: nobody lists a folder for as long as they last."""
 _READERS = 16
 """Files read at a time, since over a network each costs a round trip."""
+_BATCH = 1000
+"""Files read within one time-out."""
 
 
 class Numbers(Protocol):
@@ -78,16 +79,20 @@ class NumberedFiles:
         """Use `folder`, which must be there; with `synced` a claim outlives a power cut."""
         self.folder = Path(os.path.expandvars(folder))
         self._timeout_s, self._synced = timeout_s, synced
-        self._thread = _Thread()
+        self._threads = [_Thread() for _ in range(_READERS)]
 
     def close(self) -> None:
-        """Let the thread end, as soon as the file system returns from its last call."""
-        self._thread.end()
+        """Let the threads end, each as soon as the file system returns from its last call."""
+        for thread in self._threads:
+            thread.end()
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
+        return await self._within(self._threads[0].call(function, *args))
+
+    async def _within(self, calls: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await self._thread.call(function, *args)
+                return await calls
         except TimeoutError:
             raise PlatformError(f"{self.folder} does not answer") from None
         except OSError as error:
@@ -132,14 +137,9 @@ class NumberedFiles:
     async def read(self, numbers: Iterable[int]) -> list[bytes]:
         """Return their contents."""
         paths = [self.folder / str(number) for number in numbers]
-        if len(paths) == 1:
-            return [await self._call(paths[0].read_bytes)]
-
-        def read_all() -> list[bytes]:
-            with ThreadPoolExecutor(_READERS) as pool:
-                return list(pool.map(Path.read_bytes, paths))
-
-        return await self._call(read_all)
+        pairs = zip(cycle(self._threads), paths, strict=False)
+        calls = [thread.call(path.read_bytes) for thread, path in pairs]
+        return await self._within(asyncio.gather(*calls))
 
     async def drop(self, numbers: Iterable[int]) -> None:
         """Free them."""
@@ -193,7 +193,9 @@ class FolderStream:
         """Return every message from number `first` on, oldest first."""
         taken = set(await self._numbers.find())
         end = next(number for number in count(first) if number not in taken)
-        found = await self._numbers.read(range(first, end)) if end > first else []
+        found: list[bytes] = []
+        for start in range(first, end, _BATCH):
+            found += await self._numbers.read(range(start, min(start + _BATCH, end)))
         return [data.partition(b"\n")[2] for data in found]
 
     async def read_last(self) -> bytes | None:
