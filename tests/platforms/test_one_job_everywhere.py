@@ -7,6 +7,7 @@ then is the place given back.
 import contextlib
 import os
 import signal
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 
 from tests.e2e.box import EXAMPLE, MISSING, Box, read_json, wait_until
 from tests.platforms import kaggle_service, notebook_service
+from tests.platforms.k8s.cluster import Kubernetes
+from tests.platforms.k8s.tenant import Tenant
 from tests.platforms.losses import check_equal, read_losses
 from tests.platforms.person import Person
 from tests.platforms.slurm_cluster import Cluster
@@ -84,6 +87,7 @@ class Ssh:
             folder / "person",
             'base = "generic-ssh"\n[launch]\nhost = "gpu-box"\n'
             f'ssh_config = "{self.box.folder}/ssh_config"\nnative = false\n'
+            f'python = "{sys.executable}"\n'
             f'[teardown]\nstop_command = ["touch", "{stopped}"]\n',
         )
 
@@ -133,6 +137,25 @@ class Slurm:
         self.cluster.end_jobs()
 
 
+class Pods:
+    """A cluster of Kubernetes, where the job's pod is deleted, and another one comes."""
+
+    def __init__(self, folder: Path, cluster: Kubernetes) -> None:
+        self.tenant = Tenant(cluster, folder / "tenant")
+        profile = (self.tenant.home / "profiles" / "cluster.toml").read_text()
+        self.person = Person(folder / "person", profile, **cluster.env)
+
+    def find_journals(self) -> Path:
+        return self.tenant.durable / "state" / "jobs" / "gpt"
+
+    def interrupt(self) -> None:
+        pod = self.tenant.find_running("gpt")
+        self.tenant.cluster.kubectl("delete", "pod", pod, "--wait=true")
+
+    def end(self) -> None:
+        self.tenant.cluster.clear()
+
+
 class Notebook:
     """Kaggle, whose sessions end at their ceiling: its clock is set off here."""
 
@@ -166,7 +189,7 @@ class Notebook:
                 process.kill()
 
 
-@pytest.fixture(params=["local", "ssh", "slurm", "notebook"])
+@pytest.fixture(params=["local", "ssh", "slurm", "kubernetes", "notebook"])
 def platform(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
     """Yield each platform that can be started here."""
     made: Place
@@ -180,6 +203,8 @@ def platform(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
         case "slurm":
             cluster = request.getfixturevalue("cluster")
             made = Slurm(request.getfixturevalue("place"), cluster)
+        case "kubernetes":
+            made = Pods(tmp_path, request.getfixturevalue("kubernetes"))
         case _:
             if lack := notebook_service.find_lack():
                 pytest.skip(lack)

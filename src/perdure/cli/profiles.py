@@ -111,6 +111,8 @@ def render_danger(profile: Profile) -> str:
         lines.append(f"METER   stopped by: {profile.meter_stop_verb} ({undo}){price}")
     if teardown.keeps_billing:
         lines.append(f"        still billed then: {teardown.keeps_billing}")
+    if profile.free_egress is False:
+        lines.append("EGRESS  bytes that leave the platform cost extra: pull from the same zone")
     if profile.spot_available:
         grace = profile.spot_grace
         words = f"{grace:g} s after a notice" if isinstance(grace, float) and grace else "at once"

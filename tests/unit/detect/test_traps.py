@@ -1,5 +1,6 @@
 """Traps of platforms: a row each, and facts on both sides of each that is looked for."""
 
+import ast
 import importlib
 import os
 import re
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.detect.trap_tests import TESTS
 
 from perdure.detect.traps import SYMPTOMS, TRAPS, find_trap, judge, name_symptoms
 from perdure.detect.traps.table import render_table
@@ -135,6 +137,32 @@ def test_what_meets_a_trap_exists_and_what_nothing_meets_is_said() -> None:
             assert hasattr(importlib.import_module(module), name), f"{trap.id}: {how}"
     for symptom in SYMPTOMS:
         assert "diagnosed" in find_trap(symptom.trap).how, symptom.trap
+
+
+def test_whatever_meets_a_trap_has_a_test_that_is_there() -> None:
+    in_cases = ("perdure.detect.traps.checks", "perdure.detect.traps.symptoms")
+    for trap, _ in TRAPS:
+        own = {when for when, how in trap.how.items() if not how.startswith(in_cases)}
+        assert set(TESTS.get(trap.id, {})) == own, trap.id
+    for where in {where for row in TESTS.values() for where in row.values()}:
+        path, _, name = where.partition("::")
+        tree = ast.parse((ROOT / "tests" / path).read_text())
+        functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+        assert name in {node.name for node in tree.body if isinstance(node, functions)}, where
+
+
+def test_the_comparison_with_others_counts_what_it_shows() -> None:
+    text = (ROOT / "docs" / "doctor.md").read_text().partition("## Beside others")[2]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")]
+            for line in text.splitlines() if line.startswith("| ")]  # fmt: skip
+    header, *traps, totals = rows
+    assert header == ["trap", "SkyPilot", "dstack", "TorchX", "submitit", "perdure"]
+    profile = [trap for trap, _ in TRAPS if re.fullmatch(r"(GEN[1-8]|SLURM\d|K8S\d|NB\d)", trap.id)]
+    assert [(row[0], row[5]) for row in traps] == [(t.id, str(len(t.how))) for t in profile]
+    columns = list(zip(*traps, strict=True))
+    counted = [f"{c.count('yes')}, partly {c.count('partly')}" for c in columns[1:5]]
+    met = sum(bool(trap.how) for trap in profile)
+    assert totals == [f"met, of {len(profile)}", *counted, str(met)]
 
 
 def test_the_table_in_the_documents_is_the_code() -> None:

@@ -1,12 +1,14 @@
 """Commands of this machine's own shell: their end is known, and nothing of them is left."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
 from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.ssh.submit import _compare
 from perdure.model.profile import LaunchSection
 
 HERE = Channel(LaunchSection())
@@ -58,3 +60,24 @@ def test_how_a_command_ended_is_told_with_what_it_said() -> None:
     lines: list[str] = []
     assert HERE.stream("echo one; echo two; exit 3", lines.append) == 3
     assert lines == ["one\n", "two\n"]
+
+
+def test_255_is_the_command_s_where_it_was_told(tmp_path: Path) -> None:
+    assert HERE.run("exit 255").code == 255
+    ssh = tmp_path / "ssh"  # As the client leaves when the connection breaks.
+    ssh.write_text("#!/bin/sh\nexit 255\n")
+    ssh.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        with pytest.raises(UnreachedError):
+            Channel(LaunchSection(host="box")).run("true")
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
+def test_a_file_that_is_another_there_is_named(tmp_path: Path) -> None:
+    for side, text in (("here", "one\n"), ("there", "two\n")):
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "train.py").write_text(text)
+        (tmp_path / side / "same.py").write_text("same\n")
+        os.utime(tmp_path / side / "train.py", (1e9, 1e9))  # Sizes and times tell nothing.
+    assert _compare(HERE, tmp_path / "here", str(tmp_path / "there"), ()) == ["train.py"]

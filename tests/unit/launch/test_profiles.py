@@ -5,7 +5,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.cli.profiles import find_meanings
+from perdure.cli.profiles import find_meanings, render_danger
 from perdure.launch.catalog import flatten, list_profiles, load_profile, overlay
 from perdure.launch.lint import check_plan, find_tier, render_job
 from perdure.model.errors import ConfigError
@@ -116,3 +116,9 @@ def test_a_rendered_job_reads_back_and_shows_only_what_was_said() -> None:
     text = render_job(spec)
     assert msgspec.json.decode(text, type=JobSpec) == spec
     assert "detect" not in text
+
+
+def test_what_leaves_the_platform_may_cost() -> None:
+    free = load_profile("local", "/nowhere").profile
+    assert "EGRESS" not in render_danger(free)
+    assert "EGRESS" in render_danger(msgspec.structs.replace(free, free_egress=False))

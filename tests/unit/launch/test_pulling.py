@@ -1,5 +1,7 @@
 """Results at home: what is missing, cut off, too many or newer on the box keeps the gate shut."""
 
+import os
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -7,6 +9,7 @@ import pytest
 
 from perdure.cli import pull
 from perdure.launch.catalog import load_profile
+from perdure.launch.channel import Channel
 from perdure.launch.gate import find_neighbours, find_obstacles
 from perdure.launch.platforms import Here
 from perdure.launch.pulling import (
@@ -20,6 +23,7 @@ from perdure.launch.pulling import (
 from perdure.launch.records import write_record
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
+from perdure.launch.transfer import pull as pull_names
 from perdure.model.launching import (
     PULL_MANIFEST,
     BoxState,
@@ -28,6 +32,7 @@ from perdure.model.launching import (
     PulledFile,
     PullManifest,
 )
+from perdure.model.profile import LaunchSection
 
 NAMES = ("job/checkpoints/step-00000010/rank-0.pt", "job/journal.jsonl", "outputs/runs/a/best.pth")
 ENDED = BoxState(state="ended", reason="exit code 0")
@@ -102,6 +107,33 @@ def test_what_a_killed_rsync_left_is_gone_on_from(tmp_path: Path) -> None:
     salvage(tmp_path, {"checkpoints/big.pt"})
     assert (folder / PARTIAL / "big.pt").read_text() == "half of it"
     assert (folder / ".hidden.config").exists()
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
+def test_a_broken_transfer_goes_on_and_leaves_no_half_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "box", tmp_path / "here"
+    source.mkdir()
+    (source / "big.pt").write_bytes(os.urandom(8 << 20))
+    slow = f"timeout --preserve-status 1 {shutil.which('rsync')} --bwlimit=2000"
+    (tmp_path / "rsync").write_text(
+        f'#!/bin/sh\n[ -e {tmp_path}/broke ] && exec {shutil.which("rsync")} "$@"\n'
+        f'touch {tmp_path}/broke\nexec {slow} "$@"\n'
+    )
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        if "going on" in text:
+            told.append(text)
+            assert not (target / "big.pt").exists()
+            assert (target / PARTIAL / "big.pt").stat().st_size
+
+    pull_names(Channel(LaunchSection()), str(source), target, ["big.pt"], tell=tell)
+    assert len(told) == 1
+    assert (target / "big.pt").read_bytes() == (source / "big.pt").read_bytes()
 
 
 def gate(tmp_path: Path, **changes: object) -> list[str]:

@@ -24,7 +24,7 @@ GENERIC: tuple[Row, ...] = (
         prevented="perdure.launch.ssh.results:repair", diagnosed=_SYMPTOMS),
     row("GEN5", "the heavy part is checked on the wrong machine",
         "a short run there first; perdure doctor on the box", scope="ssh",
-        prevented="perdure.cli.checks:check_script"),
+        detected="perdure.launch.ssh.check:check"),
     row("GEN6", "a reboot takes every session along",
         "interruption.relaunch; else the same --name resumes the job",
         scope="ssh", prevented="perdure.launch.ssh.render:render", diagnosed=_VANISHED),
