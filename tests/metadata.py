@@ -1,12 +1,16 @@
-"""Metadata services of three clouds on loopback, with the replies that their documents show."""
+"""Services on loopback that tell of machines, with the replies that their documents show."""
 
 import json
+import ssl
 import threading
 import time
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+from perdure.adapters.nats.certificates import make_certificate
 
 
 class Service(ThreadingHTTPServer):
@@ -180,3 +184,39 @@ class Azure(Service):
             }
         )
         return id_
+
+
+class _Cluster(_Handler):
+    def reply(self, path: str) -> None:
+        if self.headers["Authorization"] != f"Bearer {self.server.token}":
+            return self.answer(403, {"kind": "Status", "reason": "Forbidden"})
+        if path != "/api/v1/nodes/gpu-7":
+            return self.answer(404, {"kind": "Status", "reason": "NotFound"})
+        return self.answer(200, {"kind": "Node", "spec": self.server.spec})
+
+
+class Cluster(Service):
+    """The API server of a Kubernetes with one node, over TLS; `account` is a pod's folder."""
+
+    def __init__(self, account: Path) -> None:
+        super().__init__(_Cluster)
+        cert, key = make_certificate(str(account), "127.0.0.1")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(cert, key)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        (account / "ca.crt").write_text(Path(cert).read_text())
+        self.account, self.token = account, "secret"
+        (account / "token").write_text("secret\n")
+        self.spec: dict[str, Any] = {"podCIDR": "10.0.0.0/24"}
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {
+            "KUBERNETES_SERVICE_HOST": "127.0.0.1",
+            "KUBERNETES_SERVICE_PORT": str(self.server_port),
+            "PERDURE_NODE_NAME": "gpu-7", "PERDURE_POD_GRACE_S": "60",
+        }  # fmt: skip
+
+    def taint(self, key: str) -> None:
+        taint = {"key": key, "effect": "NoSchedule", "timeAdded": "2026-11-22T01:00:00Z"}
+        self.spec = {**self.spec, "taints": [*self.spec.get("taints", ()), taint]}

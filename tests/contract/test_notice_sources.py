@@ -17,12 +17,13 @@ from perdure.adapters.notices import (
     detect_platform,
     open_sources,
 )
+from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import PreemptionConfig
 from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.service.agent_notices import NoticeWatch
 from perdure.service.ports import FakeNotices, NoticeSource
-from tests.metadata import Aws, Azure, Gcp
+from tests.metadata import Aws, Azure, Cluster, Gcp
 
 
 async def test_aws_says_when_and_withdraws_a_recommendation() -> None:
@@ -43,6 +44,28 @@ async def test_aws_says_when_and_withdraws_a_recommendation() -> None:
         service.interrupt(0.0, "hibernate")
         (at_once,) = await source.read()
         assert (at_once.gone_s, at_once.grace_s) == (None, 0.0)
+
+
+async def test_taints_of_a_pods_node_are_notices(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as service:
+        assert is_pod(service.env, tmp_path)
+        assert not is_pod({}, tmp_path)
+        assert not is_pod(service.env, tmp_path / "no-account")
+        source = KubernetesNode(service.env, tmp_path)
+        service.taint("nvidia.com/gpu")
+        assert await source.read() == ()
+        service.taint("node.kubernetes.io/unschedulable")
+        (risk,) = await source.read()
+        assert (risk.certain, risk.reason) == (False, "the node is cordoned")
+        service.taint("aws-node-termination-handler/spot-itn")
+        _, notice = await source.read()
+        assert (notice.certain, notice.reason, notice.grace_s) == (True, "spot interruption", 60.0)
+        service.token = "another"
+        with pytest.raises(PlatformError, match="answers 403") as refused:
+            await source.read()
+        assert "get nodes" in refused.value.hint
+        (tmp_path / "token").write_text("another")  # As the kubelet does, every hour.
+        assert len(await source.read()) == 2
 
 
 async def test_gcp_answers_when_the_value_changes() -> None:

@@ -208,7 +208,8 @@ class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """How a node learns that it is taken away, and what is done about it."""
 
     platform: Literal["auto", "aws", "gcp", "azure", "none"] = "auto"
-    """Whose metadata service each agent asks; `auto` by what the firmware says of the machine."""
+    """Whose metadata service each agent asks; `auto` by what the firmware says of the machine, and
+    in a pod with a service account the taints of its node as well."""
     metadata_url: str = ""
     """Where that service is, if not at its own address; `{node}` becomes the node's number."""
     file: str = ""

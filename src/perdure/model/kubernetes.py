@@ -84,7 +84,8 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     pull_secrets: tuple[str, ...] = ()
     """Secrets for a private registry."""
     service_account: str = ""
-    """Empty: the namespace's default, whose token is not mounted."""
+    """One that may get nodes has perdure know of a node that is taken away before its pods are told
+    to go. Empty: the namespace's default, whose token is not mounted."""
     priority_class: str = ""
     """Who may preempt whom."""
     runtime_class: str = ""

@@ -1,5 +1,6 @@
 """The program of a pod, with a stand-in for perdure: who invites, who joins, who comes again."""
 
+import fcntl
 import os
 import sys
 import threading
@@ -115,6 +116,32 @@ def test_a_first_pod_that_is_told_to_go_comes_again(
     pod.told = True
     assert running.end() == 143
     assert not pod.ended.exists()
+
+
+def test_a_first_pod_waits_until_the_one_before_has_saved(
+    make: Callable[..., Pod], tmp_path: Path
+) -> None:
+    pod = make(0, nodes=1)
+    pod.place.mkdir(parents=True)
+    with open(pod.place.parent / "first.lock", "w") as before:
+        fcntl.flock(before, fcntl.LOCK_EX)
+        running = Running(pod)
+        time.sleep(0.3)
+        assert not (tmp_path / "calls").exists()
+    (tmp_path / "run-ends").write_text("0")
+    assert running.end() == 0
+
+
+def test_a_first_pod_that_is_told_to_go_while_it_waits_comes_again(
+    make: Callable[..., Pod],
+) -> None:
+    pod = make(0, nodes=1)
+    pod.place.mkdir(parents=True)
+    with open(pod.place.parent / "first.lock", "w") as before:
+        fcntl.flock(before, fcntl.LOCK_EX)
+        running = Running(pod)
+        pod.told = True
+        assert running.end() == 143
 
 
 def test_a_node_joins_until_the_job_has_ended(make: Callable[..., Pod], tmp_path: Path) -> None:

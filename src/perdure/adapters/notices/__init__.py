@@ -1,4 +1,4 @@
-"""Where platforms say that they take a machine away: metadata services, and a file.
+"""Where platforms say that they take a machine away: metadata services, taints, and a file.
 
 Each source returns all that is announced at the moment, a level, so that an agent that is
 replaced, and an announcement that is taken back, need nothing of their own.
@@ -11,9 +11,10 @@ from perdure.adapters.notices.aws import AwsNotices
 from perdure.adapters.notices.azure import AzureNotices
 from perdure.adapters.notices.file import FileNotices
 from perdure.adapters.notices.gcp import GcpMaintenance, GcpPreempted
+from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.job import PreemptionConfig
 
-Source = AwsNotices | AzureNotices | GcpPreempted | GcpMaintenance | FileNotices
+Source = AwsNotices | AzureNotices | GcpPreempted | GcpMaintenance | KubernetesNode | FileNotices
 
 DMI = Path("/sys/class/dmi/id")
 _AZURE_TAG = "7783-7084-3265-9085-8269-3286-77"
@@ -58,6 +59,8 @@ def open_sources(
         host = env.get("GCE_METADATA_HOST", "")
         url = url or (f"http://{host}" if host else "")
         sources += [GcpPreempted(url), GcpMaintenance(url)]
+    if config.platform == "auto" and is_pod(env):
+        sources.append(KubernetesNode(env))
     if config.file:
         sources.append(FileNotices(config.file.replace("{node}", str(node))))
     return sources
@@ -69,6 +72,7 @@ __all__ = [
     "FileNotices",
     "GcpMaintenance",
     "GcpPreempted",
+    "KubernetesNode",
     "Source",
     "detect_platform",
     "open_sources",

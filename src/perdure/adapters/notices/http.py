@@ -1,12 +1,14 @@
-"""The little HTTP that metadata services speak: one request a connection, without proxy or TLS.
+"""The little HTTP that metadata services speak: one request a connection, without proxy.
 
-They are reached over a link-local address of the machine itself. Every answer is bounded in size
+They are reached over a link-local address of the machine itself, without TLS; Kubernetes' server,
+which is another machine, with it. Every answer is bounded in size
 and in time, and a request can be cancelled, which a blocking library's cannot.
 """
 
 import asyncio
 import contextlib
 import io
+import ssl
 from collections.abc import Mapping
 from http.client import HTTPMessage, parse_headers
 from urllib.parse import urlsplit
@@ -35,19 +37,20 @@ class Answer(msgspec.Struct, frozen=True):
 class MetadataService:
     """One of them, by its base URL."""
 
-    def __init__(self, url: str) -> None:
-        """Ask at `url`.
+    def __init__(self, url: str, context: ssl.SSLContext | None = None) -> None:
+        """Ask at `url`; over TLS where there is a `context`.
 
         Raises:
-            ConfigError: it is no http URL of a host.
+            ConfigError: it is no URL of a host.
         """
         parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
+        if parts.scheme != ("https" if context else "http") or not parts.hostname:
             raise ConfigError(
                 f"preemption: `{url}` is no URL of a metadata service",
                 hint="such as http://169.254.169.254",
             )
         self.url, self._host, self._port = url, parts.hostname, parts.port or 80
+        self._context = context
         self._host_header, self._prefix = parts.netloc, parts.path.rstrip("/")
 
     async def ask(
@@ -81,7 +84,9 @@ class MetadataService:
             raise PlatformError(f"{self.url} speaks no HTTP: {error}") from None
 
     async def _exchange(self, request: bytes) -> Answer:
-        reader, writer = await asyncio.open_connection(self._host, self._port, limit=_BYTES_MAX)
+        reader, writer = await asyncio.open_connection(
+            self._host, self._port, limit=_BYTES_MAX, ssl=self._context
+        )
         try:
             writer.write(request)
             await writer.drain()

@@ -1,6 +1,7 @@
 """Kubernetes as a platform: a Job's manifest takes the place of the shell."""
 
 import base64
+import shlex
 import subprocess
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from perdure.launch.kubernetes.manifest import (
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.platforms import Here
+from perdure.launch.ssh.ask import FOLLOWS, make_lines
 from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
@@ -199,10 +201,14 @@ def complete(manifest: str, number: str, packed: bytes) -> str:
 
 def find_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the job is, by the server."""
-    section = record.profile.kubernetes
-    label = f"{JOB_LABEL}={record.id}"
-    job, _ = Client(section).look(_find_kind(record.profile), record.id, label)
-    return judge(job, time.time() - record.launched_s, section.start_deadline_s)
+    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
+    job, _ = client.look(_find_kind(record.profile), record.id, label)
+    return _judge_now(record, job)
+
+
+def _judge_now(record: LaunchRecord, job: JobState) -> BoxState:
+    deadline_s = record.profile.kubernetes.start_deadline_s
+    return judge(job, time.time() - record.launched_s, deadline_s)
 
 
 def find_past(record: LaunchRecord, here: Here) -> tuple[str, ...]:
@@ -231,10 +237,12 @@ def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     """Run a perdure command line in the first pod; of a job that is over, beside its volume."""
+    if FOLLOWS & set(argv):
+        return _follow(record, argv, here)
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
     label = f"{JOB_LABEL}={record.id}"
     job, pods = client.look(_find_kind(record.profile), record.id, label)
-    if not job.pod and argv[0] == "logs" and pods:
+    if not job.pod and list(argv) == ["logs", record.job] and pods:
         pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
         words = ["logs", pod["metadata"]["name"], "-c", find_container(section)]
         words += ["--previous"] if _is_restarted(pod) else []
@@ -246,6 +254,29 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
         command = there.enter(*words, *argv, stdin=False)
         return subprocess.run(command, check=False).returncode
+
+
+def _follow(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
+    """Follow a stream through as many pods as the job takes; no line comes twice."""
+    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
+    show, told = make_lines(argv), ""
+    as_json = ["--json"] if argv[0] == "logs" and "--json" not in argv else []
+    words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
+    script = shlex.join([*words, *argv, *as_json])
+    while True:
+        job, _ = client.look(_find_kind(record.profile), record.id, label)
+        if job.state != "waiting":
+            with open_pod(record, here) as there:
+                show.begin()
+                code = there.stream(script, show)
+            if code is not None:
+                return code
+        elif (state := _judge_now(record, job)).over:
+            raise PlatformError(f"job `{record.job}`: {state.reason}")
+        elif state.reason != told:
+            told = state.reason
+            here.tell(f"waiting: {told}")
+        time.sleep(_AGAIN_S)
 
 
 def _is_restarted(pod: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from perdure.launch import lint
+from perdure.launch.kubernetes import shapes
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.kubernetes import (
@@ -214,6 +215,9 @@ def make_job_spec(
         body["ttlSecondsAfterFinished"] = section.ttl_s
     if version >= FAILURE_POLICY and section.restart_policy == "Never":
         body["podFailurePolicy"] = {"rules": _make_rules(container, version)}
+    if version >= shapes.SINCE["podReplacementPolicy"]:
+        # The next pod once one is gone, and not already while it saves.
+        body["podReplacementPolicy"] = "Failed"
     labels = {**section.labels, JOB_LABEL: name}
     body["template"] = {
         "metadata": {"labels": labels},
@@ -305,6 +309,7 @@ def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) 
         {"name": "PERDURE_DURABLE_DIR", "value": durable},
         {"name": "PERDURE_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "PERDURE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
+        {"name": "PERDURE_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
         {"name": "PERDURE_POD_GRACE_S", "value": str(section.grace_s)},
     ]
     if role:

@@ -9,6 +9,7 @@ the pod is to come again.
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import IO
 
 import msgspec
 
@@ -74,6 +76,34 @@ class Pod:
         os.makedirs(self.home, exist_ok=True)
         if not self.first:
             return self.join()
+        with open(self.place.parent / "first.lock", "w") as lock:
+            if not self.wait_alone(lock):
+                return LEFT_ON_NOTICE if self.told else POD_UNFIT
+            return self.be_first()
+
+    def wait_alone(self, lock: IO[str]) -> bool:
+        """Wait until the first pod before this one has left; return whether it has.
+
+        A Job makes the next pod as soon as one is told to go, and not once it is gone: until its
+        grace is over it saves, and holds the lock.
+        """
+        until_s, said = time.monotonic() + 2 * self.grace_s + _CALL_S, False
+        while not self.told and time.monotonic() < until_s:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if not said:
+                    say("waits until the pod before it has saved and left")
+                said = True
+                time.sleep(_POLL_S)
+            except OSError as error:  # A file system without locks.
+                say(f"cannot tell whether the pod before it has left: {error}")
+                return True
+        return False
+
+    def be_first(self) -> int:
+        """Run the job, and be one of its nodes; return the exit code."""
         self.ended.unlink(missing_ok=True)
         packed = self.config.with_name(PACKED)
         if packed.exists():

@@ -1,0 +1,118 @@
+"""Kubernetes: the node of this pod, marked by what takes nodes away before it does.
+
+Autoscalers and the clouds' termination handlers taint a node first, `kubectl drain` cordons it;
+only then are its pods told to go, with no more than their grace. The pod needs a service account
+that may read nodes.
+"""
+
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from perdure.adapters.notices.http import TIMEOUT_S, MetadataService
+from perdure.model.errors import PlatformError
+from perdure.model.notices import Announced
+
+ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+"""Where a pod has its token, which is replaced every hour, and the server's authority."""
+_GOING = {
+    "ToBeDeletedByClusterAutoscaler": "the autoscaler takes the node away",
+    "cloud.google.com/impending-node-termination": "the node is terminated",
+    "aws-node-termination-handler/spot-itn": "spot interruption",
+    "aws-node-termination-handler/scheduled-maintenance": "scheduled maintenance",
+    "aws-node-termination-handler/asg-lifecycle-termination": "the group takes the node away",
+    "karpenter.sh/disrupted": "Karpenter takes the node away",
+    "karpenter.sh/disruption": "Karpenter takes the node away",
+    "node.kubernetes.io/out-of-service": "the node is out of service",
+}
+_RISK = {
+    "DeletionCandidateOfClusterAutoscaler": "the autoscaler may take the node away",
+    "aws-node-termination-handler/rebalance-recommendation": "rebalance recommendation",
+    "node.kubernetes.io/unschedulable": "the node is cordoned",
+}
+"""Key of a taint -> in words."""
+
+
+class _Taint(msgspec.Struct):
+    key: str
+    timeAdded: str = ""  # The API's name.
+
+
+class _Spec(msgspec.Struct):
+    taints: tuple[_Taint, ...] = ()
+
+
+class _Node(msgspec.Struct):
+    spec: _Spec
+
+
+class KubernetesNode:
+    """Taints of the node that this pod is on."""
+
+    name = "kubernetes"
+    pause_s = 5.0
+
+    def __init__(self, env: Mapping[str, str], account: Path = ACCOUNT) -> None:
+        """Ask the API server that `env` names about the node that it names.
+
+        Raises:
+            PlatformError: the authority of the server cannot be read.
+        """
+        host, port = env["KUBERNETES_SERVICE_HOST"], env.get("KUBERNETES_SERVICE_PORT", "443")
+        host = f"[{host}]" if ":" in host else host
+        try:
+            context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        except OSError as error:
+            raise PlatformError(f"{account / 'ca.crt'}: {error}") from error
+        self._service = MetadataService(f"https://{host}:{port}", context)
+        self._path = f"/api/v1/nodes/{env['PERDURE_NODE_NAME']}"
+        self._token = account / "token"
+        grace = env.get("PERDURE_POD_GRACE_S", "")
+        self._grace_s = float(grace) if grace else None
+
+    async def read(self) -> tuple[Announced, ...]:
+        """Return what the node's taints announce.
+
+        Raises:
+            PlatformError: the server cannot be reached, or does not let this pod read its node.
+        """
+        try:
+            token = self._token.read_text().strip()
+        except OSError as error:
+            raise PlatformError(f"{self._token}: {error.strerror}") from None
+        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        answer = await self._service.ask(self._path, headers, timeout_s=2 * TIMEOUT_S)
+        if answer.status != 200:
+            raise PlatformError(
+                f"{self._service.url}{self._path} answers {answer.status}",
+                hint="the service account has to be allowed to get nodes",
+            )
+        try:
+            taints = msgspec.json.decode(answer.body, type=_Node).spec.taints
+        except msgspec.MsgspecError as error:
+            raise PlatformError(f"{self._service.url}{self._path}: {error}") from None
+        known = _GOING | _RISK
+        return tuple(
+            Announced(
+                id=f"{taint.key} {taint.timeAdded}".strip(),
+                reason=known[taint.key],
+                grace_s=self._grace_s,
+                certain=taint.key in _GOING,
+            )
+            for taint in taints
+            if taint.key in known
+        )
+
+    async def acknowledge(self, id_: str) -> None:
+        """Do nothing: the taint is for the scheduler."""
+
+
+def is_pod(env: Mapping[str, str], account: Path = ACCOUNT) -> bool:
+    """Return whether this is a pod that knows its node and has a service account."""
+    return (
+        "KUBERNETES_SERVICE_HOST" in env
+        and bool(env.get("PERDURE_NODE_NAME"))
+        and (account / "token").exists()
+    )
