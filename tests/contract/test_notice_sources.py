@@ -202,6 +202,18 @@ async def test_each_notice_is_told_once_and_its_withdrawal() -> None:
     assert (told[-1].source, told[-1].id) == ("SIGTERM", "SIGTERM")
 
 
+async def test_what_ends_when_its_time_has_come_is_not_withdrawn() -> None:
+    """An event that has happened leaves the list as well."""
+    told: list[PreemptionNoticed | PreemptionWithdrawn] = []
+    now = 100.0
+    source = FakeNotices(())
+    watch = NoticeWatch(PreemptionConfig(), [source], node=1, report=told.append, now=lambda: now)
+    watch.take(source, [Announced(id="a", reason="spot terminate", grace_s=30.0)])
+    now = 131.0
+    watch.take(source, [])
+    assert [type(event) for event in told] == [PreemptionNoticed]
+
+
 @pytest.mark.parametrize(
     ("files", "platform"),
     [

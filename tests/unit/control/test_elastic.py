@@ -168,6 +168,21 @@ def test_a_world_that_broke_without_a_loss_is_formed_again_but_not_for_ever() ->
     assert restarts(machine.handle(now + 10.0, TimerFired()))
 
 
+def test_a_loss_explains_the_tries_before_it() -> None:
+    machine, now = train(), 1.0
+    for epoch in range(RETRIES_MAX):
+        broken = WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset")
+        machine.handle(now, broken)
+        now += RETRY_S
+        machine.handle(now, TimerFired())
+    assert machine.state.elastic.retries == RETRIES_MAX
+    die(machine, now, 2)
+    epoch = machine.state.elastic.epoch
+    machine.handle(now, WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset"))
+    assert machine.next_deadline() == now + RETRY_S
+    assert orders(machine.handle(now + RETRY_S, TimerFired())) == [(epoch + 1, (0, 1))]
+
+
 def test_a_known_death_goes_before_a_retry() -> None:
     machine = train()
     machine.handle(1.0, WorldBroken(generation=0, epoch=0, rank=0, at_s=1.0, error="reset"))

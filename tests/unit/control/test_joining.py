@@ -4,7 +4,7 @@ from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_elastic_spares import Lab, started
 
 from perdure.model.actions import AnswerCommand, AssignNodes
-from perdure.model.events import CommandReceived, NodeLost, NodeRegistered
+from perdure.model.events import CommandReceived, NodeCordoned, NodeLost, NodeRegistered
 
 
 def ask(driver: Driver, machine: str) -> AnswerCommand:
@@ -66,3 +66,20 @@ def test_a_new_machine_in_a_lost_ones_place_starts_new_members_only() -> None:
     for action in actions:
         if isinstance(action, AssignNodes) and 1 in action.nodes:
             assert action.assignment.gone == (1,)
+
+
+def test_the_place_of_a_node_that_an_operator_has_left_is_not_given_away() -> None:
+    driver = Driver(nodes=1, spares=2, remote=1)
+    assert ask(driver, "x").result["node"] == 1
+    driver.register(0)
+    driver.register(1)
+    driver.run()
+    cordon = CommandReceived(
+        id="c", kind="cordon", args={"targets": ["1"]}, who="ada", at_s=driver.now
+    )
+    driver.do(cordon)
+    driver.do(NodeCordoned(node=1, at_s=driver.now, reason="r", who="ada"))
+    driver.now += 60.0
+    driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    driver.now += 60.0
+    assert not ask(driver, "y").ok

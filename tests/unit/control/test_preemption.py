@@ -7,7 +7,7 @@ from tests.unit.control.test_elastic_leaving import find, promise, reach, train
 from tests.unit.control.test_elastic_spares import Lab, order_of, started
 from tests.unit.control.test_placement import run
 from tests.unit.control.test_placement import start as start_placed
-from tests.unit.control.test_verbs import agree, hold, save
+from tests.unit.control.test_verbs import agree, ask, hold, save
 
 from perdure.control import Controller
 from perdure.model.actions import (
@@ -23,6 +23,7 @@ from perdure.model.events import (
     ControllerStarted,
     ExitRecord,
     GenerationStepping,
+    NodeCordoned,
     NodeLost,
     PreemptionNoticed,
     PreemptionWithdrawn,
@@ -294,3 +295,20 @@ def test_a_notice_before_the_world_trains_waits_for_it() -> None:
     sent = [a for a in actions if isinstance(a, SendBoundary)]
     move = driver.controller.state.moves["preemption-1"]
     assert sent or move.stage in ("agreeing", "held")
+
+
+def test_what_fails_in_the_moment_before_the_decision_is_placed_elsewhere_already() -> None:
+    driver = start()
+    notice(driver, 1)
+    order = one(exit_of(driver, 0, 0, code=1, error="ValueError"), AssignNodes)
+    assert order.assignment.placement == (0, 2)
+
+
+def test_a_withdrawal_does_not_let_in_what_an_operator_has_barred() -> None:
+    driver = start()
+    notice(driver, 2)
+    assert one(wait(driver), CordonNode).node == 2
+    ask(driver, "cordon", "2")
+    driver.do(NodeCordoned(node=2, at_s=driver.now, reason="r", who="ada"))
+    assert not [a for a in withdraw(driver, 2) if isinstance(a, RestoreNode)]
+    assert 2 in driver.controller.state.cordoned

@@ -199,6 +199,16 @@ def test_a_rank_that_comes_to_its_end_did_not_hang(make_world, asked):
     assert withdrawn == ([] if asked else [hang])
 
 
+def test_another_ranks_end_does_not_excuse_the_one_that_hangs(make_world):
+    world = make_world(size=3)
+    world.run(20)
+    world.run(4, hold=lambda rank: rank == 1)
+    (hang,) = world.verdicts
+    assert hang.culprit.rank == 1
+    world.take(exited(2, world.now))
+    assert world.of(VerdictWithdrawn) == []
+
+
 def test_after_a_crash_the_waiting_ranks_are_not_accused(make_world):
     world = make_world()
     world.run(20)

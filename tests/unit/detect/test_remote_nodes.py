@@ -46,3 +46,12 @@ def test_it_looks_in_time() -> None:
     beat(nodes, 100.0, 0, 1, 2, 3)
     assert nodes.due_s is not None
     assert nodes.due_s <= 101.0
+
+
+def test_while_nobody_is_heard_it_may_be_the_controller_that_is_cut_off() -> None:
+    nodes = watch()
+    beat(nodes, 100.0, 0, 1, 2, 3)
+    for now in (100.95, 101.5, 103.0, 106.0):
+        assert nodes.find_lost(now) == []
+    assert beat(nodes, 106.1, 0, 1) == [], "the others get time to be heard as well"
+    assert beat(nodes, 106.2, 2, 3) == []

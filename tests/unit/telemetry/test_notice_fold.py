@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from tests.journals import Story
 
-from perdure.model.events import NodeLost, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import ExitRecord, NodeLost, PreemptionNoticed, PreemptionWithdrawn
 from perdure.telemetry import find_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_recoveries
+from perdure.telemetry.notices import NoticeFold
 
 
 def noticed(**more: Any) -> Story:
@@ -70,3 +71,12 @@ def test_a_notice_that_comes_again_is_one() -> None:
     story.write(PreemptionNoticed(node=1, at_s=story.now + 5, grace_s=1.0, source="aws", id="a"))
     (verdict,) = find_verdicts(story.entries)
     assert verdict.evidence["grace_s"] == 6.0
+
+
+def test_what_was_announced_after_a_death_is_not_its_cause() -> None:
+    fold = NoticeFold()
+    fold.take(PreemptionNoticed(node=1, at_s=50.0, grace_s=30.0, source="aws"))
+    record = ExitRecord(rank=1, generation=0, pid=7, at_s=49.0, signal=9)
+    assert fold.explain(1, record) is None
+    later = ExitRecord(rank=1, generation=0, pid=7, at_s=51.0, signal=9)
+    assert fold.explain(1, later) is not None

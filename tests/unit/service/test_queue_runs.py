@@ -1,0 +1,33 @@
+"""A queue's journal after a kill in the middle of a record; what a person wants run again, runs."""
+
+from pathlib import Path
+
+from perdure.model.queue import Again, Item, Put
+from perdure.service.queue_runner import Runner
+from perdure.service.queue_store import QueueStore
+
+
+def test_a_record_that_was_torn_by_a_kill_is_cut_off_by_the_next(tmp_path: Path) -> None:
+    store = QueueStore(str(tmp_path), "q")
+    with store.writing() as writer:
+        writer.append(Put(1.0, Item(name="a", command=("true",))))
+    journal = store.root / "journal.jsonl"
+    whole = journal.read_bytes()
+    journal.write_bytes(whole + whole[:20])
+    with QueueStore(str(tmp_path), "q").writing() as writer:
+        writer.append(Put(2.0, Item(name="b", command=("true",))))
+    assert list(QueueStore(str(tmp_path), "q").read().lines) == ["a", "b"]
+
+
+def test_what_is_asked_for_again_runs_although_its_files_are_there(tmp_path: Path) -> None:
+    proof = tmp_path / "done"
+    proof.write_text("x")
+    store = QueueStore(str(tmp_path), "q")
+    item = Item(name="a", command=("true",), cwd=str(tmp_path), done=(str(proof),))
+    with store.writing() as writer:
+        writer.append(Put(1.0, item))
+    assert Runner(store, ("cpu-0",), lambda line: None).run().lines["a"].attempts == 0
+    with store.writing() as writer:
+        writer.append(Again(2.0, "a"))
+    line = Runner(store, ("cpu-0",), lambda line: None).run().lines["a"]
+    assert (line.state, line.attempts) == ("done", 1)
