@@ -176,6 +176,53 @@ def test_what_is_killed_on_the_box_is_told_apart(make: Callable[..., Laptop]) ->
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.skipif(not CAN_UNSHARE, reason="no mount namespaces: the boot id cannot be another")
+def test_causes_of_a_death_are_told_apart_from_here(make: Callable[..., Laptop]) -> None:
+    laptop = make(boot_id=str(uuid.uuid4()))
+    launch = write_job(laptop, SLEEPER) / "launch"
+
+    def start() -> dict[str, int]:
+        laptop.cli("launch", "job.toml", "--on", "box")
+        return read_json(launch / "start.json")
+
+    def diagnose() -> str:
+        done = laptop.cli("diagnose", "sleeper")
+        return done.stdout + done.stderr
+
+    started = start()
+    tmux = psutil.Process(started["pid"]).parent()
+    assert tmux is not None
+    assert "tmux" in tmux.name()
+    tmux.kill()
+    tmux.wait(10)
+    assert "box: running" in laptop.cli("status", "sleeper").stderr, "its terminal is gone, not it"
+    os.kill(started["child"], signal.SIGHUP)
+    wait_until(lambda: "box: ended" in laptop.cli("status", "sleeper").stderr, "its end")
+    assert "is gone: hang-up" in diagnose()
+
+    started = start()
+    os.kill(started["pid"], signal.SIGKILL)
+    wait_until(lambda: "box: orphaned" in laptop.cli("status", "sleeper").stderr, "an orphan")
+    os.kill(started["child"], signal.SIGKILL)
+    wait_until(lambda: "box: killed" in laptop.cli("status", "sleeper").stderr, "its death")
+    told = diagnose()
+    assert "is gone: killed" in told
+    assert "out of memory" not in told.split("no sign of lack of memory")[-1]
+
+    start()
+    laptop.box.reboot()
+    told = diagnose()
+    assert "is gone: reboot" in told
+    assert "box: rebooted" in told
+
+    start()
+    (launch.parent / "project" / "done").touch()
+    laptop.cli("stop", "sleeper")
+    laptop.cli("attach", "sleeper")
+    assert "nothing was found wrong" in diagnose()
+
+
+@pytest.mark.timeout(400)
 def test_an_environment_is_made_and_a_shell_that_talks_is_refused(
     make: Callable[..., Laptop],
 ) -> None:

@@ -24,7 +24,7 @@ def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
     platform, place = find_platform(record.profile.kind), here(resolve_home())
     pods = record.profile.kind == "kubernetes"
-    told = argv[0] in ("status", *(["diagnose"] if pods else [])) and "--json" not in argv
+    told = argv[0] in ("status", "diagnose") and "--json" not in argv
     try:
         code = platform.run(record, argv, place)
         if told and not pods:

@@ -40,6 +40,7 @@ from perdure.service.leading import lead, run_while
 from perdure.service.processes import find_by_argument
 from perdure.service.snapshots import SnapshotFiles
 from perdure.service.webhook import Webhook
+from perdure.telemetry.vanished import RUN_LOST
 
 log = logging.getLogger("perdure.controller")
 
@@ -180,7 +181,7 @@ def _watch_run(service: ControllerService) -> Iterator[None]:
         if fd >= 0:
             loop.remove_reader(fd)
         log.error("`perdure run` (pid %d) is gone: ending the job", run_pid)
-        service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who="loss of perdure run"))
+        service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who=RUN_LOST))
 
     if run_pid:
         try:

@@ -10,7 +10,8 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.events import JobEnded, JournalEntry, RankExited
+from perdure.model.events import JournalEntry, RankExited
+from perdure.telemetry.vanished import find_end
 
 
 class Signs(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +37,7 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
 
 def tell_fate(entries: Sequence[JournalEntry], signs: Signs, allowance_s: float) -> Fate:
     """Return what became of a job; one that gave no sign for `allowance_s` has stalled."""
-    ended = next((e.body for e in reversed(entries) if isinstance(e.body, JobEnded)), None)
+    ended = find_end(entries)
     kinds = {
         "a checkpoint": signs.checkpoints_s,
         "output of a rank": signs.outputs_s,
@@ -49,7 +50,7 @@ def tell_fate(entries: Sequence[JournalEntry], signs: Signs, allowance_s: float)
         return Fate(state="finished", reason=text, newest_s=age_s)
     sign = f"the newest sign is {newest}, {age_s:.0f} s ago" if kinds[newest] else "no sign at all"
     if not signs.alive:
-        text = f"nobody holds its lock, and its journal has no end; {sign}"
+        text = f"nobody holds its lock, and its journal has no end of its own; {sign}"
         return Fate(state="dead", reason=text, newest_s=age_s)
     if kinds[newest] and age_s > allowance_s:
         text = f"it lives, and has shown nothing for {allowance_s:.0f} s: {sign}"

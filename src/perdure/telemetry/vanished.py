@@ -12,10 +12,17 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+from perdure.model.events import (
+    CommandReceived,
+    JobEnded,
+    JournalEntry,
+    NodeRegistered,
+)
 from perdure.model.slurm import SlurmEnd
 from perdure.model.slurm import State as SlurmState
 
+RUN_LOST = "loss of perdure run"
+"""`who` of a command by which a controller ends the job that nobody is left to show."""
 VanishingCause = Literal["reboot", "out of memory", "hang-up", "killed"] | SlurmState
 _SLURM: dict[SlurmState, str] = {
     "out of memory": "more memory was used than asked for: a larger slurm.mem, or fewer workers",
@@ -55,7 +62,7 @@ def explain_vanishing(
 
     `pids` are those of the job's own parts, as far as they are known.
     """
-    ended = next((e.body for e in reversed(entries) if isinstance(e.body, JobEnded)), None)
+    ended = find_end(entries)
     hung_up = [e for e in entries if isinstance(e.body, CommandReceived) and "SIGHUP" in e.body.who]
     if ended is not None and not hung_up:
         return None
@@ -100,6 +107,17 @@ def explain_vanishing(
         "crash of perdure's own; the same --name resumes the job",
         {"last_event_s": last_s, **seen},
     )
+
+
+def find_end(entries: Sequence[JournalEntry]) -> JobEnded | None:
+    """Return how a job was ended in good order; None where nobody but its own loss ended it.
+
+    A controller that outlives `perdure run` for a moment ends the job, and says so.
+    """
+    for entry in reversed(entries):
+        if isinstance(entry.body, CommandReceived) and entry.body.who == RUN_LOST:
+            return None
+    return next((e.body for e in reversed(entries) if isinstance(e.body, JobEnded)), None)
 
 
 def _words(line: str) -> list[str]:

@@ -73,6 +73,34 @@ def test_who_is_gone_and_who_goes_on_is_told_apart(tmp_path: Path) -> None:
     assert box.find_state(str(tmp_path))["state"] == "rebooted"
 
 
+CGROUP = Path("/sys/fs/cgroup/memory")
+IN_CGROUP = "echo $$ > {cgroup}/cgroup.procs; exec {python} {box} supervise {folder}"
+
+
+@pytest.mark.skipif(
+    not os.access(CGROUP, os.W_OK) or os.geteuid() != 0, reason="no memory cgroup can be made here"
+)
+def test_who_was_killed_for_memory_is_told_from_who_was_killed(tmp_path: Path) -> None:
+    cgroup = CGROUP / f"perdure-test-{os.getpid()}"
+    cgroup.mkdir()
+    try:
+        (cgroup / "memory.limit_in_bytes").write_text(str(64 << 20))
+        script = IN_CGROUP.format(cgroup=cgroup, python=sys.executable, box=BOX, folder=tmp_path)
+        for code, signs in (
+            ("import os; os.kill(os.getpid(), 9)", False),
+            ("x = bytearray(300 << 20)", True),
+        ):
+            document = {"command": [sys.executable, "-c", code], "cwd": str(tmp_path)}
+            (tmp_path / "settings.json").write_text(json.dumps(document))
+            assert subprocess.run(["sh", "-c", script], timeout=60).returncode == 137
+            found = box.find_state(str(tmp_path))
+            assert (found["state"], found["signal"]) == ("ended", 9)
+            assert ("out of memory" in found["reason"]) is signs
+    finally:
+        wait_until(lambda: not (cgroup / "cgroup.procs").read_text())
+        cgroup.rmdir()
+
+
 def test_a_signal_to_the_supervisor_reaches_the_job(tmp_path: Path) -> None:
     handler = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(5)); "
     runner = supervise(tmp_path, handler + "open('up', 'w'); time.sleep(60)")

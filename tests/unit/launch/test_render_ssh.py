@@ -8,6 +8,7 @@ import pytest
 
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.platforms import find_platform
+from perdure.launch.ssh.check import check_room, measure_project
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
 from perdure.model.launching import Plan
@@ -83,3 +84,23 @@ def test_the_ways_to_detach_are_tried_in_the_profile_s_order() -> None:
     assert "tmux" not in start.files["start.sh"]
     both = render(make()).files["start.sh"]
     assert both.index("tmux -S") < both.index("setsid nohup")
+
+
+def test_a_project_that_does_not_fit_is_not_sent(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "big.bin").write_bytes(b"x" * 5_000)
+    (tmp_path / "train.py").write_text("pass\n")
+    launch = LaunchConfig(project=str(tmp_path))
+    whole = measure_project(render(make(launch=launch)))
+    assert whole == (5_005, 4), "two files, their folder and the project's own"
+    without = msgspec.structs.replace(launch, exclude=("data",))
+    assert measure_project(render(make(launch=without))) == (5, 2)
+
+    def judge(**free: int) -> list[str]:
+        room = {"path": "/d", "free_bytes": 10_000, "inodes": 100, "free_inodes": 50, **free}
+        return [f.trap for f in check_room(room, whole) if f.level == "error"]
+
+    assert judge() == []
+    assert judge(free_bytes=5_004) == ["U6"]
+    assert judge(free_inodes=3) == ["U7"]
+    assert judge(inodes=0, free_inodes=0) == [], "a file system that counts no inodes"

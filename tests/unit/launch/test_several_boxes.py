@@ -11,7 +11,7 @@ import pytest
 
 from perdure.launch.catalog import load_profile, overlay
 from perdure.launch.pulling import find_owners
-from perdure.launch.ssh import box, boxes, render
+from perdure.launch.ssh import box, boxes, door, render
 from perdure.launch.ssh.render import place_job
 from perdure.launch.ssh.submit import find_roots
 from perdure.model.errors import ConfigError, PlatformError
@@ -95,7 +95,7 @@ class Door:
 
     def query(self, script: str, type_: Any, **_: Any) -> Any:
         port = 1000 + len(self.name)
-        if " listen " in script:
+        if " reach " not in script:
             return boxes.Listening(port, self.interfaces[self.name])
         wanted = json.loads(script.split(" reach ", 1)[1].strip("'"))
         return {door: door.rsplit(":", 1)[0] in self.reach[self.name] for door in wanted}
@@ -146,8 +146,8 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
 
 
 def test_a_box_listens_for_a_while_and_is_reached() -> None:
-    command = [sys.executable, str(Path(box.__file__)), "listen", "5"]
+    command = [sys.executable, str(Path(door.__file__)), "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    told = json.loads(done.stdout.removeprefix(box.ANSWER))
+    told = json.loads(done.stdout.removeprefix(door.ANSWER))
     assert ["lo", "127.0.0.1"] in told["interfaces"]
     assert box.reach(f"127.0.0.1:{told['port']}")

@@ -2,7 +2,8 @@
 
 from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
 from perdure.model.slurm import SlurmEnd
-from perdure.telemetry.vanished import HostFacts, explain_vanishing
+from perdure.telemetry.fate import Signs, tell_fate
+from perdure.telemetry.vanished import RUN_LOST, HostFacts, explain_vanishing
 
 HERE = NodeRegistered(node=0, incarnation="a", host="h", boot_id="boot-1", slots=1)
 SAME = HostFacts(boot_id="boot-1")
@@ -43,6 +44,16 @@ def test_what_is_left_is_a_kill_and_says_what_could_not_be_read() -> None:
     assert found is not None
     assert found.cause == "killed"
     assert "cannot be read" in found.reason
+
+
+def test_a_controller_that_outlives_its_job_for_a_moment_hides_no_kill() -> None:
+    lost = CommandReceived(id="x", kind="kill", who=RUN_LOST, at_s=3.0)
+    ended = JobEnded(status="stopped", exit_code=1, reason=f"killed by {RUN_LOST}", at_s=4.0)
+    entries = journal(HERE, lost, ended)
+    assert find_cause(entries, SAME) == "killed"
+    facts = HostFacts(boot_id="boot-1", kernel_log=("Killed process 41 (python) total-vm:9kB",))
+    assert find_cause(entries, facts, 41) == "out of memory"
+    assert tell_fate(entries, Signs(now_s=9.0, alive=False), 60.0).state == "dead"
 
 
 def test_a_job_that_ended_has_not_vanished() -> None:

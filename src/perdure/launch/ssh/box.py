@@ -4,7 +4,6 @@
     python3 box.py supervise FOLDER    start the job, wait for it, write down how it ended
     python3 box.py state FOLDER        how it is, by what was written down
     python3 box.py end FOLDER          the same, once its supervisor was told to end it
-    python3 box.py listen SECONDS      be reachable on a port for so long, in the background
     python3 box.py reach JSON          which addresses of others can be connected to
 
 Only here is told whether a job lives: a connection that breaks, an exit code 255 of ssh and an
@@ -22,7 +21,6 @@ import resource
 import shutil
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
@@ -31,8 +29,6 @@ from typing import Any
 
 ANSWER = "@@perdure-json "
 """Begins the one line of standard output that is the answer: shells may print banners."""
-SIOCGIFADDR = 0x8915
-"""Linux's request for the address of an interface."""
 REFUSED = 4
 """Exit code of a supervisor that did not start the job."""
 
@@ -46,7 +42,6 @@ def main(argv: list[str]) -> int:
         "probe": lambda text: probe(json.loads(text)),
         "state": find_state,
         "end": tell_end,
-        "listen": lambda text: listen(float(text)),
         "reach": lambda text: {address: reach(address) for address in json.loads(text)},
     }
     print(ANSWER + json.dumps(answers[command](argument)))
@@ -68,12 +63,15 @@ def supervise(folder: str) -> int:
         print("box: this job runs already", file=sys.stderr)
         return REFUSED
     before = read(folder, "start.json") or {}
+    memory = find_memory_events()
     started = {
         "attempt": int(before.get("attempt", 0)) + 1,
         "boot_id": boot_id(),
         "pid": os.getpid(),
         "pid_start": start_time(os.getpid()),
         "at": time.time(),
+        "memory": memory,
+        "oom_kills": count_oom_kills(memory),
     }
     write(folder, "start.json", started)
     try:
@@ -102,6 +100,7 @@ def supervise(folder: str) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                start_new_session=True,  # Else the terminal hangs it up once we are killed.
             )
         )
     started |= {"child": child[0].pid, "child_start": start_time(child[0].pid), "devices": devices}
@@ -118,6 +117,7 @@ def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     spent = {"cpu_s": used.ru_utime + used.ru_stime, "max_rss_bytes": used.ru_maxrss * 1024}
     told = {"attempt": started["attempt"], "boot_id": boot_id(), "at": time.time(), **spent, **how}
+    told["oom_kills"] = count_oom_kills(started["memory"]) - started["oom_kills"]
     write(folder, "exit.json", told)
 
 
@@ -133,18 +133,55 @@ def find_state(folder: str) -> dict[str, Any]:
         code, number = exited.get("code", 0), exited.get("signal", 0)
         how = f"signal {number}" if number else f"exit code {code}"
         reason = exited.get("refused") or f"`perdure run` ended with {how}"
+        reason += tell_memory(exited.get("oom_kills", 0))
         return {**told, "state": "ended", "code": code, "signal": number,
                 "ended_s": exited["at"], "reason": reason}  # fmt: skip
     if start["boot_id"] != now["boot_id"]:
-        return {**told, "state": "rebooted",
-                "reason": "the machine has started anew since the job was started"}  # fmt: skip
+        up_s = float(first_line("/proc/uptime").split()[0])
+        return {**told, "state": "rebooted", "reason": "the machine has started anew since the "
+                f"job was started; it is up for {up_s / 60:.0f} min"}  # fmt: skip
     if start_time(start["pid"]) == start["pid_start"]:
         return {**told, "state": "running", "reason": f"supervisor {start['pid']} lives"}
     if start_time(start.get("child", 0)) == start.get("child_start", -1):
         return {**told, "state": "orphaned",
                 "reason": "the supervisor is gone, `perdure run` goes on"}  # fmt: skip
     reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
+    reason += tell_memory(count_oom_kills(start.get("memory", "")) - start.get("oom_kills", 0))
     return {**told, "state": "killed", "reason": reason}
+
+
+def find_memory_events() -> str:
+    """Return the file in which the kernel counts kills for memory in this cgroup; empty if none.
+
+    In a container its path is that of another namespace, and the cgroup is the mount's root.
+    """
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
+        for line in file:
+            _, controllers, place = line.rstrip("\n").split(":", 2)
+            root, name = "/sys/fs/cgroup", "memory.events"
+            if "memory" in controllers.split(","):
+                root, name = "/sys/fs/cgroup/memory", "memory.oom_control"
+            elif controllers:
+                continue
+            for folder in (root + place, root):
+                path = os.path.join(folder, name)
+                if os.path.exists(path):
+                    return path
+    return ""
+
+
+def count_oom_kills(path: str) -> int:
+    """Return how many processes were killed for memory, by such a file; 0 where it is gone."""
+    with contextlib.suppress(OSError, ValueError), open(path) as file:
+        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
+    return 0
+
+
+def tell_memory(kills: int) -> str:
+    """Return what is said of kills for memory since the job's start."""
+    if kills <= 0:
+        return ""
+    return f"; out of memory: the kernel killed {kills} of its cgroup's processes meanwhile"
 
 
 def tell_end(folder: str) -> dict[str, Any]:
@@ -338,38 +375,6 @@ def reach(address: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def listen(for_s: float) -> dict[str, Any]:
-    """Accept connections on a port for so long, in a process of its own; return port and addresses.
-
-    What answers here would answer a rank as well: any port of any interface.
-    """
-    door = socket.socket()
-    door.bind(("", 0))
-    door.listen(64)
-    port = door.getsockname()[1]
-    if os.fork() == 0:
-        os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        for fd in range(3):
-            os.dup2(null, fd)
-        signal.alarm(max(1, int(for_s)))
-        while True:
-            door.accept()[0].close()
-    return {"port": port, "interfaces": list_interfaces()}
-
-
-def list_interfaces() -> list[tuple[str, str]]:
-    """Return name and IPv4 address of each interface that has one."""
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):
-                told = fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)
-                found.append((name, socket.inet_ntoa(told[20:24])))
-    return found
 
 
 def lingers() -> bool | None:

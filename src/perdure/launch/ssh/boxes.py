@@ -24,7 +24,7 @@ import msgspec
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.ssh import box
+from perdure.launch.ssh import box, door
 from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.ssh.render import INVITATION, NETWORK
 from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
@@ -50,7 +50,7 @@ class Network:
 
 
 class Listening(msgspec.Struct, frozen=True):
-    """What `box.py listen` tells."""
+    """What `door.py` tells."""
 
     port: int
     interfaces: list[tuple[str, str]]
@@ -64,10 +64,9 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
         PlatformError: two boxes do not reach one another, or a box does not answer.
     """
     channels = [Channel(plan.profile.launch) for plan in plans]
-    source = Path(box.__file__).read_bytes()
 
     def listen(channel: Channel) -> Listening:
-        script = f"python3 - listen {_LISTEN_S}"
+        script, source = f"python3 - {_LISTEN_S}", Path(door.__file__).read_bytes()
         told: Listening = channel.query(script, Listening, stdin=source)
         return told
 
@@ -75,18 +74,18 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
         doors = list(pool.map(listen, channels))
         given = plans[0].profile.launch.addresses
         places = [
-            _find_candidates(door, given[node] if given else "") for node, door in enumerate(doors)
+            _find_candidates(told, given[node] if given else "") for node, told in enumerate(doors)
         ]
         wanted = [
-            f"{place.address}:{door.port}"
-            for door, found in zip(doors, places, strict=True)
+            f"{place.address}:{told.port}"
+            for told, found in zip(doors, places, strict=True)
             for place in found
         ]
 
         def reach(channel: Channel) -> dict[str, bool]:
             words = shlex.quote(msgspec.json.encode(wanted).decode())
             told: dict[str, bool] = channel.query(
-                f"python3 - reach {words}", dict[str, bool], stdin=source
+                f"python3 - reach {words}", dict[str, bool], stdin=Path(box.__file__).read_bytes()
             )
             return told
 
@@ -97,12 +96,12 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
     ]
 
 
-def _find_candidates(door: Listening, given: str) -> list[Network]:
+def _find_candidates(told: Listening, given: str) -> list[Network]:
     """Return where a box might be reached: as it was said, or its private addresses."""
     if given:
-        names = [name for name, address in door.interfaces if address == given]
+        names = [name for name, address in told.interfaces if address == given]
         return [Network(given, names[0] if names else "")]
-    found = [(ipaddress.ip_address(address), name) for name, address in door.interfaces]
+    found = [(ipaddress.ip_address(address), name) for name, address in told.interfaces]
     closed = [(ip, name) for ip, name in found if not (ip.is_global or ip.is_loopback)]
     return [Network(str(ip), name) for ip, name in closed]
 
@@ -114,14 +113,14 @@ def _choose(
     reached: list[dict[str, bool]],
 ) -> Network:
     """Return the first of a box's addresses that every box reaches, itself among them."""
-    for network, door in candidates:
-        if all(told[door] for told in reached):
+    for network, place in candidates:
+        if all(told[place] for told in reached):
             return network
     tried = ", ".join(network.address for network, _ in candidates) or "it has no private address"
     cut_off = [
         channel.name
         for channel, told in zip(channels, reached, strict=True)
-        if not any(told[door] for _, door in candidates)
+        if not any(told[place] for _, place in candidates)
     ]
     raise PlatformError(
         f"{', '.join(cut_off) or 'the others'} cannot reach {channels[node].name} ({tried})",

@@ -1,6 +1,10 @@
 """The box looked at before anything is sent: what it has, who holds it, what would go wrong."""
 
+import os
+import re
 import shlex
+import subprocess
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +29,7 @@ _SHARED = (
     "9p",
     "glusterfs",
 )
+_PLAIN = {"LC_ALL": "C"}
 LIVING = ("running", "orphaned")
 _FREE_MIN = 2 << 30
 _INODES_MIN = 20_000
@@ -88,6 +93,7 @@ def _check_box(
     found = [
         *check_banner(plan),
         *check_places(told),
+        *check_room(told["places"]["DATA_DIR"], measure_project(plan)),
         *check_tools(plan, told),
         *_check_gpus(plan, told),
         *check_secrets(plan, told, here),
@@ -162,6 +168,40 @@ def check_places(told: dict[str, Any]) -> list[Finding]:
             text = f"{where}: {place['free_inodes']} files fit"
             found.append(Finding("warning", text, "inodes end before bytes do", "U7"))
     return list(dict.fromkeys(found))
+
+
+def measure_project(plan: Plan) -> tuple[int, int]:
+    """Return bytes and files of what is to be sent; none where rsync cannot say."""
+    project = plan.settings["project"]
+    excludes = [f"--exclude={pattern}" for pattern in plan.settings["exclude"]]
+    command = ["rsync", "-an", "--stats", "--no-human-readable", *excludes, f"{project}/"]
+    with tempfile.TemporaryDirectory(prefix="perdure-") as empty:
+        try:
+            done = subprocess.run(
+                [*command, f"{empty}/"], capture_output=True, text=True, env=os.environ | _PLAIN
+            )
+        except FileNotFoundError:
+            return 0, 0
+    return _read_count("Total file size", done.stdout), _read_count("Number of files", done.stdout)
+
+
+def _read_count(name: str, text: str) -> int:
+    match = re.search(rf"{name}: ([\d,]+)", text)
+    return int(match[1].replace(",", "")) if match else 0
+
+
+def check_room(place: dict[str, Any], project: tuple[int, int]) -> list[Finding]:
+    """Return that the project does not fit where it is to be sent."""
+    size, files = project
+    where = f"DATA_DIR {place['path']}"
+    hint = "launch.exclude leaves out what is not needed there; or another DATA_DIR"
+    if size > place["free_bytes"]:
+        text = f"the project's {size / 1e9:.1f} GB do not fit on {where}"
+        return [Finding("error", f"{text}: {place['free_bytes'] / 1e9:.1f} GB free", hint, "U6")]
+    if place["inodes"] and files > place["free_inodes"]:
+        text = f"the project's {files} files do not fit on {where}"
+        return [Finding("error", f"{text}: {place['free_inodes']} more may be there", hint, "U7")]
+    return []
 
 
 def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
