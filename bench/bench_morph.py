@@ -114,21 +114,21 @@ def read_epochs(outcome: dict[str, Any], block_bytes: list[int]) -> list[dict[st
                 "step_ms": 1e3 * (min(after) - ready) if after else None,
                 "total_ms": 1e3 * (min(after) - died) if after else None,
                 "moved": sum(event["moved_bytes"] for event in events),
-                "least": find_least(outcome, epoch, block_bytes),
+                "least": find_least(outcome, before, epoch, block_bytes),
                 "ahead": next(ahead, 0) if joined else 0,
             }
         )
     return lines
 
 
-def find_least(outcome: dict[str, Any], epoch: int, sizes: list[int]) -> int | None:
-    """Return the fewest bytes that anybody could have moved for the sections of `epoch`."""
+def find_least(outcome: dict[str, Any], old: int, new: int, sizes: list[int]) -> int | None:
+    """Return the fewest bytes that anybody could have moved from epoch `old` to epoch `new`."""
     before, after = {}, {}
     for member, rows in outcome["rows"].items():
         for row in rows:
-            if row["epoch"] == epoch:
+            if row["epoch"] == new:
                 after[member] = row["section"]
-            elif row["epoch"] == epoch - 1:
+            elif row["epoch"] == old:
                 before[member] = row["section"]
     if not after:
         return None

@@ -1,4 +1,5 @@
-"""Seconds of CPU that a plan takes, by devices, blocks and micro-batch sizes.
+"""Seconds of CPU that a plan takes, by devices, blocks and micro-batch sizes; then what it takes
+the members of an elastic pipeline to choose their layout, while they stand still.
 
 The profile is made up from a seed: blocks of 3.2 to 4.8 ms, of 1 GB of state each.
 """
@@ -9,6 +10,7 @@ import time
 from perdure.model.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
 from perdure.model.world import make_devices
 from perdure.plan.planner import Request, find_plan
+from perdure.plan.stage_choice import PlannedChoice
 
 MB, GB = 10**6, 10**9
 CASES = [
@@ -19,6 +21,8 @@ CASES = [
     (1000, 1, 4096, 96, (1, 2, 4, 8, 16), 40 * GB),
     (1000, 8, 16384, 96, (1, 2, 4, 8), 16 * GB),
 ]
+CHOICES = [(24, 8, 64), (48, 7, 64), (48, 8, 64), (96, 8, 64), (48, 16, 256)]
+"""Blocks, ranks, micro-batches."""
 
 
 def make_profile(blocks: int, sizes: tuple[int, ...]) -> CostProfile:
@@ -57,6 +61,15 @@ def main() -> None:
             f"| {nodes} x {per_node} | {blocks} | {len(sizes)} | {took_s:.2f} | {plan.simulated} "
             f"| {best.shape} {best.schedule} | {note} |"
         )
+    print("\n| blocks | ranks | micro-batches | CPU ms | chosen |")
+    print("|---|---|---|---|---|")
+    for blocks, ranks, count in CHOICES:
+        choose = PlannedChoice(make_profile(blocks, (1,)), count, 1)
+        members = range(ranks)
+        began_s = time.process_time()
+        choice = choose(members, {m: f"n{m % 2}" for m in members}, None)
+        took_ms = 1e3 * (time.process_time() - began_s)
+        print(f"| {blocks} | {ranks} | {count} | {took_ms:.0f} | {choice.reason} |")
 
 
 if __name__ == "__main__":

@@ -107,8 +107,10 @@ def train_ddp(made: Made) -> None:
         start = state["step"]
     for step in range(start, STEPS):
         optimizer.zero_grad()
-        losses = [loss_of(model, step, rank * each + m) for m in range(each)]
-        torch.stack(losses).mean().backward()
+        with model.no_sync():
+            for m in range(each - 1):
+                (loss_of(model, step, rank * each + m) / each).backward()
+        (loss_of(model, step, (rank + 1) * each - 1) / each).backward()
         optimizer.step()
         if rank == 0:
             made.note(step, COUNT)

@@ -228,9 +228,9 @@ def make_stages(
     shape = Model(replica.weights, replica.sizes, scenario["stages"])
     choose: Any = functools.partial(choose_balanced, shape)
     if scenario.get("recut"):
-        choose = lambda members, nodes, rest: cut_balanced(shape, len(members))  # noqa: E731
+        choose = lambda members, *_: cut_balanced(shape, len(members))  # noqa: E731
     if "shapes" in scenario:  # As many stages as it says of each epoch.
-        choose = lambda members, nodes, rest: cut_balanced(  # noqa: E731
+        choose = lambda members, *_: cut_balanced(  # noqa: E731
             Model(shape.weights, shape.sizes, scenario["shapes"][membership.epoch]), len(members)
         )
     trainer = StageTrainer(

@@ -31,7 +31,7 @@ Content = tuple[int, ...]
 NOWHERE = Section(0, 0)
 
 
-def choose(members: object, nodes: object, rest: Layout | None) -> Choice:
+def choose(members: object, nodes: object, rest: Layout | None, observed: object) -> Choice:
     return choose_balanced(MODEL, members, nodes, rest)  # type: ignore[arg-type]
 
 

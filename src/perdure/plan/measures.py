@@ -5,7 +5,7 @@ first quartile of many is taken, which three disturbed ones of four do not move 
 the middle half of them lies apart is told.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import median, median_low, quantiles
 
 import msgspec
@@ -82,7 +82,7 @@ class StageTimes(msgspec.Struct, frozen=True):
 
 
 def collect_times(
-    device: str, stages: Mapping[int, tuple[int, int, bool]], executed: Sequence[Executed]
+    device: str, stages: Mapping[int, tuple[int, int, bool]], executed: Iterable[Executed]
 ) -> list[StageTimes]:
     """Return what one cell's timeline says of its stages: number -> (first, stop, recompute)."""
     spent: dict[tuple[int, str], list[float]] = {}

@@ -1,6 +1,6 @@
 """Whether another world is worth the change: what must move, how long that takes, what it gains."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -23,21 +23,6 @@ class Change(msgspec.Struct, frozen=True):
     move_bytes: int
     """Over all devices."""
     reason: str
-
-
-def find_rest(world: World, lost: Collection[str]) -> World | None:
-    """Return what is left of `world` without the `lost` devices, nothing having moved.
-
-    Its micro-batches are rerouted around them; `Scorer.score` says how fast that is. None where a
-    stage has no copy left, or ranks have several stages: those are not rerouted.
-    """
-    stages = tuple(
-        msgspec.structs.replace(stage, devices=tuple(d for d in stage.devices if d not in lost))
-        for stage in world.stages
-    )
-    if world.chunks > 1 or not all(stage.devices for stage in stages):
-        return None
-    return msgspec.structs.replace(world, schedule="rerouted", stages=stages, shares=())
 
 
 def find_missing(old: World, new: World, profile: CostProfile) -> dict[str, int]:

@@ -13,6 +13,7 @@ import msgspec
 from perdure.model.costs import CostProfile, Place
 from perdure.model.errors import ConfigError, MeasureError
 from perdure.model.world import Device, ScheduleName, Stage, World
+from perdure.plan.measures import StageTimes, refresh
 from perdure.plan.moves import decide_change
 from perdure.plan.planner import Option, Request, find_plan
 from perdure.plan.score import Scorer
@@ -54,6 +55,7 @@ class PlannedChoice:
             )
         self.blocks = len(profile.blocks)
         self._profile, self._recompute, self._dwell_s = profile, recompute, dwell_s
+        self._micro_batch, self._global_batch = micro_batch, global_batch
         self._memory_bytes = memory_bytes or _EVERYTHING
         self._count = global_batch // micro_batch
         self._request = Request(
@@ -71,9 +73,20 @@ class PlannedChoice:
         self._sizes = [b.parameter_bytes + b.optimizer_bytes for b in profile.blocks]
 
     def __call__(
-        self, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None
-    ) -> Choice:
-        """Return the layout for `members` on `nodes`; `rest` is what is left of the one before."""
+        self, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None,
+        observed: Sequence[StageTimes] = (),
+    ) -> Choice:  # fmt: skip
+        """Return the layout for `members` on `nodes`; `rest` is what is left of the one before.
+
+        What its stages took, `observed`, counts half against what the profile says of their blocks.
+        """
+        if observed:
+            refreshed = refresh(self._profile, self._micro_batch, observed)
+            live = PlannedChoice(
+                refreshed.profile, self._global_batch, self._micro_batch,
+                recompute=self._recompute, memory_bytes=self._memory_bytes, dwell_s=self._dwell_s,
+            )  # fmt: skip
+            return live(members, nodes, rest)
         devices = [Device(str(m), nodes[m], self._memory_bytes) for m in members]
         best = self._find_best(devices)
         stays = None if rest is None else add_newcomers(rest, members, self._weights)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from perdure.plan.measures import StageTimes
 from perdure.plan.shards import NO_LINE
 from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.stages import Choose, Layout, Section, find_rest, place
@@ -48,6 +49,8 @@ class StageStanding(msgspec.Struct, frozen=True):
     """The line in which it has reduced step number `applied`, without knowing that all have."""
     snapshots: tuple[StageSnapshot, ...] = ()
     """What it can read of the peer checkpoint."""
+    times: tuple[StageTimes, ...] = ()
+    """How long its newest micro-batches took."""
 
 
 class Holder(NamedTuple):
@@ -211,7 +214,8 @@ def _choose_layout(
     members = sorted(standings)
     sections = {m: s.section for m, s in standings.items() if s.section.stop and s.held}
     nodes = {m: standings[m].node for m in members}
-    choice = choose(members, nodes, find_rest(blocks, members, sections))
+    observed = [times for m in members for times in standings[m].times]
+    choice = choose(members, nodes, find_rest(blocks, members, sections), observed)
     if choice.stays is not None:
         return choice.stays, choice.reason
     held: dict[int, set[int]] = {m: set() for m in members}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from perdure.plan.measures import StageTimes
 from perdure.plan.partition import Cutter
 
 TOLERANCE = 1.5
@@ -73,8 +74,9 @@ class Choice(NamedTuple):
     reason: str
 
 
-Choose = Callable[[Sequence[int], Mapping[int, str], Layout | None], Choice]
-"""(members, their nodes, what is left of the layout before) -> the layout that they get."""
+Choose = Callable[[Sequence[int], Mapping[int, str], Layout | None, Sequence[StageTimes]], Choice]
+"""(members, their nodes, what is left of the layout before, how long its stages took) -> the layout
+that they get."""
 
 
 def find_rest(
@@ -97,8 +99,9 @@ def find_rest(
 
 
 def choose_balanced(
-    model: Model, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None
-) -> Choice:
+    model: Model, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None,
+    observed: Sequence[StageTimes] = (),
+) -> Choice:  # fmt: skip
     """Return what is left, with newcomers at its busiest stages; or the best cut by weight.
 
     The latter where nothing whole is left, where it has too few stages, or where its busiest

@@ -8,6 +8,7 @@ import pytest
 from tests.profiles import make_profile
 
 from perdure.plan.commit import FRESH
+from perdure.plan.measures import StageTimes
 from perdure.plan.stage_choice import PlannedChoice
 from perdure.plan.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
 from perdure.plan.stage_orders import plan_passes
@@ -27,7 +28,9 @@ MODEL = Model((1.0,) * BLOCKS, (100,) * BLOCKS, 2)
 FIRST, SECOND = Section(0, 3), Section(3, 6)
 
 
-def choose(members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None) -> Choice:
+def choose(
+    members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None, observed: object = ()
+) -> Choice:
     return choose_balanced(MODEL, members, nodes, rest)
 
 
@@ -198,3 +201,22 @@ def test_what_was_not_measured_is_no_reason_to_move() -> None:
     rest = Layout((FIRST, SECOND), ((0, 2), (3,)))
     choice = PlannedChoice(profile, 32, 2)((0, 2, 3), dict.fromkeys((0, 2, 3), "a"), rest)
     assert choice.stays == rest
+
+
+def test_what_the_stages_took_moves_the_cut() -> None:
+    """The second stage takes four times as long as profiled: half of that counts."""
+    rest, nodes = Layout((FIRST, SECOND), ((0,), (1,))), {0: "a", 1: "a"}
+    planned = PlannedChoice(PROFILE, 32, 2, memory_bytes=1_700_000_000)
+    costs = [block.costs[2] for block in PROFILE.blocks]
+
+    def took(section: Section, factor: float) -> StageTimes:
+        mine = costs[section.first : section.stop]
+        forward_s, backward_s = (
+            factor * sum(c.forward_s for c in mine), factor * sum(c.backward_s for c in mine),
+        )  # fmt: skip
+        return StageTimes("0", *section, False, (forward_s,) * 6, (backward_s,) * 6)
+
+    assert planned((0, 1), nodes, rest, [took(FIRST, 1.0), took(SECOND, 1.0)]).stays == rest
+    slow = planned((0, 1), nodes, rest, [took(FIRST, 1.0), took(SECOND, 4.0)])
+    assert slow.stays is None
+    assert slow.sections == (Section(0, 4), Section(4, 6))

@@ -47,7 +47,7 @@ class StagePupil:
         sections = {member: Section(*at.section) for member, at in answers.items()}
         nodes = {member: at.node for member, at in answers.items()} | {me: find_node()}
         rest = find_rest(blocks, answers, sections)
-        choice = self._choose(sorted(nodes), nodes, rest)
+        choice = self._choose(sorted(nodes), nodes, rest, ())
         if rest is None or choice.stays is None:
             raise Lost(f"blocks move when it comes: {choice.reason}")
         return rest.copies[choice.stays.find_stage(me)]

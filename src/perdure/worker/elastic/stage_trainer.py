@@ -11,6 +11,7 @@ What differs from a replicated one:
 """
 
 import functools
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,8 +20,9 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.pipeline import Action
+from perdure.model.pipeline import Action, Executed
 from perdure.plan.commit import FRESH
+from perdure.plan.measures import StageTimes, collect_times
 from perdure.plan.shards import NO_LINE
 from perdure.plan.stage_commit import (
     Holder,
@@ -53,6 +55,8 @@ from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
 from perdure.worker.elastic.transfer import share_plain
 from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
+
+_EXECUTED_MAX = 64
 
 
 class StageTrainer(PartTrainer):
@@ -121,6 +125,8 @@ class StageTrainer(PartTrainer):
         """Blocks of the world before, of the same step."""
         self._moved = 0
         """Bytes that this member was sent for the newest world."""
+        self._executed: deque[Executed] = deque(maxlen=_EXECUTED_MAX)
+        """The newest actions of whole steps of this layout."""
 
     @property
     def layout(self) -> Layout:
@@ -183,6 +189,8 @@ class StageTrainer(PartTrainer):
         others = [(at, m) for m in runner.schedule.micro_batches if m not in todo]
         runner.run(self._applied, self._membership.overtaken, counted=others)
         self._take_done(runner)
+        if not others and torch.device(self._on).type == "cpu":  # Others tell no end of an action.
+            self._executed.extend(runner.executed)
         if not self._checked:
             self._checked = True
             self._replica.refuse_buffers()
@@ -374,7 +382,15 @@ class StageTrainer(PartTrainer):
             done=tuple(sorted(self._done)),
             ready=self._ready,
             snapshots=self._peers.list_all(),
+            times=self._tell_times(),
         )
+
+    def _tell_times(self) -> tuple[StageTimes, ...]:
+        if not self._executed:
+            return ()
+        me = self._membership.me
+        cut = (*self._staged.section, self._recompute)
+        return tuple(collect_times(str(me), {self._layout.find_stage(me): cut}, self._executed))
 
     def _take_blocks(self, plan: StageReformation, group: Group) -> None:
         """Have the blocks that the plan gives to this member, at the plan's step."""
@@ -400,6 +416,8 @@ class StageTrainer(PartTrainer):
             self._buckets.drop()
             self._forget()
         self._old = {b: state for b, state in held.items() if b not in range(*mine)}
+        if plan.layout.sections != self._layout.sections:
+            self._executed.clear()
         self._layout, self._fresh, self._has_section = plan.layout, False, True
         self._ready = NO_LINE
 
