@@ -20,7 +20,6 @@ from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
 from tests.e2e.test_elastic_nodes import read
 from tests.lab.network import Lab, sh, why_not
-from tests.platforms.test_box_survival import train_reference
 
 pytestmark = [
     pytest.mark.serial,
@@ -148,7 +147,7 @@ def test_a_box_lost_whole_comes_back_and_no_loss_differs(boxes: Boxes, shared: P
     killed.mkdir()
     for node, label in enumerate(("outputs/trail", "boxes/box2/outputs/trail")):
         shutil.copy(laptop.folder / "pulled" / label / f"rank-{node}.jsonl", killed)
-    train_reference(laptop)
+    laptop.train_reference(STEPS)
     check_equal(laptop.folder, STEPS, 2)
     laptop.cli("teardown", "exact", "--confirm", "exact")
     for host in ("box1", "box2"):
