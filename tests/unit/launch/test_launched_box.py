@@ -167,3 +167,11 @@ def test_a_roster_is_exact_and_names_links(tmp_path: Path) -> None:
     )
     assert [(row["path"], row["bytes"]) for row in told["files"]] == [("out/sub/best.pt", 10)]
     assert told["links"] == ["out/link"]
+
+
+def test_the_end_of_an_earlier_attempt_is_not_that_of_the_one_that_runs(tmp_path: Path) -> None:
+    start = {"attempt": 2, "boot_id": box.boot_id(), "pid": os.getpid(), "at": 1.0}
+    start["pid_start"] = box.start_time(os.getpid())
+    box.write(str(tmp_path), "start.json", start)
+    box.write(str(tmp_path), "exit.json", {"attempt": 1, "code": 0, "at": 0.5})
+    assert box.find_state(str(tmp_path))["state"] == "running"

@@ -16,6 +16,7 @@ from perdure.launch.pulling import (
     compare_files,
     find_loadable,
     group_files,
+    pull_files,
     read_manifest,
     read_verified,
     write_verified,
@@ -24,6 +25,7 @@ from perdure.launch.records import write_record
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.launch.transfer import pull as pull_names
+from perdure.model.errors import ConfigError
 from perdure.model.launching import (
     PULL_MANIFEST,
     BoxState,
@@ -212,3 +214,18 @@ def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
     assert found.text == "job `bert` is on the same box: nothing was pulled"
     assert found.hint == "perdure pull bert DIR"
     assert pull.check_gate(mine, place, box_is_gone=True) == []
+
+
+def test_a_directory_of_another_job_is_not_pulled_into(tmp_path: Path) -> None:
+    manifest = make(tmp_path)
+    other = msgspec.structs.replace(manifest, job="bert")
+    record = LaunchRecord(
+        job="bert",
+        profile=load_profile("vastai", "/nonexistent").profile,
+        place="/b/bert",
+        home="/b/state",
+        python="python3",
+    )
+    with pytest.raises(ConfigError, match="holds job `gpt`"):
+        pull_files(record, other, tmp_path, {}, lambda text: None)
+    assert compare_files(tmp_path, manifest) == []

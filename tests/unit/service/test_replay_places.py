@@ -1,6 +1,7 @@
 """What a live replay refuses, and places that keep a node's processes from starting."""
 
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from perdure.model.errors import SafetyError
 from perdure.model.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.plan.throughput import Shape, Throughput
+from perdure.service.processes import find_by_title
 from perdure.service.replay.calibrate import check_rising
 from perdure.service.replay.places import Gates
 from perdure.service.replay.session import NODES_MAX, check_trace
@@ -50,3 +52,17 @@ def test_a_shut_place_holds_its_node_until_it_is_opened(tmp_path: Path) -> None:
         held.wait(0.3)
     gates.open([1])
     assert held.communicate(timeout=20)[0] == b"here\n"
+
+
+def test_a_process_is_found_by_its_whole_title() -> None:
+    """Node 1 is not node 10."""
+    words = ["bash", "-c", 'exec -a "perdure keeper titled 10" sleep 60']
+    with subprocess.Popen(words) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while find_by_title("perdure keeper titled 10") != [process.pid]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert find_by_title("perdure keeper titled 1") == []
+        finally:
+            process.kill()

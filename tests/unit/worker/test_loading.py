@@ -1,6 +1,7 @@
 """Files that were pulled are loaded as data; what would run code is refused without a flag."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -38,4 +39,17 @@ def test_plain_tensors_load_and_the_rest_is_named(tmp_path: Path) -> None:
     told = json.loads(done.stdout.splitlines()[-1])
     assert told["loaded"] == 2
     assert [Path(text.split(" ")[0]).name for text in told["problems"]] == names[2:]
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_an_index_that_would_run_code_runs_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a sharded checkpoint is a pickle, and it comes from another machine."""
+    from perdure.worker.checkpoint.loading import load
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Harmful()))
+    with pytest.raises(pickle.UnpicklingError, match="the index names"):
+        load(tmp_path, allow_pickle=True)
     assert not (tmp_path / "harmed").exists()
