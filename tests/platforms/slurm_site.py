@@ -29,6 +29,13 @@ class Site:
 
     def launch(self, script: Path, *args: str, name: str = "job", **fields: Any) -> str:
         """Launch a job; return its Slurm id."""
+        self.write(script, *args, name=name, **fields)
+        done = self.perdure("launch", "job.json", "--on", "site.toml", "--json")
+        assert done.returncode == 0, done.stdout + done.stderr
+        return str(json.loads(done.stdout.splitlines()[-1])["id"])
+
+    def write(self, script: Path, *args: str, name: str, **fields: Any) -> None:
+        """Write job.json with its project, and site.toml."""
         project = self.place / "project"
         project.mkdir(exist_ok=True)
         shutil.copy(script, project)
@@ -40,16 +47,12 @@ class Site:
                  f'DURABLE_DIR = "{self.place}/durable"', "[slurm]"]  # fmt: skip
         lines += [f"{key} = {json.dumps(value)}" for key, value in self.settings.items()]
         (self.place / "site.toml").write_text("\n".join(lines) + "\n")
-        profile = str(self.place / "site.toml")
-        done = self.perdure("launch", "job.json", "--on", profile, "--json")
-        assert done.returncode == 0, done.stdout + done.stderr
-        return str(json.loads(done.stdout.splitlines()[-1])["id"])
 
     def perdure(self, *words: str, home: str = "") -> "subprocess.CompletedProcess[str]":
         env = {**self.env, **({"PERDURE_HOME": home} if home else {})}
         return subprocess.run(
             [sys.executable, "-m", "perdure", *words],
-            env=env, cwd=self.place, capture_output=True, text=True, timeout=120,
+            env=env, cwd=self.place, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
 
     def find_step(self) -> int:

@@ -87,3 +87,45 @@ def test_a_job_that_waits_is_taken_out_of_the_queue(cluster: Cluster, place: Pat
     assert site.perdure("stop", "later").returncode == 0
     site.wait_state(job, "CANCELLED")
     assert site.find_end("later").over
+
+
+QUEUE = """\
+[defaults]
+on = "site.toml"
+backoff_s = 1
+[[item]]
+name = "first"
+job = "job.json"
+set = { "env.OUT" = "first" }
+[[item]]
+name = "second"
+job = "job.json"
+after = ["first"]
+set = { "env.OUT" = "second" }
+[[item]]
+name = "here"
+command = ["touch", "here"]
+after = ["second"]
+"""
+
+
+def test_a_queue_waits_for_jobs_on_slurm(cluster: Cluster, place: Path) -> None:
+    # The first attempt at the first item fails there; the queue launches it again.
+    script = place / "train.py"
+    script.write_text(
+        "import os, pathlib, sys, time\n"
+        f"mark = pathlib.Path({str(place)!r}) / ('ran-' + os.environ['OUT'])\n"
+        "if not mark.exists():\n    mark.touch()\n    sys.exit(os.environ['OUT'] == 'first')\n"
+    )
+    site = Site(cluster, place, mem="800M")
+    site.write(script, name="unused", nproc=1, env={"OUT": "x"}, restart={"max_restarts": 0})
+    (place / "queue.toml").write_text(QUEUE)
+    assert site.perdure("queue", "add", "queue.toml").returncode == 0
+    done = site.perdure("queue", "run")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(site.perdure("queue", "ls", "--json").stdout)["items"]
+    assert {row["name"]: (row["state"], row["attempts"]) for row in rows} == {
+        "first": ("done", 2), "second": ("done", 1), "here": ("done", 1),
+    }  # fmt: skip
+    assert (place / "here").exists()
+    assert site.find_end("second").state == "ended"

@@ -2,6 +2,8 @@
 
 import os
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,10 +15,11 @@ from perdure.cli.checks import check_module, check_script, choose_name
 from perdure.cli.jobspec import read_job_file, validate
 from perdure.cli.options import Json
 from perdure.cli.profiles import Host, choose_profile, here, render_danger
+from perdure.cli.remote import attach
 from perdure.cli.say import note, print_json
 from perdure.launch.catalog import Resolved, overlay
 from perdure.launch.platforms import Here, Platform, find_platform
-from perdure.launch.records import read_remote, write_record
+from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.launching import Finding, Plan
@@ -61,6 +64,9 @@ def launch(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
     ] = False,
+    follow: Annotated[
+        bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
@@ -68,6 +74,8 @@ def launch(
     place = here(home)
     spec = make_launch_spec(job_file, home)
     plan = make_plan(spec, choose_profile(on, host, home).profile)
+    if follow and _runs_there(plan, place):
+        return _follow(plan.job)
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
     check_name(plan, home)
@@ -93,7 +101,38 @@ def launch(
     else:
         how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
         print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
-    return 0
+    return _follow(plan.job) if follow else 0
+
+
+def _runs_there(plan: Plan, place: Here) -> bool:
+    """Return whether the job was launched to this very place before, and waits or runs."""
+    record = read_record(place.home, plan.job)
+    if record is None or record.torn_down_s or _place(record.profile) != _place(plan.profile):
+        return False
+    if plan.kind == "local":
+        return is_alive(paths_of(place.home, plan.job))
+    return not find_platform(plan.kind).find_state(record, place).over
+
+
+class _Asked(Exception):
+    """SIGTERM: whoever waits for the job wants it stopped, not left alone."""
+
+
+def _follow(job: str) -> int:
+    """Follow a job to its end and return its exit code; SIGTERM stops the job itself."""
+
+    def ask(number: int, frame: object) -> None:
+        raise _Asked
+
+    before = signal.signal(signal.SIGTERM, ask)
+    try:
+        return attach(job)
+    except _Asked:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.run([sys.executable, "-P", "-m", "perdure", "stop", job], check=False)
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def make_plan(spec: JobSpec, profile: Profile) -> Plan:

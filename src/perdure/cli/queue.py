@@ -57,6 +57,9 @@ def add(
     backoff_s: Annotated[
         float | None, typer.Option("--backoff", min=0, help="Seconds before the first retry.")
     ] = None,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="PROFILE", help="Launch the job there.")
+    ] = None,
     timeout_s: Annotated[
         float | None, typer.Option("--timeout", min=0, help="Seconds for one attempt; 0: any.")
     ] = None,
@@ -69,7 +72,7 @@ def add(
     """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
     given = {
         "name": name, "after": after, "done": done, "priority": priority, "gpus": gpus,
-        "retries": retries, "backoff_s": backoff_s, "timeout_s": timeout_s,
+        "retries": retries, "backoff_s": backoff_s, "timeout_s": timeout_s, "on": on,
     }  # fmt: skip
     options = {key: value for key, value in given.items() if value is not None}
     items = [_complete(planned) for planned in _plan(words, options)]
@@ -156,7 +159,10 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
 
 def _locate(one: Planned, folder: str) -> Planned:
     cwd = os.path.abspath(os.path.join(folder, os.path.expanduser(one.item.cwd)))
-    item = structs.replace(one.item, cwd=cwd)
+    on = one.item.on
+    if on.endswith(".toml"):  # A profile by its path.
+        on = os.path.abspath(os.path.join(folder, os.path.expanduser(on)))
+    item = structs.replace(one.item, cwd=cwd, on=on)
     job = os.path.join(folder, os.path.expanduser(one.job)) if one.job else ""
     return structs.replace(one, item=item, job=job)
 
@@ -169,6 +175,10 @@ def _complete(planned: Planned) -> Item:
     document["name"] = planned.item.name
     if isinstance(document.get("args"), list):
         document["args"] = [str(word) for word in document["args"]]  # A grid's numbers are words.
+    if planned.item.on:  # The document is launched from another folder than the file's.
+        launch = document.setdefault("launch", {})
+        project = os.path.expanduser(launch.get("project", "."))
+        launch["project"] = os.path.abspath(os.path.join(os.path.dirname(planned.job), project))
     validate(document, f"{planned.job} (item `{planned.item.name}`)")
     return structs.replace(planned.item, job=document)
 

@@ -29,6 +29,8 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     """A program and its arguments; empty where `job` says it."""
     job: dict[str, Any] | None = None
     """A job's document, run by `perdure run` under the item's name."""
+    on: str = ""
+    """A profile: the job is launched there and followed to its end; empty: it runs here."""
     cwd: str = "."
     env: dict[str, str] = {}
     done: tuple[str, ...] = ()
@@ -150,6 +152,7 @@ class Attempt(msgspec.Struct, frozen=True, kw_only=True):
 class Defaults(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`[defaults]` of a queue file: what an item says wins."""
 
+    on: str | None = None
     cwd: str = ""
     env: dict[str, str] = {}
     priority: int | None = None
@@ -193,7 +196,7 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     set: dict[str, Any] = {}
 
 
-_CHOICES = ("priority", "gpus", "retries", "backoff_s", "timeout_s", "no_retry")
+_CHOICES = ("on", "priority", "gpus", "retries", "backoff_s", "timeout_s", "no_retry")
 _HOLE = re.compile(r"\{\{(\w+)\}\}|\{(\w+)\}")
 
 
@@ -238,6 +241,8 @@ def expand_entry(entry: Entry, defaults: Defaults) -> tuple[Planned, ...]:
         raise ConfigError(f"{place}: either `command` or `job`", hint="one of them, not both")
     if "name" in entry.grid:
         raise ConfigError(f"{place}: no key of a grid is called `name`", hint="that is the item's")
+    if entry.on and not entry.job:
+        raise ConfigError(f"{place}: `on` is for a job", hint="job = 'job.toml'")
     if entry.set and not entry.job:
         raise ConfigError(f"{place}: `set` changes fields of a job", hint="job = 'job.toml'")
     total = 1
@@ -264,6 +269,10 @@ def _make(entry: Entry, defaults: Defaults, name: str, point: dict[str, Scalar])
     for source in (defaults, entry):
         given = {key: getattr(source, key) for key in _CHOICES}
         chosen |= {key: value for key, value in given.items() if value is not None}
+    if not entry.job:
+        chosen.pop("on", None)  # Of the defaults: a command runs here.
+    elif chosen.get("on"):
+        chosen.setdefault("gpus", 0)  # Of this machine's.
     item = Item(
         name=name,
         command=tuple(str(fill(word, holes, place)) for word in entry.command),

@@ -132,7 +132,10 @@ def make_command(item: Item, place: Path) -> list[str]:
         return list(item.command)
     path = place / "job.json"
     path.write_bytes(encode(item.job))
-    return [sys.executable, "-P", "-m", "perdure", "run", "-c", str(path), "--name", item.name]
+    words = ["run", "-c", str(path), "--name", item.name]
+    if item.on:
+        words = ["launch", str(path), "--on", item.on, "--attach"]
+    return [sys.executable, "-P", "-m", "perdure", *words]
 
 
 def find_devices(slots: tuple[str, ...]) -> dict[str, str]:

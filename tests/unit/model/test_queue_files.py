@@ -39,6 +39,18 @@ def test_an_entry_wins_over_the_defaults() -> None:
     assert (b.item.retries, b.item.env, b.item.gpus) == (7, {"K": "1", "L": "1"}, 1)
 
 
+def test_a_job_elsewhere_takes_no_slot_here_unless_it_says_so() -> None:
+    (away, wide, here) = expand(
+        {"name": "away", "job": "j.toml"},
+        {"name": "wide", "job": "j.toml", "on": "box", "gpus": 2},
+        {"name": "here", "command": ["x"]},
+        on="cluster",
+    )
+    assert [(p.item.on, p.item.gpus) for p in (away, wide, here)] == [
+        ("cluster", 0), ("box", 2), ("", 1),
+    ]  # fmt: skip
+
+
 def test_after_an_entry_means_after_all_its_items() -> None:
     found = expand(
         {"name": "t", "command": ["x"], "grid": {"s": [0, 1]}},
@@ -70,6 +82,7 @@ def test_values_of_a_grid_keep_their_type_in_a_job() -> None:
         ({"name": "a{p}", "command": ["x"], "grid": {"p": ["x/y"]}}, "is no name"),
         ({"name": "a", "command": ["x"], "grid": {"s": [1, 1]}}, "two of this name"),
         ({"name": "a", "command": ["x"], "set": {"nproc": 1}}, "`set` changes fields of a job"),
+        ({"name": "a", "command": ["x"], "on": "box"}, "`on` is for a job"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_named(entry: dict[str, Any], words: str) -> None:

@@ -111,7 +111,7 @@ def requeue(job: str) -> int:
     """Put this job back into the queue, under its own id; return 0 once it is.
 
     A preempted job is back already: then Slurm says that it is pending, and all is well. Where
-    this succeeds, Slurm ends this very program.
+    this succeeds, Slurm ends this very program; leaving at once spares the wait until KillWait.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for attempt in range(5):
@@ -123,7 +123,6 @@ def requeue(job: str) -> int:
             say(f"scontrol requeue: {error}")
         else:
             if done.returncode == 0 or "pending" in done.stderr:
-                time.sleep(_CALL_S)  # Slurm's SIGTERM and SIGKILL are on their way.
                 return 0
             say(f"scontrol requeue: {done.stderr.strip()}")
         time.sleep(2.0**attempt)
