@@ -210,7 +210,11 @@ class Cluster:
         return dict(word.partition("=")[::2] for word in text.split() if "=" in word)
 
     def start_now(self, job: str) -> None:
-        """Let a job that was put back start at once: Slurm makes it wait for its credential."""
+        """Let a job that was put back start at once: Slurm makes it wait for its credential.
+
+        Those of the run before are revoked by the second: one of the same second is refused.
+        """
+        time.sleep(2.0)
         self.call("scontrol", "update", f"jobid={job}", "StartTime=now", check=False)
 
     def wait(self, condition: object, what: str, timeout_s: float = 60.0) -> None:

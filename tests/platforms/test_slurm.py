@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
 def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Path) -> None:
     # Slurm's own clock fires the first warning, a minute or so after the start; a person the next.
     site = Site(cluster, place, time_limit="00:02:00", warn_s=30)
-    job = site.launch(EXACT, *make_words(place, 200, 0.4))
+    job = site.launch(EXACT, *make_words(place, 400, 0.4))
     site.wait_back(job, 1, 200)
     first = site.runs()[0]
     assert (first["state"], first["warned"], first["code"]) == ("stopped", True, 0)
@@ -31,7 +31,7 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
     assert len(restarts) >= 3
     assert {run["job"] for run in site.runs()} == {job}
     assert site.find_end().state == "ended"
-    site.check_equal(200)
+    site.check_equal(400)
 
 
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
