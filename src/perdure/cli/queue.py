@@ -105,11 +105,16 @@ def add(
     }
     for item in changed:
         note(f"{item.name} is {kept[item.name]} and stays as it was; its description differs")
+    _tell(answer, as_json)
+
+
+def _tell(answer: dict[str, Any], as_json: bool) -> None:
+    """Say what `add` has changed."""
     if as_json:
         print_json(answer)
     else:
         counts = [f"{len(answer[k])} {k}" for k in ("added", "updated", "removed") if answer[k]]
-        print(f"queue {queue}: {', '.join(counts) or 'nothing to change'}")
+        print(f"queue {answer['queue']}: {', '.join(counts) or 'nothing to change'}")
 
 
 def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
