@@ -24,7 +24,7 @@ from tests.platforms.losses import check_equal, read_losses
 from tests.platforms.person import Person
 from tests.platforms.slurm_cluster import Cluster
 
-pytestmark = [pytest.mark.serial, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.serial, pytest.mark.timeout(1800)]
 STEPS = 400
 INTERRUPTIONS = (70, 220)
 """At these steps, each some way beyond a checkpoint."""
@@ -165,7 +165,7 @@ class Notebook:
         self.person = Person(
             folder / "person",
             'base = "kaggle"\n[notebook]\nowner = "ada"\naccelerator = ""\n'
-            f'internet_url = "{(folder / "person").as_uri()}"\n',
+            f'internet_url = "{(folder / "person" / "gpt" / "job.toml").as_uri()}"\n',
             PATH=path,
         )
 
@@ -229,10 +229,10 @@ def test_one_job_file_trains_the_same_everywhere(platform: Place, undisturbed: P
     for step in INTERRUPTIONS:
         wait_until(
             lambda step=step: max(read_losses(platform.find_journals()), default=0) >= step,
-            f"step {step}", 240,
+            f"step {step}", 480,
         )  # fmt: skip
         platform.interrupt()
-    person.perdure("attach", "gpt", timeout_s=400)
+    person.perdure("attach", "gpt", timeout_s=600)
     assert (person.folder / "gpt" / "job.toml").read_bytes() == (EXAMPLE / "job.toml").read_bytes()
 
     refused = person.perdure("teardown", "gpt", "--confirm", "gpt", code=4).stderr
