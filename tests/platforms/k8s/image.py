@@ -13,7 +13,9 @@ from pathlib import Path
 _PAUSE = ["/busybox", "sh", "-c", "trap 'exit 0' TERM INT; while :; do sleep 3600 & wait $!; done"]
 _FOLDERS = ("tmp", "etc", "root", "usr", "var", "run", "home", "opt", "dev", "proc", "sys")
 _LINKS = {"bin": "usr/bin", "sbin": "usr/sbin", "lib": "usr/lib", "lib64": "usr/lib64"}
-_FROM_HERE = ("ld.so.cache", "ld.so.conf", "passwd", "group", "nsswitch.conf")
+_FROM_HERE = (
+    "ld.so.cache", "ld.so.conf", "passwd", "group", "nsswitch.conf", "ssl/openssl.cnf",
+)  # fmt: skip
 
 
 def write_images(folder: Path) -> dict[str, Path]:

@@ -96,6 +96,22 @@ def test_the_first_pod_invites_and_says_how_the_job_ended(
     assert not pod.invitation.exists()
 
 
+def test_nobody_is_invited_to_where_the_pod_before_was(
+    make: Callable[..., Pod], tmp_path: Path
+) -> None:
+    pod = make(0)
+    job = Path(pod.home, "jobs", "gpt")
+    stale = [job / "endpoint.json", job / "credentials" / "joiner.json"]
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+    running = Running(pod)
+    wait(pod.invitation.exists)
+    assert not any(path.exists() for path in stale)
+    (tmp_path / "run-ends").write_text("0")
+    assert running.end() == 0
+
+
 @pytest.mark.parametrize("code", [3, 137])
 def test_a_first_pod_that_is_tried_again_has_not_ended_the_job(
     make: Callable[..., Pod], tmp_path: Path, code: int

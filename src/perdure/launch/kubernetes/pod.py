@@ -111,6 +111,10 @@ class Pod:
         command = [*self.perdure, "run", "-c", str(self.config), "--name", self.spec.name]
         if self.spec.remote:
             self.invitation.unlink(missing_ok=True)
+            # Of the pod before: an invitation made of it would lead the others to where that was.
+            stale = job_paths(self.home, self.spec.name, os.getuid())
+            for path in (stale.endpoint, stale.credential("joiner")):
+                Path(path).unlink(missing_ok=True)
             command += ["--placement", self.write_placement()]
         code = self.follow(subprocess.Popen(command, env=self.env))
         state = read_state(self.home, self.spec.name)
