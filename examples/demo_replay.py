@@ -34,7 +34,7 @@ def main() -> int:
         f"\ndemo: machines come and go for {LENGTH_S} s; throughput is measured first", flush=True
     )
     page = HOME / "replay.html"
-    words = ["--duration", str(LENGTH_S), "--stages", "3", "--html", str(page)]
+    words = ["--duration", str(LENGTH_S), "--stages", "3", "--pace-ms", "80", "--html", str(page)]
     code = subprocess.run([*PERDURE, "trace", "replay", str(TRACE), *words], timeout=600).returncode
     if code == REFUSED:
         print("demo: this machine is too busy for a replay, which is therefore left out")
