@@ -37,7 +37,7 @@ def test_a_job_is_carried_over_its_walltime_exactly(cluster: Cluster, place: Pat
 def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place: Path) -> None:
     on_first = f"--nodelist={cluster.nodes[0]}"
     site = Site(cluster, place, partition="gpu", extra=["--exclusive", on_first])
-    job = site.launch(EXACT, *make_words(place, 120, 0.2))
+    job = site.launch(EXACT, *make_words(place, 300, 0.2))
     site.wait_step(10)
     urgent = cluster.call(
         "sbatch", "--parsable", "-p", "urgent", on_first, "--exclusive", "-o", "/dev/null",
@@ -49,7 +49,7 @@ def test_a_preempted_job_saves_and_comes_back_by_itself(cluster: Cluster, place:
     site.wait_back(job, 1)
     site.wait_state(job, "COMPLETED", 300)
     assert site.runs()[-1]["restart"] == 1
-    site.check_equal(120)
+    site.check_equal(300)
 
 
 @pytest.mark.parametrize("accounting", [False, True])
