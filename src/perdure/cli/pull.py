@@ -198,7 +198,7 @@ def teardown(
             hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
         )
     _ask_name(job, confirm, record)
-    if not box_is_gone and record.profile.kind == "ssh":
+    if not box_is_gone and record.profile.kind in ("ssh", "slurm"):
         for box in record.boxes:
             _clean(box)
     if deletion and not by_hand:
