@@ -122,7 +122,7 @@ class NumberedFiles:
                 if path.read_bytes() != data:
                     return False
             if self._synced:
-                _sync_folder(self.folder)
+                sync_directory(self.folder)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
@@ -261,8 +261,9 @@ def make_run_folder(base: str, name: str) -> str:
     return folder
 
 
-def _sync_folder(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def sync_directory(path: Path) -> None:
+    """Bring a directory's names to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
     finally:

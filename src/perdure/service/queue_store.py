@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.adapters.host import read_boot_id, read_start_time
+from perdure.adapters.shared_folder import sync_directory
 from perdure.control.queue import Book
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
@@ -229,15 +230,6 @@ def create_once(path: Path, value: Any) -> bool:
         os.unlink(temporary)
     sync_directory(path.parent)
     return True
-
-
-def sync_directory(path: Path) -> None:
-    """Bring a directory's names to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def _explain(error: OSError, path: Path) -> PlatformError:

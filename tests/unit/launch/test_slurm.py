@@ -259,7 +259,7 @@ def test_on_a_login_node_the_script_finds_what_was_sent_there() -> None:
     assert "#SBATCH --output=slurm-j-%j.out" in script  # Slurm expands no variable there.
     assert '. "/scratch/$USER/perdure/j/launch"/env.sh' in script
     assert '"$PERDURE_PYTHON" -P -m perdure.launch.slurm.batch' in script
-    assert "/work/proj" not in script
+    assert "/srv/proj" not in script  # It lies elsewhere there.
 
 
 def test_a_chain_that_gets_nowhere_is_ended() -> None:
