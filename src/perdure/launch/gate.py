@@ -57,15 +57,20 @@ def find_obstacles(
 
 
 def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> list[LaunchRecord]:
-    """Return the other jobs that the stop verb of `record` would take along: those on its box."""
-    profile = record.profile
-    if profile.kind != "ssh" or not profile.launch.host or profile.ends_by_itself:
+    """Return the other jobs that the stop verb of `record` would take along: those on its boxes."""
+    hosts = _list_hosts(record)
+    if record.profile.kind != "ssh" or record.profile.ends_by_itself:
         return []
     return [
         other
         for other in records
         if other.job != record.job
         and other.profile.kind == "ssh"
-        and other.profile.launch.host == profile.launch.host
         and not other.torn_down_s
+        and not hosts.isdisjoint(_list_hosts(other))
     ]
+
+
+def _list_hosts(record: LaunchRecord) -> set[str]:
+    boxes = (record, *record.others)
+    return {box.profile.launch.host for box in boxes if box.profile.launch.host}

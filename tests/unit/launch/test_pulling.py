@@ -3,6 +3,7 @@
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -190,7 +191,7 @@ def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
 ) -> None:
     profile = load_profile("vastai", "/nonexistent").profile
 
-    def launched(job: str, host: str, **fields: float) -> LaunchRecord:
+    def launched(job: str, host: str, **fields: Any) -> LaunchRecord:
         at = msgspec.structs.replace(profile.launch, host=host)
         return LaunchRecord(
             job=job,
@@ -198,13 +199,16 @@ def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
             place=f"/b/{job}",
             home="/b/state",
             python="python3",
-            **fields,  # type: ignore[arg-type]
+            **fields,
         )
 
     mine = launched("gpt", "box")
     others = [launched("bert", "box"), launched("far", "elsewhere")]
     others.append(launched("old", "box", torn_down_s=1.0))
     assert [r.job for r in find_neighbours(mine, [mine, *others])] == ["bert"]
+    wide = launched("wide", "first", others=(launched("wide", "box"),))
+    assert [r.job for r in find_neighbours(mine, [mine, wide])] == ["wide"]
+    assert [r.job for r in find_neighbours(wide, [mine, wide, others[1]])] == ["gpt"]
     for record in (mine, *others):
         write_record(str(tmp_path), record)
     said = {"gpt": [], "bert": [Finding("error", "nothing was pulled", "perdure pull bert DIR")]}
