@@ -14,14 +14,13 @@ One that is given up may still be carried out later, like a message that was lon
 import asyncio
 import contextlib
 import os
-import queue
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from itertools import count, cycle
 from pathlib import Path
 from secrets import token_hex
 from typing import Any, Protocol, TypeVar
 
+from perdure.adapters.file_thread import FileThread
 from perdure.model.errors import FencedError, PlatformError
 
 T = TypeVar("T")
@@ -79,12 +78,12 @@ class NumberedFiles:
         """Use `folder`, which must be there; with `synced` a claim outlives a power cut."""
         self.folder = Path(os.path.expandvars(folder))
         self._timeout_s, self._synced = timeout_s, synced
-        self._threads = [_Thread() for _ in range(_READERS)]
+        self._threads = [FileThread() for _ in range(_READERS)]
 
     def close(self) -> None:
         """Let the threads end, each as soon as the file system returns from its last call."""
         for thread in self._threads:
-            thread.end()
+            thread.close()
 
     async def _call(self, function: Callable[..., T], *args: Any) -> T:
         return await self._within(self._threads[0].call(function, *args))
@@ -268,50 +267,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-class _Thread:
-    """Makes one call after another, and is left behind where one does not return."""
-
-    def __init__(self) -> None:
-        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = False
-
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Return what `function` returns, or raise what it raises."""
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if answer.done():  # Given up.
-                return
-            if error is None:
-                answer.set_result(result)
-            else:
-                answer.set_exception(error)
-
-        def run() -> None:
-            if answer.cancelled():
-                return
-            result: T | None = None
-            error: Exception | None = None
-            try:
-                result = function(*args)
-            except Exception as raised:
-                error = raised
-            with contextlib.suppress(RuntimeError):  # The loop has ended meanwhile.
-                loop.call_soon_threadsafe(settle, result, error)
-
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._serve, name="perdure-files", daemon=True).start()
-        self._calls.put(run)
-        return await answer
-
-    def _serve(self) -> None:
-        while (run := self._calls.get()) is not None:
-            run()
-
-    def end(self) -> None:
-        """Let the thread end after the call that it makes."""
-        self._calls.put(None)

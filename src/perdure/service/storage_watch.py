@@ -1,9 +1,11 @@
 """Watches the room where checkpoints land while a job runs, and says so before it runs out."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
+from perdure.adapters.file_thread import FileThread
 from perdure.adapters.storage import find_load, list_stored, read_room
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -63,12 +65,13 @@ async def watch_room(
 ) -> None:
     """Look for as long as the job runs; each change is said, and becomes an event of the job."""
     watch = StorageWatch(spec, paths)
-    while True:
-        noted = await asyncio.to_thread(watch.look, clock())
-        if noted is not None:
-            say(describe(noted, spec.name))
-            put(noted)
-        await asyncio.sleep(LOOK_S)
+    with contextlib.closing(FileThread()) as files:  # A disk that is away keeps nobody from ending.
+        while True:
+            noted = await files.call(watch.look, clock())
+            if noted is not None:
+                say(describe(noted, spec.name))
+                put(noted)
+            await asyncio.sleep(LOOK_S)
 
 
 def describe(noted: RoomNoted, job: str) -> str:

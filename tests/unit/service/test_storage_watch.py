@@ -1,7 +1,9 @@
 """Checkpoints on a disk: found, judged, told of once, pruned by a command."""
 
+import asyncio
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -100,3 +102,30 @@ def test_what_could_not_be_removed_is_not_said_to_be(
     out = capsys.readouterr()
     assert "removed step" not in out.out
     assert "Permission denied" in out.err
+
+
+def test_a_disk_that_is_away_keeps_a_job_from_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    back = threading.Event()
+
+    def look(watch: storage_watch.StorageWatch, now: float) -> None:
+        back.wait()
+
+    monkeypatch.setattr(storage_watch.StorageWatch, "look", look)
+    spec = JobSpec(name="j", script="t.py")
+    paths = paths_of(str(tmp_path), "j")
+
+    async def run() -> None:
+        watching = asyncio.create_task(
+            storage_watch.watch_room(spec, paths, lambda: 0.0, pytest.fail, pytest.fail)
+        )
+        await asyncio.sleep(0)  # The look is asked for, and does not return.
+        watching.cancel()
+
+    ending = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
+    ending.start()
+    ending.join(20.0)
+    alive = ending.is_alive()
+    back.set()
+    assert not alive
