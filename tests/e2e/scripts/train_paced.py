@@ -1,7 +1,8 @@
 """A resumable script whose every step takes the same time, however busy the machine is.
 
 Each step computes and reduces, then sleeps until its deadline. Rank by rank it leaves a trail of
-its own of how long each step took, which the ledger is compared with.
+its own of how long each step took, which the ledger is compared with. Once the trail's folder has
+a file `hurry`, the steps sleep no more: a test that is through with a job need not await its end.
 """
 
 import argparse
@@ -32,6 +33,7 @@ for step in run.steps(args.steps):
     optimizer.zero_grad()
     model(torch.full((4, 32), step / 100)).square().mean().backward()
     optimizer.step()
-    time.sleep(max(0.0, began + args.step_s - time.monotonic()))
+    if not (Path(args.trail) / "hurry").exists():
+        time.sleep(max(0.0, began + args.step_s - time.monotonic()))
     trail.write(f"{step} {time.monotonic() - began:.6f}\n")
 dist.destroy_process_group()
