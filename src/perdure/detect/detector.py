@@ -242,6 +242,7 @@ class Detector:
 
     def _go_on(self, event: WorldReformed) -> None:
         """The world goes on in place, without those who failed: watch who is left."""
+        self._notes.mark_formed(event.rank, event.epoch)
         if event.finished:
             return
         for rank in [r for r, w in self._watches.items() if w.gone and r not in self._exited]:

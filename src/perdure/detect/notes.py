@@ -34,12 +34,14 @@ class ProgressNotes:
         self._moved = False
         self._stepping = False
         self._ready: dict[int, float] = {}
+        self._epochs: dict[int, int] = {}
+        """The newest epoch of each member of an elastic world."""
 
     def begin(self, generation: int, now: float) -> None:
         """A new generation starts."""
         self._generation, self._noted_s = generation, now
         self._moved = self._stepping = False
-        self._ready = {}
+        self._ready, self._epochs = {}, {}
 
     def mark_noted(self, at_s: float) -> None:
         """A `ProgressNoted` of this generation is in the journal."""
@@ -52,6 +54,10 @@ class ProgressNotes:
     def mark_ended(self, rank: int, at_s: float) -> None:
         """A rank ended well: nobody waits for its first step any more."""
         self._ready.setdefault(rank, at_s)
+
+    def mark_formed(self, rank: int, epoch: int) -> None:
+        """A rank is a member of that epoch of an elastic world."""
+        self._epochs[rank] = epoch
 
     def take(self, watch: RankWatch, moved: bool) -> None:
         """Look at one rank's newest heartbeat."""
@@ -92,7 +98,11 @@ class ProgressNotes:
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
         live = [w for w in watches.values() if not w.gone]
         size = self._spec.world_size  # Beyond it are members that came later, or are held.
-        steps = [a.step for r, a in accounts.items() if r < size or a.step >= 0]
+        steps = [
+            a.step
+            for r, a in accounts.items()
+            if (r < size or a.step >= 0) and not (watches[r].gone and self._is_out(r))
+        ]
         return ProgressNoted(
             generation=self._generation,
             at_s=now,
@@ -100,6 +110,10 @@ class ProgressNotes:
             accounts=accounts,
             collectives=min((_ended(w) for w in live), default=0),
         )
+
+    def _is_out(self, rank: int) -> bool:
+        """Return whether the others have formed an epoch without it, and go on from its step."""
+        return self._epochs.get(rank, 0) < max(self._epochs.values(), default=0)
 
     def _say_stepping(self, watches: Mapping[int, RankWatch]) -> GenerationStepping:
         accounts = [w.account for w in watches.values()]
