@@ -32,7 +32,14 @@ from perdure.launch.pulling import (
 from perdure.launch.records import list_records, read_record, write_record
 from perdure.launch.sources import open_sources
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
-from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
+from perdure.model.launching import (
+    PULL_VERIFIED,
+    BoxState,
+    Finding,
+    LaunchRecord,
+    PullManifest,
+    PullVerified,
+)
 from perdure.service.jobfiles import resolve_home
 
 _STOP_S = 900.0
@@ -133,7 +140,7 @@ def verify_pulled(
     if not problems:
         proof = write_verified(directory, manifest, loaded, time.time())
     else:
-        (directory / "PULL_VERIFIED.json").unlink(missing_ok=True)
+        (directory / PULL_VERIFIED).unlink(missing_ok=True)
     size = sum(file.bytes for file in manifest.files)
     if as_json:
         print_json({"dir": str(directory), "job": manifest.job, "ok": not problems,

@@ -18,7 +18,7 @@ import msgspec
 
 from perdure.launch.sources import Source, Sources
 from perdure.launch.ssh import results
-from perdure.launch.transfer import PARTIAL
+from perdure.launch.transfer import PARTIAL, find_final
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import (
     PULL_MANIFEST,
@@ -126,24 +126,32 @@ def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile
 
 
 def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]) -> None:
-    """Refuse a directory of something else; set aside what an earlier pull has too many."""
+    """Refuse a directory of something else; set aside what an earlier pull has too many.
+
+    That one may have broken off, and have left no manifest.
+    """
     before = read_manifest(target)
-    if before is None:
-        others = [path.name for path in target.glob("*")] if target.exists() else []
-        if others and not set(others) <= {label.split("/")[0] for label in manifest.roots}:
-            raise ConfigError(f"{target} holds something else: {sorted(others)[0]}",
-                              hint="name a new or an empty directory")  # fmt: skip
-        return
-    if before.job != manifest.job:
+    tops = {label.split("/")[0] for label in manifest.roots}
+    others = sorted({path.name for path in target.glob("*")} - tops)
+    if before is None and others:
+        raise ConfigError(f"{target} holds something else: {others[0]}",
+                          hint="name a new or an empty directory")  # fmt: skip
+    if before is not None and before.job != manifest.job:
         raise ConfigError(f"{target} holds job `{before.job}`", hint="name another directory")
     (target / PULL_VERIFIED).unlink(missing_ok=True)
     (target / PULL_MANIFEST).unlink(missing_ok=True)
-    gone = {file.path for file in before.files} - {file.path for file in manifest.files}
+    wanted = {target / file.path for file in manifest.files}
+    gone = [
+        path
+        for top in sorted(tops)
+        for path in sorted((target / top).rglob("*"))
+        if not path.is_dir() and not wanted & {path, find_final(path)}
+    ]
     aside = target.with_name(f"{target.name}.superseded")
-    for name in sorted(gone):
-        if (target / name).exists():
-            (aside / name).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(target / name, aside / name)
+    for path in gone:
+        kept = aside / path.relative_to(target)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, kept)
     if gone:
         tell(f"{len(gone)} files of the earlier pull are not on the box any more: now in {aside}")
 

@@ -69,14 +69,22 @@ def pull(
     _repeat(channel, options, f"{source} from {channel.name}", tell, listed, prepare)
 
 
+def find_final(path: Path) -> Path:
+    """Return the file that a transfer makes of what lies at `path`: itself, or a part of it."""
+    if path.parent.name == PARTIAL:
+        return path.parent.parent / path.name
+    match = _TEMPORARY.match(path.name)
+    return path.parent / match[1] if match else path
+
+
 def salvage(target: Path, names: set[str]) -> None:
     """Have the next attempt begin with what a killed rsync left under a temporary name."""
     for path in target.rglob(".*"):
-        match = _TEMPORARY.match(path.name)
-        if match is None or not path.is_file() or path.parent.name == PARTIAL:
+        final = find_final(path)
+        if final == path or not path.is_file() or path.parent.name == PARTIAL:
             continue
-        if str((path.parent / match[1]).relative_to(target)) in names:
-            kept = path.parent / PARTIAL / match[1]
+        if str(final.relative_to(target)) in names:
+            kept = path.parent / PARTIAL / final.name
             kept.parent.mkdir(exist_ok=True)
             if not kept.exists() or kept.stat().st_size < path.stat().st_size:
                 path.replace(kept)

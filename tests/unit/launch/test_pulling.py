@@ -23,6 +23,7 @@ from perdure.launch.pulling import (
     write_verified,
 )
 from perdure.launch.records import write_record
+from perdure.launch.sources import Source
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.launch.transfer import pull as pull_names
@@ -233,3 +234,40 @@ def test_a_directory_of_another_job_is_not_pulled_into(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds job `gpt`"):
         pull_files(record, other, tmp_path, {}, lambda text: None)
     assert compare_files(tmp_path, manifest) == []
+
+
+def test_a_pull_that_broke_off_is_gone_on_from_after_the_box_has_changed(tmp_path: Path) -> None:
+    """Checkpoints rotate under a job that runs, and the first pull has left no manifest."""
+    box, here = tmp_path / "box", tmp_path / "here"
+    manifest = make(box)
+    left = {"job/checkpoints/step-00000005/rank-0.pt": "rotated away",
+            f"job/checkpoints/step-00000005/{PARTIAL}/rank-1.pt": "half of what is gone",
+            f"job/checkpoints/step-00000010/{PARTIAL}/rank-0.pt": "half of what comes",
+            "job/checkpoints/step-00000010/.rank-0.pt.Ab3xYz": "less of it"}  # fmt: skip
+    for name, text in left.items():
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(text)
+    found: list[str] = []
+
+    def bring(source: str, target: Path, files: Any, *, tell: Any) -> None:
+        found.extend(str(p.relative_to(here)) for p in target.rglob("*") if p.is_file())
+        for file in files:
+            (target / file.path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(box / target.relative_to(here) / file.path, target / file.path)
+        for part in (*target.rglob(f"{PARTIAL}/*"), *target.rglob(".rank*")):
+            part.unlink()
+
+    record = LaunchRecord(
+        job="gpt",
+        profile=load_profile("vastai", "/nonexistent").profile,
+        place="/b/gpt",
+        home="/b/state",
+        python="python3",
+        roots=dict(manifest.roots),
+    )
+    there = Source(Channel(LaunchSection()), bring)
+    pull_files(record, manifest, here, {record.box: there}, lambda text: None)
+    assert compare_files(here, manifest) == []
+    assert set(list(left)[2:]) <= set(found)  # What has arrived of a file is not sent again.
+    aside = tmp_path / "here.superseded"
+    assert [(aside / name).exists() for name in left] == [True, True, False, False]
