@@ -30,7 +30,7 @@ BEGIN = "@@perdure begin@@"
 ANSWER = "@@perdure-json "
 """Begins the line that is the answer of a program of ours."""
 _TRAILER = re.compile(r"@@perdure rc=(\d+) boot=(\S*)@@")
-_LASTED_S = 60.0
+LASTED_S = 60.0
 """A tunnel that stood for so long had been made; the next attempts count from the beginning."""
 ATTEMPTS = 4
 """For what may be asked twice. Pauses between them: 1, 2 and 4 s."""
@@ -229,7 +229,7 @@ class Channel:
             code = subprocess.run([*words, self.host]).returncode
             if code != 255:
                 return code
-            broken = 1 if time.monotonic() - began > _LASTED_S else broken + 1
+            broken = 1 if time.monotonic() - began > LASTED_S else broken + 1
             time.sleep(2.0**broken)
         raise UnreachedError(f"{self.name}: no tunnel", hint="is a port taken here?")
 

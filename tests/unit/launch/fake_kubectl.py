@@ -56,7 +56,9 @@ def main() -> None:
             print(json.dumps(cluster["pod"]))
         case ["get", kind, *_]:
             print(json.dumps({"items": cluster.get(kind, [])}))
-        case ["exec" | "logs", *_]:
+        case ["delete", "pod", *_] if "keeps" in cluster:
+            fail(cluster["keeps"])
+        case ["exec" | "logs" | "port-forward", *_]:
             print(" ".join(words))
             sys.exit(cluster.get("code", 0))
 

@@ -12,6 +12,7 @@ from msgspec import structs
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, fetch, find_state, render, run, submit
 from perdure.launch.platforms import Here
+from perdure.launch.records import read_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.launching import LaunchRecord, Plan
@@ -131,6 +132,9 @@ def test_a_push_that_is_refused_with_exit_code_0(
     service.say("answers", answer)
     with pytest.raises(PlatformError, match=match):
         submit(plan, service.here)
+    record = read_record(service.here.home, "gpt")  # A session may run: it can be asked about.
+    assert record is not None
+    assert record.id == "ada/perdure-gpt"
 
 
 def launched(plan: Plan, service: Kaggle) -> LaunchRecord:
@@ -159,6 +163,8 @@ def test_what_reaches_a_session(
     assert json.loads(capsys.readouterr().out)["state"] == "ended"
     assert run(record, ["logs", "gpt", "-f"], service.here) == 0
     assert service.calls()[-1] == ["logs", "ada/perdure-gpt", "--follow"]
+    assert run(record, ["logs", "gpt", "--follow"], service.here) == 0
+    assert service.calls()[-1] == ["logs", "ada/perdure-gpt", "--follow"]
     with pytest.raises(ConfigError, match="does not reach"):
         run(record, ["stop", "gpt"], service.here)
 
@@ -177,9 +183,11 @@ def test_a_session_that_left_nothing(plan: Plan, service: Kaggle) -> None:
 
 def test_an_answer_that_is_none_says_nothing_of_the_job(plan: Plan, service: Kaggle) -> None:
     record = launched(plan, service)
-    (service.root / "kaggle.py").write_text("print('503 Server Error')\nraise SystemExit(1)")
-    with pytest.raises(PlatformError, match="503"):
-        find_state(record, service.here)
+    output = FAKE.replace("target = ", "sys.exit('503 Server Error'); target = ")
+    for broken in (output, "print('503 Server Error')\nraise SystemExit(1)"):
+        (service.root / "kaggle.py").write_text(broken)
+        with pytest.raises(PlatformError, match="503"):
+            find_state(record, service.here)
 
 
 def test_all_output_is_brought_home(plan: Plan, service: Kaggle) -> None:

@@ -19,6 +19,7 @@ from perdure.launch.kubernetes import client
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.project import LIMIT, PACKED, unpack
 from perdure.launch.platforms import Here
+from perdure.launch.records import read_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
 from perdure.model.kubernetes import KubernetesSection
@@ -42,6 +43,11 @@ RUNNING = {
 }  # fmt: skip
 JOB = {"metadata": {"name": "gpt"}, "spec": {"parallelism": 1}, "status": {}}
 Cluster = Callable[..., Callable[[], Any]]
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Here:
+    return Here(home=str(tmp_path / "home"), environ={}, tell=lambda line: None)
 
 
 @pytest.fixture
@@ -78,9 +84,9 @@ def record(**section: Any) -> LaunchRecord:
     )  # fmt: skip
 
 
-def test_a_launch_creates_claim_and_job_with_its_own_number(cluster: Cluster) -> None:
+def test_a_launch_creates_claim_and_job_with_its_own_number(cluster: Cluster, here: Here) -> None:
     read = cluster()
-    made = platform.submit(plan(context="lab", namespace="train"), HERE)
+    made = platform.submit(plan(context="lab", namespace="train"), here)
     claim, job = read()["created"]
     assert yaml.safe_load(claim)["kind"] == "PersistentVolumeClaim"
     kinds = {one["kind"]: one for one in yaml.safe_load_all(job)}
@@ -93,12 +99,12 @@ def test_a_launch_creates_claim_and_job_with_its_own_number(cluster: Cluster) ->
         assert f"--request-timeout={limit}" in words
 
 
-def test_a_project_is_sent_with_the_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_project_is_sent_with_the_job(cluster: Cluster, here: Here, tmp_path: Path) -> None:
     project = tmp_path / "project"
     project.mkdir()
     (project / "train.py").write_text("print(1)\n")
     read = cluster()
-    platform.submit(plan(sent=str(project), project=""), HERE)
+    platform.submit(plan(sent=str(project), project=""), here)
     (job,) = read()["created"][1:]
     (config,) = (one for one in yaml.safe_load_all(job) if one["kind"] == "ConfigMap")
     unpack(base64.b64decode(config["binaryData"][PACKED]), tmp_path / "there")
@@ -108,35 +114,62 @@ def test_a_project_is_sent_with_the_job(cluster: Cluster, tmp_path: Path) -> Non
 
 
 def test_a_project_that_is_too_large_is_refused_before_anything_is_deleted(
-    cluster: Cluster, tmp_path: Path
+    cluster: Cluster, here: Here, tmp_path: Path
 ) -> None:
     (tmp_path / "weights.bin").write_bytes(os.urandom(LIMIT + 1000))
     read = cluster()
     with pytest.raises(ConfigError, match="too much for a ConfigMap"):
-        platform.submit(plan(sent=str(tmp_path), project=""), HERE)
+        platform.submit(plan(sent=str(tmp_path), project=""), here)
     assert not [words for words, _ in read()["calls"] if "delete" in words]
 
 
-def test_a_claim_that_is_there_is_kept(cluster: Cluster) -> None:
+def test_a_claim_that_is_there_is_kept(cluster: Cluster, here: Here) -> None:
     read = cluster(pvc={"spec": {"accessModes": ["ReadWriteOnce"]}})
-    platform.submit(plan(), HERE)
+    platform.submit(plan(), here)
     assert len(read()["created"]) == 1
     deleted = [stdin for words, stdin in read()["calls"] if "delete" in words]
     assert len(deleted) == 1
     assert "PersistentVolumeClaim" not in deleted[0]
 
 
-def test_a_job_that_runs_is_not_created_twice(cluster: Cluster) -> None:
+def test_a_job_that_runs_is_not_created_twice(cluster: Cluster, here: Here) -> None:
     read = cluster(job=JOB, pods=[RUNNING])
     with pytest.raises(ConfigError, match="is there: running"):
-        platform.submit(plan(), HERE)
+        platform.submit(plan(), here)
     assert "created" not in read()
 
 
-def test_what_the_server_refuses_is_an_error(cluster: Cluster) -> None:
+def test_a_launch_that_broke_off_is_remembered(cluster: Cluster, here: Here) -> None:
+    cluster(refuses="error: lost connection to server", pvc=JOB)
+    with pytest.raises(PlatformError, match="lost connection"):
+        platform.submit(plan(), here)
+    found = read_record(here.home, "gpt")
+    assert found is not None
+    assert found.id == "gpt"
+
+
+def test_a_reader_that_cannot_be_deleted_undoes_nothing(cluster: Cluster) -> None:
+    done = {**JOB, "status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    cluster(job=done, pods=[], pod={"status": {"phase": "Running"}}, keeps="Forbidden")
+    told: list[str] = []
+    assert platform.run(record(), ["report", "gpt"], Here("/nowhere", {}, told.append)) == 0
+    assert "is left (Forbidden)" in told[-1]
+
+
+def test_a_tunnel_whose_port_is_taken_is_given_up(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = cluster(job=JOB, pods=[RUNNING], code=1)
+    monkeypatch.setattr(platform, "_AGAIN_S", 0.0)
+    with pytest.raises(PlatformError, match="no tunnel"):
+        platform.tunnel(record(), [8080], HERE)
+    assert sum("port-forward" in words for words, _ in read()["calls"]) == 4
+
+
+def test_what_the_server_refuses_is_an_error(cluster: Cluster, here: Here) -> None:
     cluster(refuses='The Job "gpt" is invalid: spec: Required value')
     with pytest.raises(PlatformError, match="Required value"):
-        platform.submit(plan(), HERE)
+        platform.submit(plan(), here)
     _, found = platform.check(plan(), HERE)
     assert [f.level for f in found if "Required value" in f.text] == ["error", "error"]
 

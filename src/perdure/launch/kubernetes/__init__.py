@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from perdure.launch import lint
+from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.kubernetes.checks import check_profile
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.linter import lint_manifests
@@ -27,6 +28,7 @@ from perdure.launch.kubernetes.manifest import (
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.platforms import Here
+from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import FOLLOWS, make_lines
 from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
@@ -175,14 +177,16 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     if CLAIM in plan.files and not exists:
         client.create(plan.files[CLAIM])
     launched_s = time.time()
-    client.create(complete(plan.files[JOB], f"{launched_s:.0f}", packed))
-    here.tell(f"created {_find_kind(plan.profile)} {name}")
     home = f"{plan.profile.overrides.DURABLE_DIR}/state"
-    return LaunchRecord(
+    record = LaunchRecord(
         job=plan.job, profile=plan.profile, place=plan.place, home=home,
         python=plan.profile.launch.python, id=name, launched_s=launched_s,
         roots={"job": f"{home}/jobs/{plan.job}", **plan.settings["roots"]},
     )  # fmt: skip
+    write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
+    client.create(complete(plan.files[JOB], f"{launched_s:.0f}", packed))
+    here.tell(f"created {_find_kind(plan.profile)} {name}")
+    return record
 
 
 def complete(manifest: str, number: str, packed: bytes) -> str:
@@ -302,17 +306,20 @@ def tunnel(record: LaunchRecord, ports: Sequence[int], here: Here) -> int:
     A pod that comes again is another one, to which the ports are forwarded then.
 
     Raises:
-        PlatformError: the job is over, or nobody answers.
+        PlatformError: the job is over, nobody answers, or several tunnels in a row did not last.
     """
     client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
-    while True:
+    pairs, broken = [f"{port}:{port}" for port in ports], 0
+    while broken < ATTEMPTS:
         job, _ = client.look(_find_kind(record.profile), record.id, label)
         if job.state not in ("waiting", "running"):
             raise PlatformError(f"no tunnel: job `{record.job}` is {job.state}: {job.reason}")
         if job.pod:
-            words = [f"{port}:{port}" for port in ports]
-            subprocess.run(client.command("port-forward", f"pod/{job.pod}", *words), check=False)
+            began = time.monotonic()
+            subprocess.run(client.command("port-forward", f"pod/{job.pod}", *pairs), check=False)
+            broken = 1 if time.monotonic() - began > LASTED_S else broken + 1
         time.sleep(_AGAIN_S)
+    raise PlatformError(f"pod {job.pod}: no tunnel", hint="is a port taken here?")
 
 
 def _find_kind(profile: Profile) -> str:

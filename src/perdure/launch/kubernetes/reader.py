@@ -76,7 +76,17 @@ def open_pod(record: LaunchRecord, here: Here) -> Iterator[PodChannel]:
         _wait_running(client, name)
         yield PodChannel(client, name, CONTAINER, record.python)
     finally:
-        client.call("delete", "pod", name, "--ignore-not-found", "--wait=false")
+        _delete(client, name, here)
+
+
+def _delete(client: Client, name: str, here: Here) -> None:
+    """Delete a reader; where it cannot be, that undoes nothing of what was read."""
+    try:
+        code, _, error = client.call("delete", "pod", name, "--ignore-not-found", "--wait=false")
+    except PlatformError as lost:
+        code, error = 1, str(lost)
+    if code:
+        here.tell(f"pod {name} is left ({error}): it ends by itself within a day")
 
 
 def find_container(section: KubernetesSection) -> str:

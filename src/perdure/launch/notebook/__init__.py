@@ -9,11 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from perdure.launch.lint import check_plan
 from perdure.launch.notebook import kaggle
 from perdure.launch.notebook.cells import render_notebook
 from perdure.launch.notebook.checks import check_notebook
 from perdure.launch.platforms import Here
+from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
@@ -55,22 +58,23 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
             (folder / name).write_text(content, encoding="utf-8")
     except OSError as error:
         raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
-    identity = ""
-    if plan.profile.notebook.service == "kaggle":
-        identity = kaggle.push(plan, folder, here)
-    else:
-        for line in describe_hand(plan, folder):
-            here.tell(line)
-    return LaunchRecord(
+    record = LaunchRecord(
         job=plan.job,
         profile=plan.profile,
         place=plan.place,
         home=str(folder / "output"),
         python="python3",
-        id=identity,
         launched_s=time.time(),
         roots={"job": str(folder / "output" / plan.job)},
     )
+    if plan.profile.notebook.service == "kaggle":
+        record = msgspec.structs.replace(record, id=kaggle.prepare(plan, folder, here))
+        write_record(here.home, record)  # Before it costs: whatever breaks now, it is known.
+        kaggle.push(plan, record.id, folder, here)
+    else:
+        for line in describe_hand(plan, folder):
+            here.tell(line)
+    return record
 
 
 def describe_hand(plan: Plan, folder: Path) -> list[str]:

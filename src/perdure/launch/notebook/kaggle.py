@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from perdure.launch.platforms import Here
+from perdure.launch.ssh.ask import FOLLOWS
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.launching import BoxState, LaunchRecord, Plan
@@ -27,6 +28,7 @@ _STATUS = re.compile(r'has status "(?:\w+\.)?(\w+)"')
 _MESSAGE = re.compile(r'Failure message: "(.*)"', re.S)
 _WAITING = ("queued", "new_script")
 _RUNNING = ("running", "cancel_requested")
+_NOTHING_SAID = "this says nothing about the job"
 
 
 def find_slug(job: str) -> str:
@@ -69,12 +71,12 @@ def render_metadata(spec: JobSpec, profile: Profile) -> str:
     return json.dumps(document, indent=2) + "\n"
 
 
-def push(plan: Plan, folder: Path, here: Here) -> str:
-    """Push the notebook of `plan`, written to `folder`; return its id.
+def prepare(plan: Plan, folder: Path, here: Here) -> str:
+    """Return the id of the notebook of `plan`, written to `folder`, as it can be pushed.
 
     Raises:
         ConfigError: a session of it runs.
-        PlatformError: Kaggle refuses it, or takes it without what earlier sessions left.
+        PlatformError: nobody answered.
     """
     document = json.loads((folder / METADATA).read_text(encoding="utf-8"))
     identity = str(document["id"])
@@ -84,6 +86,15 @@ def push(plan: Plan, folder: Path, here: Here) -> str:
     if not status:  # The first session has nothing to go on from.
         document["kernel_sources"] = []
         (folder / METADATA).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    return identity
+
+
+def push(plan: Plan, identity: str, folder: Path, here: Here) -> None:
+    """Push the notebook in `folder`, which starts a session.
+
+    Raises:
+        PlatformError: Kaggle refuses it, or takes it without what earlier sessions left.
+    """
     ceiling = str(int(plan.profile.interruption.session_max_s))
     code, out = call(here, "push", "-p", str(folder), "-t", ceiling)
     if code or "successfully pushed" not in out:
@@ -94,7 +105,6 @@ def push(plan: Plan, folder: Path, here: Here) -> str:
             hint="stop it on kaggle.com; add that output under Input, and save a version there",
         )
     here.tell(_last(out))
-    return identity
 
 
 def ask_status(identity: str, here: Here) -> str:
@@ -121,7 +131,10 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     pattern = f"^{re.escape(record.job)}/status\\.json$"
     folder = Path(record.home)
     (folder / record.job / "status.json").unlink(missing_ok=True)
-    call(here, "output", record.id, "-p", str(folder), "-o", "--file-pattern", pattern)
+    words = ("output", record.id, "-p", str(folder), "-o", "--file-pattern", pattern)
+    code, out = call(here, *words)
+    if code and "404" not in out:  # Else the session might be taken for one that left nothing.
+        raise PlatformError(f"kaggle kernels output: {_last(out)}", hint=_NOTHING_SAID)
     try:
         left = json.loads((folder / record.job / "status.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -155,7 +168,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         if "--json" in argv:
             print(msgspec.json.encode(find_state(record, here)).decode())
         return 0  # The caller says in words how the job is.
-    if argv[0] == "logs" and "-f" in argv:  # For as long as the session lasts.
+    if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
         command = ["kaggle", "kernels", "logs", record.id, "--follow"]
         return subprocess.run(command, env=dict(here.environ), stdin=subprocess.DEVNULL).returncode
     if argv[0] == "logs":
@@ -196,7 +209,7 @@ def _ask(identity: str, here: Here) -> tuple[str, str]:
     if "404" in out or "Cannot access kernel" in out:
         return "", ""
     raise PlatformError(f"kaggle kernels status: {_last(out) or code}",
-                        hint="this says nothing about the job")  # fmt: skip
+                        hint=_NOTHING_SAID)  # fmt: skip
 
 
 def _last(out: str) -> str:
