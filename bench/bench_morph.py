@@ -127,15 +127,15 @@ def find_least(outcome: dict[str, Any], old: int, new: int, sizes: list[int]) ->
     for member, rows in outcome["rows"].items():
         for row in rows:
             if row["epoch"] == new:
-                after[member] = row["section"]
+                after[member] = row["blocks"]
             elif row["epoch"] == old:
-                before[member] = row["section"]
+                before[member] = row["blocks"]
     if not after:
         return None
     members = sorted(after)
     missing = {
         (member, tuple(after[other])): sum(
-            sizes[b] for b in range(*after[other]) if b not in range(*before.get(member, (0, 0)))
+            sizes[b] for b in after[other] if b not in before.get(member, ())
         )
         for member in members
         for other in members

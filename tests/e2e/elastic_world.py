@@ -184,7 +184,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "hash": hash_state(replica),
                 "hash_of": trainer.applied,
                 "shard": name_part(replica),
-                "section": getattr(replica, "section", None),
+                "blocks": getattr(replica, "mine", ()),
                 "sizes": getattr(replica, "sizes", ()),
                 "shape": trainer.layout.shape if "stages" in scenario else "",
             }
@@ -225,7 +225,9 @@ def make_stages(
     killer.wrap(Runner, "_forward", "forward")
     killer.wrap(Runner, "_backward", "backward")
     replica = StagedReplica(list(model), lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
-    shape = Model(replica.weights, replica.sizes, scenario["stages"])
+    schedule = scenario.get("schedule", "1f1b")
+    runs = 2 if schedule == "interleaved" else 1
+    shape = Model(replica.weights, replica.sizes, scenario["stages"], runs)
     choose: Any = functools.partial(choose_balanced, shape)
     if scenario.get("recut"):
         choose = lambda members, *_: cut_balanced(shape, len(members))  # noqa: E731
@@ -236,7 +238,7 @@ def make_stages(
     trainer = StageTrainer(
         replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
         seed=3, exact=scenario.get("exact", False), membership=membership,
-        schedule=scenario.get("schedule", "1f1b"), choose=choose,
+        schedule=schedule, choose=choose,
         bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
     )  # fmt: skip
@@ -245,7 +247,7 @@ def make_stages(
 
 def name_part(replica: Any) -> str | None:
     """Return what a rank has of the state; None where that is all."""
-    part = getattr(replica, "shard", None) or getattr(replica, "section", None)
+    part = getattr(replica, "shard", None) or getattr(replica, "runs", None)
     return part and str(part)
 
 

@@ -76,6 +76,8 @@ def fixed() -> list[dict[str, Any]]:
         scenario("stages-follow", 4, stages=2, exact=True, joins=1, follow=True, pace_s=0.1),
         scenario("stages-zero", 4, stages=2, exact=True, schedule="zero-bubble",
                  kill={"3": "backward 7", "2": "optimizer 4"}),
+        scenario("stages-interleaved", 4, stages=2, exact=True, schedule="interleaved", joins=1,
+                 join_epoch=1, kill={"3": "backward 7", "2": "optimizer 4"}),
         scenario("stages-lost", 3, stages=3, exact=True, every=EVERY, nodes=3,
                  kill={"1": "backward 40"}),
     ]  # fmt: skip
@@ -152,6 +154,7 @@ def test_stages_of_any_world_have_the_losses_of_one_process(outcomes: dict[str, 
         ("stages-lost", 1),
         ("stages-follow", 0),
         ("stages-zero", 0),
+        ("stages-interleaved", 0),
     ):
         outcome = outcomes[name]
         assert not outcome["answer"].get("hung"), outcome["log"][-2000:]

@@ -6,8 +6,10 @@ reductions, applied steps, deaths in the middle of a formation.
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -20,19 +22,15 @@ from perdure.plan.stage_commit import (
     StageStanding,
     decide_stages,
 )
-from perdure.plan.stage_orders import plan_passes
-from perdure.plan.stages import Choice, Layout, Model, Section, choose_balanced
+from perdure.plan.stage_orders import StageSchedule, plan_passes
+from perdure.plan.stages import Layout, Model, Runs, choose_balanced, list_blocks
 
 COUNT, EVERY = 4, 2
 MODEL = Model((1.0, 3.0, 1.0, 2.0, 1.0), (5, 7, 5, 1, 9), 2)
 BLOCKS = len(MODEL.sizes)
 Content = tuple[int, ...]
 """Whose initial model it was, as -1 - number; then the lines."""
-NOWHERE = Section(0, 0)
-
-
-def choose(members: object, nodes: object, rest: Layout | None, observed: object) -> Choice:
-    return choose_balanced(MODEL, members, nodes, rest)  # type: ignore[arg-type]
+INTERLEAVED = msgspec.structs.replace(MODEL, runs=2)
 
 
 @dataclass
@@ -42,7 +40,7 @@ class Member:
     number: int
     applied: int = FRESH
     line: int = NO_LINE
-    section: Section = NOWHERE
+    runs: Runs = ()
     blocks: dict[int, Content] = field(default_factory=dict)
     old: dict[int, Content] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
@@ -53,7 +51,7 @@ class Member:
 
     def stand(self, memory: dict[StageSnapshot, dict[int, Content]]) -> StageStanding:
         return StageStanding(
-            "a", self.applied, self.line, self.section, tuple(sorted(self.blocks | self.old)),
+            "a", self.applied, self.line, self.runs, tuple(sorted(self.blocks | self.old)),
             tuple(sorted(self.done)), self.ready, tuple(sorted(memory)),
         )  # fmt: skip
 
@@ -61,7 +59,9 @@ class Member:
 class Job:
     """All members, and what their node's memory has."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, model: Model) -> None:
+        self.choose = partial(choose_balanced, model)
+        self.schedule: StageSchedule = "interleaved" if model.runs > 1 else "1f1b"
         self.alive = {m: Member(m) for m in range(size)}
         self.born = size
         self.epoch = -1
@@ -71,8 +71,8 @@ class Job:
         self.memory: dict[StageSnapshot, dict[int, Content]] = {}
         self.sent: set[tuple[int, int]] = set()
         """(member, step): its counts of the step were sent in this epoch."""
-        self.stages_reduced: dict[tuple[int, int], set[int]] = {}
-        """(stage, step) -> who has sent its part of the gradients."""
+        self.reduced: dict[tuple[int, int], set[int]] = {}
+        """(place, step) -> who has sent its part of the gradients."""
         self.over = False
 
     def order(self) -> None:
@@ -83,13 +83,15 @@ class Job:
         self.epoch += 1
         self.members = tuple(sorted(self.alive))
         standings = {m: one.stand(self.memory) for m, one in self.alive.items()}
-        self.plan = decide_stages(COUNT, MODEL.sizes, choose, standings, self.epoch)
+        self.plan = decide_stages(
+            COUNT, MODEL.sizes, self.choose, standings, self.epoch, self.schedule
+        )
         self.sent.clear()
-        self.stages_reduced.clear()
+        self.reduced.clear()
         if self.plan is None:
             self.over = True
             assert max(s.applied for s in standings.values()) > 0 or all(
-                s.section.stop for s in standings.values()
+                s.runs for s in standings.values()
             )
             return
         self.check_newest(standings)
@@ -98,7 +100,7 @@ class Job:
         assert [b for s in self.layout.sections for b in range(*s)] == list(range(BLOCKS))
         self.copies = {m: (dict(o.blocks | o.old), o.applied, o.line, o.ready)
                        for m, o in self.alive.items()}  # fmt: skip
-        self.whole = {m for m, o in self.alive.items() if not o.section.stop}
+        self.whole = {m for m, o in self.alive.items() if not o.runs}
 
     def check_newest(self, standings: dict[int, StageStanding]) -> None:
         """No state that somebody lives to tell of is left for an older one."""
@@ -141,7 +143,8 @@ class Job:
             self.apply(member)
         at_step = bool(member.blocks) and not plan.fresh
         at_step = at_step and (member.applied, member.line) == (plan.step, plan.line)
-        mine = self.layout.sections[self.layout.find_stage(member.number)]
+        runs = self.layout.runs[self.layout.find_place(member.number)]
+        mine = list_blocks(runs)
         held = member.blocks | member.old if at_step else {}
         if plan.fresh and member.number == plan.plain.member:
             held = dict.fromkeys(range(BLOCKS), (-1 - member.number,))
@@ -152,11 +155,11 @@ class Job:
             if move.to == member.number:
                 assert len({self.read(h, move.block) for h in move.holders}) == 1
         have = held | moved
-        member.blocks = {b: have[b] for b in range(*mine)}
-        member.old = {b: c for b, c in held.items() if b not in range(*mine)}
+        member.blocks = {b: have[b] for b in mine}
+        member.old = {b: c for b, c in held.items() if b not in mine}
         assert len({*member.blocks.values()}) == 1
-        assert len(member.blocks[mine.first]) == 1 + plan.step
-        member.applied, member.line, member.section = plan.step, plan.line, mine
+        assert len(member.blocks[mine[0]]) == 1 + plan.step
+        member.applied, member.line, member.runs = plan.step, plan.line, runs
         if member.number not in plan.kept:
             member.done = set()
         assert member.done == set(plan.kept.get(member.number, ()))
@@ -168,18 +171,19 @@ class Job:
             member.done.add(member.todo.pop())
 
     def reduce(self, member: Member) -> None:
-        """Send its gradients; it has the sum once all copies of its stage have."""
+        """Send its gradients; it has the sum once all copies of its place have."""
         if member.epoch != self.epoch or member.todo or member.ready != NO_LINE:
             return
-        stage = self.layout.find_stage(member.number)
-        sent = self.stages_reduced.setdefault((stage, member.applied), set())
+        place = self.layout.find_place(member.number)
+        sent = self.reduced.setdefault((place, member.applied), set())
         sent.add(member.number)
-        if sent < set(self.layout.copies[stage]):
+        if sent < set(self.layout.copies[place]):
             return
-        copies = [self.alive[m] for m in self.layout.copies[stage] if m in self.alive]
+        copies = [self.alive[m] for m in self.layout.copies[place] if m in self.alive]
         if len(copies) == len(sent) and all(c.applied == member.applied for c in copies):
             counted = sorted(m for copy in copies for m in copy.done)
-            assert counted == list(range(COUNT)), "each once, in this stage"
+            tasks = list(range(COUNT * len(self.layout.runs[place])))
+            assert counted == tasks, "each once, in each stage of this place"
         member.ready = self.epoch
         self.sent.add((member.number, member.applied))
 
@@ -190,7 +194,7 @@ class Job:
             member.old = {}
             self.apply(member)
             member.epoch = self.epoch
-            passes = plan_passes(self.layout, COUNT, {})
+            passes = plan_passes(self.layout, COUNT, {}, schedule=self.schedule)
             member.todo = set(passes.find_todo(member.number))
 
     def apply(self, member: Member) -> None:
@@ -202,7 +206,7 @@ class Job:
             mine = [s for s in self.memory if s.owner == member.number]
             for one in sorted(mine)[: len(mine) - 1]:
                 del self.memory[one]
-            name = StageSnapshot(member.applied, member.line, member.section, member.number)
+            name = StageSnapshot(member.applied, member.line, member.runs, member.number)
             self.memory[name] = dict(member.blocks)
 
     def kill(self, member: Member) -> None:
@@ -215,9 +219,15 @@ RARE = 0.02
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(size=st.integers(1, 5), chance=st.randoms(use_true_random=False))
-def test_each_block_takes_each_step_once_whoever_dies(size: int, chance: Random) -> None:
-    job = Job(size)
+@given(
+    size=st.integers(1, 5),
+    model=st.sampled_from([MODEL, INTERLEAVED]),
+    chance=st.randoms(use_true_random=False),
+)
+def test_each_block_takes_each_step_once_whoever_dies(
+    size: int, model: Model, chance: Random
+) -> None:
+    job = Job(size, model)
     job.order()
     broken = False
     for _ in range(600):

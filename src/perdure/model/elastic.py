@@ -56,7 +56,7 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     shape: str = ""
     """Copies and stages of a pipelined world."""
     section: tuple[int, int] = (0, 0)
-    """Of such a world: the first block that this rank holds, and the one after the last."""
+    """Of such a world: the first block of this rank's (first) run, and the one after its last."""
     micro_batches: int = 0
     """Of such a world: of a step."""
     morphed: bool = False
@@ -66,3 +66,5 @@ class WorldReformed(Event, frozen=True, kw_only=True):
     reason: str = ""
     finished: bool = False
     """It has applied the last step, as everyone has, and needs no world any more."""
+    more_sections: tuple[tuple[int, int], ...] = ()
+    """Of an interleaved one: the rank's other runs."""

@@ -19,15 +19,15 @@ import msgspec
 from perdure.plan.measures import StageTimes
 from perdure.plan.shards import NO_LINE
 from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
-from perdure.plan.stages import Choose, Layout, Section, find_rest, place
+from perdure.plan.stages import Choose, Layout, Runs, find_rest, list_blocks, place
 
 
 class StageSnapshot(msgspec.Struct, frozen=True, order=True):
-    """A section's state in memory, which outlives the process that has written it."""
+    """The state of some blocks in memory, which outlives the process that has written it."""
 
     step: int
     line: int
-    section: Section
+    runs: Runs
     owner: int
     """The member that has written it."""
 
@@ -39,12 +39,12 @@ class StageStanding(msgspec.Struct, frozen=True):
     applied: int
     """Steps that its state contains; `FRESH` where it has none."""
     line: int = NO_LINE
-    section: Section = Section(0, 0)
-    """In the newest world that it was in; empty before the first."""
+    runs: Runs = ()
+    """Its sections in the newest world that it was in; none before the first."""
     held: tuple[int, ...] = ()
-    """Blocks that it has live; more than its section's while they are passed on."""
+    """Blocks that it has live; more than its sections' while they are passed on."""
     done: tuple[int, ...] = ()
-    """Micro-batches of step number `applied` whose gradients of its section it holds."""
+    """Tasks of step number `applied` (`stage_orders`) whose gradients it holds."""
     ready: int = NO_LINE
     """The line in which it has reduced step number `applied`, without knowing that all have."""
     snapshots: tuple[StageSnapshot, ...] = ()
@@ -88,12 +88,12 @@ class StageReformation(msgspec.Struct, frozen=True):
     """Nobody has a state: the first member's model is everyone's."""
     moves: tuple[Move, ...]
     kept: dict[int, tuple[int, ...]]
-    """Member -> micro-batches of step `step` that it need not do again."""
+    """Member -> tasks of step `step` that it need not do again."""
     passes: Passes
     back: int
     """Steps that were applied and are taken again."""
     todo: dict[int, tuple[int, ...]]
-    """Member -> micro-batches whose gradients it has to compute."""
+    """Member -> tasks that it has to do."""
     redone: int
     """Micro-batches that some stage does again."""
     reason: str
@@ -118,7 +118,7 @@ def decide_stages(
     if found is None and max(s.applied for s in standings.values()) > 0:
         return None
     if found is None:  # Nobody has trained anything: who has the whole initial model gives it.
-        whole = [m for m in members if not standings[m].section.stop]
+        whole = [m for m in members if not standings[m].runs]
         if not whole:
             return None
         fresh, found = True, (0, line, {b: (Holder(whole[0]),) for b in range(blocks)})
@@ -134,14 +134,14 @@ def decide_stages(
     passes = plan_passes(layout, count, kept, schedule=schedule)
     moves = tuple(plan_moves(layout, holders))
     newest = max(s.applied for s in standings.values())
-    old = {standings[m].section for m in members if standings[m].held}
+    old = {standings[m].runs for m in members if standings[m].held}
     began = any(s.done for s in standings.values())
     plan = StageReformation(
         step=step,
         line=line,
         layout=layout,
         changed=not fresh
-        and (not old <= set(layout.sections) or any(standings[m.to].held for m in moves)),
+        and (not old <= set(layout.runs) or any(standings[m.to].held for m in moves)),
         forward=forward,
         holder=live[0] if forward else -1,
         plain=min((h for hs in holders.values() for h in hs), key=_preference),
@@ -174,11 +174,11 @@ def find_whole(
         if one.held:
             note(one.applied, one.line, one.held, Holder(member))
             if (one.applied + 1, one.ready) in applied:
-                own = [b for b in one.held if one.section.first <= b < one.section.stop]
+                own = [b for b in one.held if b in list_blocks(one.runs)]
                 note(one.applied + 1, one.ready, own, Holder(member))
         for snapshot in one.snapshots:
             source = Holder(member, snapshot.owner)
-            note(snapshot.step, snapshot.line, range(*snapshot.section), source)
+            note(snapshot.step, snapshot.line, list_blocks(snapshot.runs), source)
     for (step, line), having in sorted(held.items(), reverse=True):
         if len(having) == blocks:
             return step, line, {b: tuple(sorted(having[b], key=_preference)) for b in having}
@@ -191,8 +191,8 @@ def plan_moves(layout: Layout, holders: Mapping[int, Sequence[Holder]]) -> Itera
     All who have a block live send a share of it; snapshots are read where nobody has it live.
     A member's own snapshot comes before all that others have.
     """
-    for section, members in zip(layout.sections, layout.copies, strict=True):
-        for block in range(*section):
+    for runs, members in zip(layout.runs, layout.copies, strict=True):
+        for block in list_blocks(runs):
             having = holders[block]
             for turn, member in enumerate(members):
                 own = [h for h in having if h.member == member]
@@ -212,10 +212,10 @@ def _choose_layout(
     holders: Mapping[int, Sequence[Holder]],
 ) -> tuple[Layout, str]:
     members = sorted(standings)
-    sections = {m: s.section for m, s in standings.items() if s.section.stop and s.held}
+    runs = {m: s.runs for m, s in standings.items() if s.runs and s.held}
     nodes = {m: standings[m].node for m in members}
     observed = [times for m in members for times in standings[m].times]
-    choice = choose(members, nodes, find_rest(blocks, members, sections), observed)
+    choice = choose(members, nodes, find_rest(blocks, members, runs), observed)
     if choice.stays is not None:
         return choice.stays, choice.reason
     held: dict[int, set[int]] = {m: set() for m in members}
@@ -235,17 +235,17 @@ def _find_behind(standings: Mapping[int, StageStanding], step: int, line: int) -
 def _find_kept(
     layout: Layout, standings: Mapping[int, StageStanding]
 ) -> dict[int, tuple[int, ...]]:
-    """Return what each member keeps: what it has done for the section that it goes on with.
+    """Return what each member keeps: what it has done for the sections that it goes on with.
 
-    Two members have done the same micro-batch where a change of the layout was left half-way:
+    Two members have done the same task where a change of the layout was left half-way:
     then the later one of them keeps nothing, because sums cannot be taken apart.
     """
     kept: dict[int, tuple[int, ...]] = {}
-    for section, members in zip(layout.sections, layout.copies, strict=True):
+    for runs, members in zip(layout.runs, layout.copies, strict=True):
         taken: set[int] = set()
         for member in members:
             one = standings.get(member)
-            if one is not None and one.section == section and not taken & set(one.done):
+            if one is not None and one.runs == runs and not taken & set(one.done):
                 kept[member] = one.done
                 taken |= set(one.done)
     return kept

@@ -2,6 +2,7 @@
 
 A *section* is a run of neighbouring blocks. A *layout* cuts the model into sections and gives
 each to some members, its copies; numbers of copies may differ, so that no member is left over.
+Interleaved, a member has several of them: of P places, place p has sections p, p + P, and so on.
 What is left of a layout after a loss goes on as it is while every section has a living copy and
 no other cut would be much faster: the micro-batches of the lost member pass through the other
 copies of its section, and no state moves. Otherwise the model is cut anew, and members are placed
@@ -28,28 +29,38 @@ class Section(NamedTuple):
     stop: int
 
 
+Runs = tuple[Section, ...]
+"""What one member has: a section, or every P-th of them."""
+
+
 class Layout(msgspec.Struct, frozen=True):
-    """Which members hold which section."""
+    """Which members hold which sections."""
 
     sections: tuple[Section, ...]
     copies: tuple[tuple[int, ...], ...]
-    """The members of each section."""
+    """The members of each place."""
+
+    @property
+    def runs(self) -> tuple[Runs, ...]:
+        """The sections of each place."""
+        return list_runs(self.sections, len(self.copies))
 
     @property
     def shape(self) -> str:
-        """`2x3` is two copies of three stages; `(3,2)` the copies of each where they differ."""
+        """`2x3` is two copies of three places; `(3,2)` the copies of each where they differ."""
         sizes = [len(members) for members in self.copies]
+        interleaved = " interleaved" if len(self.sections) > len(self.copies) else ""
         if len(set(sizes)) == 1:
-            return f"{sizes[0]}x{len(sizes)}"
-        return f"({','.join(map(str, sizes))})"
+            return f"{sizes[0]}x{len(sizes)}{interleaved}"
+        return f"({','.join(map(str, sizes))}){interleaved}"
 
     @property
     def members(self) -> tuple[int, ...]:
-        """All members, stage by stage."""
+        """All members, place by place."""
         return tuple(m for members in self.copies for m in members)
 
-    def find_stage(self, member: int) -> int:
-        """Return the number of the stage that `member` has."""
+    def find_place(self, member: int) -> int:
+        """Return the number of the place that `member` has."""
         return next(i for i, members in enumerate(self.copies) if member in members)
 
 
@@ -62,10 +73,12 @@ class Model(msgspec.Struct, frozen=True):
     """Bytes of each block's state."""
     stages: int
     """How many members one copy of the model is spread over, where there are so many."""
+    runs: int = 1
+    """How many sections each of them has, where there are blocks enough."""
 
 
 class Choice(NamedTuple):
-    """How the model is to be cut, and the number of copies of each section."""
+    """How the model is to be cut, and the number of copies of each place."""
 
     sections: tuple[Section, ...]
     copies: tuple[int, ...]
@@ -79,23 +92,22 @@ Choose = Callable[[Sequence[int], Mapping[int, str], Layout | None, Sequence[Sta
 that they get."""
 
 
-def find_rest(
-    blocks: int, members: Collection[int], sections: Mapping[int, Section]
-) -> Layout | None:
-    """Return what is left of a layout, given the section of each member that had one.
+def find_rest(blocks: int, members: Collection[int], runs: Mapping[int, Runs]) -> Layout | None:
+    """Return what is left of a layout, given the sections of each member that had some.
 
     None where a section has no living copy, or members know of different cuts: of a change that
     was not finished.
     """
-    found: dict[Section, list[int]] = {}
-    for member in sorted(set(members) & set(sections)):
-        found.setdefault(sections[member], []).append(member)
-    cuts = sorted(found)
-    if [s.first for s in cuts] != [0, *(s.stop for s in cuts[:-1])] or not cuts:
+    found: dict[Runs, list[int]] = {}
+    for member in sorted(set(members) & set(runs)):
+        found.setdefault(runs[member], []).append(member)
+    places = sorted(found)
+    if len({len(place) for place in places}) != 1:
         return None
-    if cuts[-1].stop != blocks:
+    cuts = tuple(section for turn in zip(*places, strict=True) for section in turn)
+    if [s.first for s in cuts] != [0, *(s.stop for s in cuts[:-1])] or cuts[-1].stop != blocks:
         return None
-    return Layout(tuple(cuts), tuple(tuple(found[s]) for s in cuts))
+    return Layout(cuts, tuple(tuple(found[place]) for place in places))
 
 
 def choose_balanced(
@@ -113,7 +125,7 @@ def choose_balanced(
     stays = add_newcomers(rest, members, model.weights)
     busiest = find_busiest(model.weights, stays.sections, [len(c) for c in stays.copies])
     least = find_busiest(model.weights, best.sections, best.copies)
-    if len(stays.sections) < len(best.sections):
+    if len(stays.copies) < len(best.copies):
         return best._replace(reason=f"{rest.shape} has too few stages")
     if busiest > TOLERANCE * least:
         more = f"the busiest stage of {stays.shape} has {busiest / least:.1f} times the work"
@@ -126,6 +138,8 @@ def cut_balanced(model: Model, size: int) -> Choice:
     """Return the cut for `size` members whose busiest stage has least work."""
     blocks = len(model.weights)
     stages = max(1, min(model.stages, size, blocks))
+    if stages > 1 and model.runs > 1 and stages * model.runs <= blocks:
+        return _cut_interleaved(model, size, stages)
     copies, extra = divmod(size, stages)
     sums = [0.0, *accumulate(model.weights)]
     cutter = Cutter(
@@ -138,10 +152,42 @@ def cut_balanced(model: Model, size: int) -> Choice:
     return Choice(sections, tuple(copies + more for more in extras), None, "the model is cut anew")
 
 
+def _cut_interleaved(model: Model, size: int, places: int) -> Choice:
+    """Return the cut whose longest section is shortest; copies left over go to the busiest places.
+
+    Sections are of about equal work: a place that had more of it than another would hold up the
+    pipeline in each of its turns.
+    """
+    sums = [0.0, *accumulate(model.weights)]
+    cutter = Cutter(len(model.weights), lambda first, stop, place: sums[stop] - sums[first])
+    found = cutter.cut(places * model.runs)
+    assert found is not None
+    sections = tuple(Section(a, b) for a, b in pairwise(found[1]))
+    works = _find_works(model.weights, sections, places)
+    copies, extra = divmod(size, places)
+    busiest = sorted(range(places), key=lambda place: -works[place])[:extra]
+    sizes = tuple(copies + (place in busiest) for place in range(places))
+    return Choice(sections, sizes, None, "the model is cut anew")
+
+
+def list_runs(sections: Sequence[Section], places: int) -> tuple[Runs, ...]:
+    """Return the sections of each of so many places."""
+    return tuple(tuple(sections[place::places]) for place in range(places))
+
+
+def list_blocks(runs: Runs) -> list[int]:
+    """Return the numbers of the blocks of `runs`, in order."""
+    return [block for run in runs for block in range(*run)]
+
+
+def _find_works(weights: Sequence[float], sections: Sequence[Section], places: int) -> list[float]:
+    return [sum(weights[b] for b in list_blocks(runs)) for runs in list_runs(sections, places)]
+
+
 def add_newcomers(rest: Layout, members: Sequence[int], weights: Sequence[float]) -> Layout:
     """Return `rest` with those of `members` that are not in it, each at the busiest stage."""
     copies = [list(c) for c in rest.copies]
-    works = [sum(weights[s.first : s.stop]) for s in rest.sections]
+    works = _find_works(weights, rest.sections, len(copies))
     for member in members:
         if member not in rest.members:
             stage = max(range(len(copies)), key=lambda i: works[i] / len(copies[i]))
@@ -153,7 +199,8 @@ def find_busiest(
     weights: Sequence[float], sections: Sequence[Section], copies: Sequence[int]
 ) -> float:
     """Return the work of the busiest stage's members."""
-    return max(sum(weights[s.first : s.stop]) / c for s, c in zip(sections, copies, strict=True))
+    works = _find_works(weights, sections, len(copies))
+    return max(work / c for work, c in zip(works, copies, strict=True))
 
 
 # --- placement ----------------------------------------------------------------------------------
@@ -172,8 +219,8 @@ def place(
     """
     gains = [
         [
-            sum(sizes[b] for b in range(s.first, s.stop) if b in held.get(member, ()))
-            for s in choice.sections
+            sum(sizes[b] for b in list_blocks(runs) if b in held.get(member, ()))
+            for runs in list_runs(choice.sections, len(choice.copies))
         ]
         for member in members
     ]
@@ -182,7 +229,7 @@ def place(
         choice.sections,
         tuple(
             tuple(m for m, at in zip(members, stages, strict=True) if at == stage)
-            for stage in range(len(choice.sections))
+            for stage in range(len(choice.copies))
         ),
     )
 

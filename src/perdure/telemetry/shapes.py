@@ -15,8 +15,8 @@ class ShapeFold:
     epoch: int = -1
     shape: str = ""
     micro_batches: int = 0
-    sections: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Rank -> the blocks that it holds."""
+    sections: dict[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    """Rank -> the runs of blocks that it holds."""
 
     def add(self, event: Event) -> None:
         """Take the next event of the journal."""
@@ -28,14 +28,14 @@ class ShapeFold:
         if number > newest:
             self.generation, self.epoch, self.sections = event.generation, event.epoch, {}
         self.shape, self.micro_batches = event.shape, event.micro_batches
-        self.sections[event.rank] = event.section
+        self.sections[event.rank] = (event.section, *event.more_sections)
 
     def find(self, generation: int) -> WorldShape | None:
         """Return the shape of `generation`'s world; None where it has no stages."""
         if generation != self.generation or not self.sections:
             return None
         stages = tuple(
-            StageRow(blocks, tuple(sorted(r for r, b in self.sections.items() if b == blocks)))
-            for blocks in sorted(set(self.sections.values()))
+            StageRow(blocks, tuple(sorted(r for r, b in self.sections.items() if blocks in b)))
+            for blocks in sorted({one for runs in self.sections.values() for one in runs})
         )
         return WorldShape(self.epoch, self.shape, self.micro_batches, stages)

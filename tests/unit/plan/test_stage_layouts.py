@@ -3,12 +3,16 @@
 import itertools
 import random
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import pytest
 from tests.profiles import make_profile
 
+from perdure.plan.chain import StageCost
 from perdure.plan.commit import FRESH
 from perdure.plan.measures import StageTimes
+from perdure.plan.pipeline.orders import order_interleaved
+from perdure.plan.pipeline.simulate import FREE, Pipe, simulate
 from perdure.plan.stage_choice import PlannedChoice
 from perdure.plan.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
 from perdure.plan.stage_orders import plan_passes
@@ -35,7 +39,7 @@ def choose(
 
 
 def stand(section: Section, applied: int = 5, **more: object) -> StageStanding:
-    fields = {"line": 0, "section": section, "held": tuple(range(*section)), **more}
+    fields = {"line": 0, "runs": (section,), "held": tuple(range(*section)), **more}
     return StageStanding("a", applied, **fields)  # type: ignore[arg-type]
 
 
@@ -57,7 +61,7 @@ def test_members_are_placed_so_that_they_hold_most() -> None:
             return sum(sizes[s] for m, s in enumerate(stages) if s in held[m])  # type: ignore
 
         best = max(gain(order) for order in itertools.permutations(deal))
-        assert gain([layout.find_stage(m) for m in members]) == best
+        assert gain([layout.find_place(m) for m in members]) == best
 
 
 @pytest.mark.parametrize("size", range(1, 10))
@@ -87,7 +91,7 @@ def test_a_loss_with_a_living_copy_moves_nothing() -> None:
 
 
 def test_a_stage_without_a_copy_is_taken_over_with_the_fewest_bytes() -> None:
-    snapshot = StageSnapshot(5, 0, SECOND, 3)
+    snapshot = StageSnapshot(5, 0, (SECOND,), 3)
     left = {0: stand(FIRST), 2: stand(FIRST, snapshots=(snapshot,))}
     plan = decide_stages(4, MODEL.sizes, choose, left)
     assert plan is not None
@@ -109,7 +113,7 @@ def test_blocks_come_from_all_who_have_them() -> None:
 
 
 def test_a_lost_stage_takes_all_back_to_what_is_whole() -> None:
-    kept = (StageSnapshot(4, 0, FIRST, 0), StageSnapshot(4, 0, SECOND, 1))
+    kept = (StageSnapshot(4, 0, (FIRST,), 0), StageSnapshot(4, 0, (SECOND,), 1))
     plan = decide_stages(4, MODEL.sizes, choose, {0: stand(FIRST, snapshots=kept, done=(1,))})
     assert plan is not None
     assert (plan.step, plan.back, plan.kept) == (4, 1, {})
@@ -153,9 +157,70 @@ def test_a_much_better_cut_is_worth_a_move() -> None:
 
 
 def test_what_is_left_of_a_layout_must_be_whole() -> None:
-    assert find_rest(6, [0, 1], {0: FIRST, 1: SECOND}) == Layout((FIRST, SECOND), ((0,), (1,)))
-    assert find_rest(6, [0], {0: FIRST, 1: SECOND}) is None
-    assert find_rest(6, [0, 1], {0: FIRST, 1: Section(2, 6)}) is None
+    assert find_rest(6, [0, 1], {0: (FIRST,), 1: (SECOND,)}) == Layout(
+        (FIRST, SECOND), ((0,), (1,))
+    )
+    assert find_rest(6, [0], {0: (FIRST,), 1: (SECOND,)}) is None
+    assert find_rest(6, [0, 1], {0: (FIRST,), 1: (Section(2, 6),)}) is None
+
+
+# --- interleaved ---------------------------------------------------------------------------------
+
+TWO_RUNS = Model(MODEL.weights, MODEL.sizes, 2, runs=2)
+UNIT = StageCost(1.0, 1.0, 1.0, 0, 0, 0.0)
+OUTER, INNER = (Section(0, 2), Section(3, 5)), (Section(2, 3), Section(5, 6))
+
+
+def test_interleaved_places_take_turns_along_the_model() -> None:
+    choice = cut_balanced(TWO_RUNS, 4)
+    assert [b for s in choice.sections for b in range(*s)] == list(range(BLOCKS))
+    assert (len(choice.sections), choice.copies) == (4, (2, 2))
+    assert sum(cut_balanced(TWO_RUNS, 5).copies) == 5
+    few = cut_balanced(Model((1.0,) * 3, (1,) * 3, 2, runs=2), 2)
+    assert len(few.sections) == 2, "no blocks for two runs each"
+
+
+def test_what_is_left_of_an_interleaved_layout() -> None:
+    layout = find_rest(6, [0, 1, 2], {0: OUTER, 1: INNER, 2: OUTER})
+    assert layout is not None
+    assert layout.sections == (OUTER[0], INNER[0], OUTER[1], INNER[1])
+    assert (layout.copies, layout.runs) == (((0, 2), (1,)), (OUTER, INNER))
+    assert find_rest(6, [0, 2], {0: OUTER, 2: OUTER}) is None
+    assert find_rest(6, [0, 1], {0: OUTER, 1: INNER[:1]}) is None
+
+
+def test_an_interleaved_ranks_blocks_come_from_copies_and_its_work_is_kept_by_stage() -> None:
+    """Rank 2 is lost; rank 0 has passed micro-batch 1 through its later stage only."""
+    left = {0: stand(OUTER[0], runs=OUTER, held=(0, 1, 3, 4), done=(0, 4, 5)),
+            1: stand(INNER[0], runs=INNER, held=(2, 5), done=(0, 4, 1, 5))}  # fmt: skip
+    balanced = partial(choose_balanced, TWO_RUNS)
+    plan = decide_stages(4, MODEL.sizes, balanced, left, schedule="interleaved")
+    assert plan is not None
+    assert (plan.moves, plan.passes.numbers) == ((), (1, 2, 3))
+    assert plan.todo == {0: (1, 2, 3, 6, 7), 1: (2, 3, 6, 7)}
+    left[4] = StageStanding("a", FRESH)
+    joined = decide_stages(4, MODEL.sizes, balanced, left, schedule="interleaved")
+    assert joined is not None
+    assert {(m.to, m.block) for m in joined.moves} == {(4, b) for b in (0, 1, 3, 4)}
+
+
+@pytest.mark.parametrize("copies", [((0,), (1,)), ((0, 2), (1, 3)), ((0, 2), (1,))])
+@pytest.mark.parametrize("count", range(1, 10))
+def test_interleaved_steps_are_whole_for_any_number_of_micro_batches(
+    copies: tuple[tuple[int, ...], ...], count: int
+) -> None:
+    layout = Layout((OUTER[0], INNER[0], OUTER[1], INNER[1]), copies)
+    passes = plan_passes(layout, count, {}, schedule="interleaved")
+    simulate(passes.orders, Pipe([UNIT] * 4, lambda *_: FREE, [0.0] * 4))  # Raises where it locks.
+    done = [
+        (a.kind, a.stage, a.micro_batch, member in copies[a.stage % 2])
+        for member, mine in zip(passes.cells, passes.orders, strict=True)
+        for a in mine
+    ]
+    wanted = itertools.product("BF", range(4), range(count), [True])
+    assert sorted(done) == list(wanted)
+    if len(copies[0]) == len(copies[1]) == 1 and count % 2 == 0:
+        assert list(passes.orders) == list(map(tuple, order_interleaved(2, 2, range(count))))
 
 
 def test_each_stage_of_each_micro_batch_is_counted_once() -> None:

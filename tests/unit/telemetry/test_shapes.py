@@ -5,10 +5,12 @@ from perdure.model.report import StageRow, WorldShape
 from perdure.telemetry.shapes import ShapeFold
 
 
-def formed(epoch: int, rank: int, shape: str, section: tuple[int, int]) -> WorldReformed:
+def formed(
+    epoch: int, rank: int, shape: str, section: tuple[int, int], *more: tuple[int, int]
+) -> WorldReformed:
     return WorldReformed(
         generation=1, epoch=epoch, rank=rank, step=5, began_s=0.0, ordered_s=0.0, formed_s=1.0,
-        shape=shape, section=section, micro_batches=56,
+        shape=shape, section=section, more_sections=more, micro_batches=56,
     )  # fmt: skip
 
 
@@ -25,6 +27,17 @@ def test_stages_are_those_of_the_newest_epoch() -> None:
     assert fold.find(1) == WorldShape(
         1, "(2,1)", 56, (StageRow((0, 5), (0, 2)), StageRow((5, 8), (3,)))
     )
+
+
+def test_an_interleaved_rank_has_several_stages() -> None:
+    fold = ShapeFold()
+    fold.add(formed(0, 0, "1x2 interleaved", (0, 2), (4, 6)))
+    fold.add(formed(0, 1, "1x2 interleaved", (2, 4), (6, 8)))
+    shape = fold.find(1)
+    assert shape is not None
+    assert [(s.blocks, s.ranks) for s in shape.stages] == [
+        ((0, 2), (0,)), ((2, 4), (1,)), ((4, 6), (0,)), ((6, 8), (1,))
+    ]  # fmt: skip
 
 
 def test_a_world_without_stages_has_none_and_neither_has_the_next_generation() -> None:

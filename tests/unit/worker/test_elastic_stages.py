@@ -49,10 +49,10 @@ def test_an_order_may_come_while_a_trainer_is_made() -> None:
 
 def test_schedules_that_cannot_be_are_refused() -> None:
     blocks = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    with pytest.raises(ConfigError, match="'interleaved' is none of 1f1b, zero-bubble"):
+    with pytest.raises(ConfigError, match="'gpipe' is none of 1f1b, zero-bubble, interleaved"):
         open_pipeline_trainer(
             blocks, make_optimizer, load, nn.functional.mse_loss, stages=2, micro_batches=2,
-            schedule="interleaved",
+            schedule="gpipe",
         )  # fmt: skip
     with pytest.raises(ConfigError, match=r"needs pipeline=N"):
         train(
@@ -60,3 +60,17 @@ def test_schedules_that_cannot_be_are_refused() -> None:
             loss=nn.functional.mse_loss, steps=1, global_batch=8, micro_batch=4,
             schedule="zero-bubble",
         )  # fmt: skip
+
+
+def test_what_breaks_at_a_boundary_keeps_nothing_of_the_step_before() -> None:
+    replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
+    trainer = StageTrainer(
+        replica, load, nn.functional.mse_loss, count=2, seed=0, exact=False,
+        membership=Membership(None),
+        choose=partial(choose_balanced, Model(replica.weights, replica.sizes, 1)),
+    )  # fmt: skip
+    steps = trainer.steps(2)
+    next(steps)
+    trainer._drop_unfinished()
+    assert trainer._stand().done == ()
+    assert len(list(steps)) == 1

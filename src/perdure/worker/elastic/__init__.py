@@ -24,7 +24,7 @@ from perdure.model.costs import read_profile
 from perdure.model.errors import ConfigError
 from perdure.model.profiling import ASK
 from perdure.plan.microbatches import BatchPlan, plan_batches
-from perdure.plan.stage_orders import SCHEDULES, StageSchedule
+from perdure.plan.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
 from perdure.plan.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
@@ -92,7 +92,7 @@ def train(
     more, or one copy over all (`"full"`); the model that is returned is sharded. With `pipeline`,
     each copy of the list of blocks is cut into so many stages, or as a cost profile in that file
     says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward;
-    `schedule` is "1f1b" or "zero-bubble".
+    `schedule` is "1f1b", "zero-bubble" or "interleaved".
     The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps
     each rank's shard or stage is copied to shared memory, beside training.
 
@@ -290,8 +290,8 @@ def open_pipeline_trainer(
     `stages` is a number of them, or what chooses by a cost profile. `load(step, micro_batch)`
     returns (inputs, targets); the ranks of the first and of the last stage call it. A block takes
     and returns a tensor, or a tuple of tensors. With `recompute`, only the inputs of blocks are
-    kept between forward and backward. `schedule` is "1f1b", or "zero-bubble" for a model whose
-    gradients of weights can be put off.
+    kept between forward and backward. `schedule` is "1f1b"; or "zero-bubble", for a model whose
+    gradients of weights can be put off; or "interleaved", where each rank has two runs of blocks.
 
     Raises:
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
@@ -315,7 +315,8 @@ def open_pipeline_trainer(
     declare_rate(config, replica.optimizer, lambda: (replica.optimizer, replica.scheduler))
     choose: Choose
     if isinstance(stages, int):
-        model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages)
+        runs = INTERLEAVED_RUNS if schedule == "interleaved" else 1
+        model = Model(weights=replica.weights, sizes=replica.sizes, stages=stages, runs=runs)
         choose = functools.partial(choose_balanced, model)
     else:
         choose = stages
@@ -345,10 +346,7 @@ def _check_schedule(name: str, stages: "int | PlannedChoice | None") -> StageSch
         ConfigError: it is none for such stages.
     """
     if name not in SCHEDULES:
-        raise ConfigError(
-            f"elastic: schedule={name!r} is none of {', '.join(SCHEDULES)}",
-            hint="a rank of an elastic pipeline has one run of blocks, so that none is interleaved",
-        )
+        raise ConfigError(f"elastic: schedule={name!r} is none of {', '.join(SCHEDULES)}")
     if name != "1f1b" and not isinstance(stages, int):
         raise ConfigError(
             f"elastic: schedule={name!r} needs pipeline=N",

@@ -74,7 +74,7 @@ class Feed:
         self._applied = -1
         self._address = ""
         self.node = ""
-        self.section = (0, 0)
+        self.runs: tuple[tuple[int, int], ...] = ()
         """What the follower is told of this member."""
 
     def open(self, host: str) -> str:
@@ -168,7 +168,7 @@ class Feed:
         message = session.line.read()
         if not isinstance(message, Ask) or message.generation != self._generation:
             raise ProtocolError("a follower of another world")
-        session.line.send(At(self._applied, self.node, self.section))
+        session.line.send(At(self._applied, self.node, self.runs))
         take = session.line.read()
         if not isinstance(take, Take):
             raise ProtocolError("no step was named")

@@ -34,8 +34,8 @@ class At(msgspec.Struct, frozen=True, tag=True):
 
     step: int
     node: str = ""
-    section: tuple[int, int] = (0, 0)
-    """Where the model is cut into stages: the first of its blocks, and the one behind the last."""
+    runs: tuple[tuple[int, int], ...] = ()
+    """Where the model is cut into stages: its runs of blocks, each the first and the one behind."""
 
 
 class Take(msgspec.Struct, frozen=True, tag=True):

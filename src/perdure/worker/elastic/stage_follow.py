@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perdure.plan.stages import Choose, Section, find_rest
+from perdure.plan.stages import Choose, Runs, Section, find_rest
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.follow import Lost
 from perdure.worker.elastic.parts import At, hash_settings
@@ -26,7 +26,7 @@ class StagePupil:
         replica: StagedReplica,
         me: int,
         choose: Choose,
-        fit: Callable[[Section], Buckets],
+        fit: Callable[[Runs], Buckets],
         list_norms: Callable[[int], Tensor],
     ) -> None:
         """Bring `replica` up to its donors, whose gradients go through the buckets that `fit` made.
@@ -44,28 +44,27 @@ class StagePupil:
             Lost: the members will have other blocks when it has come.
         """
         me, blocks = self._me, len(self._replica.blocks)
-        sections = {member: Section(*at.section) for member, at in answers.items()}
+        runs = {m: tuple(Section(*run) for run in at.runs) for m, at in answers.items()}
         nodes = {member: at.node for member, at in answers.items()} | {me: find_node()}
-        rest = find_rest(blocks, answers, sections)
+        rest = find_rest(blocks, answers, runs)
         choice = self._choose(sorted(nodes), nodes, rest, ())
         if rest is None or choice.stays is None:
             raise Lost(f"blocks move when it comes: {choice.reason}")
-        return rest.copies[choice.stays.find_stage(me)]
+        return rest.copies[choice.stays.find_place(me)]
 
     def take_state(self, state: Any) -> None:
         """Become what the donors are."""
-        blocks = state["blocks"]
-        section = Section(min(blocks), max(blocks) + 1)
-        self._replica.adopt(section, blocks, state["plain"])
-        self._fit(section)
+        runs = tuple(Section(*run) for run in state["runs"])
+        self._replica.adopt(runs, state["blocks"], state["plain"])
+        self._fit(runs)
 
     def list_sent(self, step: int) -> list[Tensor]:
         """Return the stage's gradients, and the norms of all parameters' gradients."""
-        return [*self._fit(self._replica.section).flats(step), self._list_norms(step)]
+        return [*self._fit(self._replica.runs).flats(step), self._list_norms(step)]
 
     def update(self, step: int) -> None:
         """Apply the gradients of a step."""
-        buckets = self._fit(self._replica.section)
+        buckets = self._fit(self._replica.runs)
         self._replica.take_norms(self._list_norms(step))
         buckets.expose(step)
         self._replica.update()

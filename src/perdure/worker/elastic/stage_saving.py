@@ -86,7 +86,7 @@ class StageRegistry(Registry):
         Raises:
             KeyError: it has a block less.
         """
-        mine = range(*self._replica.section)
+        mine = self._replica.mine
         kinds = own["stage"]["kinds"]
         self._targets = {
             key: torch.empty(shape, dtype=dtype)
@@ -109,7 +109,7 @@ class StageRegistry(Registry):
             name, _, key = path.rpartition(_SEPARATOR)
             parts.setdefault(name, {})[key] = tensor
         self._targets = {}
-        numbers, section = own["stage"]["numbers"], self._replica.section
-        states = {b: join_block(b, parts, numbers) for b in range(*section)}
-        self._replica.adopt(section, states, own["plain"])
+        numbers = own["stage"]["numbers"]
+        states = {b: join_block(b, parts, numbers) for b in self._replica.mine}
+        self._replica.adopt(self._replica.runs, states, own["plain"])
         return []

@@ -3,7 +3,7 @@
 What differs from a replicated one:
 
 - A member has some blocks, and does their part of the micro-batches that pass through it; gradients
-  are reduced over the members that have the same blocks.
+  are reduced over the members that have the same blocks. These are a stage, or interleaved several.
 - Micro-batches of a lost member pass through the other copies of its stage. Where there is none,
   or another cut is much better, blocks move, and only those that somebody lacks.
 - A micro-batch that one stage has finished and another has lost passes through both once more;
@@ -32,7 +32,7 @@ from perdure.plan.stage_commit import (
     decide_stages,
 )
 from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
-from perdure.plan.stages import Choose, Layout, Section
+from perdure.plan.stages import Choose, Layout, Runs, Section, list_blocks
 from perdure.worker.config import Config
 from perdure.worker.elastic.buckets import Buckets
 from perdure.worker.elastic.follow import CatchUp
@@ -119,7 +119,7 @@ class StageTrainer(PartTrainer):
         self._last: Action | None = None
         """The last action of a step that adds to gradients here."""
         self._has_section = False
-        self._fitted = Section(0, 0)
+        self._fitted: Runs = ()
         """What buckets and trees are for."""
         self._old: dict[int, BlockState] = {}
         """Blocks of the world before, of the same step."""
@@ -148,23 +148,28 @@ class StageTrainer(PartTrainer):
     def _take_passes(self, passes: Passes) -> None:
         """Pass what `passes` says; done before is what this member keeps."""
         if passes is not self._passes:
-            self._passes, stage = passes, self._layout.find_stage(self._membership.me)
-            section = self._staged.section
-            part = StageBlocks(
-                stage,
-                self._staged.blocks[section.first : section.stop],
-                section.first,
-                recompute=self._recompute,
-            )
+            self._passes, blocks = passes, self._staged.blocks
+            parts = [
+                StageBlocks(stage, blocks[first:stop], first, recompute=self._recompute)
+                for stage, (first, stop) in self._list_stages()
+            ]
             assert self._group is not None
             schedule = Schedule(passes.orders, len(self._layout.sections), passes.cells)
             self._runner = Runner(
-                schedule, passes.cells.index(self._membership.me), [part], self._group,
+                schedule, passes.cells.index(self._membership.me), parts, self._group,
                 load=self._load, loss=self._loss, seed=self._seed,
                 trees=self._trees if self._exact else None, device=self._on,
             )  # fmt: skip
             self._runner.before = self._watch
         self._todo = list(passes.find_todo(self._membership.me, self._done))
+
+    def _list_stages(self) -> list[tuple[int, Section]]:
+        """Return the stages of this member, and the blocks of each."""
+        place, places = self._layout.find_place(self._membership.me), len(self._layout.copies)
+        return [(place + turn * places, run) for turn, run in enumerate(self._staged.runs)]
+
+    def _name_task(self, stage: int, micro_batch: int) -> int:
+        return stage // len(self._layout.copies) * self._count + micro_batch
 
     def _watch(self, action: Action) -> None:
         """Before an action: the last one sends gradients as they come."""
@@ -182,11 +187,18 @@ class StageTrainer(PartTrainer):
         runner, stage = self._runner, self._stage
         assert runner is not None
         assert stage is not None
-        todo, at = set(self._todo), self._layout.find_stage(self._membership.me)
-        adding = [a for a in runner.list_adding() if a.micro_batch in todo]
+        todo = set(self._todo)
+        adding = [
+            a for a in runner.list_adding() if self._name_task(a.stage, a.micro_batch) in todo
+        ]
         self._last = adding[-1] if adding else None
         self._armed = False
-        others = [(at, m) for m in runner.schedule.micro_batches if m not in todo]
+        others = [
+            (stage, m)
+            for stage, _ in self._list_stages()
+            for m in runner.schedule.micro_batches
+            if self._name_task(stage, m) not in todo
+        ]
         runner.run(self._applied, self._membership.overtaken, counted=others)
         self._take_done(runner)
         if not others and torch.device(self._on).type == "cpu":  # Others tell no end of an action.
@@ -209,23 +221,23 @@ class StageTrainer(PartTrainer):
     def _reduce_trees(self, stage: Group) -> None:
         passes, me = self._passes, self._membership.me
         assert passes is not None
-        owner = passes.counted[self._layout.find_stage(me)]
         views = self._buckets.list_views(self._applied)
-        for block, tree in self._trees.items():
-            out = [views[p] for p in self._staged.trained([block])]
-            if out:
-                tree.reduce(stage, owner, me, out)
-                torch._foreach_mul_(out, 1.0 / self._count)
+        for number, run in self._list_stages():
+            for block in range(*run):
+                out = [views[p] for p in self._staged.trained([block])]
+                if out:
+                    self._trees[block].reduce(stage, passes.counted[number], me, out)
+                    torch._foreach_mul_(out, 1.0 / self._count)
 
     def _take_done(self, runner: Runner) -> None:
         """Note what the gradients contain."""
-        first, stop = self._staged.section
-        last = stop == len(self._staged.blocks)
-        for _, micro_batch in sorted(runner.done):
-            if micro_batch not in self._done:
-                self._done.append(micro_batch)
-                self._tally[first:stop, micro_batch] = 1.0
-                if last:
+        sections = self._layout.sections
+        for stage, micro_batch in sorted(runner.done):
+            task = self._name_task(stage, micro_batch)
+            if task not in self._done:
+                self._done.append(task)
+                self._tally[slice(*sections[stage]), micro_batch] = 1.0
+                if stage + 1 == len(sections):
                     self._tally[-2, micro_batch] = float(runner.losses[micro_batch])
 
     def _drop_unfinished(self) -> None:
@@ -238,9 +250,10 @@ class StageTrainer(PartTrainer):
         self._norms.zero_()
         if self._staged.clip_norm and stage.index == 0:
             views = self._buckets.list_views(self._applied)
-            before = len(self._staged.trained(range(self._staged.section.first)))
-            norms = find_norms([views[p] for p in self._staged.parameters])
-            self._norms[before : before + len(norms)] = norms
+            for first, stop in self._staged.runs:
+                before = len(self._staged.trained(range(first)))
+                norms = find_norms([views[p] for p in self._staged.trained(range(first, stop))])
+                self._norms[before : before + len(norms)] = norms
 
     def _send_tally(self, group: Group) -> None:
         total = self._sums[self._applied % 2]
@@ -270,13 +283,14 @@ class StageTrainer(PartTrainer):
         super()._forget()
         for tree in self._trees.values():
             tree.clear()
+        if self._runner is not None:  # Else what breaks at a boundary would keep the step before.
+            self._runner.done.clear()
 
     def _let_go(self) -> None:
         self._old.clear()
 
     def _tell_parts(self) -> tuple[StageSnapshot, Parts]:
-        me, section = self._membership.me, self._staged.section
-        named = StageSnapshot(self._applied, self._line, section, me)
+        named = StageSnapshot(self._applied, self._line, self._staged.runs, self._membership.me)
         return named, self._staged.split()[0]
 
     def _tell_plain(self) -> dict[str, Any]:
@@ -328,22 +342,23 @@ class StageTrainer(PartTrainer):
         self._roll_forward(plan.step, plan.holder, plan.forward, group)
         self._take_blocks(plan, group)
         self._steering.share(store, plan.plain.member)
-        number = plan.layout.find_stage(me)
+        number = plan.layout.find_place(me)
         copies, prefix = plan.layout.copies[number], open_prefix(f"stage/{number}", store)
         self._stage = Group(copies, me, prefix, self._device, overtaken)
         self._peers.enter(self._make_mirror({m: s.node for m, s in standings.items()}, store))
-        self._disk.enter(me == copies[0], number, len(plan.layout.sections))
+        self._disk.enter(me == copies[0], number, len(plan.layout.copies))
         self._steady = self._passes = None
         self._take_passes(plan.passes)
         if plan.step == 0:  # Nobody has trained anything yet.
-            self._load_checkpoint(group, number, len(plan.layout.sections))
+            self._load_checkpoint(group, number, len(plan.layout.copies))
         if plan.fresh and self._every:  # Else somebody may still be reading what it would replace.
             self._take_snapshot(members)  # To go back to, before there is a newer one.
         return plan
 
     def _describe(self, plan: Any) -> dict[str, Any]:
         shape, morphed = plan.layout.shape, plan.changed
-        held = {"section": tuple(self._staged.section), "micro_batches": self._count}
+        first, *more = (tuple(run) for run in self._staged.runs)
+        held = {"section": first, "more_sections": tuple(more), "micro_batches": self._count}
         moved = {"morphed": morphed, "moved_bytes": self._moved}
         return {"back": plan.back, "shape": shape, **held, **moved}
 
@@ -371,13 +386,12 @@ class StageTrainer(PartTrainer):
             self._disk.enter(self._layout.copies[number][0] == self._membership.me, number, count)
 
     def _stand(self) -> StageStanding:
-        section = self._staged.section
-        held = sorted({*range(*section), *self._old})
+        held = sorted({*self._staged.mine, *self._old})
         return StageStanding(
             node=find_node(),
             applied=FRESH if self._fresh else self._applied,
             line=self._line,
-            section=section if self._has_section else Section(0, 0),
+            runs=self._staged.runs if self._has_section else (),
             held=() if self._fresh else tuple(held),
             done=tuple(sorted(self._done)),
             ready=self._ready,
@@ -388,46 +402,46 @@ class StageTrainer(PartTrainer):
     def _tell_times(self) -> tuple[StageTimes, ...]:
         if not self._executed:
             return ()
-        me = self._membership.me
-        cut = (*self._staged.section, self._recompute)
-        return tuple(collect_times(str(me), {self._layout.find_stage(me): cut}, self._executed))
+        cuts = {stage: (*run, self._recompute) for stage, run in self._list_stages()}
+        return tuple(collect_times(str(self._membership.me), cuts, self._executed))
 
     def _take_blocks(self, plan: StageReformation, group: Group) -> None:
         """Have the blocks that the plan gives to this member, at the plan's step."""
         me, replica = self._membership.me, self._staged
-        mine = plan.layout.sections[plan.layout.find_stage(me)]
+        runs = plan.layout.runs[plan.layout.find_place(me)]
+        mine = set(list_blocks(runs))
         fresh = plan.fresh or self._fresh
         at_step = not fresh and (self._applied, self._line) == (plan.step, plan.line)
         first = plan.fresh and me == plan.plain.member
         held: dict[int, BlockState] = {}
         if at_step or first:
-            held = self._old | {b: replica.state_of(b) for b in range(*replica.section)}
+            held = self._old | {b: replica.state_of(b) for b in replica.mine}
         states, plain = self._bring(plan, group, held)
-        states |= {b: s for b, s in self._old.items() if at_step and b in range(*mine)}
-        if states or not self._has_section or mine != replica.section:
+        states |= {b: s for b, s in self._old.items() if at_step and b in mine}
+        if states or not self._has_section or runs != replica.runs:
             self._rebuilt = self._has_section
             self._feed.cut()
-            replica.adopt(mine, states, None if at_step or first else plain)
+            replica.adopt(runs, states, None if at_step or first else plain)
         if not at_step:
             self._begin_at(plan.step, plan.line, plain)
-        self._fit(mine)
-        self._feed.section = mine
+        self._fit(runs)
+        self._feed.runs = runs
         if me not in plan.kept:
             self._buckets.drop()
             self._forget()
-        self._old = {b: state for b, state in held.items() if b not in range(*mine)}
+        self._old = {b: state for b, state in held.items() if b not in mine}
         if plan.layout.sections != self._layout.sections:
             self._executed.clear()
         self._layout, self._fresh, self._has_section = plan.layout, False, True
         self._ready = NO_LINE
 
-    def _fit(self, section: Section) -> Buckets:
-        """Return the room for the gradients of the blocks of `section`, its own ones."""
-        if section != self._fitted:
+    def _fit(self, runs: Runs) -> Buckets:
+        """Return the room for the gradients of the blocks of `runs`, its own ones."""
+        if runs != self._fitted:
             self._buckets.close()
             self._buckets = Buckets(self._staged.parameters, self._bucket_bytes, sets=1)
-            self._trees = {b: GradientTree(self._count) for b in range(*section)}
-            self._fitted = section
+            self._trees = {b: GradientTree(self._count) for b in list_blocks(runs)}
+            self._fitted = runs
         return self._buckets
 
     def _bring(
@@ -464,11 +478,11 @@ class StageTrainer(PartTrainer):
                 raise Broken(error.message) from None
 
         def open_snapshot(owner: int, block: int | None = None) -> tuple[Parts, Any]:
-            """A member may have two of one step: of its section before a change, and after it."""
+            """A member may have two of one step: of its blocks before a change, and after it."""
             wanted = (plan.step, plan.line, owner)
             for one in there:
                 if (one.step, one.line, one.owner) == wanted and (
-                    block is None or one.section.first <= block < one.section.stop
+                    block is None or block in list_blocks(one.runs)
                 ):
                     return open_one(one)
             raise Broken(f"the snapshot of step {plan.step} by rank {owner} is gone")

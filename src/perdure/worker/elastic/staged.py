@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.stages import Section
+from perdure.plan.stages import Runs, Section, list_blocks
 from perdure.worker.elastic.replica import BufferGuard
 from perdure.worker.elastic.sharding import PARAMETER, Parts
 
@@ -22,7 +22,7 @@ BlockState = dict[str, dict[str, Any]]
 
 
 class StagedReplica:
-    """A list of blocks, of which this member has those of its section."""
+    """A list of blocks, of which this member has those of its sections."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class StagedReplica:
         self.clip_norm = clip_norm
         self._norm = 0.0
         """Of the gradients of all blocks: what the next update is clipped by."""
-        self.section = Section(0, len(self.blocks))
+        self.runs: Runs = (Section(0, len(self.blocks)),)
         self._make_optimizer, self._make_scheduler = optimizer, scheduler
         self._anchor = nn.Parameter(torch.zeros(1))
         """Has no gradient: a stage without parameters has settings and a schedule too."""
@@ -60,9 +60,14 @@ class StagedReplica:
         return sum(self.sizes)
 
     @property
+    def mine(self) -> list[int]:
+        """Return the numbers of this member's blocks."""
+        return list_blocks(self.runs)
+
+    @property
     def parameters(self) -> list[Tensor]:
         """Return what is trained of this member's blocks."""
-        return self.trained(range(*self.section))
+        return self.trained(self.mine)
 
     def trained(self, blocks: Iterable[int]) -> list[Tensor]:
         """Return the parameters of `blocks` that are trained."""
@@ -95,21 +100,22 @@ class StagedReplica:
     def state(self) -> dict[str, Any]:
         """Return all that a member with the same blocks has; tensors are not copied."""
         return {
-            "blocks": {b: self.state_of(b) for b in range(*self.section)},
+            "runs": [list(run) for run in self.runs],
+            "blocks": {b: self.state_of(b) for b in self.mine},
             "plain": self.plain(),
         }
 
     def adopt(
-        self, section: Section, states: Mapping[int, BlockState], plain: dict[str, Any] | None
+        self, runs: Runs, states: Mapping[int, BlockState], plain: dict[str, Any] | None
     ) -> None:
-        """Become `section`: blocks of `states` are taken, the others are there already.
+        """Become `runs`: blocks of `states` are taken, the others are there already.
 
         With `plain`, settings and schedule are taken too.
         """
         before = {} if plain is not None else self.plain()
         entries: dict[Tensor, Any] = {
             parameter: self.optimizer.state[parameter]
-            for block in range(*section)
+            for block in list_blocks(runs)
             for parameter in self.blocks[block].parameters()
             if parameter in self.optimizer.state
         }
@@ -122,12 +128,11 @@ class StagedReplica:
                 mine = {k: v for k, v in state[name].items() if k != PARAMETER}
                 if mine:
                     entries[parameter] = mine
-        for block in range(len(self.blocks)):
-            if not section.first <= block < section.stop:
-                for tensor in _list_tensors(self.blocks[block]).values():
-                    tensor.grad = None
-                    tensor.data = tensor.data.new_empty(0)
-        self.section = section
+        for block in set(range(len(self.blocks))) - set(list_blocks(runs)):
+            for tensor in _list_tensors(self.blocks[block]).values():
+                tensor.grad = None
+                tensor.data = tensor.data.new_empty(0)
+        self.runs = runs
         self._make()
         self._load_plain(plain if plain is not None else before)
         self.optimizer.state.update(entries)
@@ -146,14 +151,13 @@ class StagedReplica:
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers of its blocks, by which copies are compared."""
-        mine = self.blocks[self.section.first : self.section.stop]
-        return [t.detach() for block in mine for t in _list_tensors(block).values()]
+        return [t.detach() for b in self.mine for t in _list_tensors(self.blocks[b]).values()]
 
     def split(self) -> tuple[Parts, dict[str, Any]]:
         """Return its blocks' tensors, by names that no other block has, and their numbers."""
         parts: Parts = {}
         numbers: dict[str, Any] = {}
-        for block in range(*self.section):
+        for block in self.mine:
             for name, values in self.state_of(block).items():
                 full = f"{block}.{name}"
                 parts[full] = {k: v for k, v in values.items() if isinstance(v, Tensor)}
