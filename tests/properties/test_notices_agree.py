@@ -19,6 +19,10 @@ from perdure.model.events import (
     PreemptionWithdrawn,
     TimerFired,
 )
+from perdure.model.steering import Pace
+
+STEP_S = 0.1
+"""More than what any step takes in turns of 0.01 s."""
 
 
 class Spot(Cluster):
@@ -66,7 +70,8 @@ class Spot(Cluster):
         """Fire timers, take machines away, and give others in their place."""
         due_s = self.machine.next_deadline()
         if due_s is not None and due_s <= self.now:
-            self.do(TimerFired())
+            pace = Pace(generation=self.generation, step=0, at_s=self.now, step_s=STEP_S)
+            self.do(TimerFired(pace=pace))
         for node, gone_s in sorted(self.gone.items()):
             if self.now >= gone_s:
                 self.take_away(node)

@@ -35,6 +35,8 @@ _LATE_S_MAX = 10.0
 """Where nobody can stand in, the last save begins so long before the end."""
 _EARLIER_S = 0.5
 """A deadline that has come nearer by less is the same one."""
+_STEPS = 2.0
+"""Members agree on the step that they leave at, and come to it, within so many."""
 
 
 def take_notice(
@@ -64,8 +66,9 @@ def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> None:
         at_s=event.at_s if known is None else known.at_s,
         gone_s=gone_s,
         boot_id=there.boot_id if there is not None else "",
+        waits=event.waits,
     )
-    if event.certain and _opens(state, state.notices[key]) <= now:
+    if event.certain and gone_s - state.the_spec().preemption.lead_s <= now:
         state.going.add(event.node)  # From this moment on, and not from the decision on.
     _plan(state, now)
 
@@ -152,7 +155,34 @@ def _opens(state: ControllerState, notice: OpenNotice) -> float:
     """Return when a notice is acted upon at the earliest: a far one leaves time to train."""
     if not notice.certain:
         return notice.at_s
-    return max(notice.at_s, notice.gone_s - state.the_spec().preemption.lead_s)
+    return max(notice.at_s, notice.gone_s - _find_lead_s(state, notice))
+
+
+def _find_lead_s(state: ControllerState, notice: OpenNotice) -> float:
+    """Return how long before its end a node's leaving begins."""
+    config, pace = state.the_spec().preemption, state.steering.pace
+    if pace is None or not _serves_to_the_end(state, [notice]):
+        return config.lead_s
+    return min(config.lead_s, _find_reserve_s(state) + _STEPS * pace.step_s)
+
+
+def _find_reserve_s(state: ControllerState) -> float:
+    return state.the_spec().preemption.reserve_s + 2 * state.elastic.slowest_s
+
+
+def _serves_to_the_end(state: ControllerState, notices: list[OpenNotice]) -> bool:
+    """Return whether noticed nodes are of use for as long as they are there.
+
+    An elastic world that becomes smaller without them has nothing of leaving them early, and being
+    late costs it no more than a loss without notice. Where spares stand in, where nobody is left
+    and the state has to be saved, or where somebody waits for the nodes, they are left at once.
+    """
+    if not is_elastic(state) or any(n.waits for n in notices):
+        return False
+    nodes = {n.node for n in notices}
+    noticed = {n.node for n in state.notices.values() if n.certain} | nodes
+    spared = len(find_spares(state, beside=noticed)) >= len(find_leavers(state, nodes))
+    return not spared and set(find_living(state)) > set(find_leavers(state, noticed))
 
 
 def _plan(state: ControllerState, now: float) -> None:
@@ -203,6 +233,7 @@ def _begin_move(
     certain, gone_s = notices[0].certain, min(n.gone_s for n in notices)
     left_s = max(0.0, gone_s - now)
     deadline_s = gone_s - min(_MARGIN_S_MAX, _MARGIN * left_s)
+    serves = _serves_to_the_end(state, notices)
     id_ = f"preemption-{'-'.join(map(str, nodes))}"
     state.going |= set(nodes)
     state.moves[id_] = OpenMove(
@@ -217,6 +248,7 @@ def _begin_move(
         force=certain,
         wait=True,
         late_s=gone_s - min(_LATE_S_MAX, _LATE * left_s) if certain else None,
+        until_s=gone_s - _find_reserve_s(state) if certain and serves else 0.0,
     )
     return [NoteDraining(node=node, reason=why) for node in nodes]
 

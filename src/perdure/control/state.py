@@ -92,6 +92,9 @@ class OpenMove:
     """A checkpoint was agreed upon meanwhile."""
     late_s: float | None = None
     """When to save once more, should nobody stand in until then: just before the end."""
+    until_s: float = 0.0
+    """In an elastic world: the nodes are of use until then; their members leave at the last step
+    that ends before."""
     stage: Literal["waiting", "agreeing", "held", "moved"] = "waiting"
     """For a spare node or a world that trains; for the ranks' agreement; for the checkpoint, which
     held ranks wait for; for the world without these nodes."""
@@ -129,6 +132,8 @@ class OpenNotice:
     """When it goes away; of a mere risk, when it was told."""
     boot_id: str = ""
     """Of the machine that it is about: another one in its place is not."""
+    waits: bool = False
+    """Whoever takes it waits until it is left."""
     acted: bool = False
     """What to do about it was decided."""
 

@@ -221,6 +221,9 @@ class PreemptionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """The grace of a notice that does not say its own."""
     lead_s: Seconds = 60.0
     """The node is left no earlier than this long before it goes away."""
+    reserve_s: Seconds = 1.0
+    """An elastic world that no spares fill up leaves the node at the last step that ends this long,
+    and twice what its slowest change took, before the node goes away."""
     coalesce_s: Annotated[float, Meta(ge=0)] = 0.25
     """Notices within this time, or a tenth of the shortest grace, are acted upon as one."""
     rebalance: Literal["report", "checkpoint", "drain"] = "drain"

@@ -17,6 +17,8 @@ class Announced(msgspec.Struct, frozen=True, kw_only=True):
     """How long after the first sight of it, where `gone_s` is None; None: as configured."""
     certain: bool = True
     """False: a higher risk, and no more."""
+    waits: bool = False
+    """The machine goes away sooner where it is left sooner: whoever takes it waits for that."""
 
 
 class PreemptionNoticed(Event, frozen=True, kw_only=True):
@@ -34,6 +36,8 @@ class PreemptionNoticed(Event, frozen=True, kw_only=True):
     """In the platform's words, such as `spot terminate`."""
     certain: bool = True
     """False: it is only at a higher risk than others (a rebalance recommendation)."""
+    waits: bool = False
+    """Whoever takes the machine waits until it is left, so that it is left at once."""
 
 
 class PreemptionWithdrawn(Event, frozen=True, kw_only=True):

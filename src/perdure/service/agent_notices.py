@@ -109,7 +109,7 @@ class NoticeWatch:
         """Take a signal that is a notice."""
         now, grace_s = self._now(), self._config.signals.get(signal, self._config.grace_s)  # type: ignore[call-overload]
         self.warned = True
-        one = Announced(id=signal, reason=f"the agent got {signal}")
+        one = Announced(id=signal, reason=f"the agent got {signal}", waits=True)
         self._notice(signal, one, now, now + grace_s)
 
     async def acknowledge(self, is_left: Callable[[], bool]) -> None:
@@ -149,6 +149,7 @@ class NoticeWatch:
                 id=one.id,
                 reason=one.reason,
                 certain=one.certain,
+                waits=one.waits or self._config.acknowledge,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_elastic_leaving import find, promise, reach, train
 from tests.unit.control.test_elastic_spares import Lab, order_of, started
@@ -31,6 +32,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.progress import RankAccount
+from perdure.model.steering import Pace
 
 
 def start(**spec: Any) -> Driver:
@@ -256,6 +258,56 @@ def test_elastic_members_leave_at_a_step() -> None:
     assert find(actions, CordonNode).node == 1
     for rank in (2, 3):
         assert started(lab.leave(rank)) == {}
+
+
+def fire(lab: Lab) -> list[AnyAction]:
+    """Let the next deadline come, with what heartbeats say of a job of half a second a step."""
+    due_s = lab.machine.next_deadline()
+    assert due_s is not None
+    lab.now = max(lab.now, due_s)
+    pace = Pace(generation=lab.machine.state.generation, step=5, at_s=lab.now, step_s=0.5)
+    return lab.say(TimerFired(pace=pace))
+
+
+def fire_until_asked(lab: Lab, before_s: float) -> SendBoundary:
+    """Let deadlines come until the members are asked to leave; it has to be before `before_s`."""
+    while lab.now < before_s:
+        sent = [a for a in fire(lab) if isinstance(a, SendBoundary)]
+        if sent:
+            return sent[0]
+    raise AssertionError(f"nobody was asked by {before_s}")
+
+
+def test_elastic_members_train_as_long_as_is_safe() -> None:
+    lab = train()
+    gone_s = lab.now + 30.0
+    lab.say(PreemptionNoticed(node=1, at_s=lab.now, grace_s=30.0, source="aws", id="a"))
+    sent = fire_until_asked(lab, gone_s)
+    assert sent.leaves == (2, 3)
+    assert gone_s - 2.5 < lab.now < gone_s - 1.0, "a second in reserve, and two steps"
+    ends_s = lab.now + (sent.step - 5) * 0.5  # Step 5 was applied just then.
+    assert gone_s - 1.6 < ends_s < gone_s - 0.9, "at the last step before the reserve"
+
+
+@pytest.mark.parametrize("why", ["a spare stands in", "somebody waits"])
+def test_elastic_members_that_are_of_no_use_any_more_leave_at_once(why: str) -> None:
+    lab = train(nproc=1, nodes=3, spares=1)
+    if why == "a spare stands in":
+        lab.ready(3)
+    began_s = lab.now
+    known = {"source": "SIGTERM", "id": "a", "waits": why == "somebody waits"}
+    lab.say(PreemptionNoticed(node=1, at_s=lab.now, grace_s=30.0, **known))
+    assert fire_until_asked(lab, began_s + 30.0).kind == "drain"
+    assert lab.now < began_s + 1.0
+
+
+def test_where_all_are_noticed_the_state_is_saved_at_once() -> None:
+    lab = train()
+    began_s = lab.now
+    for node in (0, 1):
+        lab.say(PreemptionNoticed(node=node, at_s=lab.now, grace_s=30.0, source="aws", id="a"))
+    assert fire_until_asked(lab, began_s + 30.0).kind == "checkpoint"
+    assert lab.now < began_s + 1.0
 
 
 def test_elastic_members_that_have_no_time_are_left_out() -> None:

@@ -100,6 +100,7 @@ class KubernetesNode:
                 reason=known[taint.key],
                 grace_s=self._grace_s,
                 certain=taint.key in _GOING,
+                waits=True,
             )
             for taint in taints
             if taint.key in known

@@ -68,7 +68,11 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
     if not ready or boundary is not None or state.elastic.order is not None:
         return []
     move.stage, move.ranks, move.generation = "agreeing", leavers, state.generation
-    return open_boundary(state, now, "drain", reason=move.why, command=move.id, leaves=leavers)
+    pace = state.steering.pace
+    return open_boundary(
+        state, now, "drain", reason=move.why, command=move.id, leaves=leavers,
+        not_before=int(pace.find_step(move.until_s)) if pace is not None else 0,
+    )  # fmt: skip
 
 
 def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:

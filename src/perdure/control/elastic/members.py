@@ -39,14 +39,16 @@ def have_state(state: ControllerState, ranks: Collection[int]) -> bool:
     return not (state.elastic.formed | set(state.world)).isdisjoint(ranks)
 
 
-def find_spares(state: ControllerState, far_from: Collection[int] = ()) -> list[int]:
+def find_spares(
+    state: ControllerState, far_from: Collection[int] = (), beside: Collection[int] = ()
+) -> list[int]:
     """Return who is ready and not a member, in the order in which they are called upon.
 
-    First those on nodes other than `far_from`, where somebody was just lost.
+    First those on nodes other than `far_from`, where somebody was just lost; none on `beside`.
     """
     elastic, world = state.elastic, set(state.world)
     gone = elastic.lost | set(state.exits) | set(elastic.members) | world
-    away = {*state.cordoned, *state.leaving}
+    away = {*state.cordoned, *state.leaving, *beside}
     ready = [m for m in elastic.ready if m not in gone and find_home(state, m) not in away]
     return sorted(ready, key=lambda m: (find_home(state, m) in far_from, m))
 

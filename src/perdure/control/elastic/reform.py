@@ -99,6 +99,9 @@ def note_world(
             return [order_world(state, now, f"rank {event.rank} has finished")]
         return []
     elastic.formed.add(event.rank)
+    if event.epoch:  # The first waits for processes to start, which no later one does.
+        took_s = event.formed_s - max(event.began_s, event.ordered_s)
+        elastic.slowest_s = max(elastic.slowest_s, took_s)
     if event.epoch == elastic.epoch:
         elastic.answered.add(event.rank)
         if event.step > elastic.step >= 0:

@@ -35,6 +35,8 @@ class ElasticState:
     """Steps applied when the newest epoch was formed."""
     reforms: int = 0
     """Worlds formed in place so far."""
+    slowest_s: float = 0.0
+    """What connecting, and bringing states together, took a member at most after the first."""
     given_up: str = ""
     """Why this generation is not formed again in place any more."""
     extra: list[int] = field(default_factory=list)
