@@ -134,6 +134,28 @@ async def test_nats_reconnects_to_a_killed_server(server: Server) -> None:
     await bus.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nats-py's writers
+async def test_nats_tells_a_server_with_other_logins_from_none(server: Server) -> None:
+    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    for token, refused in (("another", True), ("s3cr3t", False)):
+        server.kill()
+        server.files.token = token
+        server.start()
+        async with asyncio.timeout(20):
+            while (bus.refused, bus.connected) != (refused, not refused):
+                await asyncio.sleep(0.01)
+    await bus.serve("a.b", lambda data, reply: None)
+    with pytest.raises(RequestError, match="no answer"):  # It is connected to the end.
+        await bus.request("a.b", b"?", timeout_s=0.2)
+    server.kill()
+    async with asyncio.timeout(20):
+        while bus.connected:
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)
+    assert not bus.refused, "nobody is there"
+    await bus.close()
+
+
 async def test_nats_wants_the_token(server: Server) -> None:
     url = server.start().url
     with pytest.raises(PlatformError, match="refuses the credentials: Authorization Violation"):

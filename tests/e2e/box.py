@@ -192,9 +192,9 @@ class Laptop:
         assert done.returncode == code, f"{args}: {done.returncode}\n{done.stdout}{done.stderr}"
         return done
 
-    def ssh(self, script: str, stdin: str = "") -> str:
-        """Return the output of a script on the (first) box, run without perdure."""
-        words = ["ssh", "-F", str(self.ssh_config), self.box.name, script]
+    def ssh(self, script: str, stdin: str = "", box: Box | None = None) -> str:
+        """Return the output of a script on a box (the first one), run without perdure."""
+        words = ["ssh", "-F", str(self.ssh_config), (box or self.box).name, script]
         return subprocess.run(
             words, input=stdin, capture_output=True, text=True, timeout=60, check=True
         ).stdout

@@ -63,7 +63,7 @@ project = "project"
 class Boxes:
     """A laptop with two boxes; `cut` takes one's link away."""
 
-    def __init__(self, lab: Lab, folder: Path) -> None:
+    def __init__(self, lab: Lab, folder: Path, **profile: Any) -> None:
         self.lab = lab
         self.boxes = []
         for node in range(2):
@@ -72,7 +72,7 @@ class Boxes:
             self.boxes.append(box)
             box.start(boot_id=str(uuid.uuid4()))
         (folder / "laptop").mkdir()
-        self.laptop = Laptop(folder / "laptop", self.boxes[0], others=self.boxes[1:])
+        self.laptop = Laptop(folder / "laptop", self.boxes[0], others=self.boxes[1:], **profile)
 
     def set_link(self, node: int, state: str) -> None:
         sh("ip", "link", "set", self.lab.port(node), state)
@@ -94,9 +94,9 @@ class Boxes:
 
 
 @pytest.fixture
-def boxes(tmp_path: Path) -> Iterator[Boxes]:
+def boxes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Boxes]:
     with Lab(2) as lab:
-        made = Boxes(lab, tmp_path)
+        made = Boxes(lab, tmp_path, **getattr(request, "param", {}))
         try:
             yield made
         finally:
@@ -153,6 +153,43 @@ def test_a_box_lost_whole_comes_back_and_no_loss_differs(boxes: Boxes, shared: P
     for host in ("box1", "box2"):
         assert Path(f"{laptop.stopped}-exact-{host}").exists()
     assert read_json(laptop.home / "launches" / "exact.json")["torn_down_s"] > 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(shutil.which("cron") is None, reason="no cron")
+@pytest.mark.parametrize("boxes", [{"relaunch": "cron"}], indirect=True)
+def test_the_first_box_and_then_all_reboot_and_nobody_does_anything(
+    boxes: Boxes, shared: Path
+) -> None:
+    laptop, (first, second) = boxes.laptop, boxes.boxes
+    boxes.write_job(EXACT.replace("@shared@", str(shared)), "train_exact.py")
+    for box in boxes.boxes:
+        laptop.ssh("crontab -", stdin=f"HOME={box.home}\n", box=box)  # cron's own is /root.
+        laptop.ssh("cron", box=box)
+    laptop.cli("launch", "job.toml", "--on", "box")
+    laptop.wait_step("exact", 12)
+
+    first.reboot()
+    laptop.ssh("cron", box=first)
+    laptop.wait_step("exact", 25)
+    launch = second.home / "perdure" / "exact+box2" / "launch"
+    assert read_json(launch / "start.json")["attempt"] == 1, "it was there all the time"
+    assert "exact was started anew" in (launch / "run.out").read_text()
+
+    for box in boxes.boxes:
+        box.power_off()
+    for box in reversed(boxes.boxes):  # Who comes up first waits for the job's own machine.
+        box.start(boot_id=str(uuid.uuid4()))
+        laptop.ssh("cron", box=box)
+    laptop.wait_step("exact", 40)
+    laptop.cli("attach", "exact")
+
+    (laptop.folder / "killed").mkdir()
+    for node in range(2):
+        trail = boxes.find_trail(node, "exact", node)
+        shutil.copy(trail, laptop.folder / "killed" / trail.name)
+    laptop.train_reference(STEPS)
+    check_equal(laptop.folder, STEPS, 2)
 
 
 @pytest.mark.timeout(600)

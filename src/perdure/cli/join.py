@@ -55,7 +55,7 @@ def join(
         str | None, typer.Option("--cwd", help="Where the script runs, if it is elsewhere here.")
     ] = None,
     wait_s: Annotated[
-        float, typer.Option("--wait", min=0, help="For a place to become free, in seconds.")
+        float, typer.Option("--wait", min=0, help="For the job and a free place, in seconds.")
     ] = 0.0,
     as_json: Json = False,
 ) -> None:

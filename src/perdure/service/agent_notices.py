@@ -37,6 +37,12 @@ class OrphanedError(PlatformError):
     exit_code = os.EX_TEMPFAIL
 
 
+class StartedAnewError(OrphanedError):
+    """The job was started anew: who joined the run before may ask for a place in this one."""
+
+    exit_code = os.EX_PROTOCOL
+
+
 @dataclass(slots=True)
 class _Known:
     """What one source has announced."""
@@ -164,12 +170,15 @@ async def wait_to_leave(
     """Return when a machine from elsewhere is to be left, and as what error if it is one.
 
     That is once nothing runs here after a signal to leave, or when the bus has been away for
-    `orphan_s`.
+    `orphan_s`; at once where a server does not take this agent's login any more: the job was
+    started anew, and who still runs for the run before is in the way.
     """
     idle, away, look_s = 0, 0, 0.1
     while idle * look_s < _IDLE_S:
         await pause(look_s)
         idle = idle + 1 if watch.warned and is_idle() else 0
+        if bus.refused:
+            return StartedAnewError("the job was started anew", hint="perdure join again")
         away = 0 if bus.connected else away + 1
         if away * look_s >= orphan_s:
             return OrphanedError(

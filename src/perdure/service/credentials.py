@@ -32,6 +32,7 @@ from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
 from perdure.model.wire import Endpoint
+from perdure.service.door import keep_door
 from perdure.service.jobfiles import write_atomic, write_document
 from perdure.service.placement import LOOPBACK, Placement
 
@@ -61,6 +62,9 @@ def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[N
     count = spec.bus.replicas
     first = make_server(spec, paths, placement.bind)
     if count == 1:
+        if placement.door:
+            made = not (is_loopback(first.host) or spec.nats.tls_cert)
+            keep_door(first, placement.door, certificate=made)
         return [first]
     hosts = placement.addresses[:count] or (placement.bind,) * count
     ports = [pick_free_port(LOOPBACK) for _ in range(2 * count)]
@@ -118,7 +122,7 @@ def set_certificate(server: NatsServer, config: NatsConfig) -> None:
     if config.tls_cert:
         read_pem(config.tls_cert)
         server.certificate = (config.tls_cert, config.tls_key)
-    elif not is_loopback(server.host):
+    elif server.certificate is None and not is_loopback(server.host):
         server.certificate = make_certificate(server.folder, server.host)
 
 

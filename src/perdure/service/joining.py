@@ -40,7 +40,7 @@ from perdure.model.wire import (
     JoinRequest,
     subject_joins,
 )
-from perdure.service.agent_notices import OrphanedError
+from perdure.service.agent_notices import OrphanedError, StartedAnewError
 from perdure.service.jobfiles import (
     JobLock,
     load_endpoint,
@@ -112,13 +112,17 @@ def read_invitation(data: bytes) -> Invitation:
 async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:
     """Return the place that the controller gives this machine, asking for up to `wait_s`.
 
+    The server may come up meanwhile: the job's own machine may have just started as well.
+
     Raises:
         PlatformError: the server cannot be reached, or the controller does not answer.
         SafetyError: there is no place.
     """
     deadline = time.monotonic() + wait_s
     bus = await NatsBus.connect(
-        invitation.endpoint, name=f"perdure join {invitation.job}", timeout_s=_CONNECT_S
+        invitation.endpoint,
+        name=f"perdure join {invitation.job}",
+        timeout_s=max(_CONNECT_S, wait_s),
     )
     try:
         while True:
@@ -156,6 +160,8 @@ def join(
 ) -> int:
     """Be a node of a job until the job ends or the node is left; return an exit code.
 
+    Where the job is started anew meanwhile, and still takes the invitation, be one of it again.
+
     Raises:
         SafetyError: there is no place.
         ConfigError: this PERDURE_HOME runs the job itself.
@@ -165,12 +171,17 @@ def join(
     paths = paths_of(home, job)
     lock = JobLock(paths)
     try:
-        end_family(job, home, spare=frozenset(find_descendants(os.getpid())))
-        admission = asyncio.run(ask_place(invitation, _find_machine(paths), wait_s=wait_s))
-        on_line(f"this machine is node {admission.node} of {job}")
-        _write_files(paths, admission, grace_s, cwd)
         set_subreaper()
-        return _Joined(admission, home, paths, address, grace_s, on_line).run()
+        while True:
+            end_family(job, home, spare=frozenset(find_descendants(os.getpid())))
+            admission = asyncio.run(ask_place(invitation, _find_machine(paths), wait_s=wait_s))
+            on_line(f"this machine is node {admission.node} of {job}")
+            _write_files(paths, admission, grace_s, cwd)
+            code = _Joined(admission, home, paths, address, grace_s, on_line).run()
+            if code is not None:
+                return code
+            end_family(job, home, spare=frozenset())
+            on_line(f"{job} was started anew: asking for a place again")
     finally:
         end_family(job, home, spare=frozenset())
         remove_folders(paths)
@@ -231,10 +242,20 @@ class _Joined:
         self._signals: list[signal.Signals] = []
         self._agent: Child | None = None
 
-    def run(self) -> int:
-        """Keep the agent up until it leaves."""
-        for number in _SIGNALS:
-            signal.signal(number, lambda number, _: self._signals.append(signal.Signals(number)))
+    def run(self) -> int | None:
+        """Keep the agent up until it leaves; return None where the job was started anew."""
+
+        def note(number: int, _: object) -> None:
+            self._signals.append(signal.Signals(number))
+
+        before = {number: signal.signal(number, note) for number in _SIGNALS}
+        try:
+            return self._watch()
+        finally:  # Nothing of the job runs while a place is asked for: a signal just ends it.
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int | None:
         taken, restarts, warned_s = 0, 0, None
         self._agent = self._start()
         while True:
@@ -243,6 +264,8 @@ class _Joined:
             if status == 0:
                 self._on_line("the agent has left: the job has ended, or this node was left")
                 return 0
+            if status == StartedAnewError.exit_code:
+                return 0 if self._signals else None
             if status == OrphanedError.exit_code:
                 raise PlatformError(
                     f"the machine of {self._spec.name} was not reached for "

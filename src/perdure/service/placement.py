@@ -10,6 +10,7 @@ reach is refused.
 
 import ipaddress
 import json
+import os
 from collections.abc import Mapping
 
 import msgspec
@@ -31,6 +32,9 @@ class Placement(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     """Put before the command line of an agent; `{node}` becomes its number."""
     interface: str = ""
     """Name of the interface that carries collectives on every node (GLOO_SOCKET_IFNAME)."""
+    door: str = ""
+    """File, beside this one, in which the server's port, certificate and `joiner`'s password are
+    kept over the job's runs (`service/door.py`); empty: each run has its own."""
     network_faults: bool = False
     """Whether `perdure inject` may change queues and interfaces inside the nodes: only where
     each of them has a network namespace of its own."""
@@ -79,6 +83,9 @@ def load_placement(path: str, nodes: int) -> Placement:
                 f"--placement {path}: strangers may reach {address}; collectives have no TLS",
                 hint=_CLOSED,
             )
+    if placement.door:
+        door = os.path.join(os.path.dirname(os.path.abspath(path)), placement.door)
+        placement = msgspec.structs.replace(placement, door=door)
     if placement.network_faults and not (placement.interface and placement.addresses):
         raise ConfigError(f"--placement {path}: network_faults need interface and addresses")
     return placement

@@ -31,6 +31,11 @@ class Bus(Protocol):
         ...
 
     @property
+    def refused(self) -> bool:
+        """Whether the connection is lost and a server does not take this login any more."""
+        ...
+
+    @property
     def reconnects(self) -> int:
         """How many times the connection was lost and came back."""
         ...
@@ -121,6 +126,8 @@ class FakeServer:
     """What several `FakeBus` are connected to; `down` plays an outage."""
 
     down: bool = False
+    refuses: bool = False
+    """While it is down another one is there, which takes nobody's login."""
     listeners: dict[str, list[tuple["FakeBus", OnMessage]]] = field(default_factory=dict)
     servers: dict[str, tuple["FakeBus", OnRequest]] = field(default_factory=dict)
 
@@ -139,6 +146,11 @@ class FakeBus:
     def connected(self) -> bool:
         """Whether the server is up."""
         return not (self.server.down or self._closed)
+
+    @property
+    def refused(self) -> bool:
+        """Whether another server is there."""
+        return self.server.down and self.server.refuses
 
     async def publish(self, subject: str, data: bytes) -> None:
         """Send to every listener on the next turn of the loop."""

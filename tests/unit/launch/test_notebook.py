@@ -170,6 +170,21 @@ def test_kaggle_goes_on_from_what_the_version_before_left(
     assert kaggle.status()["checkpoint"] == 200
 
 
+def test_a_copy_that_broke_off_is_begun_again_and_never_taken_for_whole(kaggle: Service) -> None:
+    source, coming = kaggle.root / "input" / "perdure-gpt" / "gpt", kaggle.root / "durable"
+    make_checkpoint(source, 100)
+    make_checkpoint(coming / "gpt.coming", 50)  # A kernel was killed in the middle.
+    (source / "checkpoints" / "lost").symlink_to("nowhere")
+    kaggle.run("durable")
+    assert kaggle.status()["state"] == "refused"
+    assert not (kaggle.durable / "checkpoints").exists()
+    assert not (coming / "gpt.coming").exists(), "what was half copied would be part of the output"
+
+    (source / "checkpoints" / "lost").unlink()
+    kaggle.run("durable")
+    assert [p.name for p in (kaggle.durable / "checkpoints").iterdir()] == ["step-00000100"]
+
+
 def test_a_wrong_accelerator_ends_a_kaggle_session_and_keeps_what_was_carried_over(
     kaggle: Service, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -71,6 +71,8 @@ class NatsBus:
         """The newest permission or login that the server refused."""
         self._error: Exception | None = None
         """The newest that nats-py has met."""
+        self._turned_away = False
+        """The login was refused since the connection was lost."""
         self._options: dict[str, Any] = {}
         self._subscriptions: list[tuple[str, Callable[[Msg], Awaitable[None]]]] = []
         self._reconnects = 0
@@ -147,11 +149,13 @@ class NatsBus:
         text = str(error).removeprefix("nats: ").strip("'")
         if text or self._error is None:
             self._error = error
+        self._turned_away |= "authorization violation" in text.lower()
         if "violation" in text.lower() and text != self._refusal:
             self._refusal = text
             log.error("refused by the NATS server: %s", text)
 
     async def _lose(self) -> None:
+        self._turned_away = False
         self._lost.set()
         self._lost = asyncio.Event()
 
@@ -216,6 +220,11 @@ class NatsBus:
     def connected(self) -> bool:
         """Whether the server can be reached at this moment."""
         return self.client.is_connected
+
+    @property
+    def refused(self) -> bool:
+        """Whether the connection is lost and a server does not take this login any more."""
+        return self._turned_away and not self.connected
 
     @property
     def reconnects(self) -> int:

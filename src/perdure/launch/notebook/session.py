@@ -152,7 +152,11 @@ class Session:
         self.mount()
 
     def carry(self) -> str:
-        """Copy what the newest version left (below /kaggle/input) to where this one writes."""
+        """Copy what the newest version left (below /kaggle/input) to where this one writes.
+
+        It is there under its name only when it is there whole, checkpoints and all: a copy that
+        broke off (the kernel died, the disk was full) is begun again.
+        """
         found = []
         for above in ("*", "*/*", "*/*/*"):
             pattern = os.path.join(self.settings["input_dir"], above, self.job, "checkpoints")
@@ -162,8 +166,16 @@ class Session:
         if not found:
             return ""
         source = max(found)[1]
-        if not os.path.exists(self.durable):  # Else these cells ran before in this very session.
-            shutil.copytree(source, self.durable, dirs_exist_ok=True)
+        # Where there are checkpoints, these cells ran before in this very session.
+        if not os.path.exists(os.path.join(self.durable, "checkpoints")):
+            coming = f"{self.durable}.coming"
+            shutil.rmtree(coming, ignore_errors=True)
+            try:
+                shutil.copytree(source, coming)
+                shutil.rmtree(self.durable, ignore_errors=True)  # The status of a failed attempt.
+                os.rename(coming, self.durable)
+            finally:
+                shutil.rmtree(coming, ignore_errors=True)
         return f"carried over from {source}; "
 
     def list_checkpoints(self) -> list[str]:

@@ -26,7 +26,7 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh import box, door
 from perdure.launch.ssh.ask import ask_state, in_job
-from perdure.launch.ssh.render import INVITATION, NETWORK
+from perdure.launch.ssh.render import DOOR, INVITATION, NETWORK
 from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import BoxState, LaunchRecord, Plan
@@ -173,10 +173,12 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     return msgspec.structs.replace(record, others=tuple(others))
 
 
-def _find_state(plan: Plan) -> BoxState:
+def _find_state(plan: Plan, command: str = "state") -> BoxState:
     """Return how a box's part of the job is; also where nothing was ever sent to it."""
     state: BoxState = Channel(plan.profile.launch).query(
-        f'python3 - state "{plan.place}/launch"', BoxState, stdin=Path(box.__file__).read_bytes()
+        f'python3 - {command} "{plan.place}/launch"',
+        BoxState,
+        stdin=Path(box.__file__).read_bytes(),
     )
     return state
 
@@ -186,17 +188,17 @@ def _end_leftovers(plans: Sequence[Plan], here: Here) -> None:
     for plan in plans:
         host = plan.profile.launch.host
         here.tell(f"{host}: ending what is left of the run before")
-        channel = Channel(plan.profile.launch)
-        channel.query(
-            f'python3 - end "{plan.place}/launch"',
-            BoxState,
-            stdin=Path(box.__file__).read_bytes(),
-        )
-        deadline = time.monotonic() + _END_S
-        while not _find_state(plan).over:
-            if time.monotonic() > deadline:
-                raise PlatformError(f"{host}: what is left of the run before does not end")
-            time.sleep(0.3)
+        _end(plan)
+
+
+def _end(plan: Plan) -> None:
+    """End a further box's part; told a second time, `perdure join` leaves at once."""
+    deadline = time.monotonic() + _END_S
+    while not _find_state(plan, "end").over:
+        if time.monotonic() > deadline:
+            host = plan.profile.launch.host
+            raise PlatformError(f"{host}: what is left of the run before does not end")
+        time.sleep(1.0)
 
 
 def _write_network(plan: Plan, network: Network) -> None:
@@ -209,7 +211,8 @@ def _write_network(plan: Plan, network: Network) -> None:
     lines = [f"export {name}={shlex.quote(value)}\n" for name, value in values.items() if value]
     _write(plan, NETWORK, "".join(lines))
     if plan.others:
-        placement = {"bind": network.address, "addresses": [network.address]}
+        address = network.address
+        placement = {"bind": address, "addresses": [address], "door": DOOR}
         _write(plan, "placement.json", msgspec.json.encode(placement).decode() + "\n")
 
 
@@ -263,6 +266,7 @@ def _let_join(plan: Plan, record: LaunchRecord, invitation: bytes, here: Here) -
             here.tell(f"{channel.name} is node {place[1]} of {plan.job}")
             return msgspec.structs.replace(record, boot_id=state.boot_id)
         if time.monotonic() > deadline or ask_state(channel, record).over:
+            _end(plan)  # Else it asks on for a place, and is in the way of the next launch.
             last = (said.strip().splitlines() or ["it wrote nothing"])[-1]
             raise PlatformError(
                 f"{channel.name} has not joined: {last}",

@@ -23,8 +23,8 @@ NETWORK = "network.sh"
 """What is a box's own among several: its address and interface. Found at the launch."""
 INVITATION = "credentials/invitation.json"
 """Below a further box's `launch`: how it joins. It holds a secret, and is not pulled."""
-JOIN_WAIT_S = 60
-"""A place may still be taken by the process that had it before."""
+DOOR = "credentials/door.json"
+"""Below the first box's `launch`: what lets invitations outlive its reboot. Secret, not pulled."""
 
 _WAYS = {
     "tmux": """\
@@ -120,7 +120,7 @@ def _list_join(spec: JobSpec) -> list[str]:
     cwd = os.path.normpath(f"$JOB_DIR/project/{locate_in_project(spec, spec.cwd, 'cwd')}")
     words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "join"]
     words += [f"$JOB_DIR/launch/{INVITATION}", "--address", "$PERDURE_NODE_ADDRESS"]
-    return [*words, "--cwd", cwd, "--wait", str(JOIN_WAIT_S)]
+    return [*words, "--cwd", cwd, "--wait", f"{spec.bus.orphan_s:g}"]
 
 
 def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]) -> Plan:

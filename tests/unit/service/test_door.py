@@ -1,0 +1,50 @@
+"""What of a job's server outlives its runs, and what does not."""
+
+import os
+import socket
+from pathlib import Path
+
+from perdure.adapters.nats import NatsServer
+from perdure.model.job import JobSpec
+from perdure.model.paths import job_paths
+from perdure.service.credentials import make_servers, set_certificates
+from perdure.service.placement import load_placement
+
+SPEC = JobSpec(name="far", script="train.py", nodes=2, remote=1)
+
+
+def start_run(folder: Path, number: int, address: str = "127.0.0.2") -> NatsServer:
+    """Return the server of one run, as `perdure run` makes it, not started."""
+    placement = folder / "placement.json"
+    placement.write_text(f'{{"bind": "{address}", "door": "credentials/door.json"}}')
+    paths = job_paths(str(folder / f"home{number}"), "far", os.getuid())
+    (server,) = make_servers(SPEC, paths, load_placement(str(placement), 1))
+    set_certificates([server], SPEC.nats)
+    return server
+
+
+def find_passwords(server: NatsServer) -> dict[str, str]:
+    return {user.name: user.password for user in server.users}
+
+
+def test_an_invitation_is_good_for_the_next_run_and_other_logins_are_not(tmp_path: Path) -> None:
+    before, after = (start_run(tmp_path, number) for number in range(2))
+    assert before.port == after.port
+    one, other = find_passwords(before), find_passwords(after)
+    assert [name for name in one if one[name] == other[name]] == ["joiner"]
+    door = tmp_path / "credentials" / "door.json"
+    assert door.stat().st_mode & 0o777 == 0o600
+    door.write_text("")  # Power was lost before it was there.
+    assert find_passwords(start_run(tmp_path, 2))["joiner"] != one["joiner"]
+
+
+def test_a_port_that_was_taken_meanwhile_and_another_address_make_another_door(
+    tmp_path: Path,
+) -> None:
+    before = start_run(tmp_path, 0)
+    with socket.create_server(("127.0.0.2", before.port)):
+        after = start_run(tmp_path, 1)
+    assert after.port != before.port
+    assert find_passwords(after)["joiner"] == find_passwords(before)["joiner"]
+    moved = start_run(tmp_path, 2, "127.0.0.3")
+    assert find_passwords(moved)["joiner"] != find_passwords(before)["joiner"]
