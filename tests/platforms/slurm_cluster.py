@@ -177,17 +177,13 @@ class Cluster:
 
     def lose_node(self, node: str) -> None:
         """Kill a node at once: its daemon, those of the steps there, and what they had started."""
-        jobs = self.call("squeue", "-h", "-w", node, "-o", "%A").split()
         process = self.processes.pop(node)
         process.kill()
         process.wait()
-        # The steps' daemons first: they would tell of the others' end.
-        self._kill(
-            lambda env, words: (
-                self._mark in env and any(f"slurmstepd: [{j}.".encode() in words for j in jobs)
-            )
-        )
-        self._kill(lambda env, words: f"SLURMD_NODENAME={node}\0".encode() in env)
+        # The steps' daemons first: they would tell of the others' end. Each writes its node's log.
+        log = str(self.root / "log" / f"slurmd-{node}.log")
+        self._kill(lambda folder, env: self._mark in env and log in list_files(folder))
+        self._kill(lambda folder, env: f"SLURMD_NODENAME={node}\0".encode() in env)
 
     def _spawn(self, name: str, *command: str) -> None:
         with open(self.root / "log" / f"{name}.out", "ab") as output:
@@ -258,7 +254,11 @@ class Cluster:
                     process.kill()
                     process.wait()
         # Daemons of steps outlive their slurmd.
-        self._kill(lambda env, words: self._mark in env and b"slurmstepd" in words)
+        self._kill(
+            lambda folder, env: (
+                self._mark in env and b"slurmstepd" in (folder / "cmdline").read_bytes()
+            )
+        )
         for node in self.nodes:
             folders = list(Path("/sys/fs/cgroup").glob(f"*/slurm_{node}/**/"))
             for folder in sorted(folders, key=lambda path: -len(path.parts)):
@@ -267,14 +267,14 @@ class Cluster:
                 except OSError:
                     continue
 
-    def _kill(self, chosen: Callable[[bytes, bytes], bool]) -> None:
-        """Kill the processes whose environment and command line are `chosen`."""
+    def _kill(self, chosen: Callable[[Path, bytes], bool]) -> None:
+        """Kill the processes whose folder in /proc and environment are `chosen`."""
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                env = (folder / "environ").read_bytes()
-                words = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if chosen(env, words):
-                with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
+                if chosen(folder, (folder / "environ").read_bytes()):
                     os.kill(int(folder.name), signal.SIGKILL)
+
+
+def list_files(folder: Path) -> list[str]:
+    """Return what a process has open, by its folder in /proc."""
+    return [os.readlink(file) for file in (folder / "fd").iterdir()]

@@ -1,7 +1,6 @@
 """Slurm behind a login node: a laptop on which only `ssh login` works, and the job goes on."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from tests.e2e.box import Laptop, make_boxes, needs_sshd, wait_until
 from tests.e2e.exact import check_equal
 from tests.e2e.harness import SCRIPTS
 from tests.platforms.slurm_cluster import Cluster
+from tests.platforms.slurm_login import add_profile
 
 pytestmark = [pytest.mark.serial, pytest.mark.timeout(900), needs_sshd]
 STEPS = 150
@@ -26,26 +26,6 @@ project = "project"
 outputs = ["trail"]
 secrets = ["HF_TOKEN"]
 """
-PROFILE = """\
-base = "slurm"
-[launch]
-host = "gpu-box"
-ssh_config = "{box}/ssh_config"
-python = "{python}"
-environment = "auto"
-connect_timeout_s = 5
-native = false
-[slurm]
-time_limit = "00:10:00"
-warn_s = 70
-startup_s = 10
-checkpoint_s = 5
-mem = "1500M"
-[overrides]
-DATA_DIR = "$HOME/perdure"
-DURABLE_DIR = "$HOME/perdure"
-PROXY_HOOK = "export SLURM_CONF={conf}"
-"""
 
 
 @pytest.fixture
@@ -53,13 +33,8 @@ def laptop(cluster: Cluster, tmp_path: Path) -> Iterator[Laptop]:
     """Return a laptop without Slurm, and a login node that has it."""
     for make in make_boxes(tmp_path):
         made = make()
-        values = {
-            "box": made.box.folder,
-            "python": sys.executable,
-            "conf": cluster.env["SLURM_CONF"],
-        }
-        (made.home / "profiles" / "cluster.toml").write_text(PROFILE.format(**values))
-        made.env |= {"SLURM_CONF": "/nowhere", "HF_TOKEN": "hf_very'secret"}
+        add_profile(made, cluster)
+        made.env |= {"HF_TOKEN": "hf_very'secret"}
         project = made.folder / "project"
         (project / "trail").mkdir(parents=True)
         script = (SCRIPTS / "train_exact.py").read_text()
@@ -83,6 +58,12 @@ def test_a_job_is_launched_steered_and_brought_home_over_ssh_alone(
     wait_until(laptop.box.cut, "a connection to cut")
     assert laptop.ask("status", "exact")["state"] == "running"
     laptop.cli("checkpoint", "exact")  # On its bus, in the allocation.
+    told = laptop.ask("set", "exact", "detect.beat_s=0.3")
+    assert (told["changes"], told["ranks"]) == ({"detect.beat_s": 0.3}, [0, 1]), told
+    wrong = laptop.cli("set", "exact", "nothing=1", "--json", code=2)
+    assert json.loads(wrong.stdout)["error"] == "unknown key `nothing`", wrong
+    assert wrong.stderr == "", "no word of srun's own"
+    assert "step 3\n" in laptop.cli("logs", "exact", "--rank", "1").stdout
 
     # Warned as before a walltime, it is put back, and goes on from its checkpoint.
     cluster.call("scancel", "--signal=USR1", "--batch", job)
@@ -106,3 +87,30 @@ def test_a_job_is_launched_steered_and_brought_home_over_ssh_alone(
     laptop.train_reference(STEPS)
     (laptop.folder / "killed").symlink_to(laptop.folder / "pulled" / "outputs" / "trail")
     check_equal(laptop.folder, STEPS, 2)
+
+
+def test_a_job_is_stopped_goes_on_and_is_killed_over_ssh_alone(
+    cluster: Cluster, laptop: Laptop
+) -> None:
+    first = laptop.ask("launch", "job.toml", "--on", "cluster")["id"]
+    laptop.wait_step("exact", 5)
+    stopped = laptop.ask("stop", "exact")
+    cluster.wait(lambda: cluster.job(first)["JobState"] == "COMPLETED", "the end of a stopped job")
+    assert "stopped by" in laptop.cli("status", "exact").stdout
+    refused = laptop.cli("teardown", "exact", "--confirm", "exact", code=4).stderr
+    assert "nothing was pulled" in refused
+
+    second = laptop.ask("launch", "job.toml", "--on", "cluster")["id"]
+    assert second != first
+    laptop.wait_step("exact", stopped["step"] + 5)  # On from its checkpoint.
+    refused = laptop.cli("teardown", "exact", "--confirm", "exact", code=4).stderr
+    assert "runs" in refused, refused
+    laptop.cli("stop", "exact", "--now")
+    cluster.wait(lambda: cluster.job(second)["JobState"] == "FAILED", "the end of a killed job")
+    state = laptop.box.home / "perdure" / "exact" / "launch" / "runs.jsonl"
+    states = [json.loads(line)["state"] for line in state.read_text().splitlines()]
+    assert states[0] == "stopped"
+    assert (len(states), states[1] != "done") == (2, True), states
+    trail = laptop.box.home / "perdure" / "exact" / "project" / "trail" / "rank-0.jsonl"
+    steps = [json.loads(line)["step"] for line in trail.read_text().splitlines()]
+    assert steps == list(range(len(steps))), "no step was made twice"

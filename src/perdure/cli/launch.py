@@ -74,8 +74,9 @@ def launch(
     place = here(home)
     spec = make_launch_spec(job_file, home)
     plan = make_plan(spec, choose_profile(on, host, home).profile)
+    stop = _hear_stop() if follow else []
     if follow and _runs_there(plan, place):
-        return _follow(plan.job)
+        return _follow(plan.job, stop)
     if not as_json:
         print(render_danger(plan.profile), file=sys.stderr)
     check_name(plan, home)
@@ -101,7 +102,7 @@ def launch(
     else:
         how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
         print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
-    return _follow(plan.job) if follow else 0
+    return _follow(plan.job, stop) if follow else 0
 
 
 def _runs_there(plan: Plan, place: Here) -> bool:
@@ -118,21 +119,33 @@ class _Asked(Exception):
     """SIGTERM: whoever waits for the job wants it stopped, not left alone."""
 
 
-def _follow(job: str) -> int:
+def _hear_stop() -> list[int]:
+    """Return a list that fills with SIGTERM: a launch that is under way is gone through with.
+
+    Were it broken off, its job might run, and nobody here would know of it.
+    """
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    return heard
+
+
+def _follow(job: str, heard: list[int]) -> int:
     """Follow a job to its end and return its exit code; SIGTERM stops the job itself."""
 
     def ask(number: int, frame: object) -> None:
         raise _Asked
 
-    before = signal.signal(signal.SIGTERM, ask)
     try:
+        signal.signal(signal.SIGTERM, ask)
+        if heard:
+            raise _Asked
         return attach(job)
     except _Asked:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         subprocess.run([sys.executable, "-P", "-m", "perdure", "stop", job], check=False)
         return 128 + signal.SIGTERM
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def make_plan(spec: JobSpec, profile: Profile) -> Plan:

@@ -10,6 +10,7 @@
         logs/ranks/gN/rank-R.out|.err                      rings/gN-rR.ring
         exits/gN-rR.json    written by the keeper          errors/gN-rR.json   torch's error files
         traces/gN/BACKEND/rank_R    Flight Recorder's, for torchfrtrace
+        run.lock            held while it runs
         checkpoints/        step-00000100/ ..., latest     imports.json    what ranks imported
         lighthouse.json     port and last quorum (torchft)
 Unix sockets lie in a short private directory of their own (their paths are limited to 107 bytes),
@@ -20,6 +21,9 @@ from hashlib import sha256
 from pathlib import PurePosixPath
 
 import msgspec
+
+LOCK = "run.lock"
+"""Held (flock) by `perdure run` as long as it lives, so that no pid needs to be trusted."""
 
 
 class JobPaths(msgspec.Struct, frozen=True):
@@ -32,6 +36,11 @@ class JobPaths(msgspec.Struct, frozen=True):
 
     def _at(self, *parts: str) -> str:
         return str(PurePosixPath(self.root, *parts))
+
+    @property
+    def lock(self) -> str:
+        """Locked while the job runs."""
+        return self._at(LOCK)
 
     @property
     def spec(self) -> str:

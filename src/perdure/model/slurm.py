@@ -81,7 +81,7 @@ def parse_time_limit(text: str) -> int:
 
 
 State = Literal["waiting", "running", "done", "failed", "out of memory", "time limit", "preempted",
-                "node failed", "cancelled", "unknown"]  # fmt: skip
+                "node failed", "put back", "cancelled", "unknown"]  # fmt: skip
 
 _STATES: dict[str, State] = {
     "PENDING": "waiting", "CONFIGURING": "waiting", "REQUEUED": "waiting",
@@ -170,6 +170,19 @@ def split_attempts(rows: Sequence[SlurmRow], job: str) -> list[list[SlurmRow]]:
         elif row.id.startswith(f"{job}.") and attempts:
             attempts[-1].append(row)
     return attempts
+
+
+def explain_attempts(rows: Sequence[SlurmRow], job: str) -> list[SlurmEnd]:
+    """Return how each attempt of `job` is, or ended, oldest first.
+
+    Another one follows only what is over: what Slurm calls REQUEUED there was put back, at its
+    walltime or by a person.
+    """
+    ends = [explain_attempt(attempt) for attempt in split_attempts(rows, job)]
+    return [
+        end if end.over or end is ends[-1] else replace(end, state="put back", reason="requeued")
+        for end in ends
+    ]
 
 
 def explain_attempt(rows: Sequence[SlurmRow]) -> SlurmEnd:

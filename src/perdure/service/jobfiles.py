@@ -20,7 +20,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.events import JournalEntry
 from perdure.model.job import JobSpec
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.report import Snapshot
 from perdure.model.settings import Steering
 from perdure.model.slurm import Allocation
@@ -28,8 +28,6 @@ from perdure.model.wire import Endpoint
 
 T = TypeVar("T")
 
-LOCK = "run.lock"
-"""Held (flock) by `perdure run` as long as it lives, so that no pid needs to be trusted."""
 PREVIOUS = "previous"
 """Everything but the checkpoints of earlier runs under the same name, numbered from 1."""
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
@@ -208,10 +206,9 @@ class JobLock:
         Raises:
             ConfigError: a run of this job is alive.
         """
-        path = os.path.join(paths.root, LOCK)
         try:
             os.makedirs(paths.root, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise PlatformError(
                 f"cannot use {paths.root}: {error.strerror}",
@@ -235,7 +232,7 @@ class JobLock:
 def is_alive(paths: JobPaths) -> bool:
     """Return whether a `perdure run` of this job lives now."""
     try:
-        fd = os.open(os.path.join(paths.root, LOCK), os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:
         return False
     try:

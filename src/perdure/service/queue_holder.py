@@ -26,6 +26,8 @@ from perdure.service.queue_store import ATTEMPT, CLAIM, ENDING, OUTPUT, create_o
 GRACE_S = 30.0
 """Between SIGTERM and SIGKILL when an attempt is stopped or has run out of time: room for a
 checkpoint."""
+GRACE_THERE_S = 330.0
+"""The same for a job elsewhere: `perdure stop` waits so long for its answer, and ends by itself."""
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 CPU_SLOT = "cpu-"
 
@@ -147,6 +149,7 @@ def find_devices(slots: tuple[str, ...]) -> dict[str, str]:
 def _wait(child: int, item: Item, marks: dict[str, str]) -> tuple[int, str]:
     """Return the child's wait status, and why it was ended from here, if it was."""
     started, reason, deadline = time.monotonic(), "", 0.0
+    grace_s = GRACE_THERE_S if item.on else GRACE_S
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         now = time.monotonic()
@@ -155,13 +158,13 @@ def _wait(child: int, item: Item, marks: dict[str, str]) -> tuple[int, str]:
                 end_leftovers({}, marks, timeout_s=10.0)
             return status, reason
         if not reason and item.timeout_s and now - started > item.timeout_s:
-            reason, deadline = f"ran out of time ({item.timeout_s:g} s)", now + GRACE_S
+            reason, deadline = f"ran out of time ({item.timeout_s:g} s)", now + grace_s
             _signal_group(child, signal.SIGTERM)
         elif reason and now > deadline:
             _signal_group(child, signal.SIGKILL)
         got = signal.sigtimedwait({*_SIGNALS, signal.SIGCHLD}, 0.5)
         if got is not None and got.si_signo != signal.SIGCHLD and not reason:
-            reason, deadline = "stopped", time.monotonic() + GRACE_S
+            reason, deadline = "stopped", time.monotonic() + grace_s
             _signal_group(child, signal.SIGTERM)
 
 

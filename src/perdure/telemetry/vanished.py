@@ -29,6 +29,7 @@ _SLURM: dict[SlurmState, str] = {
     "time limit": "the walltime was over before the job had left; a larger slurm.warn_s",
     "preempted": "another job took its place; Slurm puts it back where --requeue is in force",
     "node failed": "Slurm puts it back on another node where --requeue is in force",
+    "put back": "by scontrol requeue; its next run goes on from the newest checkpoint",
     "cancelled": "somebody ended it with scancel; the same launch resumes it",
 }
 """What follows from an end that Slurm tells."""

@@ -20,6 +20,7 @@ from perdure.model.slurm import (
     SlurmRow,
     SlurmSection,
     explain_attempt,
+    explain_attempts,
     explain_rows,
     find_job_id,
     join_ends,
@@ -29,7 +30,6 @@ from perdure.model.slurm import (
     parse_time_limit,
     read_allocation,
     read_scontrol,
-    split_attempts,
 )
 
 # What `sacct -D -n -P` of Slurm 22.05 with slurmdbd said of real jobs; the dates are shortened.
@@ -108,9 +108,14 @@ def test_states_of_every_step_are_read(text: str, job: str, state: str, code: in
 
 
 def test_each_attempt_of_a_job_is_told_apart() -> None:
-    attempts = [explain_attempt(rows) for rows in split_attempts(parse_sacct(DONE_THEN), "7")]
+    attempts = explain_attempts(parse_sacct(DONE_THEN), "7")
     assert [(a.state, a.nodes) for a in attempts] == [("node failed", "n2"), ("done", "n1")]
-    assert len(split_attempts(parse_sacct(PUT_BACK), "7")) == 2
+    requeued = PUT_BACK.replace("NODE_FAIL", "REQUEUED")
+    assert [a.state for a in explain_attempts(parse_sacct(requeued), "7")] == [
+        "put back",
+        "waiting",
+    ]
+    assert explain_attempts(parse_sacct(""), "7") == []
 
 
 def test_the_attempt_that_a_process_runs_in() -> None:

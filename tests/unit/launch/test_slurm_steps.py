@@ -18,7 +18,7 @@ def test_a_step_asks_for_its_cores_again(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     chain = Chain(requeue_max=1, cpus=12, gres="gpu:2")
-    _, path = place_nodes(JobSpec(script="train.py", nodes=2), tmp_path, chain)
+    _, path = place_nodes(JobSpec(script="train.py", nodes=2), tmp_path, chain, tmp_path / "notice")
     command = json.loads(Path(path).read_text())["command"]
     assert {"--cpus-per-task=12", "--gres=gpu:2"} <= set(command)
-    assert place_nodes(JobSpec(script="train.py"), tmp_path, chain) == []
+    assert place_nodes(JobSpec(script="train.py"), tmp_path, chain, tmp_path / "notice") == []

@@ -20,6 +20,12 @@ from perdure.model.launching import BoxState, LaunchRecord
 from perdure.model.slurm import SlurmEnd, SlurmRow, list_tasks
 
 _POLL_S = 2.0
+_STEP = """\
+exec 3>&1
+exit "$({{ {{ srun {options} {words} >&3 3>&-; echo $? >&4; }} 2>&1 \
+    | sed -u '/^srun: error: .*: Exited with exit code /d' >&2; }} 4>&1)"
+"""
+"""A command line as a step: srun's own word that it failed is no news, and its code is kept."""
 _NOT_YET = 3
 """Exit code of a question about a job that has written nothing yet."""
 
@@ -29,7 +35,8 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     end, row = _look(record)
     restarts = row.restarts if row else 0
     if end.state in ("waiting", "running"):
-        return BoxState(state=end.state, attempt=restarts + 1, reason=end.reason or end.state)
+        where = f"Slurm job {row.id} on {row.nodes}" if row and row.nodes else "in Slurm's queue"
+        return BoxState(state=end.state, attempt=restarts + 1, reason=end.reason or where)
     if end.state == "unknown":
         return _read_runs(record)
     told = end.reason if end.state in ("done", "failed") else f"{end.state}: {end.reason}"
@@ -88,9 +95,9 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     if command == "logs" and {"-f", "--follow"} & set(argv):
         return _follow_chain(record, argv)
     end, row = _look(record)
-    if command == "stop" and end.state == "waiting":
+    if command == "stop" and not end.over and not _has_begun(record, end):
         Slurm(record.profile).cancel(record.id)
-        here.tell(f"{record.job} was waiting in the queue, and is out of it")
+        here.tell(f"{record.job} had not begun, and is out of the queue")
         return 0
     # While it is COMPLETING, it counts as running, and takes no step any more.
     node = row.nodes if row is not None and row.state == "RUNNING" else ""
@@ -99,6 +106,14 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         return _carry(record, argv, node)
 
     return ask.run(record, argv, here, carry=carry)
+
+
+def _has_begun(record: LaunchRecord, end: SlurmEnd) -> bool:
+    """Return whether there is anything yet that could be asked to stop."""
+    if end.state == "waiting":
+        return False
+    begun = Slurm(record.profile).ask(f"test -e {_find_document(record)}")
+    return begun.code == 0
 
 
 def _run_array(record: LaunchRecord, command: str, here: Here) -> int:
@@ -122,14 +137,20 @@ def _carry(record: LaunchRecord, argv: Sequence[str], node: str) -> str:
     What only reads files needs no step of its own.
     """
     words = shlex.join([record.python, "-P", "-m", "perdure", *argv])
+    command = f"exec {words}"
     if node and argv[0] != "logs":
-        step = f"srun --jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node} --quiet"
-        words = f"{step} --input=none {words}"
-    job = shlex.quote(f"{record.home}/jobs/{record.job}/job.json")
+        options = f"--jobid={record.id} --overlap --nodes=1 --ntasks=1 --nodelist={node} --quiet"
+        command = _STEP.format(options=f"{options} --input=none", words=words)
     return find_hook(record.profile) + (
-        f"test -e {job} || {{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"
-        f"PERDURE_HOME={shlex.quote(record.home)} {ask.show_columns()} exec {words}"
+        f"test -e {_find_document(record)} || "
+        f"{{ echo 'perdure: it has written nothing yet' >&2; exit {_NOT_YET}; }}\n"
+        f"export PERDURE_HOME={shlex.quote(record.home)} {ask.show_columns()}\n{command}"
     )
+
+
+def _find_document(record: LaunchRecord) -> str:
+    """Return the path, for the shell, of what a job's own process writes first."""
+    return shlex.quote(f"{record.home}/jobs/{record.job}/job.json")
 
 
 def _follow_chain(record: LaunchRecord, argv: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ line in PLACE/runs.jsonl, so that a chain that gets nowhere is ended and not rep
 """
 
 import contextlib
+import fcntl
 import os
 import signal
 import socket
@@ -28,6 +29,7 @@ from perdure.model.report import Snapshot
 WORDS = {int(signal.SIGUSR1): "the walltime is near", int(signal.SIGTERM): "Slurm ends the job"}
 _POLL_S = 0.2
 _CALL_S = 60.0
+_PREDECESSOR_S = 180.0
 
 
 def main(place: str, warned: str) -> int:
@@ -44,10 +46,12 @@ def main(place: str, warned: str) -> int:
     if os.path.exists(warned):  # Before our handler stood.
         told.append(signal.SIGUSR1)
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(folder / "job.json")]
-    command += ["--name", name, *place_nodes(spec, folder, chain)]
     restart = int(os.environ.get("SLURM_RESTART_COUNT", "0") or 0)
+    notice = folder / f"notice-{job}-{restart}"
+    command += ["--name", name, *place_nodes(spec, folder, chain, notice)]
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
-    code = follow(subprocess.Popen(command), told)
+    wait_for_predecessor(name)
+    code = follow(subprocess.Popen(command), told, notice=notice)
     state, checkpoint = look_at_job(name)
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
@@ -68,14 +72,23 @@ def main(place: str, warned: str) -> int:
 
 
 def follow(
-    process: "subprocess.Popen[bytes]", told: list[int], words: Mapping[int, str] = WORDS
+    process: "subprocess.Popen[bytes]",
+    told: list[int],
+    words: Mapping[int, str] = WORDS,
+    notice: Path | None = None,
 ) -> int:
     """Wait for `perdure run`, stopping it once we were told to; return its exit code.
 
-    It is told once: a second signal would end it at once, without a checkpoint.
+    It is told once: a second signal would end it at once, without a checkpoint. Where the steps'
+    tasks hear of a TERM they make `notice`. That may be long before this script does, and who
+    leaves by then is not put back by Slurm: it is only a reason to save.
     """
-    passed = False
+    passed = noticed = False
     while process.poll() is None:
+        if not (noticed or told) and notice is not None and notice.exists():
+            noticed = True
+            say("Slurm is about to end the job: a checkpoint")
+            process.send_signal(signal.SIGUSR1)
         if told and not passed:
             passed = True
             say(f"{words[told[0]]}: stops at an agreed step")
@@ -86,9 +99,29 @@ def follow(
     return code if code >= 0 else 128 - code
 
 
+def find_paths(name: str) -> JobPaths:
+    """Return where a job of this user has its files."""
+    return job_paths(os.environ["PERDURE_HOME"], name, os.getuid())
+
+
+def wait_for_predecessor(name: str) -> None:
+    """Wait until the run before is gone, for a while.
+
+    A node that Slurm has given up may live: its run, or the file server for it, holds the job.
+    """
+    deadline = time.monotonic() + _PREDECESSOR_S
+    with contextlib.suppress(OSError), open(find_paths(name).lock, "rb") as lock:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                time.sleep(1.0)
+
+
 def look_at_job(name: str) -> tuple[str, int]:
     """Return the state of a job by its own files, and the step of its newest checkpoint."""
-    paths: JobPaths = job_paths(os.environ["PERDURE_HOME"], name, os.getuid())
+    paths = find_paths(name)
     try:
         snapshot = msgspec.json.decode(Path(paths.snapshot).read_bytes(), type=Snapshot)
     except (OSError, msgspec.MsgspecError):
@@ -130,7 +163,7 @@ def requeue(job: str) -> int:
     return 75
 
 
-def place_nodes(spec: JobSpec, folder: Path, chain: Chain) -> list[str]:
+def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list[str]:
     """Return the option of `perdure run` that puts an agent on each node of the allocation."""
     if spec.num_nodes < 2:
         return []
@@ -147,7 +180,7 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain) -> list[str]:
     document = {
         "bind": "127.0.0.1" if here else addresses[0],
         "addresses": [] if here else addresses,
-        "command": [*step, sys.executable, "-P", "-m", "perdure.launch.slurm.node"],
+        "command": [*step, sys.executable, "-P", "-m", "perdure.launch.slurm.node", str(notice)],
     }
     path = folder / f"placement-{os.environ['SLURM_JOB_ID']}.json"
     path.write_bytes(msgspec.json.encode(document))

@@ -4,6 +4,7 @@ Each call is one short, bounded command: Slurm's own retry for minutes when a co
 and a question that was not answered says nothing about the job.
 """
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 
@@ -16,13 +17,13 @@ from perdure.model.slurm import (
     SlurmEnd,
     SlurmRow,
     explain_attempt,
+    explain_attempts,
     explain_rows,
     find_job_id,
     join_ends,
     parse_sacct,
     parse_scontrol,
     read_scontrol,
-    split_attempts,
 )
 
 TIMEOUT_S = 20.0
@@ -51,6 +52,16 @@ def find_hook(profile: Profile) -> str:
     return f"{hook}\n" if hook and profile.launch.host else ""
 
 
+def find_reason(said: str) -> str:
+    """Return the first thing that one of Slurm's commands complains of; the rest repeats it.
+
+    >>> find_reason("sbatch: error: invalid partition specified: x")
+    'invalid partition specified: x'
+    """
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    return re.sub(r"^(\w+: )?(error|fatal): ", "", lines[0]) if lines else "it gives no reason"
+
+
 class Slurm:
     """Slurm's commands on this machine, or where `profile` has them."""
 
@@ -68,8 +79,9 @@ class Slurm:
         done = self._channel.ask(self._hook + script, stdin=stdin.encode(), timeout_s=3 * TIMEOUT_S)
         if done.code == _NOT_FOUND:
             raise PlatformError(
-                f"{self._channel.name}: {(done.err or 'no Slurm here').splitlines()[-1]}",
-                hint="launch.host names a login node of the cluster",
+                f"{self._channel.name}: no Slurm there: {find_reason(done.err)}",
+                hint="launch.host: a login node of the cluster; overrides.PROXY_HOOK: what puts "
+                "its commands into PATH there",
             )
         if done.code == _NO_ANSWER:
             raise UnreachedError(
@@ -96,7 +108,7 @@ class Slurm:
         )
         job = find_job_id(done.out.splitlines())
         if done.code or not job:
-            reason = done.err or done.out.strip()
+            reason = find_reason(done.err or done.out)
             raise PlatformError(f"sbatch refuses: {reason}", hint=f"look at {folder}/job.sbatch")
         return job
 
@@ -108,7 +120,7 @@ class Slurm:
     def test_submit(self, script: str) -> str:
         """Return why Slurm would refuse a script; empty where it would take it."""
         code, out, err = self.call("sbatch", "--test-only", stdin=script)
-        return (err or out).strip() if code else ""
+        return find_reason(err or out) if code else ""
 
     def read_config(self) -> Mapping[str, str]:
         """Return the cluster's configuration."""
@@ -155,7 +167,7 @@ class Slurm:
 
     def list_attempts(self, job: str) -> list[SlurmEnd]:
         """Return how each attempt of a job ended, oldest first; without accounting none."""
-        return [explain_attempt(rows) for rows in split_attempts(self.account(job), job)]
+        return explain_attempts(self.account(job), job)
 
     def find_end(self, allocation: Allocation) -> SlurmEnd:
         """Return how one attempt of a job is, or ended.

@@ -1,22 +1,28 @@
 """A step's only task on a node: keeps the agent up there.
 
-    python -m perdure.launch.slurm.node AGENT...
+    python -m perdure.launch.slurm.node MARK AGENT...
 
 Slurm ends all of a step with its task, so an agent that died would take keeper and ranks along.
 This task outlives it and starts the next one, which takes over from the keeper.
+
+Slurm's TERM goes to every step as well, on a preemption a GraceTime before it reaches the batch
+script. The task passes it on to that script's program as the file MARK and stays, so that all ranks
+can save and stop at one agreed step; then the agent leaves. What does not, Slurm kills.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 RESTARTS_MAX = 30
 _PAUSE_S = 0.05
 
 
-def main(command: list[str]) -> int:
+def main(mark: str, command: list[str]) -> int:
     """Keep `command` up until it leaves with 0; return its last exit code."""
     env = dict(os.environ)
     if _is_elsewhere(env):
@@ -24,21 +30,16 @@ def main(command: list[str]) -> int:
         # this machine's monotonic clock counts from another moment.
         env["PERDURE_RUN_PID"] = str(os.getppid())
         env["PERDURE_CLOCK_OFFSET_S"] = repr(time.time() - time.monotonic())
-    child: subprocess.Popen[bytes] | None = None
 
-    def forward(number: int, frame: object) -> None:
-        if child is not None:
-            child.send_signal(number)
-        ended.append(number)
+    def hear(number: int, frame: object) -> None:
+        with contextlib.suppress(OSError):
+            Path(mark).touch()
 
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, forward)
+    signal.signal(signal.SIGTERM, hear)
     code = 1
     for _ in range(RESTARTS_MAX):
-        child = subprocess.Popen(command, env=env)
-        code = child.wait()
-        if code == 0 or ended:
+        code = subprocess.Popen(command, env=env).wait()
+        if code == 0:
             break
         time.sleep(_PAUSE_S)
     return code if code >= 0 else 128 - code
@@ -54,4 +55,4 @@ def _is_elsewhere(env: dict[str, str]) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -70,7 +70,7 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     """Return the options of sbatch, without `#SBATCH`."""
     lines = [
         f"--job-name={spec.name}",
-        f"--nodes={spec.num_nodes}",
+        f"--nodes={spec.local_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={find_cpus(spec, section)}",
         f"--time={section.time_limit}",

@@ -38,7 +38,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     refusal = slurm.test_submit(plan.files["job.sbatch"])
     if refusal:
         found.append(
-            Finding("error", f"sbatch --test-only: {refusal}", "sinfo; the profile's slurm")
+            Finding("error", f"sbatch would refuse it: {refusal}", "sinfo; the profile's [slurm]")
         )
     return measured, (*found, *_check_running(slurm, plan, here))
 
