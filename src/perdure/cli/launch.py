@@ -95,6 +95,8 @@ def launch(
                 stdin = f" < {step.stdin}" if step.stdin else ""
                 print(f"would {step.what}: {shlex.join(step.command)}{stdin}")
         return 0
+    if stop:
+        return 128 + signal.SIGTERM
     record = platform.submit(plan, place)
     write_record(home, record)
     if as_json:

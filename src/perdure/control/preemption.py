@@ -9,6 +9,8 @@ end has come nearer. What is decided is one move of all nodes that are noticed t
 away: that is no failure, and counts against nobody.
 """
 
+import math
+
 from perdure.control.elastic.leaving import end_spares, find_leavers
 from perdure.control.elastic.members import fill_slots, find_living, find_spares
 from perdure.control.elastic.reform import is_elastic
@@ -90,14 +92,20 @@ def _withdraw(state: ControllerState, now: float, event: PreemptionWithdrawn) ->
 
 
 def note_return(state: ControllerState, now: float, event: NodeRegistered) -> list[AnyAction]:
-    """A node is there: after a notice it is another machine, or the one that was away."""
+    """A node is there: after a notice it is another machine, or the one that was away.
+
+    A place that was asked for after the notice is of somebody who has come to stay.
+    """
     before = state.nodes.get(event.node)
     mine = [n for n in state.notices.values() if n.node == event.node]
     was_away = event.node in state.lost
+    _, claimed_s = state.claims.get(event.node, ("", -math.inf))
     over = [
         n
         for n in mine
-        if (n.boot_id and n.boot_id != event.boot_id) or (was_away and now >= n.gone_s)
+        if (n.boot_id and n.boot_id != event.boot_id)
+        or (was_away and now >= n.gone_s)
+        or n.at_s < claimed_s
     ]
     if not mine or len(over) < len(mine) or before is None:
         return []

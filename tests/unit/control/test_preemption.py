@@ -241,6 +241,17 @@ def test_a_new_machine_in_the_place_of_the_lost_one_may_run_ranks() -> None:
     assert driver.controller.state.notices == {}
 
 
+def test_a_place_that_is_asked_for_after_a_notice_may_run_ranks() -> None:
+    driver = start()
+    notice(driver, 1, 5.0)
+    wait(driver)
+    driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    run(driver, frozenset({1}))
+    driver.controller.state.claims[1] = ("a second allocation", driver.now)
+    assert one(driver.register(1, boot_id="b", incarnation="a1x"), RestoreNode).node == 1
+    assert driver.controller.state.notices == {}
+
+
 def elastic_notice(lab: Lab, node: int, grace_s: float) -> list[AnyAction]:
     event = PreemptionNoticed(node=node, at_s=lab.now, grace_s=grace_s, source="aws", id="a")
     actions = lab.say(event)
