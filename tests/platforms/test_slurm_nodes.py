@@ -55,7 +55,8 @@ JOIN = """\
 #!/bin/bash
 export PERDURE_HOME={durable}/state
 perdure="{python} -m perdure"
-PERDURE_HOME=$(mktemp -d -p {durable}) exec $perdure join - --wait 120 --grace 25 < <($perdure invite job)
+own=$(mktemp -d -p {durable})
+PERDURE_HOME=$own exec $perdure join - --wait 120 --grace 25 < <($perdure invite job)
 """
 
 
