@@ -56,6 +56,14 @@ def test_exit_code_and_signal_are_written_down_exactly(tmp_path: Path) -> None:
     assert (found["code"], found["signal"], found["attempt"]) == (0, 9, 2)
 
 
+def test_a_job_that_cannot_be_started_says_why(tmp_path: Path) -> None:
+    assert supervise(tmp_path, "pass", cwd=str(tmp_path / "gone")).wait(30) == box.REFUSED
+    found = box.find_state(str(tmp_path))
+    assert (found["state"], found["code"]) == ("ended", box.REFUSED)
+    assert "cannot be started" in found["reason"]
+    assert "gone" in found["reason"]
+
+
 def test_who_is_gone_and_who_goes_on_is_told_apart(tmp_path: Path) -> None:
     runner = supervise(tmp_path, "import time; time.sleep(60)")
     child = wait_child(tmp_path)

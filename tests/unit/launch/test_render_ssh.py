@@ -1,5 +1,6 @@
 """A job rendered for a box: files that a person can read, the same for the same job."""
 
+import os
 import subprocess
 from pathlib import Path
 
@@ -104,3 +105,34 @@ def test_a_project_that_does_not_fit_is_not_sent(tmp_path: Path) -> None:
     assert judge(free_bytes=5_004) == ["U6"]
     assert judge(free_inodes=3) == ["U7"]
     assert judge(inodes=0, free_inodes=0) == [], "a file system that counts no inodes"
+
+
+def test_a_tilde_is_the_home_wherever_the_shell_has_it_in_quotes() -> None:
+    assert render(make(), **{"overrides.DATA_DIR": "~/data"}).place == "$HOME/data/gpt"
+
+
+def test_a_job_leaves_another_s_entry_in_the_crontab(tmp_path: Path) -> None:
+    table, launch = tmp_path / "table", tmp_path / "launch"
+    launch.mkdir()
+    (launch / "env.sh").write_text(f"JOB_DIR={tmp_path}\n")
+    (tmp_path / "crontab").write_text(
+        f'#!/bin/sh\nif [ "$1" = -l ]; then cat {table}; else cat > {table}.new; '
+        f"mv {table}.new {table}; fi\n"
+    )
+    (tmp_path / "crontab").chmod(0o755)
+    table.touch()
+    jobs = ("gpt2", "gpt", "gpt.b")
+    for job in jobs:
+        spec = make(name=job)
+        script = render(spec, **{"interruption.relaunch": "cron"}).files["relaunch.sh"]
+        (launch / f"{job}.sh").write_text(script)
+        for word in ("on", "on"):  # A launch may be repeated.
+            path = f"{tmp_path}:{os.environ['PATH']}"
+            command = ["sh", str(launch / f"{job}.sh"), word]
+            subprocess.run(command, check=True, timeout=20, env={"PATH": path})
+    assert [line.split()[-1] for line in table.read_text().splitlines()] == [
+        f"[{job}]" for job in jobs
+    ]
+    subprocess.run(["sh", str(launch / "gpt.sh"), "off"], check=True, timeout=20,
+                   env={"PATH": path})  # fmt: skip
+    assert [line.split()[-1] for line in table.read_text().splitlines()] == ["[gpt2]", "[gpt.b]"]

@@ -1,5 +1,6 @@
 """Slurm without Slurm: the script, the lint, what its states mean, and what follows a run."""
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from perdure.launch.platforms import Here
 from perdure.launch.slurm import render
 from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.launch.slurm.checks import check_cluster
+from perdure.launch.slurm.script import quote
 from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
@@ -187,6 +189,14 @@ def test_the_script_asks_for_what_the_profile_says() -> None:
     assert script.index("trap 'touch") < script.index("perdure.launch.slurm.batch")
 
 
+def test_a_project_whose_name_has_spaces() -> None:
+    launch = LaunchConfig(project="/srv/my proj 50%")
+    job = structs.replace(spec(), launch=launch, cwd="/srv/my proj 50%")
+    script = render(job, profile()).files["job.sbatch"]
+    assert '#SBATCH --output="/srv/my proj 50%%/slurm-j-%j.out"\n' in script
+    assert 'cd "/srv/my proj 50%" ||' in script
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -230,6 +240,10 @@ def test_the_cluster_s_own_settings() -> None:
 def test_variables_of_the_profile_s_places() -> None:
     here = Here(home="/h", environ={"USER": "eve", "HOME": "/home/eve"}, tell=lambda text: None)
     assert expand("/scratch/$USER/a/${HOME}x", here) == "/scratch/eve/a//home/evex"
+    for path in ("/scratch/$USER-data/${USER}.x", "~/a", "$HOME/$UNSET/a"):  # As the script has it.
+        said = subprocess.run(["bash", "-c", f"echo {quote(path)}"], env={**here.environ,
+                              "UNSET": "$UNSET"}, capture_output=True, text=True)  # fmt: skip
+        assert expand(path, here) == said.stdout.strip()
 
 
 def end(state: str = "stopped", checkpoint: int = 10, **changes: Any) -> Run:

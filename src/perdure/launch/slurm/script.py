@@ -3,6 +3,7 @@
 import shlex
 import sys
 
+from perdure.launch.ssh.render import expand_tilde
 from perdure.model.job import JobSpec
 from perdure.model.profile import Profile
 from perdure.model.slurm import SlurmSection
@@ -53,7 +54,9 @@ def render_script(spec: JobSpec, profile: Profile) -> str:
     else:
         env = f"export PERDURE_HOME={quote(find_home(profile))}\n"
         python, cwd = quote(find_python(profile)), quote(spec.launch.project)
-        output = f"{spec.launch.project}/slurm-{spec.name}-%j.out"
+        folder = spec.launch.project.replace("%", "%%")  # It would begin a pattern.
+        output = f"{folder}/slurm-{spec.name}-%j.out"
+    output = f'"{output}"' if " " in output else output
     body = _BODY.format(
         hooks=modules + hook,
         env=env,
@@ -112,11 +115,11 @@ def find_home(profile: Profile) -> str:
 def find_place(spec: JobSpec, profile: Profile) -> str:
     """Return the folder of the job's own files, variables unexpanded."""
     if profile.launch.host:
-        return f"{profile.overrides.DATA_DIR}/{spec.name}/launch"
+        return f"{expand_tilde(profile.overrides.DATA_DIR)}/{spec.name}/launch"
     return f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}"
 
 
 def quote(path: str) -> str:
     """Return a path for the shell, in which `$NAME` and a leading `~` are still expanded."""
-    path = "$HOME" + path[1:] if path == "~" or path.startswith("~/") else path
+    path = expand_tilde(path)
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'

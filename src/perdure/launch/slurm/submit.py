@@ -5,6 +5,7 @@ import sys
 import time
 from pathlib import Path
 from secrets import token_hex
+from string import Template
 from typing import Any
 
 import msgspec
@@ -21,6 +22,7 @@ from perdure.launch.ssh.check import (
     check_tools,
     probe,
 )
+from perdure.launch.ssh.render import expand_tilde
 from perdure.launch.ssh.submit import find_record, prepare
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
@@ -85,10 +87,7 @@ def _place_here(plan: Plan, place: str, here: Here) -> LaunchRecord:
 
 def expand(path: str, here: Here) -> str:
     """Return a path of the profile with this shell's variables in it."""
-    for name, value in here.environ.items():
-        path = path.replace("${" + name + "}", value)
-    words = os.path.expanduser(path).split("/")
-    return "/".join(here.environ.get(w[1:], w) if w.startswith("$") else w for w in words)
+    return Template(expand_tilde(path)).safe_substitute(here.environ)
 
 
 def _check_login(plan: Plan, here: Here) -> tuple[dict[str, Any], list[Finding]]:

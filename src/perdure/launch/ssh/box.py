@@ -77,9 +77,7 @@ def supervise(folder: str) -> int:
     try:
         devices, locks = take_devices(settings.get("gpus", 0))
     except LookupError as error:
-        end(folder, started, {"code": REFUSED, "refused": str(error)})
-        print(f"box: {error}", file=sys.stderr)
-        return REFUSED
+        return refuse(folder, started, str(error))
     child: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -91,18 +89,21 @@ def supervise(folder: str) -> int:
     environment = dict(os.environ)
     if devices:
         environment["CUDA_VISIBLE_DEVICES"] = devices
-    with open(os.path.join(folder, "run.out"), "ab") as output:
-        child.append(
-            subprocess.Popen(
-                [os.path.expandvars(word) for word in settings["command"]],
-                cwd=os.path.expandvars(settings["cwd"]),
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # Else the terminal hangs it up once we are killed.
+    try:
+        with open(os.path.join(folder, "run.out"), "ab") as output:
+            child.append(
+                subprocess.Popen(
+                    [os.path.expandvars(word) for word in settings["command"]],
+                    cwd=os.path.expandvars(settings["cwd"]),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # Else the terminal hangs it up once we are killed.
+                )
             )
-        )
+    except (OSError, KeyError) as error:
+        return refuse(folder, started, f"`perdure run` cannot be started: {error}")
     started |= {"child": child[0].pid, "child_start": start_time(child[0].pid), "devices": devices}
     write(folder, "start.json", started)
     code = child[0].wait()
@@ -110,6 +111,13 @@ def supervise(folder: str) -> int:
     for fd in [lock, *locks]:
         os.close(fd)
     return code if code >= 0 else 128 - code
+
+
+def refuse(folder: str, started: dict[str, Any], why: str) -> int:
+    """Write down that the attempt `started` was not begun, and why; return the exit code."""
+    end(folder, started, {"code": REFUSED, "refused": why})
+    print(f"box: {why}", file=sys.stderr)
+    return REFUSED
 
 
 def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:

@@ -125,7 +125,7 @@ def _list_join(spec: JobSpec) -> list[str]:
 
 def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]) -> Plan:
     """Return the plan of one box, where the job's folder is called `folder`."""
-    job_dir = f"{profile.overrides.DATA_DIR}/{folder}"
+    job_dir = f"{expand_tilde(profile.overrides.DATA_DIR)}/{folder}"
     spec = place_checkpoints(spec, profile)
     files = {
         "job.json": render_job(place_job(spec, len(profile.launch.hosts))),
@@ -214,7 +214,7 @@ def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     }
     if profile.mirror not in ("", HOST_DEPENDENT):
         values["HF_ENDPOINT"] = profile.mirror
-    lines += [f'export {name}="{_expand(value)}"' for name, value in values.items()]
+    lines += [f'export {name}="{expand_tilde(value)}"' for name, value in values.items()]
     lines.append('export PERDURE_PYTHON="$(cat "$JOB_DIR/launch/python" 2>/dev/null)"')
     if len(profile.launch.hosts) > 1:
         network = f'"$JOB_DIR/launch/{NETWORK}"'
@@ -222,7 +222,7 @@ def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _expand(place: str) -> str:
+def expand_tilde(place: str) -> str:
     """Return a place for double quotes, where the shell expands no tilde."""
     return "$HOME" + place[1:] if place == "~" or place.startswith("~/") else place
 
@@ -251,7 +251,7 @@ def _render_setup(spec: JobSpec, profile: Profile) -> str:
         "setup.sh",
         digest=digest,
         mode=launch.environment,
-        python=_expand(launch.python),
+        python=expand_tilde(launch.python),
         wishes=" ".join(wishes),
         plain="no" if wishes else "yes",
         lists=lists,

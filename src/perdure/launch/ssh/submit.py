@@ -149,7 +149,9 @@ def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ..
 def _send_secrets(channel: Channel, plan: Plan, secrets: dict[str, str]) -> None:
     """Write the secrets to CRED_FILE, on the box's own disk; they are in no argument and no log."""
     lines = [f"{name}={shlex.quote(value)}\n" for name, value in secrets.items()]
-    script = in_job(plan.place, 'umask 077; mkdir -p "$(dirname "$CRED_FILE")"; cat > "$CRED_FILE"')
+    # Removed first: one that is there already would keep its mode, whatever the umask.
+    write = 'umask 077; mkdir -p "$(dirname "$CRED_FILE")"; rm -f "$CRED_FILE"; cat > "$CRED_FILE"'
+    script = in_job(plan.place, write)
     done = channel.ask(script, stdin="".join(lines).encode())
     if done.code:
         raise PlatformError(f"{channel.name}: cannot write secrets: {done.err}")
