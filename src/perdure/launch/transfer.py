@@ -5,9 +5,11 @@ name, where a cut-off checkpoint looks whole. A transfer that stands still is en
 again, from what has arrived; it is given up only when attempts bring nothing more.
 """
 
+import os
 import re
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ _AGAIN = {10, 12, 20, 24, 30, 35, 255}
 _TEMPORARY = re.compile(r"^\.(.+)\.[A-Za-z0-9]{6}$")
 _PROGRESS = re.compile(r"([\d,]+)\s+(\d+)%")
 _TELL_S = 5.0
+_INSTALL = "apt-get install rsync"
 
 
 def push(
@@ -67,6 +70,26 @@ def pull(
         salvage(target, set(names))
 
     _repeat(channel, options, f"{source} from {channel.name}", tell, listed, prepare)
+
+
+def list_files(project: Path, exclude: Sequence[str]) -> list[str]:
+    """Return what rsync would send, sorted: names of files and links, relative.
+
+    Raises:
+        PlatformError: there is no rsync, whose patterns `exclude` are, or it cannot read all.
+    """
+    command = ["rsync", "-a", "-n", "-s", "-8", "--out-format=%n"]
+    command += [f"--exclude={pattern}" for pattern in exclude]
+    with tempfile.TemporaryDirectory(prefix="perdure-") as empty:
+        try:
+            done = subprocess.run([*command, f"{project}/", f"{empty}/"], capture_output=True)
+        except FileNotFoundError:
+            raise PlatformError("rsync is not installed here", hint=_INSTALL) from None
+    if done.returncode:
+        text = done.stderr.decode(errors="replace").strip()
+        raise PlatformError(f"cannot read {project}: {text}")
+    names = os.fsdecode(done.stdout).splitlines()
+    return sorted(name.partition(" -> ")[0] for name in names if not name.endswith("/"))
 
 
 def find_final(path: Path) -> Path:
@@ -140,7 +163,7 @@ def _transfer(
             errors="replace",
         )
     except FileNotFoundError:
-        raise PlatformError("rsync is not installed here", hint="apt-get install rsync") from None
+        raise PlatformError("rsync is not installed here", hint=_INSTALL) from None
     assert process.stdin is not None
     assert process.stdout is not None
     moved, last, told = 0, "", time.monotonic()

@@ -287,7 +287,23 @@ def test_traps_before_a_session_is_spent(
 def test_a_project_too_large_is_refused(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(payload, "PROJECT_MAX", 5)
     with pytest.raises(ConfigError, match="larger than"):
-        payload.list_files(str(project), ())
+        payload.read_project(project, ())
+
+
+def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) -> None:
+    for name in ("train.py", "private/key", "lib/data/a.bin", "lib/data.py", "data/b.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "again.py").symlink_to("train.py")
+    found = payload.read_project(tmp_path, ("private/", "lib/data", "/data"))
+    assert found == {
+        "train.py": b"train.py",
+        "again.py": b"train.py",
+        "lib/data.py": b"lib/data.py",
+    }
+    (tmp_path / "linked").symlink_to("lib")
+    with pytest.raises(ConfigError, match="linked is a link"):
+        payload.read_project(tmp_path, ())
 
 
 # In place of Python with perdure: trains until it is told to leave, then says so as a job does.

@@ -4,7 +4,6 @@ import gzip
 import io
 import os
 import shutil
-import subprocess
 import tarfile
 import tempfile
 from collections.abc import Sequence
@@ -12,7 +11,8 @@ from pathlib import Path
 
 from perdure.launch.kubernetes.manifest import PROJECT
 from perdure.launch.ssh.results import repair
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.launch.transfer import list_files
+from perdure.model.errors import ConfigError
 
 PACKED = f"{PROJECT}.tar.gz"
 LIMIT = 900_000
@@ -50,23 +50,6 @@ def _check_size(packed: int, project: Path) -> None:
             f"{project} has more than {LIMIT / 1e6:g} MB, packed: too much for a ConfigMap",
             hint="launch.exclude, or kubernetes.project names it in the image",
         )
-
-
-def list_files(project: Path, exclude: Sequence[str]) -> list[str]:
-    """Return what rsync would send, sorted: names of files and links, relative."""
-    command = ["rsync", "-a", "-n", "-s", "-8", "--out-format=%n"]
-    command += [f"--exclude={pattern}" for pattern in exclude]
-    with tempfile.TemporaryDirectory(prefix="perdure-") as empty:
-        try:
-            done = subprocess.run([*command, f"{project}/", f"{empty}/"], capture_output=True)
-        except FileNotFoundError:
-            raise PlatformError("rsync is not installed here",
-                                hint="apt-get install rsync") from None  # fmt: skip
-    if done.returncode:
-        text = done.stderr.decode(errors="replace").strip()
-        raise PlatformError(f"cannot read {project}: {text}")
-    names = os.fsdecode(done.stdout).splitlines()
-    return sorted(name.partition(" -> ")[0] for name in names if not name.endswith("/"))
 
 
 def unpack(packed: bytes, target: Path) -> None:

@@ -8,13 +8,13 @@ import base64
 import functools
 import io
 import lzma
-import os
 import tarfile
 import tempfile
 import zipfile
-from fnmatch import fnmatch
+from collections.abc import Sequence
 from pathlib import Path
 
+from perdure.launch.transfer import list_files
 from perdure.launch.wheel import name_wheel, write_wheel
 from perdure.model.errors import ConfigError
 
@@ -29,9 +29,11 @@ def pack(project: str, exclude: tuple[str, ...], job: str) -> str:
     """Return a project, `job.json` and the wheel as lines of base 85; the same for the same.
 
     Raises:
-        ConfigError: the project is too large, or a link points out of it.
+        ConfigError: the project is too large, or a link in it leads to no file.
+        PlatformError: its files cannot be listed.
     """
-    files = {f"project/{name}": path.read_bytes() for name, path in list_files(project, exclude)}
+    content = read_project(Path(project), exclude)
+    files = {f"project/{name}": data for name, data in content.items()}
     files |= {"job.json": job.encode(), name_wheel(): _store_wheel()}
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
@@ -43,26 +45,26 @@ def pack(project: str, exclude: tuple[str, ...], job: str) -> str:
     return "\n".join(text[i : i + _WIDTH] for i in range(0, len(text), _WIDTH))
 
 
-def list_files(project: str, exclude: tuple[str, ...]) -> list[tuple[str, Path]]:
-    """Return the files that go along, by their names in the project.
+def read_project(project: Path, exclude: Sequence[str]) -> dict[str, bytes]:
+    """Return the files that go along, by their names in the project; of links what they lead to.
 
     Raises:
-        ConfigError: together they are too large.
+        ConfigError: together they are too large, or a link leads to a folder or nowhere.
+        PlatformError: they cannot be listed.
     """
-    found, size = [], 0
-    for folder, folders, names in os.walk(project):
-        folders[:] = sorted(d for d in folders if not any(fnmatch(d, p) for p in exclude))
-        for name in sorted(names):
-            path = Path(folder, name)
-            if not path.is_file() or any(fnmatch(name, pattern) for pattern in exclude):
-                continue
-            size += path.stat().st_size
-            if size > PROJECT_MAX:
-                raise ConfigError(
-                    f"{project} is larger than {PROJECT_MAX >> 20} MiB, and goes into a notebook",
-                    hint="launch.exclude; data belongs on Drive or in a data set",
-                )
-            found.append((str(path.relative_to(project)), path))
+    found, size = {}, 0
+    for name in list_files(project, exclude):
+        path = project / name
+        if not path.is_file():
+            raise ConfigError(f"{path} is a link to a folder, or to nothing: it cannot go along",
+                              hint="the file itself, or launch.exclude")  # fmt: skip
+        size += path.stat().st_size
+        if size > PROJECT_MAX:
+            raise ConfigError(
+                f"{project} is larger than {PROJECT_MAX >> 20} MiB, and goes into a notebook",
+                hint="launch.exclude; data belongs on Drive or in a data set",
+            )
+        found[name] = path.read_bytes()
     return found
 
 
