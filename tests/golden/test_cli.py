@@ -144,3 +144,17 @@ def test_a_job_that_nobody_ended_is_lost(
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
     assert json.loads(perdure("ps", "--json"))["jobs"][0]["state"] == "lost"
     assert json.loads(perdure("report", "cut", "--json"))["slot_s"] > 0
+
+
+def test_what_the_disk_refuses_is_one_line_and_no_traceback(
+    home: Path, perdure: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    folder = tmp_path / "jobs" / "odd"
+    (folder / "journal.jsonl").mkdir(parents=True)
+    for name in ("job.json", "endpoint.json"):
+        (folder / name).write_bytes((home / "jobs" / "job" / name).read_bytes())
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    assert run_command(["events", "odd"]) == 3
+    told = capsys.readouterr().err
+    assert told == f"perdure: error: {folder}/journal.jsonl: Is a directory\n"

@@ -31,7 +31,8 @@ def verify_all(url: str) -> list[VerifyResult]:
             return [verify_checkpoint(fs, path)]
         names = sorted(row.rstrip("/") for row in fs.ls(path, detail=False))
     except (OSError, ValueError, ImportError) as error:
-        raise PlatformError(f"cannot read {url}: {error}", hint="is the path right?") from error
+        why = getattr(error, "strerror", None) or error
+        raise PlatformError(f"cannot read {url}: {why}", hint="is the path right?") from error
     found = [name for name in names if parse_checkpoint_name(name.rsplit("/", 1)[-1]) is not None]
     return [verify_checkpoint(fs, name) for name in found]
 
@@ -55,7 +56,11 @@ def verify_checkpoint(fs: Any, path: str) -> VerifyResult:
     for entry in manifest.files:
         if entry.path not in present:
             continue
-        size, digest = _hash(fs, f"{path}/{entry.path}")
+        try:
+            size, digest = _hash(fs, f"{path}/{entry.path}")
+        except OSError as error:  # A checkpoint of a job that runs may go meanwhile.
+            problems.append(f"{entry.path} cannot be read: {error.strerror or error}")
+            continue
         total += size
         if size != entry.bytes:
             problems.append(f"{entry.path} has {size} bytes instead of {entry.bytes}")

@@ -133,9 +133,15 @@ def run_command(args: Sequence[str]) -> int:
     except BrokenPipeError:  # `perdure logs JOB | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return print_error(f"{place}{error.strerror or error}", "", 3, as_json=as_json)
     except Exception as error:
         if not isinstance(error, UsageError):
             raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message(), file=sys.stderr)
+            return 2
         name = str(getattr(error, "option_name", "")).split("=")[0].replace("_", "-")
         if name in REFUSED:
             text = f"{name} of torchrun is not taken by perdure run"

@@ -1,15 +1,19 @@
 """A job file and the options of `perdure run` become one JobSpec; options win."""
 
 import os
+import re
 import tomllib
 from difflib import get_close_matches
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from perdure.cli.options import RunOptions
 from perdure.cli.torchrun import find_rdzv_notes, parse_nnodes, parse_nproc
+from perdure.launch.catalog import find_line
+from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.job import JobSpec
@@ -34,12 +38,12 @@ def read_job_file(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigError(
-            f"cannot read job file {path}: {error.strerror}", hint="-c job.toml"
+            f"cannot read {path}: {error.strerror}", hint="is the path right, seen from here?"
         ) from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ProtocolError) as error:
-        raise ConfigError(
-            f"{path}: not TOML (or JSON, by its name): {error}", hint="see https://toml.io"
-        ) from error
+    except ProtocolError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", hint="it has to be one object") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", hint="see https://toml.io") from error
 
 
 def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
@@ -216,20 +220,38 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
     """Return the job of a document.
 
     Raises:
-        ConfigError: a field is unknown or wrong; the message has its path, the hint near names.
+        ConfigError: a field is unknown or wrong; the message has its path, and its line where
+            `source` is a TOML file that has it; the hint has near names.
     """
     try:
         return msgspec.convert(document, JobSpec)
     except msgspec.ValidationError as error:
         what, _, where = str(error).partition(" - at `$")
         place = where.rstrip("`").lstrip(".")
-        hint = "every field of a job file is documented in src/perdure/model/job.py"
+        hint = f"every field of a job file is documented in {job.__file__}"
+        keys = re.findall(r"[^.\[\]]+", place)
         if "unknown field" in what:
             known = (SECTIONS.get(place) or JobSpec).__struct_fields__
-            near = get_close_matches(what.split("`")[1], known, n=1)
+            keys.append(what.split("`")[1])
+            near = get_close_matches(keys[-1], known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(known)}"
         at = f"{place}: " if place else ""
-        raise ConfigError(f"{source}: {at}{what}", hint=hint) from error
+        if place == "name":
+            what, hint = "not a name of a job", "letters, digits and _.-, at most 63, no - in front"
+        line = _find_line(source, keys)
+        raise ConfigError(f"{source}{line}: {at}{what}", hint=hint) from error
+
+
+def _find_line(source: str, keys: list[str]) -> str:
+    """Return `, line N` where `source` is a TOML file that sets `keys`; empty where it is none."""
+    if not source.endswith(".toml"):
+        return ""
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    number = find_line(text, keys)
+    return f", line {number}" if number else ""
 
 
 def _find_notes(options: RunOptions) -> list[str]:

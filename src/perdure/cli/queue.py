@@ -120,7 +120,7 @@ def _tell(answer: dict[str, Any], as_json: bool) -> None:
 def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
     """Return the items that a command line asks for."""
     path = words[0]
-    if len(words) == 1 and path.endswith((".toml", ".json")) and os.path.isfile(path):
+    if len(words) == 1 and path.endswith((".toml", ".json")):
         document = read_job_file(path)
         if "item" in document:
             if options:

@@ -148,15 +148,15 @@ def _check(document: dict[str, Any], text: str, path: Path) -> None:
             near = get_close_matches(wrong, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(known)}"
             keys.append(wrong)
-        line = find_line(text, keys)
+        line = find_line(text, keys) or 1
         at = f" (at {'.'.join(keys)})" if keys else ""
         raise ConfigError(f"{path}, line {line}: {what}{at}", hint=hint) from None
 
 
 def find_line(text: str, keys: list[str]) -> int:
-    """Return the line of a TOML document that sets `keys`, or else their table; 1 for neither."""
+    """Return the line of a TOML document that sets `keys`, or else their table; 0 for neither."""
     table: list[str] = []
-    best, depth = 1, 0
+    best, depth = 0, 0
     for number, line in enumerate(text.splitlines(), 1):
         if header := re.match(r"\s*\[+\s*([^\]]+?)\s*\]", line):
             table = [part.strip(" \"'") for part in header[1].split(".")]

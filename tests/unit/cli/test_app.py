@@ -14,7 +14,20 @@ from perdure.cli.say import render_table
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").write_text("")
+    (tmp_path / "good.toml").write_text('script = "x"\n')
+    (tmp_path / "bad.toml").write_text('script = "x"\n[checkpoint]\nevery_step = 3\n')
+    (tmp_path / "bad.json").write_text("[")
     return tmp_path
+
+
+@pytest.mark.parametrize("args", [[], ["queue"], ["trace"]])
+def test_without_a_command_there_is_help(
+    capsys: pytest.CaptureFixture[str], args: list[str]
+) -> None:
+    assert run_command(args) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.startswith("Usage: perdure")) == ("", True)
 
 
 @pytest.mark.parametrize(
@@ -23,6 +36,16 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["nosuch"], "No such command 'nosuch'.", "perdure --help"),
         (["run", "--foo", "x.py"], "No such option: --foo", "perdure run --help"),
         (["run"], "no script to run", "SCRIPT"),
+        (
+            ["run", "-c", "bad.toml"],
+            "bad.toml, line 3: checkpoint: Object contains unknown field `every_step`",
+            "did you mean `every_steps`?",
+        ),
+        (["launch", "bad.json", "--on", "local"], "bad.json: not JSON", "one object"),
+        (["run", "--name", "a/b", "x"], "options: name: not a name of a job", "letters"),
+        (["queue", "add", "nosuch.toml"], "cannot read nosuch.toml: No such file", "path"),
+        (["launch", "good.toml", "--on", "nosuch"], "no profile `nosuch`", "there is autodl"),
+        (["verify", "good.toml"], "no checkpoints in good.toml", "step-*"),
         (["run", "--numa_binding", "node", "x"], "--numa-binding of torchrun", "numactl"),
         (["run", "nosuch.py", "--json"], "no such script: nosuch.py", "looked in"),
         (["run", "--max_restarts", "-1", "x"], "Invalid value", "--help"),

@@ -63,7 +63,7 @@ def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
         ('script="x"\n[detect]\nhang_floor=1', "detect: Object contains", "`hang_floor_s`"),
         ('script="x"\nnproc=0', "nproc: Expected `int` >= 1", "documented"),
         ('script="x"\n[checkpoint]\nkeep_last="a"', "checkpoint.keep_last: Expected `int`", ""),
-        ('script="x"\nname="a/b"', "name: Expected `str` matching", ""),
+        ('script="x"\nname="a/b"', ", line 2: name: not a name of a job", "letters"),
         ('script="x\n', "not TOML", "toml.io"),
         ("nproc=2", "no script", "SCRIPT"),
         (

@@ -32,8 +32,8 @@ def pack(project: str, exclude: tuple[str, ...], job: str) -> str:
         ConfigError: the project is too large, or a link in it leads to no file.
         PlatformError: its files cannot be listed.
     """
-    content = read_project(Path(project), exclude)
-    files = {f"project/{name}": data for name, data in content.items()}
+    sources = read_project(Path(project), exclude)
+    files = {f"project/{name}": data for name, data in sources.items()}
     files |= {"job.json": job.encode(), name_wheel(): _store_wheel()}
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:

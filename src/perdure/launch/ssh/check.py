@@ -45,6 +45,9 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         PlatformError: a box cannot be reached, or has no Python at all.
     """
     plans = (plan, *plan.others)
+    if not plan.profile.launch.host:
+        text = "no box is named: the job would be sent to this machine itself"
+        return {}, (Finding("error", text, "--host ALIAS; this machine is --on local"),)
     with ThreadPoolExecutor(len(plans)) as pool:
         told = list(pool.map(probe, plans))
     measured, found = _check_box(plan, told[0], here)
