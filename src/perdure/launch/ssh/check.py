@@ -45,9 +45,6 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         PlatformError: a box cannot be reached, or has no Python at all.
     """
     plans = (plan, *plan.others)
-    if not plan.profile.launch.host:
-        text = "no box is named: the job would be sent to this machine itself"
-        return {}, (Finding("error", text, "--host ALIAS; this machine is --on local"),)
     with ThreadPoolExecutor(len(plans)) as pool:
         told = list(pool.map(probe, plans))
     measured, found = _check_box(plan, told[0], here)
@@ -94,6 +91,7 @@ def _check_box(
     if told["reached"] is not None:
         measured["mirror"] = ""
     found = [
+        *_check_host(plan),
         *check_banner(plan),
         *check_places(told),
         *check_room(told["places"]["DATA_DIR"], measure_project(plan)),
@@ -115,6 +113,14 @@ def _check_box(
     elif state == "rebooted":
         found.append(Finding("note", "the box was rebooted; the job goes on from its checkpoint"))
     return measured, found
+
+
+def _check_host(plan: Plan) -> list[Finding]:
+    """Return that no box is named: then this machine is taken for it."""
+    if plan.profile.launch.host:
+        return []
+    text = "no box is named: the job is sent to this machine itself"
+    return [Finding("warning", text, "--host ALIAS names one; --on local sends nothing")]
 
 
 def check_banner(plan: Plan) -> list[Finding]:
