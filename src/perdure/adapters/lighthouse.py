@@ -5,8 +5,6 @@ Both come here as bytes and are answered with bytes (`perdure.model.lighthouse`)
 generated code is needed and newer fields pass through.
 """
 
-import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -68,31 +66,3 @@ class LighthouseServer:
         except ProtocolError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         return b""
-
-
-class LighthouseCaller:
-    """The other end, as a manager has it: for tests and measurements."""
-
-    def __init__(self, address: str) -> None:
-        """Call the lighthouse at `host:port`."""
-        self._channel = grpc.aio.insecure_channel(address)
-        self._calls = {
-            name: self._channel.unary_unary(f"/{SERVICE}/{name}")
-            for name in ("Quorum", "Heartbeat")
-        }
-
-    async def call(self, name: str, data: bytes, *, timeout_s: float) -> bytes:
-        """Return the answer.
-
-        Raises:
-            PlatformError: none in time, or refused.
-        """
-        try:
-            return bytes(await self._calls[name](data, timeout=timeout_s))
-        except grpc.aio.AioRpcError as error:
-            raise PlatformError(f"lighthouse: {error.code().name}: {error.details()}") from error
-
-    async def close(self) -> None:
-        """Hang up."""
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._channel.close()

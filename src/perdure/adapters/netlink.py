@@ -26,7 +26,7 @@ _SOCK_DIAG_BY_FAMILY, _RTM_GETADDR, _RTM_NEWADDR = 20, 22, 20
 _REQUEST_DUMP = 0x301
 _ERROR, _DONE = 2, 3
 _DIAG_INFO = 2
-_ESTABLISHED, _LISTEN = 1, 10
+_ESTABLISHED = 1
 _CLONE_NEWNET = 0x40000000
 _ATTRS_AT = 88
 _INFO_NEEDED = 176
@@ -133,24 +133,6 @@ class SockDiag:
         """
         self._ask(family, 1 << _ESTABLISHED, 1 << (_DIAG_INFO - 1))
         return Dump(self)
-
-    def list_listeners(self, family: int) -> dict[int, int]:
-        """Return inode -> port of the sockets that listen.
-
-        Raises:
-            PlatformError: the kernel refuses.
-        """
-        self._ask(family, 1 << _LISTEN, 0)
-        found: dict[int, int] = {}
-        while True:
-            data, at = self.receive(), 0
-            while at + 16 <= len(data):
-                size, kind, *_ = _HEADER.unpack_from(data, at)
-                if kind in (_DONE, _ERROR):
-                    return found
-                port = int.from_bytes(data[at + 20 : at + 22], "big")
-                found[int.from_bytes(data[at + 84 : at + 88], "little")] = port
-                at += (size + 3) & ~3
 
     def receive(self) -> bytes:
         """Return the next part of an answer.

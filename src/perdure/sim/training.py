@@ -62,10 +62,6 @@ class World:
         """Return when `step` was, or would be, committed."""
         return self.first_step_s + self.paused_s + (step - self.start_step) * self.step_s
 
-    def finish_s(self) -> float:
-        """Return when the last step will be committed, if nothing happens."""
-        return self.time_of(self.target)
-
     def hold(self, rank: int, step: int | None, now: float) -> None:
         """Have `rank` wait at `step`, or at none; time spent waiting is lost to all."""
         before = min(self.holds.values(), default=None)
