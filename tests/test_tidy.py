@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import itertools
 import re
 import typing
 from collections import Counter
@@ -217,3 +218,34 @@ def test_links_between_documents_lead_somewhere() -> None:
             if not (path.parent / target).exists():
                 broken.append(f"{path.name}: {target}")
     assert broken == []
+
+
+def test_every_document_is_in_the_index() -> None:
+    listed = set(re.findall(r"\]\(([a-z-]+\.md)\)", (ROOT / "docs" / "README.md").read_text()))
+    assert listed == {path.name for path in (ROOT / "docs").glob("*.md")} - {"README.md"}
+
+
+def test_files_that_documents_name_are_there() -> None:
+    pattern = re.compile(r"`((?:docs|src|tests|bench|examples|scripts)/[\w./-]+)`")
+    gone = [
+        f"{path.name}: {name}"
+        for path in DOCUMENTS
+        for name in pattern.findall(path.read_text())
+        if not (ROOT / name).exists()
+    ]
+    assert gone == []
+
+
+def test_options_in_the_documents_exist() -> None:
+    table, wrong = commands(), []
+    for path in DOCUMENTS:
+        for line in re.findall(r"^ {4}(?:\$ )?perdure (.*)", path.read_text(), re.MULTILINE):
+            words = re.split(r" {3,}|[#|;&<>]", line)[0].split()
+            known = table.get(" ".join(words[:2])) or table.get(words[0] if words else "")
+            if known is None:
+                continue
+            options = {opt for p in known.params for opt in p.opts} | {"--help"}
+            own = itertools.takewhile(lambda word: not word.endswith(".py"), words[1:])
+            used = {word.partition("=")[0].strip("[]") for word in own if word.startswith("--")}
+            wrong += [f"{path.name}: perdure {line}: {name}" for name in sorted(used - options)]
+    assert wrong == []
