@@ -2,7 +2,8 @@
 
 A *cell* is one device's place in the pipeline, by its number. Stages are numbered along the
 model; with an interleaved schedule a cell has several. What a cell does is a list of actions, so
-that a simulator and an executor read the same thing.
+that a simulator and an executor read the same thing. There are very many actions, and none refers
+to anything that could refer to it: the garbage collector need not look at them.
 """
 
 from typing import Literal
@@ -13,7 +14,7 @@ Kind = Literal["F", "B", "W"]
 """Forward; backward (with W beside it: gradients of the input only); gradients of the weights."""
 
 
-class Action(msgspec.Struct, frozen=True, array_like=True, order=True):
+class Action(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False):
     """One piece of work of a cell: a micro-batch through one stage, in one direction."""
 
     kind: Kind
@@ -32,7 +33,7 @@ Routes = tuple[tuple[int, ...], ...]
 """Stage -> micro-batch -> the cell that does both its forward and its backward there."""
 
 
-class Executed(msgspec.Struct, frozen=True, array_like=True):
+class Executed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An action, and when it was done; seconds from the step's beginning."""
 
     action: Action

@@ -52,6 +52,8 @@ class Chain:
         self.state = _sum(block.state_bytes for block in profile.blocks)
         self.gradients = _sum(block.gradient_bytes for block in profile.blocks)
         self.updates_s = _sum(block.update_s for block in profile.blocks)
+        self.longest_s = max(cost.forward_s + cost.backward_s for cost in costs)
+        """Forward and backward of the block that takes longest: no stage is faster."""
         self._widest = cache(self._find_widest)
 
     def __len__(self) -> int:
@@ -62,11 +64,6 @@ class Chain:
     def work_s(self) -> float:
         """Forward and backward of the whole model, without recompute."""
         return self.forward_s[-1] + self.backward_s[-1]
-
-    @property
-    def longest_s(self) -> float:
-        """Forward and backward of the block that takes longest: no stage is faster."""
-        return max(cost.forward_s + cost.backward_s for cost in self.costs)
 
     def memory(self, first: int, stop: int, in_flight: int, recompute: bool) -> int:
         """Return the bytes that a stage needs, without the profile's `base_bytes`."""
@@ -87,9 +84,10 @@ class Chain:
     ) -> bool | None:
         """Return whether a stage recomputes: only where it must; None where it does not fit."""
         room = memory_bytes - self.profile.base_bytes
-        return next(
-            (way for way in allowed if self.memory(first, stop, in_flight, way) <= room), None
-        )
+        for way in allowed:
+            if self.memory(first, stop, in_flight, way) <= room:
+                return way
+        return None
 
     def stage(self, first: int, stop: int, recompute: bool, *, split: bool = False) -> StageCost:
         """Return a stage's cost; with `split`, gradients of weights apart."""

@@ -15,6 +15,8 @@ Cost = Callable[[int, int, int], float]
 """(first, stop, place) -> seconds a micro-batch of blocks first..stop as the place-th stage from
 the end, counted from 1; infinite where it does not fit. Must not fall as `stop` rises."""
 
+Cut = tuple[float, tuple[int, ...], tuple[bool, ...]]
+"""(bottleneck, cuts, extras)"""
 _Layer = tuple[list[float], list[int]]
 
 
@@ -30,8 +32,9 @@ class Cutter:
         self._blocks, self._cost, self._loads = blocks, cache(cost), loads
         self._layers: dict[tuple[int, int], _Layer] = {(0, 0): ([math.inf] * blocks + [0.0], [])}
         self._extra: dict[tuple[int, int, int], bool] = {}
+        self._found: dict[tuple[int, int], Cut | None] = {}
 
-    def cut(self, stages: int, extra: int = 0) -> tuple[float, list[int], list[bool]] | None:
+    def cut(self, stages: int, extra: int = 0) -> Cut | None:
         """Return (bottleneck, cuts, extras); None where no cut fits the memory.
 
         `cuts` are the first blocks of all stages, and at the end the number of blocks. `extras`
@@ -39,6 +42,11 @@ class Cutter:
         """
         if not 0 < stages <= self._blocks or not 0 <= extra <= stages:
             return None
+        if (stages, extra) not in self._found:
+            self._found[stages, extra] = self._find(stages, extra)
+        return self._found[stages, extra]
+
+    def _find(self, stages: int, extra: int) -> Cut | None:
         for place in range(1, stages + 1):
             for among in range(max(0, extra - (stages - place)), min(extra, place) + 1):
                 if (place, among) not in self._layers:
@@ -54,7 +62,7 @@ class Cutter:
             extra -= has
             cuts.append(stop)
             at = stop
-        return worst, cuts, extras
+        return worst, tuple(cuts), tuple(extras)
 
     def _fill(self, place: int, extra: int) -> _Layer:
         best = [math.inf] * (self._blocks + 1)

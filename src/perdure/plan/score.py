@@ -239,20 +239,20 @@ class Scorer:
             stages=stages,
             hop=hop,
             reduce_s=[
-                self.find_reduce(part.devices, cost.gradient_bytes)
+                self.find_reduce([self.devices[n] for n in part.devices], cost.gradient_bytes)
                 for part, cost in zip(world.stages, stages, strict=True)
             ],
             slowdowns=[device.slowdown for device in there],
             overlap=self.overlap,
         )
 
-    def find_reduce(self, names: Sequence[str], size: int) -> float:
+    def find_reduce(self, there: Sequence[Device], size: int) -> float:
         """Return the seconds of an all-reduce of `size` bytes over these devices."""
-        if len(names) == 1:
+        if len(there) == 1:
             return 0.0
-        nodes = {self.devices[name].node for name in names}
-        place: Place = "node" if len(nodes) == 1 else "cluster"
-        cost = self.profile.find_all_reduce(place, len(names))
+        near = all(device.node == there[0].node for device in there)
+        place: Place = "node" if near else "cluster"
+        cost = self.profile.find_all_reduce(place, len(there))
         return cost.latency_s + size / cost.bytes_per_s
 
 

@@ -6,6 +6,7 @@ worth a simulation.
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import accumulate, pairwise
 from typing import Literal
 
@@ -58,6 +59,7 @@ class Shaper:
         self._devices, self._ranked = devices, ranked
         self._memory = list(accumulate((devices[i].memory_bytes for i in ranked), min))
         self._cutters: dict[object, Cutter] = {}
+        self._weigh = cache(self._weigh_stages)
 
     def count(self, family: Family) -> int:
         """Return the micro-batches of a step."""
@@ -91,13 +93,14 @@ class Shaper:
                 find_groups(ranks, each)
         chain = self.scorer.chain(family.micro_batch)
         limited = family.schedule in ("1f1b", "rerouted")
+        chosen = self.choose(size)
         loads = (float(share), float(-(-count // (copies + 1)))) if extra else (1.0, 1.0)
         flight = len(chain) if extra else share
         cutter = self._find_cutter(
             chain,
             self.memory(size) if limited else NO_LIMIT,
             flight if flight < ranks else len(chain),
-            self._find_link(family, size),
+            self._find_link(family, chosen),
             self.ways if limited else self.ways[:1],
             loads,
         )
@@ -105,10 +108,12 @@ class Shaper:
         if found is None:
             return None
         _, cuts, extras = found
-        again = self._list_recompute(chain, cuts, self.memory(size), flight, limited)
-        bound_s = self._bound(family, size, cuts, again, extras)
-        bound_s += self._find_reduce(family, size, cuts, extras[0])
-        return Shape(family, size, tuple(cuts), again, tuple(extras[:ranks]), bound_s)
+        again, works = self._weigh(
+            family.micro_batch, cuts, self.memory(size), min(flight, len(cuts)), limited
+        )
+        bound_s = self._bound(family, copies, works, extras)
+        bound_s += self._find_reduce(family, chosen, cuts, extras[0])
+        return Shape(family, size, cuts, again, extras[:ranks], bound_s)
 
     def build(self, shape: Shape) -> World | None:
         """Return the world; None where it does not fit the memory after all.
@@ -142,11 +147,11 @@ class Shaper:
                 lists = order_zero_bubble(world.ranks, range(share))
         return self.scorer.find_peak(world, tuple(map(tuple, lists))) <= memory
 
-    def _find_link(self, family: Family, size: int) -> float:
+    def _find_link(self, family: Family, chosen: Sequence[Device]) -> float:
         """Return the seconds a byte occupies the link between neighbours of a pipeline."""
+        size = len(chosen)
         if family.ranks == 1:
             return 0.0
-        chosen = self.choose(size)
         if family.layout == "replica" and size % family.ranks == 0:
             row = chosen[: family.ranks]
         else:
@@ -154,18 +159,19 @@ class Shaper:
         where: Place = "node" if len({device.node for device in row}) == 1 else "cluster"
         return 1.0 / self.scorer.profile.find_transfer(where).bytes_per_s
 
-    def _find_reduce(self, family: Family, size: int, cuts: Sequence[int], more: bool) -> float:
+    def _find_reduce(
+        self, family: Family, chosen: Sequence[Device], cuts: Sequence[int], more: bool
+    ) -> float:
         """Return what is left of the first rank's all-reduce, which begins as all else ends."""
-        chosen, chain = self.choose(size), self.scorer.chain(family.micro_batch)
+        size, chain = len(chosen), self.scorer.chain(family.micro_batch)
         if family.layout == "replica" and size % family.ranks == 0:
             column = chosen[:: family.ranks]
         else:
             column = chosen[: size // family.ranks + more]
         if len(column) == 1:
             return 0.0
-        names = [device.name for device in column]
         gradient_bytes = chain.stage(cuts[0], cuts[1], False).gradient_bytes
-        return self.scorer.find_reduce(names, gradient_bytes) * (1.0 - self.scorer.overlap)
+        return self.scorer.find_reduce(column, gradient_bytes) * (1.0 - self.scorer.overlap)
 
     def _find_cutter(
         self, chain: Chain, memory: int, flight: int, link_s: float,
@@ -187,32 +193,30 @@ class Shaper:
             self._cutters[key] = Cutter(len(chain), cost, loads)
         return self._cutters[key]
 
-    def _list_recompute(
-        self, chain: Chain, cuts: Sequence[int], memory: int, flight: int, limited: bool
-    ) -> tuple[bool, ...]:
-        stages = len(cuts) - 1
-        if not limited:
-            return (self.ways[0],) * stages
-        return tuple(
-            bool(chain.find_recompute(first, stop, min(stages - at, flight), memory, self.ways))
-            for at, (first, stop) in enumerate(pairwise(cuts))
-        )
+    def _weigh_stages(
+        self, micro_batch: int, cuts: tuple[int, ...], memory: int, flight: int, limited: bool
+    ) -> tuple[tuple[bool, ...], tuple[float, ...]]:
+        """Return which stages recompute, and the work of each; many members are cut alike."""
+        chain, stages = self.scorer.chain(micro_batch), len(cuts) - 1
+        again = (self.ways[0],) * stages
+        if limited:
+            again = tuple(
+                bool(chain.find_recompute(first, stop, min(stages - at, flight), memory, self.ways))
+                for at, (first, stop) in enumerate(pairwise(cuts))
+            )
+        pairs = zip(pairwise(cuts), again, strict=True)
+        return again, tuple(chain.work(first, stop, way) for (first, stop), way in pairs)
 
     def _bound(
-        self, family: Family, size: int, cuts: Sequence[int],
-        again: Sequence[bool], extras: Sequence[bool],
-    ) -> float:  # fmt: skip
+        self, family: Family, copies: int, works: Sequence[float], extras: Sequence[bool]
+    ) -> float:
         """Return what a world is not faster than, its stages known (`find_bound` says why)."""
-        chain, copies = self.scorer.chain(family.micro_batch), size // family.ranks
-        works = [
-            chain.work(first, stop, way)
-            for (first, stop), way in zip(pairwise(cuts), again, strict=True)
-        ]
+        shares = [self.count(family) / (copies + more) for more in (False, True)]
+        if self.equal:
+            shares = [math.ceil(share) for share in shares]
         bound_s = before_s = 0.0
         for rank in range(family.ranks):
-            share = self.count(family) / (copies + extras[rank])
-            if self.equal:
-                share = math.ceil(share)
-            bound_s = max(bound_s, before_s + share * sum(works[rank :: family.ranks]))
+            mine_s = works[rank] if family.chunks == 1 else sum(works[rank :: family.ranks])
+            bound_s = max(bound_s, before_s + shares[extras[rank]] * mine_s)
             before_s += works[rank]
         return max(bound_s, sum(works))

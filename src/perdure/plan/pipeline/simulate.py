@@ -9,6 +9,7 @@ All is a function of its arguments: what the lists leave open does not exist.
 """
 
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import msgspec
 
@@ -67,78 +68,87 @@ def simulate(orders: Orders, pipe: Pipe) -> Timeline:
     return _finish(state.executed, pipe)
 
 
+_micro_batch = attrgetter("micro_batch")
+
+
 class _State:
     """What has been done and sent. Places of an array are stage * micro-batches + micro-batch."""
 
     def __init__(self, orders: Orders, pipe: Pipe) -> None:
         self.orders, self.pipe = orders, pipe
         self.executed: list[list[Executed]] = [[] for _ in orders]
-        self.width = 1 + max((a.micro_batch for mine in orders for a in mine), default=0)
+        self.width = 1 + max((max(map(_micro_batch, mine)) for mine in orders if mine), default=0)
         size = len(pipe.stages) * self.width
         self.homes = [-1] * size
         for cell, mine in enumerate(orders):
             for action in mine:
                 self.homes[action.stage * self.width + action.micro_batch] = cell
-        self.arrived = {kind: [-1.0] * size for kind in ("F", "B")}
+        self.ready: dict[str, list[float]] = {kind: [-1.0] * size for kind in ("F", "B", "W")}
+        """When what an action needs has arrived; negative if it has not."""
+        self.ready["F"][: self.width] = [0.0] * self.width
         self.waiting: dict[tuple[str, int], int] = {}
         self.links: dict[tuple[int, int], float] = {}
-        self.works: dict[tuple[str, int, int], float] = {}
+        self.hops: dict[tuple[int, int, int], Hop] = {}
+        self.works = {
+            "F": [stage.forward_s for stage in pipe.stages],
+            "B": [stage.backward_s for stage in pipe.stages],
+            "W": [stage.weight_s for stage in pipe.stages],
+        }
+        """On a cell without a slowdown."""
 
     def advance(self, cell: int) -> list[int]:
         """Let a cell work until it must wait; return the cells that wait no longer."""
-        mine, done = self.orders[cell], self.executed[cell]
+        mine, done, ready, waiting = (
+            self.orders[cell],
+            self.executed[cell],
+            self.ready,
+            self.waiting,
+        )
+        slowdown = self.pipe.slowdowns[cell] if self.pipe.slowdowns else 1.0
+        works, width, woken = self.works, self.width, list[int]()
         free_s = done[-1].end_s if done else 0.0
-        woken = []
-        for action in mine[len(done) :]:
+        for number in range(len(done), len(mine)):
+            action = mine[number]
             kind, stage = action.kind, action.stage
-            at = stage * self.width + action.micro_batch
-            begin_s, need = self._find_need(kind, stage, at)
+            at = stage * width + action.micro_batch
+            begin_s = ready[kind][at]
             if begin_s < 0.0:
-                self.waiting[need] = cell
+                waiting[kind, at] = cell
                 break
             if begin_s < free_s:
                 begin_s = free_s
-            work_s = self.works.get((kind, stage, cell))
-            if work_s is None:
-                work_s = self.works[kind, stage, cell] = self.pipe.work_s(action, cell)
-            free_s = begin_s + work_s
+            free_s = begin_s + works[kind][stage] * slowdown
             done.append(Executed(action, begin_s, free_s))
             if kind != "W":
-                self.arrived[kind][at] = self._deliver(kind, stage, at, free_s, cell)
-                waiter = self.waiting.pop((kind, at), None)
-                if waiter is not None:
-                    woken.append(waiter)
+                following = self._deliver(kind, stage, at, free_s, cell)
+                if following in waiting:
+                    woken.append(waiting.pop(following))
         return woken
 
-    def _find_need(self, kind: str, stage: int, at: int) -> tuple[float, tuple[str, int]]:
-        """Return when what an action needs has arrived, negative if not yet; and what that is."""
+    def _deliver(self, kind: str, stage: int, at: int, end_s: float, cell: int) -> tuple[str, int]:
+        """Bring what an action has made to where it is needed next; return for what."""
         if kind == "F":
+            if at + self.width >= len(self.homes):
+                self.ready["B"][at] = end_s
+                return "B", at
+            stage, at = stage + 1, at + self.width
+        else:
+            self.ready["W"][at] = 0.0
             if stage == 0:
-                return 0.0, ("F", at)
+                return "W", at
             at -= self.width
-        elif kind == "B":
-            if stage == len(self.pipe.stages) - 1:
-                kind = "F"
-            else:
-                at += self.width
-        else:
-            return min(0.0, self.arrived["B"][at]), ("B", at)
-        return self.arrived[kind][at], (kind, at)
-
-    def _deliver(self, kind: str, stage: int, at: int, end_s: float, cell: int) -> float:
-        """Return when what an action made is where it is needed next."""
-        if kind == "F":
-            stage += 1
-            target = self.homes[at + self.width] if stage < len(self.pipe.stages) else cell
-        else:
-            target = self.homes[at - self.width] if stage else cell
-        if target == cell:
-            return end_s
-        latency_s, occupied_s = self.pipe.hop(stage, cell, target)
-        free_s = self.links.get((cell, target), 0.0)
-        sent_s = (free_s if free_s > end_s else end_s) + occupied_s
-        self.links[cell, target] = sent_s
-        return sent_s + latency_s
+        target = self.homes[at]
+        if target != cell:
+            way = stage, cell, target
+            hop = self.hops.get(way)
+            if hop is None:
+                hop = self.hops[way] = self.pipe.hop(*way)
+            link = cell, target
+            free_s = self.links.get(link, 0.0)
+            sent_s = self.links[link] = (free_s if free_s > end_s else end_s) + hop[1]
+            end_s = sent_s + hop[0]
+        self.ready[kind][at] = end_s
+        return kind, at
 
 
 def _finish(executed: list[list[Executed]], pipe: Pipe) -> Timeline:
