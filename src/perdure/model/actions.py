@@ -253,6 +253,8 @@ class FollowWorld(Action, frozen=True, kw_only=True):
     rank: int
     donors: dict[int, str]
     """Member -> address at which it sends its state."""
+    ahead: tuple[int, ...] = ()
+    """Others that follow, and were told so before it: of parts of a state they choose first."""
 
 
 class InjectFault(Action, frozen=True, kw_only=True):

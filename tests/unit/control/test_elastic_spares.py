@@ -253,6 +253,17 @@ def test_with_a_large_state_a_spare_follows_the_survivors_before_it_joins_them()
     assert (order.ranks, order.urgent) == ((0, 2, 3), False)
 
 
+def test_who_follows_is_told_who_was_told_before_it() -> None:
+    lab = Lab(spares=2, state_bytes=LARGE)
+    lab.ready(3)
+    lab.ready(4)
+    found = [a for a in lab.die(1) if isinstance(a, FollowWorld)]
+    assert [(a.epoch, a.rank, a.ahead) for a in found] == [(1, 3, ())]
+    lab.formed()
+    found = [a for a in lab.die(2) if isinstance(a, FollowWorld)]
+    assert [(a.epoch, a.rank, a.ahead) for a in found] == [(2, 3, ()), (2, 4, (3,))]
+
+
 def test_who_follows_is_told_of_a_newer_world() -> None:
     lab = Lab(state_bytes=LARGE)
     lab.ready(3)

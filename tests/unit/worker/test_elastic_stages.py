@@ -12,6 +12,8 @@ from perdure.model.errors import ConfigError
 from perdure.plan.stages import Model, choose_balanced
 from perdure.worker.elastic import open_pipeline_trainer, train
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.parts import At
+from perdure.worker.elastic.stage_follow import StagePupil
 from perdure.worker.elastic.stage_trainer import StageTrainer
 from perdure.worker.elastic.staged import StagedReplica
 
@@ -74,3 +76,18 @@ def test_what_breaks_at_a_boundary_keeps_nothing_of_the_step_before() -> None:
     trainer._drop_unfinished()
     assert trainer._stand().done == ()
     assert len(list(steps)) == 1
+
+
+def test_who_come_in_at_once_follow_different_stages() -> None:
+    """Two stages of two copies: the second to be told takes the other stage, whatever its rank."""
+    model = Model((1.0, 1.0), (4, 4), 2)
+    runs = {0: ((0, 1),), 1: ((1, 2),), 2: ((0, 1),), 3: ((1, 2),)}
+    answers = {member: At(3, "a", mine) for member, mine in runs.items()}
+
+    def follow(me: int, ahead: tuple[int, ...]) -> tuple[int, ...]:
+        replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
+        pupil = StagePupil(replica, me, partial(choose_balanced, model), Any, Any)
+        return pupil.choose_donors(answers, ahead)
+
+    assert follow(4, ()) == follow(5, ())
+    assert {follow(5, ()), follow(4, (5,))} == {(0, 2), (1, 3)}

@@ -92,6 +92,8 @@ def order_following(state: ControllerState, ranks: tuple[int, ...]) -> list[AnyA
     elastic, members = state.elastic, find_living(state)
     donors = {m: elastic.feeds[m] for m in members if m in elastic.feeds}
     told = [m for m in ranks if elastic.following.get(m) != elastic.epoch]
+    out = elastic.lost | set(state.exits) | {*members, *told}
+    before = [m for m, e in elastic.following.items() if e == elastic.epoch and m not in out]
     elastic.following |= dict.fromkeys(told, elastic.epoch)
     return [
         FollowWorld(
@@ -99,9 +101,10 @@ def order_following(state: ControllerState, ranks: tuple[int, ...]) -> list[AnyA
             epoch=elastic.epoch,
             rank=rank,
             donors=donors,
+            ahead=(*before, *told[:turn]),
             reason=f"rank {rank} catches up while the others train on",
         )
-        for rank in told
+        for turn, rank in enumerate(told)
     ]
 
 

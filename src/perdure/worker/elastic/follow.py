@@ -35,8 +35,8 @@ _LAST_S = 10.0
 """How long the members may wait for what is on its way when they are called together."""
 
 Piece = tuple[Part, bytes, list[Tensor]]
-ChooseDonors = Callable[[Mapping[int, At]], tuple[int, ...]]
-"""(what each has answered) -> whom to follow"""
+ChooseDonors = Callable[[Mapping[int, At], Sequence[int]], tuple[int, ...]]
+"""(what each has answered, who has chosen before) -> whom to follow"""
 
 
 class Lost(Exception):
@@ -91,7 +91,7 @@ class Follower:
             self._lines[donor] = Line(sock)
             self._lines[donor].send(Ask(order.generation, order.rank))
         answers = {donor: _read_at(line) for donor, line in self._lines.items()}
-        self.donors = self._choose(answers)
+        self.donors = self._choose(answers, order.ahead)
         for donor in set(answers) - set(self.donors):
             self._lines.pop(donor).close()
         lines = list(self._lines.values())
@@ -212,8 +212,10 @@ def _read_at(line: Line) -> At:
 class Pupil(Protocol):
     """Who catches up: a rank with a replica of its own."""
 
-    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
-        """Return whom to follow of those who have answered.
+    def choose_donors(
+        self, answers: Mapping[int, At], ahead: Sequence[int] = ()
+    ) -> tuple[int, ...]:
+        """Return whom to follow of those who have answered; `ahead` have chosen before.
 
         Raises:
             Lost: this time nobody.
@@ -239,7 +241,9 @@ class ReplicaPupil:
         """Bring `replica` up to its donors, whose gradients go through `buckets`."""
         self._replica, self._buckets = replica, buckets
 
-    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
+    def choose_donors(
+        self, answers: Mapping[int, At], ahead: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Return all of them."""
         return tuple(answers)
 

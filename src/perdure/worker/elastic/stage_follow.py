@@ -1,12 +1,14 @@
 """How a rank that comes in gets a stage's blocks while the members train on.
 
 It chooses its stage as all will choose it when it has come: where the layout stays what it is, and
-only then. It follows that stage's copies as one follows a replicated state, and is given with each
-step's gradients the norms of all parameters, by which the members clip them.
+only then. Of several that come at once each counts those in who were told before it, so that they
+have different stages; once they are members, what they have is theirs. It follows its stage's
+copies as one follows a replicated state, and is given with each step's gradients the norms of all
+parameters, by which the members clip them.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -37,7 +39,9 @@ class StagePupil:
         self._replica, self._me, self._choose = replica, me, choose
         self._fit, self._list_norms = fit, list_norms
 
-    def choose_donors(self, answers: Mapping[int, At]) -> tuple[int, ...]:
+    def choose_donors(
+        self, answers: Mapping[int, At], ahead: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """Return the copies of the stage that this rank is to have.
 
         Raises:
@@ -45,9 +49,10 @@ class StagePupil:
         """
         me, blocks = self._me, len(self._replica.blocks)
         runs = {m: tuple(Section(*run) for run in at.runs) for m, at in answers.items()}
-        nodes = {member: at.node for member, at in answers.items()} | {me: find_node()}
+        nodes = {member: answers[member].node for member in sorted(answers)}
+        nodes |= dict.fromkeys([*ahead, me], find_node())
         rest = find_rest(blocks, answers, runs)
-        choice = self._choose(sorted(nodes), nodes, rest, ())
+        choice = self._choose(list(nodes), nodes, rest, ())
         if rest is None or choice.stays is None:
             raise Lost(f"blocks move when it comes: {choice.reason}")
         return rest.copies[choice.stays.find_place(me)]
