@@ -53,6 +53,9 @@ class Policy(msgspec.Struct, frozen=True):
     snapshot_steps: int = 0
     """What the next node in the pipeline has is a snapshot taken every so many steps; 0: it has
     the state as of this one."""
+    snapshot_s: float = 0.0
+    """The first step that ends so long after a snapshot has one as well, or fifty times as long
+    after it as it takes to be sent, if that is longer; 0: none has."""
     restart: Phases = Phases()
     """Where nobody has it: back to the checkpoint."""
     announced: Phases | None = None
@@ -196,6 +199,7 @@ POLICIES: dict[str, Policy] = {
             keeps="microbatches",
             copies="both",
             snapshot_steps=10,
+            snapshot_s=1.0,
             restart=Phases(detect_s=0.060, abort_s=0.159, communicator_s=0.653),
             save_s=0.186,
             save_interval_s=300.0,

@@ -109,11 +109,15 @@ def test_a_stage_without_a_copy_goes_back_to_the_checkpoint() -> None:
 def test_a_neighbours_snapshot_goes_back_ten_steps_at_the_most() -> None:
     table = Throughput("g", {Shape(2, 2): 4.0, Shape(1, 2): 2.0}, global_batch=8.0,
                        state_bytes=20e9, source="test")  # fmt: skip
-    # Steps of 2 s: a snapshot at 80 s, so 14 s of four nodes are done again.
+    # Steps of 2 s, and 8 s to send a snapshot: one at 80 s, so 14 s of four nodes are done again.
     back = run("perdure", six(94.0, None, 94.0, None), table)
     assert back.restarts == 0
     assert back.ledger["lost_work"] * back.slot_s == pytest.approx(14 * 4)
     assert run("perdure", six(94.0, 94.0, 94.0, None), table).restarts == 1
+    # A small state has one at each step: a second of four nodes.
+    light = Throughput("g", table.rates, global_batch=8.0, state_bytes=1e6, source="test")
+    small = run("perdure", six(95.0, None, 95.0, None), light)
+    assert small.ledger["lost_work"] * small.slot_s == pytest.approx(1 * 4)
 
 
 def test_neighbours_that_leave_together_end_bamboo() -> None:

@@ -5,6 +5,7 @@ any moment a policy trains, stands still in a phase of a change, or has no shape
 work is taken back from what was counted as useful.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -25,6 +26,9 @@ _PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 _EPSILON_S = 1e-9
 _Copies = Literal["whole", "snapshot", "none"]
 """Of the state of those that left: as of this step, as of some steps before, or not at all."""
+
+_DEAR = 50.0
+"""A snapshot that is taken sooner than it has to be takes a fiftieth of the time at most."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -198,12 +202,22 @@ class Replay:
             return "none"
         return "snapshot" if self.policy.snapshot_steps else "whole"
 
+    def _find_snapshot_steps(self, step_s: float) -> int:
+        """Return how many steps there are from a snapshot to the next."""
+        policy = self.policy
+        if not policy.snapshot_s:
+            return policy.snapshot_steps
+        grid, _ = self._here()
+        sent_s = self.table.state_bytes / grid.stages / self.physics.bytes_per_s
+        soon = math.ceil(max(policy.snapshot_s, _DEAR * sent_s) / step_s)
+        return min(soon, policy.snapshot_steps)
+
     def _lose_work(self, nodes: int, copies: _Copies, *, told: bool) -> None:
         """Take back what the loss of so many members has undone."""
         _, shape = self._here()
         policy, lost, step_s = self.policy, self.unsaved, self.table.find_step_s(shape)
         if copies == "snapshot":
-            lost = self._train(self.formed_s % (policy.snapshot_steps * step_s))
+            lost = self._train(self.formed_s % (self._find_snapshot_steps(step_s) * step_s))
         elif copies == "whole" and told:  # handed over at a step's end, or saved just in time
             lost = Work()
             if policy.copies == "storage" and self.unsaved.seconds > 0:

@@ -94,7 +94,8 @@ def train(
     says (docs/pipelines.md); with `recompute`, only the inputs of blocks are kept for backward;
     `schedule` is "1f1b", "zero-bubble" or "interleaved".
     The model that is returned has the blocks of this rank's stage. Every `snapshot_every` steps
-    each rank's shard or stage is copied to shared memory, beside training.
+    each rank's shard or stage is copied to shared memory, beside training; more often where steps
+    take long.
 
     Raises:
         ConfigError: the global batch is not whole micro-batches, the data cannot be positioned,

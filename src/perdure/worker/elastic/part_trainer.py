@@ -8,14 +8,18 @@ What shards and pipeline stages have in common:
   in the new world: who is lost before that takes nothing along that others have given up.
 - Where the last living copy of a part is lost, all go back to the newest step that is whole in
   the peer checkpoint, else to the checkpoint on disk.
+- Votes on what all do together after a step ride along with its counts, in two last rows: for a
+  checkpoint on disk, where one is enough, and for a snapshot, where one against it is.
 """
 
 import gc
+import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
+from torch import Tensor
 
 from perdure.plan.shards import NO_LINE, plan_mirrors
 from perdure.worker.elastic.group import Group
@@ -29,13 +33,20 @@ _HashStore: Any = vars(dist)["HashStore"]
 _PrefixStore: Any = vars(dist)["PrefixStore"]
 _LINES = 1_000_000
 """Epochs that a generation may have, for lines to be told apart."""
+_SOON_S, _SHARE = 1.0, 0.02
+"""Steps that take long have a snapshot each, as far as that takes this share of the time."""
+_VETO = -1e9
+"""More than there are members."""
 
 
 class PartTrainer(Trainer):
     """Trains a replica of which this member has a part."""
 
     def __init__(self, *args: Any, peers: Peers[Any], snapshot_every: int, **more: Any) -> None:
-        """Take a snapshot of the part every `snapshot_every` steps (0: never), by `peers`."""
+        """Take a snapshot of the part every `snapshot_every` steps (0: never), by `peers`.
+
+        It is taken earlier, after a second at the earliest, where it costs no member anything.
+        """
         self._peers = peers
         super().__init__(*args, **more)
         cast(PartSaving, self._saving).on_hand_over = self._hand_over
@@ -47,6 +58,7 @@ class PartTrainer(Trainer):
         """The most steps that were ever applied."""
         self._newest = (0, NO_LINE)
         """Step and line of the newest snapshot."""
+        self._snapped_s = time.monotonic()
 
     @property
     def snapshot_stall_s(self) -> float:
@@ -92,6 +104,7 @@ class PartTrainer(Trainer):
         """Reduce the counts, which say that each member has reduced its part."""
         self._ready = self._make_line()
         self._peers.wait()
+        self._tally[-1, 0] = _VETO if self._is_snapshot_dear() else 1.0
         self._send_tally(group)
         group.wait()
         self._let_go()
@@ -99,14 +112,23 @@ class PartTrainer(Trainer):
     def _apply(self, group: Group, *, sent: bool = False) -> None:
         if self._applied < self._furthest:
             self._progress.repeat()
+        cheap = bool(self._view_tally()[-1].sum() > 0.0)
         super()._apply(group)
         self._furthest = max(self._furthest, self._applied)
         self._line, self._ready = self._ready, NO_LINE
         if self._rebuilt:
             self._rebuilt = False
             gc.collect()  # The model of the world before refers to itself, and to its parts.
-        if self._every and self._applied % self._every == 0:
+        if self._every and (cheap or self._applied % self._every == 0):
             self._take_snapshot(group.members)
+
+    def _view_tally(self) -> Tensor:
+        """Return what was reduced of all members' counts and votes in the step under way."""
+        return self._sums[self._applied % 2]
+
+    def _is_snapshot_dear(self) -> bool:
+        since_s = time.monotonic() - self._snapped_s
+        return self._peers.busy or since_s < max(_SOON_S, self._peers.newest_s / _SHARE)
 
     def _take_snapshot(self, members: tuple[int, ...]) -> None:
         """Begin this step's snapshot; the one before, of the same world, is whole by now."""
@@ -114,6 +136,7 @@ class PartTrainer(Trainer):
         if line == self._line:
             self._peers.sweep(members, step)
         self._newest = self._applied, self._line
+        self._snapped_s = time.monotonic()
         snapshot, parts = self._tell_parts()
         self._peers.begin(snapshot, parts, self._tell_plain())
 

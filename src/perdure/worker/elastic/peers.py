@@ -78,6 +78,8 @@ class Peers(Generic[AnySnapshot]):
         """Seconds that training has waited so far."""
         self.copied_s = 0.0
         """Seconds that copying and hashing has taken so far, beside training."""
+        self.newest_s = 0.0
+        """Seconds until the last one was wherever it is kept."""
         self.error = ""
         """Why the last snapshot came to nothing."""
         if folder is not None:
@@ -113,6 +115,11 @@ class Peers(Generic[AnySnapshot]):
             began = time.monotonic()
             self._copied.wait()
             self.stall_s += time.monotonic() - began
+
+    @property
+    def busy(self) -> bool:
+        """Return whether what was begun is not yet wherever it is kept."""
+        return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> None:
         """Wait until what was begun is copied, and a neighbour has it, or has been lost."""
@@ -188,6 +195,7 @@ class Peers(Generic[AnySnapshot]):
         if mirror is not None:
             with contextlib.suppress(Broken, OSError):  # Then the neighbour has the one before.
                 self._exchange(mirror, header, data)
+        self.newest_s = time.monotonic() - began
 
     def _exchange(self, mirror: Mirror, mine: _Header[AnySnapshot], data: Tensor) -> None:
         """Send this member's snapshot to who keeps it, and take those that this one keeps.

@@ -74,8 +74,8 @@ class ShardTrainer(PartTrainer):
             snapshot_every=snapshot_every,
         )  # fmt: skip
         self._sharded, self._minimum = replica, minimum
-        self._tally = torch.zeros(3, count, dtype=torch.float64)
-        """The third row says whether a checkpoint is due."""
+        self._tally = torch.zeros(4, count, dtype=torch.float64)
+        """Which micro-batches were done here, and their losses; two rows of votes."""
         self._sums = tuple(torch.zeros_like(self._tally) for _ in range(2))
         self._copy: Copy | None = None
         self._copies: tuple[tuple[int, ...], ...] = ()
@@ -120,9 +120,9 @@ class ShardTrainer(PartTrainer):
             self._buckets.arm(self._applied, scale, group.all_reduce)
         self._buckets.flush()
         group.wait()
-        self._tally[2, 0] = float(self._disk.wants(self._applied, group.members))
+        self._tally[-2, 0] = float(self._disk.wants(self._applied, group.members))
         self._prove(group)
-        self._disk.agreed = bool(self._sums[self._applied % 2][2].sum() > 0.0)
+        self._disk.agreed = bool(self._view_tally()[-2].any())
 
     def _run_round(self, group: Group, scale: float, *, last: bool) -> None:
         """One micro-batch, forward and backward, or one that only keeps the others company."""

@@ -101,8 +101,8 @@ class StageTrainer(PartTrainer):
         self._bucket_bytes, self._exact = bucket_bytes, exact
         self._recompute, self._schedule, self._on = recompute, schedule, device
         blocks = len(replica.blocks)
-        self._tally = torch.zeros(blocks + 2, count, dtype=torch.float64)
-        """How often each block did each micro-batch here; losses; whether a checkpoint is due."""
+        self._tally = torch.zeros(blocks + 3, count, dtype=torch.float64)
+        """How often each block did each micro-batch here; losses; two rows of votes."""
         self._norms = torch.zeros(len(replica.parameters), dtype=torch.float64)
         """Of the reduced gradients of each parameter, in the model's order."""
         size = self._tally.numel() + len(self._norms)
@@ -214,9 +214,9 @@ class StageTrainer(PartTrainer):
             self._buckets.flush()
         stage.wait()
         self._note_norms(stage)
-        self._tally[-1, 0] = float(self._disk.wants(self._applied, group.members))
+        self._tally[-2, 0] = float(self._disk.wants(self._applied, group.members))
         self._prove(group)
-        self._disk.agreed = bool(self._view_tally()[-1].sum() > 0.0)
+        self._disk.agreed = bool(self._view_tally()[-2].any())
 
     def _reduce_trees(self, stage: Group) -> None:
         passes, me = self._passes, self._membership.me
@@ -238,7 +238,7 @@ class StageTrainer(PartTrainer):
                 self._done.append(task)
                 self._tally[slice(*sections[stage]), micro_batch] = 1.0
                 if stage + 1 == len(sections):
-                    self._tally[-2, micro_batch] = float(runner.losses[micro_batch])
+                    self._tally[-3, micro_batch] = float(runner.losses[micro_batch])
 
     def _drop_unfinished(self) -> None:
         """The attempt has broken: what was finished of it is kept."""
@@ -265,11 +265,11 @@ class StageTrainer(PartTrainer):
         return self._sums[self._applied % 2][:size].view_as(self._tally)
 
     def _read_counts(self) -> list[float]:
-        counts: list[float] = self._view_tally()[:-2].flatten().tolist()
+        counts: list[float] = self._view_tally()[:-3].flatten().tolist()
         return counts
 
     def _read_losses(self) -> list[float]:
-        losses: list[float] = self._view_tally()[-2].tolist()
+        losses: list[float] = self._view_tally()[-3].tolist()
         return losses
 
     def _list_norms(self, step: int) -> Tensor:
