@@ -187,8 +187,10 @@ class Cluster:
 
     def _spawn(self, name: str, *command: str) -> None:
         with open(self.root / "log" / f"{name}.out", "ab") as output:
+            # Where pytest is killed, nobody is left to stop them.
             self.processes[name] = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+                ("setpriv", "--pdeathsig", "TERM", *command),
+                stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 env={**os.environ, **self.env}, start_new_session=True,
             )  # fmt: skip
 

@@ -113,16 +113,16 @@ def test_a_queue_on_a_laptop_that_is_switched_off(laptop: Laptop, profile: str) 
     (laptop.folder / "queue.toml").write_text(QUEUE.format(profile=profile))
     laptop.cli("queue", "add", "queue.toml")
     runner = run_queue(laptop)
-    wait_until(lambda: read_starts(laptop, "second"), "the second job", 150)
+    wait_until(lambda: read_starts(laptop, "second"), "the second job", 300)
     shut_down(laptop)
     runner.communicate(timeout=30)
     (pid,) = read_starts(laptop, "second")
     assert psutil.pid_exists(int(pid)), "the job goes on"
 
     runner = run_queue(laptop)
-    wait_until(lambda: list_states(laptop)["second"] == ("running", 2), "another attempt", 60)
+    wait_until(lambda: list_states(laptop)["second"] == ("running", 2), "another attempt", 120)
     (laptop.folder / "marks" / "second-may-end").touch()
-    out, err = runner.communicate(timeout=150)
+    out, err = runner.communicate(timeout=240)
     assert runner.returncode == 0, out + err
     assert read_starts(laptop, "second") == [pid], "it was found where it was"
     assert len(read_starts(laptop, "first")) == 2, "it failed, and was launched again"
@@ -131,9 +131,9 @@ def test_a_queue_on_a_laptop_that_is_switched_off(laptop: Laptop, profile: str) 
     (laptop.folder / "queue.toml").write_text(STOPPED.format(profile=profile))
     laptop.cli("queue", "add", "queue.toml")
     runner = run_queue(laptop)
-    wait_until(lambda: read_starts(laptop, "third"), "the third job", 150)
+    wait_until(lambda: read_starts(laptop, "third"), "the third job", 240)
     laptop.cli("queue", "rm", "--stop", "third")
     (pid,) = read_starts(laptop, "third")
     wait_until(lambda: not psutil.pid_exists(int(pid)), "the end of the job itself", 240)
-    runner.communicate(timeout=60)
+    runner.communicate(timeout=120)
     assert "stopped" in laptop.cli("status", "third").stdout
