@@ -19,6 +19,9 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 TREE_S = 5.0
 """How often the whole process table is looked at for descendants of the ranks."""
 _GONE = ProcSample(state="X")
+_KERNEL_LATE_S = 5.0
+_KERNEL_DRIFT = 2e-4
+"""The kernel's log is stamped by a clock that no time service slews."""
 
 
 class ProcStat:
@@ -295,8 +298,12 @@ def read_boot_id() -> str:
         return ""
 
 
-def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:
-    """Return the kernel's newest lines about kills and Xids, and whether its log can be read."""
+def read_kernel_kills(since_s: float = 0.0, limit: int = 50) -> tuple[tuple[str, ...], bool]:
+    """Return the kernel's newest lines about kills and Xids, and whether its log can be read.
+
+    `since_s` is by the monotonic clock, which the kernel's stamps only follow roughly.
+    """
+    earliest_s = since_s - _KERNEL_LATE_S - _KERNEL_DRIFT * time.monotonic()
     try:
         fd = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -310,6 +317,9 @@ def read_kernel_kills(limit: int = 50) -> tuple[tuple[str, ...], bool]:
                 break
             except OSError:
                 continue  # Overwritten while it was read: the next one follows.
+            stamp_us = int(text.split(",", 3)[2])
+            if stamp_us / 1e6 < earliest_s:
+                continue
             if "Killed process" in text or "oom-kill" in text or "NVRM: Xid" in text:
                 lines.append(text.partition(";")[2].splitlines()[0])
     finally:

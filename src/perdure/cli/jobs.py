@@ -80,12 +80,17 @@ class Job:
 
     def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
         """Return why a job that does not run has not ended; None where it has."""
-        lines, readable = read_kernel_kills()
-        parts = load_parts(self.paths)
+        from perdure.launch.ssh.box import count_kills  # Whose room is not needed otherwise.
+
+        parts, box = load_parts(self.paths), os.environ.get("JOB_DIR")
+        offset_s = time.time() - time.monotonic()
+        began_s = parts.started_s - offset_s if parts else 0.0
+        lines, readable = read_kernel_kills(began_s)
         facts = HostFacts(
             boot_id=read_boot_id(),
             kernel_log=lines,
             log_readable=readable,
+            memory_kills=count_kills(os.path.join(box, "launch")) if box else 0,
             elsewhere=parts.host if parts and parts.host != socket.gethostname() else "",
             slurm=self._ask_slurm(parts.slurm) if parts and parts.slurm else None,
         )

@@ -8,13 +8,14 @@ from typing import Annotated
 import typer
 
 from perdure.cli.act import JobName
+from perdure.cli.boxes import describe_row, find_box, print_status, tell_boxes
 from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
 from perdure.cli.options import Json
 from perdure.cli.profiles import here
 from perdure.cli.say import note, print_json
 from perdure.launch.platforms import Here, find_platform
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import BoxState, LaunchRecord
+from perdure.model.launching import BoxRow, BoxState, LaunchRecord
 from perdure.service.jobfiles import resolve_home
 
 _POLL_S = 0.5
@@ -24,42 +25,30 @@ def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Run a command line where its job is; return its exit code."""
     platform, place = find_platform(record.profile.kind), here(resolve_home())
     pods = record.profile.kind == "kubernetes"
+    if argv[0] == "status" and "--json" in argv and record.profile.kind == "ssh":
+        return print_status(record, place, lambda: platform.run(record, argv, place))
     told = argv[0] in ("status", "diagnose") and "--json" not in argv
     try:
-        code = platform.run(record, argv, place)
-        if told and not pods:
-            note(describe_state(record, platform.find_state(record, place)))
+        return platform.run(record, argv, place)
     finally:
-        if told:
-            tell_others(record, place)
+        if told and pods:
             _tell_pods(record, place)
-    return code
+        elif told:
+            tell_boxes(record, place)
 
 
 def _tell_pods(record: LaunchRecord, place: Here) -> None:
     """Say how a job's pods are, and what happened to them and their nodes before."""
-    if record.profile.kind == "kubernetes":
-        from perdure.launch.kubernetes import find_past, find_state
+    from perdure.launch.kubernetes import find_past, find_state
 
-        note(describe_state(record, find_state(record, place)))
-        for line in find_past(record, place):
-            note(line)
-
-
-def tell_others(record: LaunchRecord, place: Here) -> None:
-    """Say how a job's part on each further box is; one that does not answer keeps nobody up."""
-    platform = find_platform(record.profile.kind)
-    for other in record.boxes[1:]:
-        try:
-            note(describe_state(other, platform.find_state(other, place)))
-        except PlatformError as error:
-            note(str(error))
+    note(describe_state(record, find_state(record, place)))
+    for line in find_past(record, place):
+        note(line)
 
 
 def describe_state(record: LaunchRecord, state: BoxState) -> str:
     """Return in one sentence how a job is, by what its supervisor wrote down."""
-    more = "; the same `perdure launch` resumes it" if state.state in ("rebooted", "killed") else ""
-    return f"{record.box}: {state.state}: {state.reason}{more}"
+    return describe_row(BoxRow(host=record.box, state=state.state, reason=state.reason))
 
 
 def attach(job: JobName, as_json: Json = False) -> int:
@@ -120,6 +109,10 @@ def tunnel(
     port: Annotated[
         list[int], typer.Option("--port", min=1, max=65535, help="On the box; may be repeated.")
     ],
+    host: Annotated[
+        str | None,
+        typer.Option("--host", metavar="ALIAS", help="Which of its boxes; else the first."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Make ports of the box reachable here, on loopback, until Ctrl-C; made again when broken."""
@@ -134,14 +127,15 @@ def tunnel(
 
     if record.profile.kind not in ("ssh", "kubernetes"):
         raise ConfigError(f"no tunnels to a platform of kind {record.profile.kind}")
+    box = find_box(record, host)
     urls = [f"http://127.0.0.1:{number}" for number in port]
     if as_json:
-        print_json({"job": job, "urls": urls})
+        print_json({"job": job, "host": box.box, "urls": urls})
     else:
         print("\n".join(urls), flush=True)
     try:
         if record.profile.kind == "kubernetes":
             return kubernetes.tunnel(record, port, here(resolve_home()))
-        return Channel(record.profile.launch).forward(port)
+        return Channel(box.profile.launch).forward(port)
     except KeyboardInterrupt:
         return 0

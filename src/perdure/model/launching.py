@@ -120,6 +120,25 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
         return self.state in ("ended", "killed", "rebooted", "not-started")
 
 
+class BoxRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a launched job's boxes, in `boxes` of `perdure status --json`."""
+
+    host: str
+    state: str
+    """As in `BoxState`; `unreached` where it did not answer, which says nothing about the job."""
+    reason: str = ""
+    boot_id: str = ""
+    """Of the machine when it was last seen."""
+    seen_s: float = 0.0
+    """Unix time here at which it last answered, or was launched to."""
+    started_s: float = 0.0
+    """Unix time there at which its part of the job was started."""
+    attempt: int = 0
+    """How often that was started."""
+    address: str = ""
+    """Where the job's other boxes reach it."""
+
+
 class PulledFile(msgspec.Struct, frozen=True):
     """One file of the roster of a pull."""
 

@@ -17,6 +17,7 @@ from perdure.model.events import (
     JobEnded,
     JournalEntry,
     NodeRegistered,
+    RankExited,
 )
 from perdure.model.slurm import SlurmEnd
 from perdure.model.slurm import State as SlurmState
@@ -42,6 +43,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     kernel_log: tuple[str, ...] = ()
     """Lines of the kernel's log about killed processes; empty where it cannot be read."""
     log_readable: bool = True
+    memory_kills: int = 0
+    """Of the cgroup that the job is in, since it was started; 0 where nobody counted."""
     elsewhere: str = ""
     """The machine where the job was, if it is another than this one."""
     slurm: SlurmEnd | None = None
@@ -98,6 +101,14 @@ def explain_vanishing(
             "out of memory",
             "the kernel killed a part of it for lack of memory",
             {"kernel_log": lines[-3:], "last_event_s": last_s},
+        )
+    recovered = sum(isinstance(e.body, RankExited) and e.body.record.oom for e in entries)
+    if facts.memory_kills > recovered:
+        return Vanishing(
+            "out of memory",
+            "the kernel has killed processes of its cgroup for lack of memory, more than ranks "
+            "that it was told of",
+            {"kills": facts.memory_kills, "ranks": recovered, "last_event_s": last_s},
         )
     xids = [line for line in facts.kernel_log if "Xid" in line]
     seen: dict[str, object] = {"xid": xids[-3:]} if xids else {}

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,5 @@ def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernel_log_is_read_or_said_to_be_closed() -> None:
     lines, readable = read_kernel_kills()
     assert readable or not lines
+    late, _ = read_kernel_kills(time.monotonic() + 3600)
+    assert not late, "of before the job"

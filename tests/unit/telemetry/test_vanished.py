@@ -1,6 +1,14 @@
 """Four causes for a job whose `perdure run` is gone, each told by what it leaves behind."""
 
-from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered
+from perdure.model.events import (
+    CommandReceived,
+    ExitRecord,
+    JobEnded,
+    JournalEntry,
+    NodeRegistered,
+    RankExited,
+)
+from perdure.model.progress import RankAccount
 from perdure.model.slurm import SlurmEnd
 from perdure.telemetry.fate import Signs, tell_fate
 from perdure.telemetry.vanished import RUN_LOST, HostFacts, explain_vanishing
@@ -31,6 +39,16 @@ def test_the_kernels_line_counts_only_for_a_pid_of_the_job() -> None:
     facts = HostFacts(boot_id="boot-1", kernel_log=("Killed process 41 (python) total-vm:9kB",))
     assert find_cause(journal(HERE), facts, 40, 41) == "out of memory"
     assert find_cause(journal(HERE), facts, 4) == "killed"
+
+
+def test_a_cgroups_counter_tells_what_the_log_does_not() -> None:
+    record = ExitRecord(rank=1, generation=0, pid=50, at_s=2.0, signal=9, oom=True)
+    account = RankAccount()
+    exited = RankExited(node=0, record=record, account=account, detected_s=3.0)
+    entries = journal(HERE, exited)
+    counted = [HostFacts(boot_id="boot-1", memory_kills=kills) for kills in (1, 2)]
+    causes = [find_cause(entries, facts) for facts in counted]
+    assert causes == ["killed", "out of memory"], "a rank's own is known, and was recovered"
 
 
 def test_a_closed_terminal_is_in_the_journal() -> None:

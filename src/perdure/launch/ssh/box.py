@@ -141,7 +141,7 @@ def find_state(folder: str) -> dict[str, Any]:
         code, number = exited.get("code", 0), exited.get("signal", 0)
         how = f"signal {number}" if number else f"exit code {code}"
         reason = exited.get("refused") or f"`perdure run` ended with {how}"
-        reason += tell_memory(exited.get("oom_kills", 0))
+        reason += tell_memory(count_kills(folder))
         return {**told, "state": "ended", "code": code, "signal": number,
                 "ended_s": exited["at"], "reason": reason}  # fmt: skip
     if start["boot_id"] != now["boot_id"]:
@@ -154,7 +154,7 @@ def find_state(folder: str) -> dict[str, Any]:
         return {**told, "state": "orphaned",
                 "reason": "the supervisor is gone, `perdure run` goes on"}  # fmt: skip
     reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
-    reason += tell_memory(count_oom_kills(start.get("memory", "")) - start.get("oom_kills", 0))
+    reason += tell_memory(count_kills(folder))
     return {**told, "state": "killed", "reason": reason}
 
 
@@ -183,6 +183,14 @@ def count_oom_kills(path: str) -> int:
     with contextlib.suppress(OSError, ValueError), open(path) as file:
         return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
     return 0
+
+
+def count_kills(folder: str) -> int:
+    """Return how many of its cgroup's processes were killed for memory in the newest attempt."""
+    start, exited = read(folder, "start.json") or {}, read(folder, "exit.json") or {}
+    if exited and exited["attempt"] == start.get("attempt"):
+        return int(exited.get("oom_kills", 0))
+    return count_oom_kills(start.get("memory", "")) - int(start.get("oom_kills", 0))
 
 
 def tell_memory(kills: int) -> str:
