@@ -111,7 +111,7 @@ def test_a_box_out_of_memory_is_told_from_a_kill(
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: "box: killed" in laptop.cli("status", "sleeper").stderr, "its death")
     vanished = laptop.ask("diagnose", "sleeper")["vanished"]
-    assert vanished["cause"] == "killed", "what the run before lacked is not this one's cause"
+    assert vanished["cause"] == "killed", vanished  # What the run before lacked is not its cause.
 
 
 def test_an_xid_since_the_start_speaks_for_the_gpu(make: Callable[..., Laptop]) -> None:

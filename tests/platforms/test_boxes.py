@@ -6,6 +6,7 @@ Their links are real veth pairs that can be cut; a box is lost with everything o
 import json
 import shutil
 import signal
+import subprocess
 import tempfile
 import urllib.request
 import uuid
@@ -132,9 +133,18 @@ def test_a_box_lost_whole_comes_back_and_no_loss_differs(boxes: Boxes, shared: P
     status = laptop.cli("status", "exact").stderr
     assert "box1: running" in status
     assert "box2 did not answer" in status
+    assert "; last seen " in status
+    one, gone = laptop.ask("status", "exact")["boxes"]
+    assert (one["host"], one["state"], gone["host"], gone["state"]) == (
+        "box1", "running", "box2", "unreached"
+    )  # fmt: skip
+    boot_id = (second.folder / "boot_id").read_text().strip()
+    assert gone["boot_id"] == boot_id
+    assert gone["seen_s"] < one["seen_s"]
     boxes.set_link(1, "up")
     second.start(boot_id=str(uuid.uuid4()))
     assert "box2: rebooted" in laptop.cli("status", "exact").stderr
+    assert laptop.ask("status", "exact")["boxes"][1]["boot_id"] != boot_id
     again = laptop.cli("launch", "job.toml", "--on", "box").stderr
     assert "the job runs; it is joined by box2" in again
     assert "to box2:" in again
@@ -235,8 +245,14 @@ def fetch(port: int) -> str:
 
 
 @pytest.mark.timeout(300)
-def test_a_page_of_a_box_is_seen_through_a_tunnel_that_is_made_again(boxes: Boxes) -> None:
+def test_a_page_of_any_box_is_seen_through_a_tunnel_that_is_made_again(boxes: Boxes) -> None:
     laptop = boxes.laptop
+
+    def end(tunnel: "subprocess.Popen[str]") -> None:
+        tunnel.send_signal(signal.SIGINT)
+        out, err = tunnel.communicate(timeout=30)
+        assert (tunnel.returncode, out) == (0, "http://127.0.0.1:6006\n"), err
+
     boxes.write_job(SERVER, "elastic.py")
     (laptop.folder / "project" / "page").mkdir()
     (laptop.folder / "project" / "page" / "index.html").write_text("from the box")
@@ -247,12 +263,19 @@ def test_a_page_of_a_box_is_seen_through_a_tunnel_that_is_made_again(boxes: Boxe
         wait_until(lambda: fetch(6006) == "from the box", "the page")
         boxes.boxes[0].cut()
         wait_until(lambda: fetch(6006) == "from the box", "the page, once more")
-        tunnel.send_signal(signal.SIGINT)
-        out, err = tunnel.communicate(timeout=30)
-        assert (tunnel.returncode, out) == (0, "http://127.0.0.1:6006\n"), err
+        end(tunnel)
+        assert not fetch(6006)
+        page = boxes.boxes[1].home / "perdure" / "server+box2" / "project" / "page" / "index.html"
+        page.write_text("from the second")
+        tunnel = laptop.start("tunnel", "server", "--port", "6006", "--host", "box2")
+        wait_until(lambda: fetch(6006) == "from the second", "the other's page")
+        end(tunnel)
     finally:
         tunnel.kill()
     assert not fetch(6006)
+    refused = laptop.cli("tunnel", "server", "--port", "6006", "--host", "box3", code=2).stderr
+    assert "--host box3: not a box of server" in refused
+    assert "box1, box2" in refused
 
 
 @pytest.mark.timeout(300)

@@ -37,15 +37,20 @@ def push(
     *,
     exclude: Sequence[str] = (),
     tell: Callable[[str], None],
+    shared: bool = False,
 ) -> None:
     """Make the absolute folder `target` on the box hold what `source` holds; delete nothing there.
+
+    What is small may take the `shared` connection.
 
     Raises:
         PlatformError: it cannot be done, or attempts bring nothing more.
     """
     options = [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
     at = f"{channel.host}:{target}/" if channel.host else f"{target}/"
-    _repeat(channel, [*options, f"{source}/", at], f"{source} to {channel.name}", tell)
+    _repeat(
+        channel, [*options, f"{source}/", at], f"{source} to {channel.name}", tell, shared=shared
+    )
 
 
 def pull(
@@ -122,11 +127,13 @@ def _repeat(
     tell: Callable[[str], None],
     stdin: bytes = b"",
     prepare: Callable[[], None] | None = None,
+    *,
+    shared: bool = False,
 ) -> None:
     command = ["rsync", "-a", "-s", f"--partial-dir={PARTIAL}", f"--timeout={STALL_S}"]
     command += ["--info=progress2", "--no-human-readable", "--outbuf=L"]
     if channel.host:
-        command += ["-e", shlex.join(channel.ssh(shared=False))]
+        command += ["-e", shlex.join(channel.ssh(shared=shared))]
     fruitless = attempt = 0
     while True:
         if prepare is not None:

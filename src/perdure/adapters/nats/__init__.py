@@ -1,5 +1,17 @@
 """The one door to NATS: the server as a child process, the bus, and the journal's stream."""
 
+import sys
+from importlib import import_module
+
+# nats-py imports aiohttp where there is one, for WebSockets, which perdure does not use: it is a
+# quarter of a second of CPU in each of a job's processes and of every command.
+if "aiohttp" not in sys.modules:
+    sys.modules["aiohttp"] = None  # type: ignore[assignment]
+    try:
+        import_module("nats.aio.client")
+    finally:
+        del sys.modules["aiohttp"]
+
 from perdure.adapters.nats.bus import NatsBus
 from perdure.adapters.nats.certificates import make_certificate, read_pem
 from perdure.adapters.nats.credentials import choose_file, read_credentials

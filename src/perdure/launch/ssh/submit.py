@@ -4,6 +4,8 @@ import shlex
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -19,6 +21,10 @@ from perdure.model.launching import BoxState, LaunchRecord, Plan
 
 _SETUP_S = 3600.0
 _START_S = 30.0
+_STARTING = "launch/.starting"
+"""As old as the start that is waited for."""
+_LATE = 75
+"""Exit code of a script that has waited for so long."""
 
 
 def submit(plan: Plan, here: Here) -> LaunchRecord:
@@ -51,17 +57,27 @@ def prepare(plan: Plan, here: Here) -> None:
     if missing:
         raise ConfigError(f"the secret {missing[0]} is not set", hint=f"export {missing[0]}=...")
     folder = _make_folder(channel, plan)
-    _send_files(channel, plan, folder, here)
-    _send_project(channel, plan, folder, here)
-    here.tell("looking for Python, or making an environment")
-    done = must(channel, plan, f"sh {shlex.quote(folder)}/launch/setup.sh", _SETUP_S)
-    for line in done.splitlines():
-        here.tell(line)
+    _at_once(
+        lambda: _send_files(channel, plan, folder, here),
+        lambda: _send_project(channel, plan, folder, here),
+    )
+    _at_once(
+        lambda: _check_project(channel, plan, folder),
+        lambda: _set_up(channel, plan, folder, here),
+    )
+    _mend_project(channel, folder, here)
     if secrets:
         _send_secrets(channel, plan, secrets)
         here.tell(f"sent {len(secrets)} secrets over standard input")
     if plan.settings["relaunch"]:
         must(channel, plan, f"sh {shlex.quote(folder)}/launch/relaunch.sh")
+
+
+def _at_once(*steps: Callable[[], None]) -> None:
+    """Do steps that need not wait for one another: most of each is the way to the box and back."""
+    with ThreadPoolExecutor(len(steps)) as pool:
+        for step in [pool.submit(step) for step in steps]:
+            step.result()
 
 
 def find_record(plan: Plan) -> LaunchRecord:
@@ -112,20 +128,39 @@ def _send_files(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
             path.write_text(content, encoding="utf-8")
             path.chmod(0o755 if content.startswith("#!") else 0o644)
         write_wheel(Path(scratch))
-        push(channel, Path(scratch), f"{folder}/launch", tell=here.tell)
+        push(channel, Path(scratch), f"{folder}/launch", tell=here.tell, shared=True)
 
 
 def _send_project(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
-    """Send the project, see that what arrived is what was sent, and mend its scripts."""
     source, exclude = Path(plan.settings["project"]), plan.settings["exclude"]
     here.tell(f"sending {source} to {channel.name}:{folder}/project")
     push(channel, source, f"{folder}/project", exclude=exclude, tell=here.tell)
+
+
+def _set_up(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
+    here.tell("looking for Python, or making an environment")
+    done = must(channel, plan, f"sh {shlex.quote(folder)}/launch/setup.sh", _SETUP_S)
+    for line in done.splitlines():
+        here.tell(line)
+
+
+def _check_project(channel: Channel, plan: Plan, folder: str) -> None:
+    """See that what arrived is what was sent.
+
+    Raises:
+        PlatformError: it is not.
+    """
+    source, exclude = Path(plan.settings["project"]), plan.settings["exclude"]
     differing = _compare(channel, source, f"{folder}/project", exclude)
     if differing:
         raise PlatformError(
             f"{len(differing)} files differ after they were sent, {differing[0]} among them",
             hint="is the project being edited? launch again",
         )
+
+
+def _mend_project(channel: Channel, folder: str, here: Here) -> None:
+    """Mend line ends and execute bits of its scripts there."""
     script = f"python3 {shlex.quote(folder)}/launch/results.py repair {shlex.quote(folder)}/project"
     told = channel.query(script, dict[str, list[str]])
     for what, names in told.items():
@@ -139,7 +174,7 @@ def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ..
     command = ["rsync", "-acn", "-s", "--out-format=%n"]
     command += [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
     if channel.host:
-        command += ["-e", shlex.join(channel.ssh(shared=False))]
+        command += ["-e", shlex.join(channel.ssh())]  # Names and hashes: little.
     done = subprocess.run([*command, f"{source}/", at], capture_output=True, text=True)
     if done.returncode:
         raise PlatformError(f"cannot compare with {at}: {done.stderr.strip()}")
@@ -171,25 +206,23 @@ def must(
 def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
     """Start a box's part of the job, and wait until its supervisor has written down that it runs.
 
+    It was found not to run before. Who starts it a second time, because the first answer was lost,
+    starts nothing, and finds that it runs.
+
     Raises:
-        ConfigError: it runs already.
         PlatformError: it does not start.
     """
     channel = Channel(plan.profile.launch)
-    before = ask_state(channel, record)
-    if not before.over:
-        raise ConfigError(f"job {plan.job} runs there already", hint=f"perdure attach {plan.job}")
-    must(channel, plan, f"sh {shlex.quote(record.place)}/launch/start.sh")
-    deadline = time.monotonic() + _START_S
-    while True:
-        state = ask_state(channel, record)
-        if state.attempt > before.attempt:
-            break
-        if time.monotonic() > deadline:
-            output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
-            last = (output.strip().splitlines() or ["it wrote nothing"])[-1]
-            raise PlatformError(f"{channel.name}: the job did not start: {last}")
-        time.sleep(0.3)
+    script = in_job(record.place, f"touch {_STARTING} && sh launch/start.sh >&2")
+    done = channel.ask(f"{script} && {_wait_newer('launch/start.json')}", timeout_s=2 * _START_S)
+    if done.code not in (0, _LATE):
+        last = (done.err.strip().splitlines() or ["it said nothing"])[-1]
+        raise PlatformError(f"{channel.name}: {last}", hint="the step was: launch/start.sh")
+    state = ask_state(channel, record)
+    if done.code == _LATE and state.over:
+        output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
+        last = (output.strip().splitlines() or ["it wrote nothing"])[-1]
+        raise PlatformError(f"{channel.name}: the job did not start: {last}")
     if state.state == "ended" and state.code:
         raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {plan.job}")
     here.tell(f"{channel.name}: {state.reason}")
@@ -198,7 +231,14 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
 
 def wait_endpoint(plan: Plan, record: LaunchRecord) -> None:
     """Wait until commands find the job, but not for ever."""
-    channel, deadline = Channel(plan.profile.launch), time.monotonic() + _START_S
-    seen = f'test -e "$PERDURE_HOME/jobs/{plan.job}/endpoint.json"'
-    while time.monotonic() < deadline and channel.ask(in_job(record.place, seen)).code:
-        time.sleep(0.3)
+    seen = _wait_newer(f"$PERDURE_HOME/jobs/{plan.job}/endpoint.json")
+    Channel(plan.profile.launch).ask(in_job(record.place, seen), timeout_s=2 * _START_S)
+
+
+def _wait_newer(path: str) -> str:
+    """Return the script that waits until the file at `path` is of this start, but not for ever."""
+    looks = round(_START_S / 0.1)
+    return (
+        f'i=0; until [ "{path}" -nt {_STARTING} ]; do '
+        f"[ $i -lt {looks} ] || exit {_LATE}; i=$((i + 1)); sleep 0.1; done"
+    )
