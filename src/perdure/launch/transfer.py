@@ -183,7 +183,8 @@ def _transfer(
         for line in process.stdout:
             progress = _PROGRESS.search(line)
             if progress is None:
-                last = line.strip() or last
+                if line.strip() and not (last and line.startswith("rsync")):
+                    last = line.strip()  # Of ssh, or the box: rsync's own come after it.
                 continue
             moved = int(progress[1].replace(",", ""))
             if time.monotonic() - told > _TELL_S:

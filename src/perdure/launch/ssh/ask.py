@@ -196,6 +196,9 @@ class _LogLines:
 
     def __call__(self, line: str) -> None:
         row = msgspec.json.decode(line)
+        if "generation" not in row:  # The command's own error: there is no such job there.
+            print(row.get("error", line.strip()), file=sys.stderr, flush=True)
+            return
         stream = (row["generation"], row["rank"], row["stream"])
         self._now[stream] += 1
         if self._now[stream] <= self._seen[stream]:

@@ -117,7 +117,8 @@ def _make_folder(channel: Channel, plan: Plan) -> str:
         f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
     )
     if done.code:
-        raise PlatformError(f"{channel.name}: {done.err}", hint="overrides.DATA_DIR")
+        last = (done.err.splitlines() or ["it said nothing"])[-1]
+        raise PlatformError(f"{channel.name}: {last}", hint="overrides.DATA_DIR")
     return done.out.strip()
 
 
@@ -220,8 +221,7 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
         raise PlatformError(f"{channel.name}: {last}", hint="the step was: launch/start.sh")
     state = ask_state(channel, record)
     if done.code == _LATE and state.over:
-        output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
-        last = (output.strip().splitlines() or ["it wrote nothing"])[-1]
+        last = _read_last_words(channel, record)
         raise PlatformError(f"{channel.name}: the job did not start: {last}")
     if state.state == "ended" and state.code:
         raise PlatformError(f"{channel.name}: {state.reason}", hint=f"perdure logs {plan.job}")
@@ -230,15 +230,33 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
 
 
 def wait_endpoint(plan: Plan, record: LaunchRecord) -> None:
-    """Wait until commands find the job, but not for ever."""
-    seen = _wait_newer(f"$PERDURE_HOME/jobs/{plan.job}/endpoint.json")
-    Channel(plan.profile.launch).ask(in_job(record.place, seen), timeout_s=2 * _START_S)
+    """Wait until commands find the job, but not for ever.
+
+    Raises:
+        PlatformError: it has ended before.
+    """
+    channel, endpoint = Channel(plan.profile.launch), f"$PERDURE_HOME/jobs/{plan.job}/endpoint.json"
+    waited = f'{_wait_newer(endpoint, "launch/exit.json")}; test "{endpoint}" -nt {_STARTING}'
+    if channel.ask(in_job(record.place, waited), timeout_s=2 * _START_S).code == 0:
+        return
+    state = ask_state(channel, record)
+    if state.over:
+        last = _read_last_words(channel, record)
+        raise PlatformError(f"{channel.name}: {state.reason}: {last}", hint="launch it again")
 
 
-def _wait_newer(path: str) -> str:
-    """Return the script that waits until the file at `path` is of this start, but not for ever."""
+def _read_last_words(channel: Channel, record: LaunchRecord) -> str:
+    """Return the last line of what was started there, errors of perdure's own first."""
+    output = channel.ask(f"tail -n 5 {shlex.quote(record.place)}/launch/run.out").out
+    lines = output.strip().splitlines() or ["it wrote nothing"]
+    mark = "perdure: error: "
+    return next((line.removeprefix(mark) for line in lines if line.startswith(mark)), lines[-1])
+
+
+def _wait_newer(*paths: str) -> str:
+    """Return the script that waits until one of `paths` is of this start, but not for ever."""
     looks = round(_START_S / 0.1)
+    found = " || ".join(f'[ "{path}" -nt {_STARTING} ]' for path in paths)
     return (
-        f'i=0; until [ "{path}" -nt {_STARTING} ]; do '
-        f"[ $i -lt {looks} ] || exit {_LATE}; i=$((i + 1)); sleep 0.1; done"
+        f"i=0; until {found}; do [ $i -lt {looks} ] || exit {_LATE}; i=$((i + 1)); sleep 0.1; done"
     )
