@@ -1,5 +1,6 @@
 """A job on a box behind sshd, through reboots, cut transfers and killed parts, exact to the bit."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -60,6 +61,18 @@ def cut_when(laptop: Laptop, condition: Callable[[], object]) -> None:
     assert laptop.box.cut()
 
 
+def wait_asleep(laptop: Laptop) -> None:
+    """Wait until the job's script has looked for `done`, and sleeps."""
+
+    def sleeps() -> bool:
+        with contextlib.suppress(psutil.Error):
+            processes = laptop.box.find_processes()
+            return any(process.cmdline() == ["sleep", "600"] for process in processes)
+        return False
+
+    wait_until(sleeps, "sleep")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not CAN_UNSHARE, reason="no mount namespaces: the boot id cannot be another")
 def test_a_reboot_and_a_cut_transfer_change_no_loss(make: Callable[..., Laptop]) -> None:
@@ -111,6 +124,7 @@ def test_cron_starts_a_job_again_after_a_reboot_and_only_then(make: Callable[...
     assert entries[:2] == [home.strip(), "17 3 * * * true"], "the user's own lines stay"
     assert sum("@reboot" in line for line in entries) == 1
 
+    wait_asleep(laptop)
     (there / "project" / "done").touch()
     start = read_json(there / "launch" / "start.json")
     laptop.cli("stop", "sleeper")
@@ -216,6 +230,7 @@ def test_causes_of_a_death_are_told_apart_from_here(make: Callable[..., Laptop])
     assert "box: rebooted" in told
 
     start()
+    wait_asleep(laptop)
     (launch.parent / "project" / "done").touch()
     laptop.cli("stop", "sleeper")
     laptop.cli("attach", "sleeper")
