@@ -1,5 +1,9 @@
 # ruff: noqa: ASYNC110
-"""A stand-in for agent, keeper and ranks: `python stub_agent.py JOB NODE`. No torch."""
+"""A stand-in for agent, keeper and ranks: `python stub_agent.py JOB NODE`. No torch.
+
+A rank's arguments are how long it runs (seconds, or the path of a file that ends it) and its exit
+code. SIGUSR1 makes the agent leave in good order. STUB_LEAVE_S is how long the end takes node 0.
+"""
 
 import asyncio
 import contextlib
@@ -28,7 +32,12 @@ from perdure.model.wire import NodeOrder, subject_events, subject_orders
 from perdure.service.agent_outbox import Outbox
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
 
-RANK = "echo hello from $RANK of generation $GEN; sleep ${1:-0.3} & wait $!; exit ${2:-0}"
+RANK = """echo hello from $RANK of generation $GEN
+case ${1:-0.3} in
+/*) until [ -e $1 ]; do sleep 0.05; done ;;
+*) sleep ${1:-0.3} ;;
+esac
+exit ${2:-0}"""
 
 
 def start_rank(
@@ -61,6 +70,7 @@ async def wait_rank(
 
 async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     bus = await NatsBus.connect(endpoint)
     outbox = Outbox(bus, subject_events(job), node=node, source=f"a{os.getpid()}")
@@ -101,6 +111,8 @@ async def main(job: str, node: int) -> None:
             for process in ranks.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+            if wanted.phase == "end" and node == 0:
+                await asyncio.sleep(float(os.environ.get("STUB_LEAVE_S", "0")))
             stopped = GenerationStopped(node=node, generation=wanted.generation - 1, at_s=now())
             outbox.put(stopped)
         if wanted.phase == "store":

@@ -1,12 +1,16 @@
-"""`perdure run` with the stand-in agent: `python stub_run.py HOME NAME [RANK'S ARGS...]`."""
+"""`perdure run` with the stand-in agent: `python stub_run.py HOME NAME [RANK'S ARGS...]`.
 
+STUB_NODES is the number of nodes, which share two ranks; STUB_LEFT_S shortens `LEFT_S`.
+"""
+
+import os
 import sys
 from pathlib import Path
 
 from perdure.model.errors import PerdureError
 from perdure.model.job import JobSpec, RestartConfig
+from perdure.service import supervisor
 from perdure.service.processes import part_command
-from perdure.service.supervisor import run
 
 
 def command(*words: str) -> list[str]:
@@ -20,15 +24,18 @@ def show(line: str) -> None:
 
 
 if __name__ == "__main__":
+    nodes = int(os.environ.get("STUB_NODES", "1"))
+    supervisor.LEFT_S = float(os.environ.get("STUB_LEFT_S", supervisor.LEFT_S))
     spec = JobSpec(
         name=sys.argv[2],
         script="x",
         args=tuple(sys.argv[3:]),
-        nproc=2,
+        nodes=nodes,
+        nproc=2 // nodes,
         restart=RestartConfig(grace_s=0.1),
     )
     try:
-        sys.exit(run(spec, home=sys.argv[1], on_line=show, command=command))
+        sys.exit(supervisor.run(spec, home=sys.argv[1], on_line=show, command=command))
     except PerdureError as error:
         print(f"{type(error).__name__}: {error.message}\nhint: {error.hint}", flush=True)
         sys.exit(error.exit_code)

@@ -21,9 +21,9 @@ STUB = Path(__file__).with_name("stub_run.py")
 
 
 class Run:
-    """One `perdure run`, given `args` for its ranks: seconds to sleep, then an exit code."""
+    """One `perdure run`, given `args` for its ranks (see `stub_agent.py`)."""
 
-    def __init__(self, home: Path, *args: str, name: str = "job") -> None:
+    def __init__(self, home: Path, *args: str, name: str = "job", **environ: str) -> None:
         self.home, self.name, self.paths = home, name, paths_of(str(home), name)
         self.output = home / f"{time.monotonic_ns()}.out"
         with open(self.output, "wb") as output:
@@ -31,20 +31,20 @@ class Run:
                 [sys.executable, str(STUB), str(home), name, *args],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=dict(os.environ, PYTHONWARNINGS="ignore"),
+                env=dict(os.environ, PYTHONWARNINGS="ignore", **environ),
             )
 
     def text(self) -> str:
         return self.output.read_text()
 
-    def wait(self, timeout_s: float = 30.0) -> int:
+    def wait(self, timeout_s: float = 60.0) -> int:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self.process.kill()
             pytest.fail(f"did not end:\n{self.text()}")
 
-    def until(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert self.process.poll() is None, self.text()
@@ -72,8 +72,8 @@ class Run:
 def run(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def start(*args: str, name: str = "job") -> Run:
-        runs.append(Run(tmp_path, *args, name=name))
+    def start(*args: str, name: str = "job", **environ: str) -> Run:
+        runs.append(Run(tmp_path, *args, name=name, **environ))
         return runs[-1]
 
     yield start
@@ -109,7 +109,10 @@ def test_scarce_room_for_checkpoints_is_an_event_of_the_job(
     os.truncate(file, 1 << 43)  # Nothing is written: no disk has room for the three to come.
     manifest = Manifest(step=10, world_size=1, files=(FileEntry(file.name, 1 << 43, "x"),))
     (folder / "manifest.json").write_bytes(encode(manifest))
-    job = run("2")
+    over = tmp_path / "over"
+    job = run(str(over))
+    job.until(lambda: "[perdure] storage is" in job.text())
+    over.touch()
     assert job.wait() == 0
     (noted,) = [e.body for e in read_mirror(job.paths) or [] if isinstance(e.body, RoomNoted)]
     assert noted.grade in ("low", "short")
@@ -125,14 +128,16 @@ def test_a_failing_job_passes_its_exit_code_on(run: Callable[..., Run]) -> None:
 
 @pytest.mark.parametrize("part", ["controller", "nats"])
 def test_a_killed_part_is_started_again_and_nothing_is_lost(
-    run: Callable[..., Run], part: str
+    run: Callable[..., Run], tmp_path: Path, part: str
 ) -> None:
-    job = run("3")
+    over = tmp_path / "over"
+    job = run(str(over))
     job.until_running()
     killed = [job.pid(part)]
     os.kill(killed[0], signal.SIGKILL)
     job.until(lambda: job.pid(part) != killed[0])
     job.until(lambda: len(job.lost()) == 1)
+    over.touch()
     assert job.wait() == 0
     assert job.lost()[0].pid == killed[0]
     assert job.lost()[0].cause == "signal 9 (SIGKILL)"
@@ -143,24 +148,55 @@ def test_a_killed_part_is_started_again_and_nothing_is_lost(
     job.assert_clean()
 
 
+def test_an_agent_that_leaves_in_good_order_is_missed_after_a_while(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    over = tmp_path / "over"
+    job = run(str(over), STUB_LEFT_S="0.7")
+    job.until_running()
+    os.kill(job.pid("agent"), signal.SIGUSR1)
+    job.until(job.lost)
+    job.until(lambda: "[rank 1] hello from 1 of generation 1" in job.text())
+    over.touch()
+    assert job.wait() == 0, job.text()
+    (lost,) = job.lost()
+    assert (lost.part, lost.cause) == ("agent 0", "exit code 0")
+    assert lost.restarted_s - lost.at_s >= 0.7
+    job.assert_clean()
+
+
+def test_an_agent_that_leaves_before_another_ones_end_is_not_missed(
+    run: Callable[..., Run],
+) -> None:
+    job = run("0.1", STUB_NODES="2", STUB_LEAVE_S="1.5")
+    assert job.wait() == 0, job.text()
+    assert "started again" not in job.text()
+    assert job.lost() == []
+    job.assert_clean()
+
+
 def test_sigterm_stops_the_job(run: Callable[..., Run]) -> None:
     job = run("60")
     job.until_running()
     job.process.send_signal(signal.SIGTERM)
-    job.wait(15)
+    job.wait()
     ended = (read_mirror(job.paths) or [])[-1].body
     assert isinstance(ended, JobEnded)
     assert ended.status == "stopped"
     job.assert_clean()
 
 
-def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(run: Callable[..., Run]) -> None:
-    job = run("2")
+def test_a_name_that_runs_is_refused_and_an_ended_one_is_set_aside(
+    run: Callable[..., Run], tmp_path: Path
+) -> None:
+    over = tmp_path / "over"
+    job = run(str(over))
     job.until_running()
     second = run("0")
     assert second.wait() == 2
     assert "ConfigError: job `job` is running" in second.text()
     (Path(job.paths.root) / "checkpoints").mkdir()
+    over.touch()
     assert job.wait() == 0
     third = run("0")
     assert third.wait() == 0

@@ -13,7 +13,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a function that starts a job; afterwards nothing of it may be left."""
     jobs: list[Job] = []
 
-    def start_job(name: str, *options: str, timeout_s: float = 120.0) -> Job:
+    def start_job(name: str, *options: str, timeout_s: float = 160.0) -> Job:
         jobs.append(Job(tmp_path, name, *options, timeout_s=timeout_s))
         return jobs[-1]
 

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).resolve().parent / "scripts"
 class Job:
     """One `perdure run` under test."""
 
-    def __init__(self, home: Path, name: str, *options: str, timeout_s: float = 120.0) -> None:
+    def __init__(self, home: Path, name: str, *options: str, timeout_s: float = 160.0) -> None:
         self.home, self.name = home, name
         self.deadline = time.monotonic() + timeout_s
         self.output = home / f"{name}.out"

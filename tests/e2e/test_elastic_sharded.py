@@ -24,11 +24,15 @@ def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     (tmp_path / "job.toml").write_text("[checkpoint]\nevery_steps = 8\n")
     script = ("-c", str(tmp_path / "job.toml"), str(SCRIPTS / "elastic.py"), "--shard", "full")
     first, second = tmp_path / "first", tmp_path / "second"
-    job = start("el", "-n", "3", *script, "--trail", str(first), "--steps", "108", timeout_s=170)
+    words = ("--trail", str(first), "--steps", "108", "--pace-s", "0.2")
+    job = start("el", "-n", "3", *script, *words, timeout_s=170)
     job.wait_until(lambda: len(read(first, 0)) >= 1, "a step")
-    assert answer_of(ask(job, "set", "el", "lr=0.02"))["ok"]
+    changed = answer_of(ask(job, "set", "el", "lr=0.02"))
+    assert changed.get("ok"), changed
     job.wait_until(lambda: len(read(first, 0)) >= 17, "steps")
     os.kill(pid_of(job, 1), signal.SIGKILL)
+    job.wait_until(lambda: read(first, 0)[-1]["epoch"] > 0, "the others' next step")
+    (first / "hurry").touch()
     assert job.wait() == 0, job.text()[-3000:]
     rows = read(first, 0)
     assert len({row["pid"] for row in rows}) == 1

@@ -70,11 +70,11 @@ def test_rank_0_killed_while_it_writes_a_large_checkpoint(start: Start, tmp_path
     steps = 40
     options = ["--steps", str(steps), "--width", "768"]
     reference = launch(start, tmp_path, "reference", 2, *options, every=steps)
-    assert reference.wait() == 0, reference.text()
     job = launch(start, tmp_path, "killed", 2, *options, "--pace-s", "0.05")
     for step in (12, 22):
         kill_rank_0_inside_a_write(job, step)
     assert job.wait() == 0, job.text()
+    assert reference.wait() == 0, reference.text()
     check_equal(tmp_path, steps, 2)
     assert find_temporaries(job) == []
     causes = [row["cause"] for row in job.report()["recoveries"]]

@@ -69,13 +69,18 @@ def test_a_rank_beyond_the_limit_of_the_jobs_cgroup(
 
 
 @pytest.mark.parametrize("cold", [False, True])
-def test_injected_on_a_script_that_declares_no_steps(start: Start, cold: bool) -> None:
+def test_injected_on_a_script_that_declares_no_steps(
+    start: Start, tmp_path: Path, cold: bool
+) -> None:
     options = ["--cold"] if cold else []
-    job = start("inject", "-n", "2", *options, str(SCRIPTS / "allreduce.py"))
+    hurry = tmp_path / "hurry"
+    script = [str(SCRIPTS / "allreduce.py"), "--steps", "2000", "--hurry", str(hurry)]
+    job = start("inject", "-n", "2", *options, *script)
     job.wait_state("running")
     keeper = job.pid_of("perdure keeper")
     answer = json.loads(job.cli("inject", "inject", "oom", "--rank", "1", "--json").stdout)
-    assert answer["note"].startswith("killed by the kernel at ")
+    assert answer["note"].startswith("killed by the kernel at "), answer
+    hurry.touch()
     assert job.wait() == 0, job.text()
     check(job)
     for parent in find_parents():

@@ -69,10 +69,19 @@ def test_script_that_cannot_run_is_refused_at_once(
     assert "hint:" in job.text()
 
 
-def test_killed_rank_restarts_the_world_warm(start: Start) -> None:
-    job = start("killed", "-n", "2", str(SCRIPTS / "allreduce.py"))
+def run_until_hurried(start: Start, home: Path, name: str) -> tuple[Job, Path]:
+    """Start two ranks that reduce for 40 s; return also the file that makes them quick."""
+    hurry = home / "hurry"
+    script = str(SCRIPTS / "allreduce.py")
+    job = start(name, "-n", "2", script, "--steps", "2000", "--hurry", str(hurry))
     job.wait_state("running")
+    return job, hurry
+
+
+def test_killed_rank_restarts_the_world_warm(start: Start, tmp_path: Path) -> None:
+    job, hurry = run_until_hurried(start, tmp_path, "killed")
     job.kill("perdure rank killed g0 r1")
+    hurry.touch()
     assert job.wait() == 0, job.text()
     report = job.report()
     (recovery,) = [row for row in report["recoveries"] if row["rung"] == "restart"]
@@ -81,10 +90,10 @@ def test_killed_rank_restarts_the_world_warm(start: Start) -> None:
     assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
 
 
-def test_stopped_rank_is_named_and_replaced(start: Start) -> None:
-    job = start("stopped", "-n", "2", str(SCRIPTS / "allreduce.py"))
-    job.wait_state("running")
+def test_stopped_rank_is_named_and_replaced(start: Start, tmp_path: Path) -> None:
+    job, hurry = run_until_hurried(start, tmp_path, "stopped")
     job.cli("inject", "stopped", "stop", "--rank", "1")
+    hurry.touch()
     assert job.wait() == 0, job.text()
     verdicts = json.loads(job.cli("diagnose", "stopped", "--json").stdout)["verdicts"]
     hang = next(v for v in verdicts if "Hang" in v["kind"])

@@ -74,7 +74,8 @@ _ORPHANS_S = 1.0
 """Given to what is still there after the last agent has left."""
 _KILL_S = 3.0
 """Between a second signal and the end by force."""
-_LEFT_S = 30.0
+LEFT_S = 30.0
+"""Given to the job to end after an agent has left in good order; then the agent is missed."""
 _STOPPED_S = 3.0
 """A part in state T for so long is killed and started again; each can be, at any moment."""
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -337,7 +338,7 @@ class Supervisor:
 
         The end may wait for another node, which takes longer than this one's own.
         """
-        await asyncio.sleep(_LEFT_S)
+        await asyncio.sleep(LEFT_S)
         if not self._over.is_set():
             self._restart(child, "exit code 0", at_s)
 

@@ -1,4 +1,7 @@
-"""A small elastic training; writes each committed step of each rank to a file of its own."""
+"""A small elastic training; writes each committed step of each rank to a file of its own.
+
+Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s`.
+"""
 
 import argparse
 import json
@@ -26,6 +29,7 @@ class Numbers:
 parser = argparse.ArgumentParser()
 parser.add_argument("--trail", required=True)
 parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--pace-s", type=float, default=0.0)
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--shard", choices=["full"])
 parser.add_argument("--pipeline", type=int)
@@ -57,6 +61,8 @@ def note(step: perdure.elastic.Step) -> None:
         "rate": made[-1].param_groups[0]["lr"],
     }
     out.write(json.dumps(row) + "\n")
+    if args.pace_s and not os.path.exists(f"{args.trail}/hurry"):
+        time.sleep(args.pace_s)
 
 
 perdure.elastic.train(
