@@ -38,10 +38,10 @@ EXAMPLES = int(os.environ.get("PERDURE_EXACT_EXAMPLES", "2"))
     ("ranks", "kind"),
     [
         (2, "ddp"),
-        (4, "fsdp"),
+        (3, "fsdp"),
         *(
             pytest.param(*more, marks=pytest.mark.long)
-            for more in ((2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "ddp"))
+            for more in ((2, "fsdp"), (3, "ddp"), (4, "fsdp"), (4, "ddp"))
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""Steps at a pace, and once, halfway, something that takes very long and is no failure.
+"""Steps at a pace, and once something that takes very long and is no failure.
 
 evaluate: rank 0 computes now and then while the others wait for it; compile: rank 0 holds its
 interpreter's lock while it waits for a compiler; read: rank 1 waits for a file system that answers
@@ -62,8 +62,8 @@ parser.add_argument("--declare", action="store_true")
 args = parser.parse_args()
 dist.init_process_group("gloo")
 rank = dist.get_rank()
-for step in count(300, args.declare):
-    if step == 250:
+for step in count(150, args.declare):
+    if step == 125:
         began = time.monotonic()
         if args.what == "evaluate" and rank == 0:
             evaluate(args.for_s)

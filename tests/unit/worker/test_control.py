@@ -135,11 +135,15 @@ def test_a_forked_child_is_silent_and_lets_go_of_the_line(agent, control):
     release = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.close(release[1])
-        control.emit(joined(9))
-        control.close()
-        os.read(release[0], 1)
-        os._exit(0)
+        code = 1
+        try:
+            os.close(release[1])
+            control.emit(joined(9))
+            control.close()
+            os.read(release[0], 1)
+            code = 0
+        finally:
+            os._exit(code)
     control.close()
     assert agent.lines.readline() == b""  # The end is seen although the child lives.
     os.close(release[1])

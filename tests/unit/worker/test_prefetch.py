@@ -1,5 +1,6 @@
 """Micro-batches loaded before their turn: real processes."""
 
+import gc
 import os
 import signal
 import time
@@ -78,11 +79,15 @@ def test_an_error_of_the_dataset_is_raised_when_its_turn_comes() -> None:
 def test_no_process_outlives_its_rank(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
-        ahead = Prefetcher(load_one, 1)
-        ahead.load(0, 1)
-        (tmp_path / "part").write_text(str(ahead.load(1, 1)[1]))
-        (tmp_path / "part").rename(tmp_path / "pid")
-        signal.pause()
+        try:
+            gc.freeze()  # What other tests have left is not to be finalized in a forked child.
+            ahead = Prefetcher(load_one, 1)
+            ahead.load(0, 1)
+            (tmp_path / "part").write_text(str(ahead.load(1, 1)[1]))
+            (tmp_path / "part").rename(tmp_path / "pid")
+            signal.pause()
+        finally:
+            os._exit(1)  # And never a second pytest.
     deadline = time.monotonic() + 30
     while not (tmp_path / "pid").exists():
         assert time.monotonic() < deadline
