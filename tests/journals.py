@@ -17,6 +17,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     MetricsLogged,
+    NodeRegistered,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -202,6 +203,15 @@ class Story:
         self.now += 0.02
         for node in range(self.nodes):
             self.write(GenerationStopped(node=node, generation=self.generation, at_s=self.now))
+
+    def register(self, node: int, generation: int) -> None:
+        """An agent comes, whose keeper has `generation`."""
+        self.write(
+            NodeRegistered(
+                node=node, incarnation=f"a{len(self.entries)}", host="h", boot_id="b",
+                slots=self.nproc, generation=generation,
+            )
+        )  # fmt: skip
 
     def lose_controller(self) -> None:
         self.write(

@@ -21,6 +21,7 @@ from perdure.model.events import (
     NodeCordoned,
     NodeDraining,
     NodeLost,
+    NodeRegistered,
     PreemptionNoticed,
     PreemptionWithdrawn,
     ProgressNoted,
@@ -399,10 +400,27 @@ class History:
                 )
                 taken = self.notices.find(event.node, event.at_s)
                 self._blame(generation, _announced(cause, taken))
+            case NodeRegistered() as event if self._has_lost_all(event):
+                assert self.newest is not None
+                node, reason = f"node {event.node}", "its ranks are gone, keeper and all"
+                at_s, step = entry.at_s, self.newest.step
+                cause = Incident("keeper lost", node, step, at_s, at_s, reason)
+                taken = self.notices.find(event.node, at_s)
+                self._blame(self.newest, _announced(cause, taken))
             case PreemptionNoticed() | PreemptionWithdrawn() as event:
                 self.notices.take(event)
             case _:
                 pass
+
+    def _has_lost_all(self, event: NodeRegistered) -> bool:
+        """Return whether agent and keeper died together: the next agent knows of no generation.
+
+        Worlds that re-form in place tell of it otherwise.
+        """
+        newest = self.newest
+        if newest is None or newest.formed or event.generation >= newest.number:
+            return False
+        return event.node in newest.homes.values() and self._is_missed(event.node)
 
     def _is_missed(self, node: int) -> bool:
         """Return whether the newest world had somebody on `node` who has not ended."""

@@ -65,6 +65,25 @@ def test_recoveries_have_their_phases():
     assert (lost.culprit, lost.rung, lost.lost_steps, lost.total_s) == ("controller", "none", 0, 0)
 
 
+def test_a_node_that_lost_agent_and_keeper_together_is_a_recovery():
+    """Nobody is left to tell of the keeper; the next agent comes with nothing."""
+    story = Story(nproc=1, nodes=2)
+    story.start()
+    story.train(23)
+    story.register(0, generation=0)  # An agent alone was replaced.
+    story.register(1, generation=-1)
+    story._take_down(None)
+    story.start()
+    story.train(20)
+    story.finish()
+    report = report_of(story)
+    check_sum(report)
+    (recovery,) = report.recoveries
+    assert (recovery.cause, recovery.culprit) == ("keeper lost", "node 1")
+    assert (recovery.rung, recovery.lost_steps) == ("restart", 3)
+    assert report.ledger["reconfiguration.abort"].s > 0
+
+
 @pytest.mark.parametrize(
     "name", ["GenerationStopped", "restored_s", "first_step_s", "RanksStarted", "Decision"]
 )
