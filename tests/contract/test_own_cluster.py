@@ -109,7 +109,7 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path: Path, cluster: JwtCluster) ->
         other.kill()
 
 
-@pytest.mark.serial
+@pytest.mark.serial  # It has to be connected before they expire.
 async def test_credentials_that_expire_are_read_anew(tmp_path: Path, cluster: JwtCluster) -> None:
     access = find_access("operator", JOB)
     path = cluster.creds / "operator.creds"

@@ -24,7 +24,7 @@ from perdure.model.wire import (
 )
 from tests.e2e.node import JOB, MAIN, TIMEOUT_S, Node
 
-pytestmark = [pytest.mark.torch, pytest.mark.serial]
+pytestmark = pytest.mark.torch
 
 
 def is_gone(pid: int) -> bool:
@@ -51,6 +51,7 @@ note("first", time.monotonic())
 """
 
 
+@pytest.mark.serial
 def test_generations(node: Node) -> None:
     """Two ranks train, one is killed, the next generation starts warm within 0.1 s."""
     script = node.script(
@@ -153,7 +154,7 @@ while True:
     detached = node.wait_trail(2)[1][1]
     node.process.kill()
     node.process.wait()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + TIMEOUT_S
     while any("perdure" in line for line in node.leftovers()):
         assert time.monotonic() < deadline, node.leftovers()
         time.sleep(0.01)

@@ -57,7 +57,6 @@ def command(store: QueueStore, *args: str) -> list[str]:
     return [sys.executable, "-m", "perdure", "queue", *args, "--queue", store.name]
 
 
-@pytest.mark.serial
 def test_a_runner_killed_at_any_instant_loses_nothing_and_starts_nothing_twice(
     store: QueueStore, tmp_path: Path
 ) -> None:
