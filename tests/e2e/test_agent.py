@@ -43,7 +43,7 @@ from perdure.model.wire import (
 from perdure.service.jobfiles import make_folders, paths_of, write_document
 from perdure.service.ports import Reply
 
-pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
 
 SCRIPT = """\
 import os, time
@@ -199,6 +199,7 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.serial
 async def test_a_life(driver: Driver) -> None:
     hello = await driver.wait(NodeRegistered)
     assert (hello.node, hello.slots, hello.generation, hello.running) == (0, 2, -1, ())
@@ -334,6 +335,7 @@ async def test_nothing_survives_perdure_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 async def test_budget(tmp_path: Path) -> None:
     """8 ranks at 5 Hz: 1 % of a core (measured 0.7; twice that passes on a busy machine), 60 MB."""
     driver = Driver(tmp_path, nproc=8)

@@ -111,6 +111,7 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
 
 @pytest.mark.slow
 @pytest.mark.serial
+@pytest.mark.long
 def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     job = begin(start, trail)

@@ -45,7 +45,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.mark.parametrize(
     ("library", "script"),
-    [("transformers", "resumable_hf.py"), ("lightning", "resumable_lightning.py")],
+    [
+        ("transformers", "resumable_hf.py"),
+        pytest.param("lightning", "resumable_lightning.py", marks=pytest.mark.long),
+    ],
 )
 def test_a_kill_changes_no_bit_of_a_trainers_losses(
     start: Callable[..., Job], tmp_path: Path, library: str, script: str

@@ -20,7 +20,7 @@ import pytest
 from tests.e2e.harness import Job
 
 SCRIPTS = Path(__file__).resolve().parent / "scripts"
-pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.torch]
+pytestmark = [pytest.mark.slow, pytest.mark.torch]
 
 
 @pytest.fixture
