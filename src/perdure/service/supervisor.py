@@ -334,10 +334,7 @@ class Supervisor:
                     signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
 
     async def _restart_later(self, child: Child, at_s: float) -> None:
-        """An agent that left in good order does so at the end; otherwise it is missed.
-
-        The end may wait for another node, which takes longer than this one's own.
-        """
+        """An agent left in good order: at the end, which may wait for another node, or too soon."""
         await asyncio.sleep(LEFT_S)
         if not self._over.is_set():
             self._restart(child, "exit code 0", at_s)

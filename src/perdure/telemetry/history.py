@@ -393,24 +393,23 @@ class History:
                 generation = self.generations[event.generation]
                 if self._formed_without(generation, event):
                     return
-                node, reason = f"node {event.node}", "its keeper died, and its ranks with it"
+                reason = "its keeper died, and its ranks with it"
                 reason += f": it {event.cause}" if event.cause else ""
-                cause = Incident(
-                    "keeper lost", node, generation.step, event.at_s, entry.at_s, reason
-                )
-                taken = self.notices.find(event.node, event.at_s)
-                self._blame(generation, _announced(cause, taken))
-            case NodeRegistered() as event if self._has_lost_all(event):
-                assert self.newest is not None
-                node, reason = f"node {event.node}", "its ranks are gone, keeper and all"
-                at_s, step = entry.at_s, self.newest.step
-                cause = Incident("keeper lost", node, step, at_s, at_s, reason)
-                taken = self.notices.find(event.node, at_s)
-                self._blame(self.newest, _announced(cause, taken))
+                self._lose_keeper(generation, event.node, event.at_s, entry.at_s, reason)
+            case NodeRegistered() as event if self.newest is not None and self._has_lost_all(event):
+                reason = "its ranks are gone, keeper and all"
+                self._lose_keeper(self.newest, event.node, entry.at_s, entry.at_s, reason)
             case PreemptionNoticed() | PreemptionWithdrawn() as event:
                 self.notices.take(event)
             case _:
                 pass
+
+    def _lose_keeper(
+        self, generation: Generation, node: int, lost_s: float, known_s: float, reason: str
+    ) -> None:
+        name, step = f"node {node}", generation.step
+        cause = Incident("keeper lost", name, step, lost_s, known_s, reason)
+        self._blame(generation, _announced(cause, self.notices.find(node, lost_s)))
 
     def _has_lost_all(self, event: NodeRegistered) -> bool:
         """Return whether agent and keeper died together: the next agent knows of no generation.
