@@ -70,7 +70,6 @@ async def wait_rank(
 
 async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
-    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     bus = await NatsBus.connect(endpoint)
     outbox = Outbox(bus, subject_events(job), node=node, source=f"a{os.getpid()}")
@@ -142,4 +141,5 @@ async def main(job: str, node: int) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGUSR1, lambda *_: os._exit(0))
     asyncio.run(main(sys.argv[1], int(sys.argv[2])))
