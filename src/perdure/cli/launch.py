@@ -229,6 +229,7 @@ def write_files(plan: Plan, folder: Path) -> None:
         PlatformError: they cannot be written.
     """
     try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # The job's [env] is in the files.
         for name, content in list_files(plan).items():
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ def write_record(home: str, record: LaunchRecord) -> None:
     path = _path(home, record.job)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
         os.replace(temporary, path)
     except OSError as error:

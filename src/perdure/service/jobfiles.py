@@ -207,7 +207,7 @@ class JobLock:
             ConfigError: a run of this job is alive.
         """
         try:
-            os.makedirs(paths.root, exist_ok=True)
+            os.makedirs(paths.root, mode=0o700, exist_ok=True)  # Its [env] is nobody else's.
             self._fd = os.open(paths.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise PlatformError(

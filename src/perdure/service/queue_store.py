@@ -72,7 +72,7 @@ class QueueStore:
             PlatformError: the directory cannot be used.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             lock = open(self.root / "journal.lock", "wb")  # noqa: SIM115
         except OSError as error:
             raise _explain(error, self.root) from error
@@ -124,7 +124,7 @@ class RunnerLock:
             ConfigError: the queue is being run.
         """
         try:
-            store.root.mkdir(parents=True, exist_ok=True)
+            store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file = open(store.root / "runner.lock", "a+b")  # noqa: SIM115
         except OSError as error:
             raise _explain(error, store.root) from error
