@@ -22,10 +22,12 @@ from perdure.model.slurm import SlurmEnd, SlurmRow, list_tasks
 _POLL_S = 2.0
 _STEP = """\
 exec 3>&1
-exit "$({{ {{ srun {options} {words} >&3 3>&-; echo $? >&4; }} 2>&1 \
-    | sed -u '/^srun: error: .*: Exited with exit code /d' >&2; }} 4>&1)"
+code=$(srun {options} sh -c '"$@"; echo "@@perdure step $?" >&2' sh {words} 2>&1 >&3 3>&- \\
+    | sed -u -n -e 's/^@@perdure step //p' -e t -e 'w /dev/stderr')
+exit "${{code:-1}}"
 """
-"""A command line as a step: srun's own word that it failed is no news, and its code is kept."""
+"""A command line as a step. Slurm counts the step's exit code as one of the job's own
+(DerivedExitCode), so it is 0, and that of the command is told beside it."""
 _NOT_YET = 3
 """Exit code of a question about a job that has written nothing yet."""
 
