@@ -80,9 +80,10 @@ class Job:
 
     def explain_vanishing(self, entries: list[JournalEntry]) -> Vanishing | None:
         """Return why a job that does not run has not ended; None where it has."""
-        from perdure.launch.ssh.box import count_kills  # Whose room is not needed otherwise.
+        from perdure.launch.ssh import box  # Whose room is not needed otherwise.
 
-        parts, box = load_parts(self.paths), os.environ.get("JOB_DIR")
+        parts, place = load_parts(self.paths), os.environ.get("JOB_DIR")
+        folder = os.path.join(place, "launch") if place else os.devnull  # Not on a box: no files.
         offset_s = time.time() - time.monotonic()
         began_s = parts.started_s - offset_s if parts else 0.0
         lines, readable = read_kernel_kills(began_s)
@@ -90,7 +91,8 @@ class Job:
             boot_id=read_boot_id(),
             kernel_log=lines,
             log_readable=readable,
-            memory_kills=count_kills(os.path.join(box, "launch")) if box else 0,
+            memory_kills=box.count_kills(folder),
+            boot_id_before=(box.read(folder, "start.json") or {}).get("boot_id", ""),
             elsewhere=parts.host if parts and parts.host != socket.gethostname() else "",
             slurm=self._ask_slurm(parts.slurm) if parts and parts.slurm else None,
         )

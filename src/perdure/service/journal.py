@@ -340,8 +340,8 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
         return asyncio.run(_read_folder(spec.bus.arbiter))
     if endpoint.external or _is_served(endpoint):
         return asyncio.run(_read_stream(endpoint, job))
-    if not (Path(paths.nats) / "jetstream").exists():
-        return []
+    if not any(Path(paths.nats).glob("jetstream/*/streams/*")):
+        return []  # The machine was gone before there was one.
     with tempfile.TemporaryDirectory(prefix="perdure-nats-") as folder:
         server = NatsServer(folder=paths.nats, token=endpoint.token, name=job)
         with open(os.path.join(folder, "log"), "wb") as output:

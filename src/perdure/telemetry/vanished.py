@@ -40,6 +40,8 @@ class HostFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What the machine says now."""
 
     boot_id: str
+    boot_id_before: str = ""
+    """At the job's start, where somebody but the journal has noted it: that may end too soon."""
     kernel_log: tuple[str, ...] = ()
     """Lines of the kernel's log about killed processes; empty where it cannot be read."""
     log_readable: bool = True
@@ -87,7 +89,8 @@ def explain_vanishing(
         more = f"; Slurm: {facts.slurm.reason}" if facts.slurm is not None else ""
         reason = f"it ran on {facts.elsewhere}, whose kernel is not asked from here{more}"
         return Vanishing("unknown", reason, {"last_event_s": last_s})
-    boots = [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
+    boots = [facts.boot_id_before] if facts.boot_id_before else []
+    boots += [e.body.boot_id for e in entries if isinstance(e.body, NodeRegistered)]
     if boots and boots[-1] and facts.boot_id and boots[-1] != facts.boot_id:
         return Vanishing(
             "reboot",

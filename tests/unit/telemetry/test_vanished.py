@@ -35,6 +35,10 @@ def test_another_boot_explains_everything() -> None:
     assert find_cause(journal(HERE), facts, 41) == "reboot"
 
 
+def test_a_machine_that_was_gone_before_anything_was_journaled() -> None:
+    assert find_cause([], HostFacts(boot_id="boot-2", boot_id_before="boot-1")) == "reboot"
+
+
 def test_the_kernels_line_counts_only_for_a_pid_of_the_job() -> None:
     facts = HostFacts(boot_id="boot-1", kernel_log=("Killed process 41 (python) total-vm:9kB",))
     assert find_cause(journal(HERE), facts, 40, 41) == "out of memory"
