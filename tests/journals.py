@@ -38,6 +38,7 @@ class Story:
     nproc: int = 2
     nodes: int = 1
     spares: int = 0
+    nodes_max: int = 0
     resumable: bool = True
     step_s: float = 0.2
     checkpoint_every: int = 5
@@ -48,8 +49,9 @@ class Story:
 
     def __post_init__(self) -> None:
         self.spec = JobSpec(
-            name="job", script="x.py", nproc=self.nproc, nodes=self.nodes, spares=self.spares
-        )
+            name="job", script="x.py", nproc=self.nproc, nodes=self.nodes, spares=self.spares,
+            nodes_max=self.nodes_max,
+        )  # fmt: skip
         self.generation = -1
         self.step = self.saved = 0
         self.accounts: dict[int, RankAccount] = {}

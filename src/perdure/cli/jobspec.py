@@ -94,6 +94,14 @@ def _check_remote(spec: JobSpec) -> None:
     hint = "they are the last of the nodes: --nodes K --remote R with R up to K"
     if spec.remote > spec.num_nodes:
         raise ConfigError(f"--remote {spec.remote}: the job has {spec.num_nodes} nodes", hint=hint)
+    if spec.remote < spec.room or (spec.spares % spec.nproc and spec.room):
+        raise ConfigError(
+            f"nodes_max = {spec.nodes_max}: {spec.room} nodes are to come from elsewhere, and "
+            "spares are whole nodes",
+            hint=f"--remote {max(spec.remote, spec.room)}, spares a multiple of {spec.nproc}",
+        )
+    if spec.room and spec.torchft.replicas:
+        raise ConfigError("nodes_max: replica groups of torchft are `torchft.replicas`")
     if spec.remote and spec.torchft.replicas:
         raise ConfigError("--remote: replica groups of torchft are all started here", hint=hint)
 

@@ -32,6 +32,7 @@ def receive_join(state: ControllerState, now: float, command: OpenCommand) -> li
         return answer(state, command.id, False, why, {})
     state.claims[node] = (machine, now)
     host = str(command.args.get("host") or "a machine")
+    state.hosts[host] = node
     return answer(state, command.id, True, f"{host} is node {node}", {"node": node})
 
 

@@ -99,6 +99,7 @@ from perdure.model.events import (
     KeeperLost,
     KeysDeclared,
     LinksNoted,
+    MachineReported,
     MemberReady,
     MetricsLogged,
     NodeCordoned,
@@ -237,7 +238,7 @@ class Controller:
                 return []
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)
-            case LinksNoted() | ProbeJudged() | CollectivesInterrupted():
+            case LinksNoted() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []

@@ -199,6 +199,8 @@ class ControllerState:
     """Nodes that are given nothing to run for a notice, and for nothing else."""
     claims: dict[int, tuple[str, float]] = field(default_factory=dict)
     """Node from elsewhere -> the machine that was given its place, and when."""
+    hosts: dict[str, int] = field(default_factory=dict)
+    """Name of every machine that was ever given a place -> the node that it was."""
     blames: dict[int, int] = field(default_factory=dict)
     """Node -> how often it was blamed for a failure."""
     failed_s: float | None = None

@@ -25,6 +25,7 @@ from perdure.model.events import (
     AnyEvent,
     ControllerStarted,
     GenerationStepping,
+    MachineReported,
     NodeLost,
     NodeRegistered,
     ProbeJudged,
@@ -138,6 +139,8 @@ class Detector:
                 self._notes.mark_stepping()
             case VerdictReached() | VerdictWithdrawn():
                 self._note_verdict(event)
+            case MachineReported() if event.ended_s:
+                self._nodes.note_end(now, event.node, event.reason)
             case WorldBroken() if event.generation == self._generation:
                 self._nodes.doubt(now)
             case WorldReformed() if event.generation == self._generation:

@@ -20,6 +20,9 @@ from perdure.model.progress import NodeBeat
 DOUBT_S = 3.0
 """A node without a heartbeat for this long is lost where an elastic world has broken, too: fifteen
 heartbeats, and its ranks' peers have seen their connections end."""
+_ENDED_S = 0.5
+"""A node whose platform says that it has ended is lost after this long: its last heartbeats may
+still be on their way, or another machine's in its place."""
 _ANY_S = 1.0
 """And some other node was heard of within this time: it is not the controller that is cut off."""
 
@@ -29,6 +32,8 @@ class _Node:
     received_s: float
     sent_s: float = 0.0
     lost: bool = False
+    ended: str = ""
+    """What its platform says of its end; nothing once it is heard of again."""
 
 
 class NodeWatch:
@@ -66,7 +71,7 @@ class NodeWatch:
             return True
         if beat.sent_s <= node.sent_s:
             return False
-        node.received_s, node.sent_s, node.lost = now, beat.sent_s, False
+        node.received_s, node.sent_s, node.lost, node.ended = now, beat.sent_s, False, ""
         self._expect(now, beat.node)
         return True
 
@@ -79,7 +84,7 @@ class NodeWatch:
         """An agent said hello."""
         self._hear(now)
         known = self._nodes.setdefault(node, _Node(now))
-        known.received_s, known.lost = now, False
+        known.received_s, known.lost, known.ended = now, False, ""
         self._expect(now, node)
 
     def _find_limit_s(self, node: int) -> float:
@@ -114,6 +119,12 @@ class NodeWatch:
     def _find_look_s(self) -> float:
         """Return how often to look while in doubt."""
         return min(_ANY_S, self._doubt_s / 5)
+
+    def note_end(self, now: float, node: int, words: str) -> None:
+        """Its platform says that the machine of `node` has ended."""
+        if node in self._nodes:
+            self._nodes[node].ended = words
+            self._due_s = min(self._due_s or math.inf, now + _ENDED_S)
 
     def trust(self) -> None:
         """It is whole again."""
@@ -151,6 +162,8 @@ class NodeWatch:
                 limit_s = self._node_lost_s  # Nobody is heard just now: it may be the controller.
             if self._doubted and all_silent_s < _ANY_S:
                 limit_s = min(limit_s, self._doubt_s)
+            if node.ended:
+                limit_s = _ENDED_S
             if not node.lost and silence_s >= limit_s:
                 alive_s = find_alive_s(number)
                 if now - alive_s < limit_s:
@@ -158,6 +171,7 @@ class NodeWatch:
                     continue
                 node.lost = True
                 reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
+                reason += f"; {node.ended}" if node.ended else ""
                 agree = 0.0 <= node.received_s - node.sent_s <= TRUSTED_S
                 last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))

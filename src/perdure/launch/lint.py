@@ -20,7 +20,12 @@ _FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run", "$TMPDIR", "${TMPDIR}", "$S
 
 def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
     """Return what a person should know of `spec` under `profile`."""
-    return (*_check_secrets(spec), *_check_durable(spec, profile), *_check_meter(profile))
+    return (
+        *_check_secrets(spec),
+        *_check_durable(spec, profile),
+        *_check_meter(profile),
+        *_check_room(spec, profile),
+    )
 
 
 def locate_in_project(spec: JobSpec, path: str, what: str) -> str:
@@ -96,6 +101,13 @@ def find_tier(profile: Profile, place: str) -> Tier | None:
         if inside and len(root) > length:
             best, length = tier, len(root)
     return best
+
+
+def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
+    if not spec.room or profile.kind in ("kubernetes", "local"):
+        return []
+    text = f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs"
+    return [Finding("error", text, "nodes alone, or spares")]
 
 
 def _check_meter(profile: Profile) -> list[Finding]:

@@ -12,6 +12,7 @@ from perdure.model.events import (
     DeviceReported,
     JobPaused,
     JobResumed,
+    MachineReported,
     PreemptionNoticed,
     PreemptionWithdrawn,
     SettingsChanged,
@@ -281,6 +282,7 @@ class RecordEvent(Action, frozen=True, kw_only=True):
 
     event: (
         DeviceReported
+        | MachineReported
         | PreemptionNoticed
         | PreemptionWithdrawn
         | VerdictReached

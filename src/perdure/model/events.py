@@ -14,6 +14,7 @@ from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
+from perdure.model.notices import MachineReported as MachineReported
 from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
 from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
 from perdure.model.progress import CommProgress, RankAccount
@@ -480,6 +481,7 @@ AnyEvent = (
     | ControllerLost
     | PreemptionNoticed
     | PreemptionWithdrawn
+    | MachineReported
     | RoomNoted
     | TimerFired
     | JobEnded

@@ -322,6 +322,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Nodes; on one machine, that many agents and keepers of their own."""
     spares: Count = 0
     """Slots paid for and kept idle, ready to stand in."""
+    nodes_max: Count = 0
+    """An elastic world grows to so many nodes while it runs, with machines that join; 0: to
+    `nodes`, which it has from the beginning and is never scaled below."""
     remote: Count = 0
     """So many of the nodes, the last ones, are not started here: `perdure join` brings them."""
     cwd: str = "."
@@ -362,9 +365,19 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.spares // self.nproc
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes with an agent: those that run ranks at first, then the spare ones."""
+    def room(self) -> int:
+        """Nodes by which an elastic world may grow."""
+        return max(0, self.nodes_max - self.nodes)
+
+    @property
+    def first_nodes(self) -> int:
+        """Nodes that are there from the beginning: those that run ranks, then the spare ones."""
         return self.nodes + self.spare_nodes
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that may have an agent at the same time."""
+        return self.first_nodes + self.room
 
     @property
     def local_nodes(self) -> int:
@@ -373,13 +386,18 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     @property
     def world_size(self) -> int:
-        """Ranks of the whole job."""
+        """Ranks of the whole job; of an elastic one, of its first world."""
         return self.nproc * self.nodes
 
     @property
+    def world_size_max(self) -> int:
+        """Ranks that an elastic world may have."""
+        return self.nproc * (self.nodes + self.room)
+
+    @property
     def slots(self) -> int:
-        """Slots paid for: ranks and spares."""
-        return self.world_size + self.spares
+        """Slots of ranks and spares, those by which an elastic world may grow among them."""
+        return self.world_size_max + self.spares
 
     def slot_of(self, rank: int) -> int:
         """Return the slot of `rank`: its own number, but in an elastic world.

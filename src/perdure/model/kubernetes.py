@@ -16,6 +16,8 @@ Object = Mapping[str, Any]
 Label = Annotated[str, Meta(pattern=r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$", max_length=63)]
 Count = Annotated[int, Meta(ge=0)]
 
+JOB_LABEL = "perdure.dev/job"
+"""Of every object of a job -> its name."""
 LEFT_ON_NOTICE = 143
 """Exit code of a pod that was told to go and has saved: it is to come again."""
 POD_UNFIT = 75

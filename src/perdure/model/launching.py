@@ -49,6 +49,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One for each further box of the same job."""
 
 
+class Scaling(msgspec.Struct, frozen=True):
+    """`perdure scale --json`: how many pods a job is to have, and what was done for it."""
+
+    job: str
+    pods: int
+    before: int
+    added: tuple[str, ...] = ()
+    """Jobs of the pods that were added; they join as soon as they run."""
+    removed: tuple[str, ...] = ()
+    """Jobs whose pods have left."""
+
+
 class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """What this machine remembers of a job that it launched: `launches/JOB.json`."""
 

@@ -1,4 +1,4 @@
-"""Events of a platform that takes machines away: what was announced, and what was taken back."""
+"""Events of a platform that takes machines away: what it announces, takes back, and has done."""
 
 import msgspec
 
@@ -48,6 +48,20 @@ class PreemptionWithdrawn(Event, frozen=True, kw_only=True):
     source: str
     id: str = ""
     reason: str = ""
+
+
+class MachineReported(Event, frozen=True, kw_only=True):
+    """The platform says what has become of a node's machine, such as a pod that was OOMKilled."""
+
+    node: int
+    at_s: float
+    reason: str
+    """In perdure's words and the platform's, such as `out of memory: OOMKilled`."""
+    source: str
+    machine: str = ""
+    """Its name, such as the pod's: another may be that node by now."""
+    ended_s: float = 0.0
+    """When it ended, by the platform's clock; 0: it has not, or that is not known."""
 
 
 LATE_S = 300.0

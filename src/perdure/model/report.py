@@ -185,7 +185,7 @@ class Snapshot(msgspec.Struct, frozen=True):
     steps_per_s: float
     world_size: int
     depth: str
-    """supervised, resumable, or elastic once a world was formed."""
+    """supervised, resumable, elastic or torchft."""
     reason: str
     """The newest decision's reason."""
     ranks: tuple[RankRow, ...] = ()

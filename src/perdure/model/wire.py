@@ -153,13 +153,19 @@ class Command(msgspec.Struct, frozen=True):
 class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An outside monitor's word: by `perdure notify`, the webhook, or `subject_notices`."""
 
-    kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn"]
+    kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine"]
     device: str = ""
     """Of `device-failed`, `device-ok`: an id as `perdure map` shows it; or `node`."""
     node: int = -1
     """Of a preemption; of the others where the device is not known by its id."""
+    machine: str = ""
+    """Instead of a node: the name of a machine that has joined, such as a pod's."""
+    ended_s: float = 0.0
+    """Of `machine`: when it ended, in seconds since 1970; 0: it has not, or that is not known."""
     grace_s: float = 0.0
     """Of `preemption`: how long the machine stays."""
+    waits: bool = False
+    """Of `preemption`: whoever takes it waits until it is left, so that it is left at once."""
     reason: str = ""
     source: str = ""
     """Who says so, such as `dcgm` or a person's name; who withdraws a preemption has said it."""

@@ -37,6 +37,7 @@ from perdure.service.jobfiles import (
 from perdure.service.joining import find_admission
 from perdure.service.journal import Journal, Mirror
 from perdure.service.leading import lead, run_while
+from perdure.service.pod_watch import open_watch
 from perdure.service.processes import find_by_argument
 from perdure.service.snapshots import SnapshotFiles
 from perdure.service.webhook import Webhook
@@ -124,8 +125,10 @@ async def _main(job: str, node: int) -> JobEnded:
 async def _reach_out(
     spec: JobSpec, paths: JobPaths, service: ControllerService, alerter: Alerter
 ) -> AsyncIterator[None]:
-    """Serve the webhook and send alerts meanwhile; neither can end the controller."""
+    """Serve the webhook, watch pods and send alerts meanwhile; none can end the controller."""
     tasks = [asyncio.create_task(alerter.run())] if alerter.wanted else []
+    if (pods := open_watch(service.command)) is not None:
+        tasks.append(asyncio.create_task(pods.run()))
     config = spec.notify
     if config.webhook_port:
         try:

@@ -18,6 +18,7 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     KeeperLost,
+    MachineReported,
     NodeCordoned,
     NodeDraining,
     NodeLost,
@@ -35,7 +36,9 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
 from perdure.model.verdicts import Verdict
+from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold
+from perdure.telemetry.presence import Presence
 from perdure.telemetry.reforms import BROKEN, Reform
 from perdure.telemetry.stalls import Stall, make_stall
 
@@ -170,6 +173,8 @@ class History:
     start_s: float = 0.0
     last_s: float = 0.0
     ended: JobEnded | None = None
+    elastic: bool = False
+    """Its ranks can be members of worlds that are formed in place."""
     generations: dict[int, Generation] = field(default_factory=dict)
     lost_parts: list[ControllerLost] = field(default_factory=list)
     checkpoints: list[CheckpointSaved] = field(default_factory=list)
@@ -179,6 +184,8 @@ class History:
     draining: dict[int, str] = field(default_factory=dict)
     """Nodes that their ranks were to leave -> why."""
     notices: NoticeFold = field(default_factory=NoticeFold)
+    machines: MachineFold = field(default_factory=MachineFold)
+    presence: Presence = field(default_factory=Presence)
     weighed: tuple[float, Verdict] | None = None
     """A verdict that ends nothing by itself, and when: it is an incident if the policy acts."""
 
@@ -194,6 +201,7 @@ class History:
     def add(self, entry: JournalEntry) -> None:
         """Take one entry."""
         self.last_s = max(self.last_s, entry.at_s)
+        self.presence.take(entry)
         match entry.body:
             case JobSubmitted() as event:
                 self.spec, self.start_s = event.spec, event.at_s
@@ -232,6 +240,7 @@ class History:
                 generation = self._of(event.generation)
                 generation.rank(event.rank)
                 generation.ready.setdefault(event.rank, entry.at_s)
+                self.elastic |= event.depth == "elastic"
             case _:
                 self._add_cause(entry)
 
@@ -401,6 +410,8 @@ class History:
                 self._lose_keeper(self.newest, event.node, entry.at_s, entry.at_s, reason)
             case PreemptionNoticed() | PreemptionWithdrawn() as event:
                 self.notices.take(event)
+            case MachineReported() as event:
+                self.machines.take(event)
             case _:
                 pass
 

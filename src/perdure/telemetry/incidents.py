@@ -35,7 +35,8 @@ def find_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
             after = generations[index + 1] if index + 1 < len(generations) else None
             later = generations[index + 1 :]
             found.append(_find_one(history, generation, generation.incident, after, later, end_s))
-    return tuple(sorted(found, key=lambda r: (r.at_s, r.culprit)))
+    told = (history.machines.explain(r) for r in found)
+    return tuple(sorted(told, key=lambda r: (r.at_s, r.culprit)))
 
 
 def find_recovery(history: History, number: int, end_s: float) -> Recovery | None:

@@ -18,6 +18,7 @@ from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.group_ledger import GroupLedger
 from perdure.telemetry.history import Generation, History, Incident, RankHistory
 from perdure.telemetry.incidents import find_recoveries, find_state
+from perdure.telemetry.presence import cut_idle
 from perdure.telemetry.segments import RECONFIGURATION as _RE
 from perdure.telemetry.segments import Segment, fit_pieces
 from perdure.telemetry.stalls import take_stalls
@@ -47,14 +48,18 @@ class LedgerFold:
         spec = history.spec
         end_s = history.ended.at_s if history.ended else max(now, history.last_s)
         wall_s = max(0.0, end_s - history.start_s)
-        slot_s = wall_s * spec.slots
+        unpaid = history.presence.find_unpaid(spec, history.start_s, end_s)
+        unpaid_s = {node: sum(e - b for b, e in gaps) for node, gaps in unpaid.items()}
+        slot_s = wall_s * spec.slots - spec.nproc * sum(unpaid_s.values())
         sums = dict.fromkeys(ACCOUNTS, 0.0)
         for segment in self.segments(now):
             for account, seconds in segment.seconds:
                 sums[account] += seconds
         of_groups = spec.torchft.replicas > 0
-        unused = spec.spares % spec.nproc if of_groups else spec.slots - self._find_slots()
-        sums["idle"] += wall_s * unused
+        unused = range(spec.spares % spec.nproc)
+        if not of_groups:
+            unused = range(self._find_slots(), spec.slots)
+        sums["idle"] += sum(wall_s - unpaid_s.get(spec.node_of(slot), 0.0) for slot in unused)
         sums["unattributed"] = max(0.0, slot_s - sum(sums.values()))
         fraction = 1.0 / slot_s if slot_s > 0 else 0.0
         times = sorted(history.step_times_s)
@@ -87,8 +92,11 @@ class LedgerFold:
         if history.spec.torchft.replicas:
             return self.groups.segments(end_s)
         found: list[Segment] = []
+        unpaid = history.presence.find_unpaid(history.spec, history.start_s, end_s)
         for slot in range(self._find_slots()):
-            found += _Timeline(history, slot, end_s, kept).build()
+            gaps = unpaid.get(history.spec.node_of(slot), [])
+            for segment in _Timeline(history, slot, end_s, kept).build():
+                found += cut_idle(segment, gaps)
         return tuple(found)
 
     def _find_slots(self) -> int:

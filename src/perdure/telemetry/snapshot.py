@@ -218,7 +218,7 @@ class SnapshotFold:
 
     def _find_depth(self) -> str:
         generations = self._history.generations.values()
-        if any(g.formed for g in generations):
+        if self._history.elastic or any(g.formed for g in generations):
             return "elastic"
         resumable = self._rows.joined or any(g.resumable for g in generations)
         return "resumable" if resumable else "supervised"

@@ -16,6 +16,7 @@ from perdure.model.events import (
     ExitRecord,
     JournalEntry,
     KeeperLost,
+    MachineReported,
     NodeLost,
     PreemptionNoticed,
     PreemptionWithdrawn,
@@ -26,6 +27,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
+from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold
 
 _SLOW = ("CommSlow", "Straggler")
@@ -70,6 +72,7 @@ class VerdictFold:
     """Exits with code 0: harmless unless others were still waiting for that rank."""
     stacks: dict[int, StacksTaken] = field(default_factory=dict)
     notices: NoticeFold = field(default_factory=NoticeFold)
+    machines: MachineFold = field(default_factory=MachineFold)
 
     def add(self, entry: JournalEntry) -> None:
         """Take the next entry."""
@@ -103,6 +106,8 @@ class VerdictFold:
                 cause = f": it {event.cause}" if event.cause else ""
                 reason = f"the keeper of node {event.node} died, and its ranks with it{cause}"
                 self._put("Crash", event.node, event.generation, event.at_s, entry.at_s, reason)
+            case MachineReported() as event:
+                self.machines.take(event)
             case PreemptionNoticed() | PreemptionWithdrawn() as event:
                 self._note_preemption(entry.at_s, event)
             case _:
@@ -110,7 +115,8 @@ class VerdictFold:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""
-        found = [self._add_stacks(v) for v in self.reached.values()]
+        found = [self.machines.complete(self._add_stacks(v)) for v in self.reached.values()]
+        found += self.machines.find_unseen(found)
         for generation, worlds in sorted(self.exits.items()):
             begins = [0.0, *self.worlds.get(generation, ())]
             for since_s, exits in zip(begins, worlds, strict=True):

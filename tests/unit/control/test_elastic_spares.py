@@ -29,15 +29,23 @@ class Lab:
     """The controller of an elastic job, told what nodes and ranks would say."""
 
     def __init__(
-        self, nproc: int = 1, nodes: int = 3, spares: int = 1, state_bytes: int = 0
+        self,
+        nproc: int = 1,
+        nodes: int = 3,
+        spares: int = 1,
+        state_bytes: int = 0,
+        nodes_max: int = 0,
     ) -> None:
         self.state_bytes = state_bytes
         self.machine, self.now, self.epoch = Controller(), 0.0, 0
-        self.spec = JobSpec(name="job", script="train.py", nproc=nproc, nodes=nodes, spares=spares)
+        self.spec = JobSpec(
+            name="job", script="train.py", nproc=nproc, nodes=nodes, spares=spares,
+            nodes_max=nodes_max, remote=max(0, nodes_max - nodes),
+        )  # fmt: skip
         self.say(JobSubmitted(spec=self.spec, at_s=0.0))
-        for node in range(self.spec.num_nodes):
+        for node in range(self.spec.first_nodes):
             self.register(node)
-        for node in range(self.spec.num_nodes):
+        for node in range(self.spec.first_nodes):
             self.say(GenerationStopped(node=node, generation=-1, at_s=0.2))
         self.say(StoreReady(generation=0, host="127.0.0.1", port=1, agent_store=True))
         for node in range(nodes):

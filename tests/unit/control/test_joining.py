@@ -4,7 +4,14 @@ from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_elastic_spares import Lab, started
 
 from perdure.model.actions import AnswerCommand, AssignNodes
-from perdure.model.events import CommandReceived, NodeCordoned, NodeLost, NodeRegistered
+from perdure.model.events import (
+    CommandReceived,
+    NodeCordoned,
+    NodeLost,
+    NodeRegistered,
+    PreemptionNoticed,
+    TimerFired,
+)
 
 
 def ask(driver: Driver, machine: str) -> AnswerCommand:
@@ -83,3 +90,36 @@ def test_the_place_of_a_node_that_an_operator_has_left_is_not_given_away() -> No
     driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
     driver.now += 60.0
     assert not ask(driver, "y").ok
+
+
+def test_a_world_grows_to_its_places_and_what_is_spare_stays_so() -> None:
+    lab = Lab(nproc=2, nodes=1, spares=0, nodes_max=3)
+    assert lab.spec.num_nodes == 3
+    assert started(lab.begun) == {}, "nobody is there but the first node"
+    first = started(lab.register(1))
+    assert first == {2: 1, 3: 1}
+    for member in first:
+        lab.ready(member)
+        lab.formed()
+    assert lab.machine.state.elastic.members == (0, 1, 2, 3)
+    assert started(lab.register(2)).items() >= {4: 2, 5: 2}.items()
+
+
+def test_a_machine_in_the_place_of_one_that_was_taken_away_runs_at_once() -> None:
+    lab = Lab(nproc=1, nodes=1, spares=0, nodes_max=2)
+    lab.say(join_of("a"))
+    lab.ready(*started(lab.register(1)))
+    lab.formed()
+    lab.say(PreemptionNoticed(node=1, at_s=lab.now, grace_s=50.0, source="scale", waits=True))
+    lab.now += 1.0
+    lab.say(TimerFired())
+    lab.say(NodeLost(node=1, at_s=lab.now, reason="silent"))
+    assert lab.machine.state.going == {1}
+    lab.say(join_of("b"))
+    assert started(lab.register(1)) != {}, "another pod, on the same machine"
+    assert lab.machine.state.going == set()
+
+
+def join_of(machine: str) -> CommandReceived:
+    args = {"machine": machine, "host": f"pod-{machine}"}
+    return CommandReceived(id=f"join-{machine}", kind="join", args=args, who="", at_s=0.0)

@@ -55,3 +55,17 @@ def test_while_nobody_is_heard_it_may_be_the_controller_that_is_cut_off() -> Non
         assert nodes.find_lost(now) == []
     assert beat(nodes, 106.1, 0, 1) == [], "the others get time to be heard as well"
     assert beat(nodes, 106.2, 2, 3) == []
+
+
+def test_a_node_whose_platform_says_that_it_has_ended_is_missed_sooner() -> None:
+    nodes, lost = watch(), []
+    beat(nodes, 100.0, 0, 1, 2, 3)
+    for tick in range(1, 7):
+        now = 100.0 + 0.1 * tick
+        if tick == 1:
+            nodes.note_end(now, 2, "OOMKilled")
+            nodes.note_end(now, 3, "an earlier pod in its place was OOMKilled")
+        lost += [
+            (node, round(now - 100.0, 1)) for node in beat(nodes, now, 0, 1, *[3] * (tick < 3))
+        ]
+    assert lost == [(2, 0.6)], "and 3 was heard of since"

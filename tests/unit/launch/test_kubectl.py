@@ -127,7 +127,7 @@ def test_a_claim_that_is_there_is_kept(cluster: Cluster, here: Here) -> None:
     read = cluster(pvc={"spec": {"accessModes": ["ReadWriteOnce"]}})
     platform.submit(plan(), here)
     assert len(read()["created"]) == 1
-    deleted = [stdin for words, stdin in read()["calls"] if "delete" in words]
+    deleted = [stdin for words, stdin in read()["calls"] if {"delete", "-f"} <= set(words)]
     assert len(deleted) == 1
     assert "PersistentVolumeClaim" not in deleted[0]
 

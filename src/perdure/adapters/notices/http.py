@@ -17,7 +17,8 @@ import msgspec
 
 from perdure.model.errors import ConfigError, PlatformError
 
-_BYTES_MAX = 1 << 18
+_BYTES_MAX = 1 << 22
+"""Of an answer: some hundred pods."""
 TIMEOUT_S = 2.0
 
 

@@ -1,13 +1,15 @@
-"""Kubernetes: the node of this pod, marked by what takes nodes away before it does.
+"""Kubernetes: the node of this pod, marked by what takes nodes away before it does; a job's pods.
 
 Autoscalers and the clouds' termination handlers taint a node first, `kubectl drain` cordons it;
 only then are its pods told to go, with no more than their grace. The pod needs a service account
-that may read nodes.
+that may read nodes; one that may read pods and events as well has a job know what its pods died of.
 """
 
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -48,6 +50,92 @@ class _Node(msgspec.Struct):
     spec: _Spec
 
 
+class ApiServer:
+    """The server, as the service account of this pod is let in."""
+
+    def __init__(self, env: Mapping[str, str], account: Path = ACCOUNT) -> None:
+        """Ask the one that `env` names.
+
+        Raises:
+            PlatformError: its authority cannot be read.
+        """
+        host, port = env["KUBERNETES_SERVICE_HOST"], env.get("KUBERNETES_SERVICE_PORT", "443")
+        host = f"[{host}]" if ":" in host else host
+        try:
+            context = ssl.create_default_context(cafile=str(account / "ca.crt"))
+        except OSError as error:
+            raise PlatformError(f"{account / 'ca.crt'}: {error}") from error
+        self._service = MetadataService(f"https://{host}:{port}", context)
+        self._token = account / "token"
+
+    async def get(self, path: str, right: str) -> bytes:
+        """Return what is at `path`.
+
+        Raises:
+            PlatformError: the server cannot be reached, or the account lacks the `right`.
+        """
+        try:
+            token = self._token.read_text().strip()
+        except OSError as error:
+            raise PlatformError(f"{self._token}: {error.strerror}") from None
+        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
+        answer = await self._service.ask(path, headers, timeout_s=2 * TIMEOUT_S)
+        if answer.status != 200:
+            raise PlatformError(
+                f"{self._service.url}{path} answers {answer.status}",
+                hint=f"the service account has to be allowed to {right}",
+            )
+        return answer.body
+
+
+class KubernetesPods:
+    """The pods that have a label of the pod that this is, and what was said of them."""
+
+    def __init__(self, env: Mapping[str, str], label: str, account: Path = ACCOUNT) -> None:
+        """Ask about pods with the value of `label` that the pod of `env` has.
+
+        Raises:
+            PlatformError: the service account's files cannot be read.
+        """
+        self.own, self._label, self._selector = env.get("PERDURE_POD_NAME", ""), label, ""
+        self._server = ApiServer(env, account)
+        try:
+            namespace = (account / "namespace").read_text().strip()
+        except OSError as error:
+            raise PlatformError(f"{account / 'namespace'}: {error.strerror}") from error
+        self._path = f"/api/v1/namespaces/{namespace}"
+
+    async def read(self) -> Sequence[Any]:
+        """Return the pods, this one among them.
+
+        Raises:
+            PlatformError: the server cannot be reached, or does not let this pod read pods.
+        """
+        if not self._selector:
+            own = await self._get(f"/pods/{self.own}", "get pods")
+            value = own["metadata"].get("labels", {}).get(self._label, "")
+            self._selector = quote(f"{self._label}={value}")
+        found = await self._get(f"/pods?labelSelector={self._selector}", "list pods")
+        return tuple(found["items"])
+
+    async def read_events(self, pod: str) -> Sequence[Any]:
+        """Return what the server has said of one pod in the last hour or so.
+
+        Raises:
+            PlatformError: as `read`.
+        """
+        selector = quote(f"involvedObject.name={pod}")
+        found = await self._get(f"/events?fieldSelector={selector}", "list events")
+        return tuple(found["items"])
+
+    async def _get(self, path: str, right: str) -> Any:
+        body = await self._server.get(f"{self._path}{path}", right)
+        try:
+            return msgspec.json.decode(body)
+        except msgspec.DecodeError as error:
+            raise PlatformError(f"{self._path}{path}: {error}") from None
+
+
 class KubernetesNode:
     """Taints of the node that this pod is on."""
 
@@ -60,15 +148,8 @@ class KubernetesNode:
         Raises:
             PlatformError: the authority of the server cannot be read.
         """
-        host, port = env["KUBERNETES_SERVICE_HOST"], env.get("KUBERNETES_SERVICE_PORT", "443")
-        host = f"[{host}]" if ":" in host else host
-        try:
-            context = ssl.create_default_context(cafile=str(account / "ca.crt"))
-        except OSError as error:
-            raise PlatformError(f"{account / 'ca.crt'}: {error}") from error
-        self._service = MetadataService(f"https://{host}:{port}", context)
+        self._server = ApiServer(env, account)
         self._path = f"/api/v1/nodes/{env['PERDURE_NODE_NAME']}"
-        self._token = account / "token"
         grace = env.get("PERDURE_POD_GRACE_S", "")
         self._grace_s = float(grace) if grace else None
 
@@ -78,21 +159,11 @@ class KubernetesNode:
         Raises:
             PlatformError: the server cannot be reached, or does not let this pod read its node.
         """
+        body = await self._server.get(self._path, "get nodes")
         try:
-            token = self._token.read_text().strip()
-        except OSError as error:
-            raise PlatformError(f"{self._token}: {error.strerror}") from None
-        headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
-        answer = await self._service.ask(self._path, headers, timeout_s=2 * TIMEOUT_S)
-        if answer.status != 200:
-            raise PlatformError(
-                f"{self._service.url}{self._path} answers {answer.status}",
-                hint="the service account has to be allowed to get nodes",
-            )
-        try:
-            taints = msgspec.json.decode(answer.body, type=_Node).spec.taints
+            taints = msgspec.json.decode(body, type=_Node).spec.taints
         except msgspec.MsgspecError as error:
-            raise PlatformError(f"{self._service.url}{self._path}: {error}") from None
+            raise PlatformError(f"{self._path}: {error}") from None
         known = _GOING | _RISK
         return tuple(
             Announced(

@@ -70,7 +70,7 @@ def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple
     """Return the spares that fill the world up to its size."""
     if is_closed(state):
         return ()
-    room = state.the_spec().world_size - len(find_living(state))
+    room = state.the_spec().world_size_max - len(find_living(state))
     return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))
 
 

@@ -17,6 +17,7 @@ from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import (
     DeviceReported,
+    MachineReported,
     PreemptionNoticed,
     PreemptionWithdrawn,
     VerdictReached,
@@ -43,7 +44,12 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
         if not 0 <= notice.grace_s <= _GRACE_S_MAX:
             return answer(state, command.id, False, f"grace_s of {notice.grace_s:g} s", {})
         noticed = PreemptionNoticed(
-            node=node, at_s=now, grace_s=notice.grace_s, source=source, reason=notice.reason
+            node=node,
+            at_s=now,
+            grace_s=notice.grace_s,
+            source=source,
+            reason=notice.reason,
+            waits=notice.waits,
         )
         told = f"node {node} goes away in {notice.grace_s:g} s"
         record = RecordEvent(event=noticed, reason=f"told by {source}")
@@ -54,6 +60,25 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
         )
         record = RecordEvent(event=withdrawn, reason=f"told by {source}")
         return [record, *answer(state, command.id, True, f"node {node} stays", result)]
+    if notice.kind == "machine":
+        reported = MachineReported(
+            node=node,
+            at_s=now,
+            reason=notice.reason or "gone",
+            source=source,
+            machine=notice.machine,
+            ended_s=notice.ended_s,
+        )
+        record = RecordEvent(event=reported, reason=f"told by {source}")
+        return [record, *answer(state, command.id, True, f"node {node}: {reported.reason}", result)]
+    return _report_device(state, now, command, notice, node)
+
+
+def _report_device(
+    state: ControllerState, now: float, command: OpenCommand, notice: Notice, node: int
+) -> list[AnyAction]:
+    source = notice.source or command.who or "notify"
+    result: dict[str, Any] = {"node": node, "kind": notice.kind}
     device = notice.device or f"node {node}"  # All of it: its id is not known.
     healthy = notice.kind == "device-ok"
     reported = DeviceReported(
@@ -80,6 +105,10 @@ def _find_node(state: ControllerState, notice: Notice) -> int:
         if notice.node not in (-1, found):
             raise UnknownTargetError(f"{notice.device} is on node {found}, not {notice.node}")
         return found
+    if notice.machine and notice.node < 0:
+        if notice.machine not in state.hosts:
+            raise UnknownTargetError(f"no machine {notice.machine} has joined")
+        return state.hosts[notice.machine]
     if notice.node < 0:
         raise UnknownTargetError(f"{notice.kind} of what? a device or a node is missing")
     return find_nodes(state, [str(notice.node)])[0]

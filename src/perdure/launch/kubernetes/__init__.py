@@ -16,7 +16,7 @@ from perdure.launch.kubernetes.checks import check_profile
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.manifest import (
-    JOB_LABEL,
+    ADDED_LABEL,
     find_claim,
     find_name,
     find_place,
@@ -33,7 +33,13 @@ from perdure.launch.ssh.ask import FOLLOWS, make_lines
 from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import JobState, KubernetesSection, explain_pod, parse_version
+from perdure.model.kubernetes import (
+    JOB_LABEL,
+    JobState,
+    KubernetesSection,
+    explain_pod,
+    parse_version,
+)
 from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.profile import Profile
 
@@ -173,6 +179,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         packed = pack(Path(project), plan.settings["exclude"])
         here.tell(f"sends {project}: {len(packed) / 1e3:.1f} kB, packed")
     client.delete(plan.files[JOB])
+    client.delete_all("job", f"{JOB_LABEL}={name},{ADDED_LABEL}")
     exists = client.get("pvc", plan.settings["claim"])
     if CLAIM in plan.files and not exists:
         client.create(plan.files[CLAIM])

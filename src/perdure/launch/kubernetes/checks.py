@@ -27,6 +27,9 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
         found.append(Finding("warning", text, "kubernetes.backoff_limit"))
     if spec.bus.replicas > 1:
         found.append(Finding("error", "bus.replicas: a pod holds one server", "bus.replicas = 1"))
+    if spec.room and section.shape != "job":
+        text = f"nodes_max: pods are added beside a Job, and not to a {section.shape}"
+        found.append(Finding("error", text, 'kubernetes.shape = "job"'))
     if spec.torchft.replicas and spec.num_nodes > 1:
         text = "replica groups of torchft are all started in one pod"
         found.append(Finding("error", text, "nodes = 1, or depth elastic"))

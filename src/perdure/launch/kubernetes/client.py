@@ -116,8 +116,15 @@ class Client:
         Raises:
             PlatformError: they cannot be deleted, or a pod does not go.
         """
-        words = ("delete", "--ignore-not-found", "--cascade=foreground", "--wait", "-f", "-")
-        code, _, err = self.call(*words, stdin=manifest, timeout_s=DELETE_S)
+        self._delete("-f", "-", stdin=manifest)
+
+    def delete_all(self, kind: str, label: str) -> None:
+        """Delete the objects of a kind with a label, as `delete` does."""
+        self._delete(kind, "-l", label)
+
+    def _delete(self, *words: str, stdin: str | None = None) -> None:
+        how = ("--ignore-not-found", "--cascade=foreground", "--wait")
+        code, _, err = self.call("delete", *how, *words, stdin=stdin, timeout_s=DELETE_S)
         if code:
             raise PlatformError(f"kubectl delete: {_last(err)}", hint="kubectl get pods")
 

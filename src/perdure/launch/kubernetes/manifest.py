@@ -13,6 +13,7 @@ from perdure.model.job import JobSpec
 from perdure.model.kubernetes import (
     FAILURE_POLICY,
     INDEXED,
+    JOB_LABEL,
     LEFT_ON_NOTICE,
     POD_UNFIT,
     KubernetesSection,
@@ -24,7 +25,8 @@ from perdure.model.profile import HOST_DEPENDENT, Profile
 CONTAINER = "perdure"
 TRAINER_CONTAINER = "node"
 """Kubeflow's Trainer looks for the container of this name."""
-JOB_LABEL = "perdure.dev/job"
+ADDED_LABEL = "perdure.dev/added"
+"""Of a Job with one pod that was added while its job ran."""
 READER_LABEL = "perdure.dev/reader"
 """Of a pod that only has a job's volume, and must not be taken for one of the job's."""
 READER_S = 86400
@@ -145,7 +147,7 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
     There the controller numbers the nodes: each pod of the second Job asks it for a place.
     """
     section = profile.kubernetes
-    name, pods = find_name(spec), spec.num_nodes
+    name, pods = find_name(spec), spec.first_nodes
     if pods == 1 or parse_version(section.server) >= INDEXED:
         head = _head("batch/v1", "Job", name, spec, section)
         return [{**head, "spec": make_job_spec(spec, profile, pods)}]
@@ -157,10 +159,26 @@ def _make_jobs(spec: JobSpec, profile: Profile) -> list[Document]:
     ]
 
 
+def find_added(spec: JobSpec, pods: int) -> list[str]:
+    """Return the names of the Jobs that a job of `pods` pods has beside its first ones."""
+    return [f"{find_name(spec)}-node-{number}" for number in range(spec.first_nodes, pods)]
+
+
+def make_added(spec: JobSpec, profile: Profile, name: str) -> Document:
+    """Return the Job of one more pod, which joins as `perdure join` does.
+
+    It has a Job of its own: what a Job completes is fixed before 1.27, and which of its pods it
+    ends, where it is to have fewer, nobody can say.
+    """
+    head = _head("batch/v1", "Job", name, spec, profile.kubernetes)
+    head["metadata"]["labels"][ADDED_LABEL] = "true"
+    return {**head, "spec": make_job_spec(spec, profile, 1, role="node")}
+
+
 def _make_jobset(spec: JobSpec, profile: Profile) -> Document:
     section = profile.kubernetes
     labels = {**section.labels, JOB_LABEL: find_name(spec)}
-    job = {"metadata": {"labels": labels}, "spec": make_job_spec(spec, profile, spec.num_nodes)}
+    job = {"metadata": {"labels": labels}, "spec": make_job_spec(spec, profile, spec.first_nodes)}
     body = {
         "network": {"enableDNSHostnames": True},
         "failurePolicy": {"maxRestarts": 0},
@@ -181,17 +199,17 @@ def _make_trainjob(spec: JobSpec, profile: Profile) -> list[Document]:
     labels["trainer.kubeflow.org/trainjob-ancestor-step"] = "trainer"
     job: Document = {
         "metadata": {"labels": labels},
-        "spec": make_job_spec(spec, profile, spec.num_nodes, container=TRAINER_CONTAINER),
+        "spec": make_job_spec(spec, profile, spec.first_nodes, container=TRAINER_CONTAINER),
     }
     template = {"spec": {"replicatedJobs": [{"name": "node", "template": job}]}}
     runtime = {
         **_head(api, "TrainingRuntime", name, spec, section),
-        "spec": {"mlPolicy": {"numNodes": spec.num_nodes}, "template": template},
+        "spec": {"mlPolicy": {"numNodes": spec.first_nodes}, "template": template},
     }
     reference = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": name}
     train = {
         **_head(api, "TrainJob", name, spec, section),
-        "spec": {"runtimeRef": reference, "trainer": {"numNodes": spec.num_nodes}},
+        "spec": {"runtimeRef": reference, "trainer": {"numNodes": spec.first_nodes}},
     }
     return [runtime, train]
 

@@ -12,13 +12,12 @@ from perdure.launch.channel import Channel, wrap
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.manifest import (
     CONTAINER,
-    JOB_LABEL,
     TRAINER_CONTAINER,
     make_reader,
 )
 from perdure.launch.platforms import Here
 from perdure.model.errors import PlatformError
-from perdure.model.kubernetes import KubernetesSection, explain_pod
+from perdure.model.kubernetes import JOB_LABEL, KubernetesSection, explain_pod
 from perdure.model.launching import LaunchRecord
 
 _START_S = 300.0

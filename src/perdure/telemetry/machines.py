@@ -1,0 +1,85 @@
+"""What platforms have said of machines that are gone: the cause behind a verdict or an incident.
+
+A silence is all that is seen of a pod that was OOMKilled. What its platform says of it comes a
+moment later, or earlier, and is put beside it.
+"""
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.model.notices import MachineReported
+from perdure.model.report import Recovery
+from perdure.model.verdicts import Culprit, Verdict
+
+_NEAR_S = 30.0
+"""Between a machine's end by its platform's clock and the last that was heard of it."""
+_GRACE_S = 300.0
+"""Between the word that a machine is to go and its end."""
+_KEPT = 200
+
+
+@dataclass(slots=True)
+class MachineFold:
+    """Keeps what was said, the newest last."""
+
+    told: list[MachineReported] = field(default_factory=list)
+
+    def take(self, event: MachineReported) -> None:
+        """Keep one report."""
+        self.told = [*self.told[1 - _KEPT :], event]
+
+    def find(self, node: int | None, at_s: float) -> MachineReported | None:
+        """Return what was said of a loss of `node` at `at_s`, of any node where it is None."""
+        near = [e for e in self.told if node in (None, e.node) and _is_near(e, at_s)]
+        return min(near, key=lambda e: abs((e.ended_s or e.at_s) - at_s), default=None)
+
+    def complete(self, verdict: Verdict) -> Verdict:
+        """Return a verdict on a node with what its platform says of it."""
+        node = verdict.culprit.node
+        found = self.find(node, verdict.first_seen_s) if node is not None else None
+        if found is None:
+            return verdict
+        words = "" if found.reason in verdict.reason else f"{found.reason}; "
+        evidence = {**verdict.evidence, "platform": found.reason, "told_by": found.source}
+        reason = words + verdict.reason
+        return msgspec.structs.replace(verdict, reason=reason, evidence=evidence)
+
+    def find_unseen(self, verdicts: list[Verdict]) -> list[Verdict]:
+        """Return a verdict for each end that no verdict is about: the job itself was away then."""
+        seen = [(v.culprit.node, v.first_seen_s) for v in verdicts]
+        return [
+            Verdict(
+                kind="NodeLost",
+                culprit=Culprit(node=event.node),
+                generation=-1,
+                first_seen_s=event.ended_s,
+                confirmed_s=event.at_s,
+                confidence=1.0,
+                reason=event.reason,
+                actionable=True,
+                evidence={"platform": event.reason, "told_by": event.source},
+            )
+            for event in self.told
+            if event.ended_s and not any(n == event.node and _is_near(event, t) for n, t in seen)
+        ]
+
+    def explain(self, recovery: Recovery) -> Recovery:
+        """Return an incident with what a platform says of the node that was its culprit.
+
+        A world that broke without a loss that was known by then has the nearest end as its cause.
+        """
+        kind, _, number = recovery.culprit.partition(" ")
+        if kind not in ("node", "the") or recovery.rung in ("none", "join"):
+            return recovery
+        found = self.find(int(number) if kind == "node" else None, recovery.at_s)
+        if found is None:
+            return recovery
+        cause, culprit = f"{recovery.cause} ({found.reason})", f"node {found.node}"
+        return msgspec.structs.replace(recovery, cause=cause, culprit=culprit)
+
+
+def _is_near(event: MachineReported, at_s: float) -> bool:
+    if event.ended_s:
+        return abs(event.ended_s - at_s) <= _NEAR_S
+    return event.at_s - _NEAR_S <= at_s <= event.at_s + _GRACE_S
