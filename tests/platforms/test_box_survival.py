@@ -251,7 +251,8 @@ def test_an_environment_is_made_and_a_shell_that_talks_is_refused(
     told = laptop.cli("launch", "job.toml", "--on", "box").stderr
     python = (there / "launch" / "python").read_text().strip()
     assert python.startswith(str(laptop.box.home / "perdure" / "envs"))
-    assert f"making {Path(python).parents[1]}" in told
+    made = f"making {Path(python).parents[1]}"
+    assert made in told
     laptop.cli("attach", "sleeper")
     again = laptop.cli("launch", "job.toml", "--on", "box").stderr
-    assert "making" not in again
+    assert made not in again
