@@ -61,6 +61,12 @@ async def test_messages_are_numbered_and_read_in_order(stream: JournalStream) ->
     assert await stream.read_all() == [b"%d" % index for index in range(1200)]
 
 
+async def test_before_a_controller_has_made_it_there_is_nothing_to_read(server: Server) -> None:
+    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    assert await NatsStream(bus, "a.job").read_all() == []
+    await bus.close()
+
+
 async def test_a_repeated_append_is_stored_once(stream: JournalStream) -> None:
     assert await stream.append(b"x", expected_last=0, message_id="a") == 1
     assert await stream.append(b"x", expected_last=0, message_id="a") == 1

@@ -98,13 +98,13 @@ class NatsStream:
         return last.data
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
-        """Return every message from number `first` on, oldest first.
+        """Return every message from number `first` on, oldest first; none before it is made.
 
         Raises:
             PlatformError: JetStream does not answer.
         """
         try:
-            last = (await self._bus.unless_lost(self._js.stream_info(self._name))).state.last_seq
+            last = await self._find_last()
             if last < first:
                 return []
             if self._direct:
@@ -130,6 +130,14 @@ class NatsStream:
         except _LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return messages
+
+    async def _find_last(self) -> int:
+        """Return the newest message's number; 0 too where no controller has made the journal."""
+        try:
+            found = await self._bus.unless_lost(self._js.stream_info(self._name))
+        except nats.js.errors.NotFoundError:
+            return 0
+        return int(found.state.last_seq)
 
     async def _read_direct(self, first: int, last: int) -> list[bytes]:
         """Return messages `first` to `last`, from whichever replica answers."""

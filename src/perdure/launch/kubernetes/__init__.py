@@ -45,6 +45,10 @@ from perdure.model.profile import Profile
 
 CLAIM, JOB = "claim.yaml", "job.yaml"
 _AGAIN_S = 1.0
+_KILLED = 137
+"""Of a command in a container that ended."""
+_QUESTIONS = frozenset({"status", "diagnose", "report", "events", "map", "logs", "ps"})
+"""They change nothing, so that they may be asked twice."""
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
@@ -247,9 +251,21 @@ def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
-    """Run a perdure command line in the first pod; of a job that is over, beside its volume."""
+    """Run a perdure command line in the first pod; of a job that is over, beside its volume.
+
+    A question that dies with its pod is asked once more where the job is by then.
+    """
     if FOLLOWS & set(argv):
         return _follow(record, argv, here)
+    code = _run_once(record, argv, here)
+    if code != _KILLED or argv[0] not in _QUESTIONS:
+        return code
+    here.tell("the pod went while it was asked: once more")
+    time.sleep(_AGAIN_S)
+    return _run_once(record, argv, here)
+
+
+def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
     label = f"{JOB_LABEL}={record.id}"
     job, pods = client.look(_find_kind(record.profile), record.id, label)
