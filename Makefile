@@ -41,7 +41,7 @@ campaign: setup
 	PERDURE_EXPLORE=1 $(BIN)/pytest -q tests/properties
 
 # Jobs on real platforms, started here: sshd; Slurm, whose packages are installed where root and apt
-# are; Kubernetes, which platforms-k8s makes.
+# are; Kubernetes, which platforms-k8s makes. More than an hour on two cores.
 platforms: setup
 	@scripts/setup_platforms.sh
 	$(BIN)/pytest -q $(SECOND_TRY) tests/platforms

@@ -232,6 +232,15 @@ def test_a_command_is_run_in_the_first_pod(
     assert "PERDURE_HOME=/checkpoints/state python3 -P -m perdure status gpt" in said
 
 
+@pytest.mark.parametrize(("words", "times"), [(("status", "gpt"), 2), (("set", "gpt", "a=1"), 1)])
+def test_a_question_that_dies_with_its_pod_is_asked_once_more_and_an_order_is_not(
+    cluster: Cluster, capfd: pytest.CaptureFixture[str], words: tuple[str, ...], times: int
+) -> None:
+    cluster(job=JOB, pods=[RUNNING], code=137)
+    assert platform.run(record(), words, HERE) == 137
+    assert capfd.readouterr().out.count("exec gpt-0-abc") == times
+
+
 def test_of_a_job_that_is_over_a_command_is_run_beside_its_volume(
     cluster: Cluster, capfd: pytest.CaptureFixture[str]
 ) -> None:
