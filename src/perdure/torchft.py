@@ -18,6 +18,7 @@ with gloo mended and a broken quorum given up by all of its members at once.
 from typing import Any
 
 from perdure.model.errors import ConfigError
+from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.replica import install, replica
 from perdure.worker.replica_config import settings
 
@@ -43,6 +44,21 @@ def attach(manager: Any) -> Any:
     install(torchft)
     replica.adopt(manager)
     return manager
+
+
+def busy(name: str, *, at_most_s: float) -> Busy:
+    """Declare that this group is about to do something long, such as a validation or a save.
+
+        with perdure.torchft.busy("evaluate", at_most_s=600):
+            evaluate(model)
+
+    Within it, and for `at_most_s` seconds at most, the others wait for this group. It is meant for
+    what is done between two steps; in a collective they wait as long as their process group does.
+
+    Raises:
+        ConfigError: `name` is no text, or `at_most_s` no time between 0 and a week.
+    """
+    return declare_busy(name, at_most_s=at_most_s)
 
 
 def steer_sync_every(local: Any) -> Any:

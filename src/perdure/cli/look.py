@@ -16,7 +16,7 @@ from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
-from perdure.dash.watch import find_telling
+from perdure.dash.watch import find_telling, render_busy
 from perdure.detect.traps import find_trap, name_symptoms
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
@@ -126,6 +126,8 @@ def render_snapshot(snapshot: Snapshot) -> str:
             for r in snapshot.ranks
         ]  # fmt: skip
         lines += ["", render_table(head, rows)]
+    if busy := render_busy(snapshot):
+        lines += ["", *busy]
     if snapshot.world is not None:
         lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
     if snapshot.checkpoints:

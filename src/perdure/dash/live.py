@@ -35,6 +35,9 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     parts.append(_count(snapshot.world_size, "rank"))
     if snapshot.restarts:
         parts.append(_count(snapshot.restarts, "restart"))
+    busy = sorted({row.busy_phase.name for row in snapshot.ranks if row.busy_phase is not None})
+    if busy:
+        parts.append(f"busy: {', '.join(busy[:2])}")
     if incident and snapshot.verdicts:
         newest = max(snapshot.verdicts, key=lambda verdict: verdict.confirmed_s)
         if "withdrawn" not in newest.evidence:

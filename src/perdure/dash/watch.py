@@ -172,10 +172,31 @@ def _render_head(
     ]
     if snapshot.reason:
         lines.append(Line(snapshot.reason, "dim"))
+    lines += [Line(text, "cyan") for text in render_busy(snapshot)[:2]]
     curve = render_curve(speeds, max(8, width - 26))
     if curve:
         lines.append(Line(f"steps/s {curve} {speeds[-1]:.1f} (max {max(speeds):.1f})", "cyan"))
     return lines
+
+
+def render_busy(snapshot: Snapshot, most: int = 4) -> list[str]:
+    """Return what ranks have declared to be busy with, such as `rank 0 is busy: evaluate, at most
+    600 s, for 12 s`: a line a phase, the one that has lasted for longest first.
+    """  # noqa: D205
+    groups: dict[tuple[str, float], list[RankRow]] = {}
+    for row in snapshot.ranks:
+        if row.busy_phase is not None:
+            length_s = round(row.busy_phase.until_s - row.busy_phase.since_s, 3)
+            groups.setdefault((row.busy_phase.name, length_s), []).append(row)
+    found = []
+    for rows in groups.values():
+        phase = min((r.busy_phase for r in rows if r.busy_phase), key=lambda p: p.since_s)
+        ranks = render_span([row.rank for row in rows])
+        who = f"rank {ranks} is" if len(rows) == 1 else f"ranks {ranks} are"
+        over = " (longer than declared: it counts no more)"
+        over = over if snapshot.at_s > phase.until_s else ""
+        found.append((phase.since_s, f"{who} busy: {phase.describe(snapshot.at_s)}{over}"))
+    return [text for _, text in sorted(found)[:most]]
 
 
 def render_curve(values: Sequence[float], columns: int) -> str:

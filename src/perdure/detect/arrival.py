@@ -273,7 +273,12 @@ def _blame_without_arrival(
     silent: Mapping[int, RankWatch],
     links: LinkWatch,
 ) -> Finding | None:
-    """Nothing is known of collectives, or not whether they have ended."""
+    """Nothing is known of collectives, or not whether they have ended.
+
+    Who is silent may then be waiting for somebody who is in a declared busy phase.
+    """
+    if any(watch.declared_busy for watch in watches.values()):
+        return None
     inside = {r: c for r, w in sorted(watches.items()) if (c := find_current(w)) is not None}
     if len(watches) > 1 and len(inside) == len(watches):
         if len(silent) < len(watches):

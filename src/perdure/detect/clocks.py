@@ -7,7 +7,7 @@ nothing is moved. Accounts stay as stamped, for the ledger compares them with th
 
 import msgspec
 
-from perdure.model.progress import NodeBeat
+from perdure.model.progress import BusyPhase, NodeBeat
 
 TRUSTED_S = 5.0
 """Differences up to this are taken for delays of heartbeats."""
@@ -36,11 +36,18 @@ class NodeClocks:
                 p,
                 heartbeat_s=_move(p.heartbeat_s, behind_s),
                 phase_since_s=_move(p.phase_since_s, behind_s),
+                busy_phase=_move_phase(p.busy_phase, behind_s),
             )
             for p in beat.ranks
         )
         moved = msgspec.structs.replace(beat, sent_s=beat.sent_s + behind_s, ranks=ranks)
         return moved, behind_s
+
+
+def _move_phase(phase: BusyPhase | None, by_s: float) -> BusyPhase | None:
+    if phase is None:
+        return None
+    return BusyPhase(phase.name, phase.since_s + by_s, phase.until_s + by_s)
 
 
 def _move(stamp_s: float, by_s: float) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from perdure.detect.cadence import Cadence, Habits
 from perdure.model.job import DetectConfig
-from perdure.model.progress import CommProgress, RankAccount, RankProgress
+from perdure.model.progress import BusyPhase, CommProgress, RankAccount, RankProgress
 from perdure.model.verdicts import Activity
 
 SAMPLE_S = 1.0
@@ -69,6 +69,8 @@ class RankWatch:
     clock_s: float = 0.0
     """Added to its node's stamps to make them the controller's."""
     recorder: str = ""
+    busy_phase: BusyPhase | None = None
+    """What the script has declared to be busy with."""
     peers: dict[str, int] = field(default_factory=dict)
     """Communicator -> the other end of a send or receive that is under way, where known."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
@@ -82,6 +84,15 @@ class RankWatch:
     def stopped(self) -> bool:
         """Return whether it is in state T. A debugger's `t` is not: py-spy makes it too."""
         return self.state == "T"
+
+    @property
+    def declared_busy(self) -> bool:
+        """Return whether a busy phase was in force when it was last heard of.
+
+        A stopped process is in none: no evaluation is ever in state T.
+        """
+        phase = self.busy_phase
+        return phase is not None and self.seen_s <= phase.until_s and not self.stopped
 
     @property
     def activity(self) -> Activity:
@@ -128,7 +139,7 @@ class RankWatch:
         elif not self.instrumented and self.busy_s == sent_s:
             self.progress_s = sent_s
         self._store(progress)
-        self.stopped_in_gap |= self.stopped or self.phase == "paused"
+        self.stopped_in_gap |= self.stopped or self.phase == "paused" or self.declared_busy
         return moved
 
     def _move(
@@ -181,6 +192,7 @@ class RankWatch:
         self.collectives = max(self.collectives, _entered(progress.comms))
         self.state = progress.proc.state
         self.recorder = progress.recorder
+        self.busy_phase = progress.busy_phase
         self.peers = _find_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 
@@ -192,6 +204,9 @@ class RankWatch:
         config = self.config
         if self.phase == "paused" and not self.stopped:
             return math.inf, "a pause"
+        if self.busy_phase is not None and self.declared_busy:
+            most_s = self.busy_phase.until_s - self.progress_s
+            return most_s, f"the declared busy phase {self.busy_phase.name}"
         factor, floor_s = config.hang_step_factor, config.hang_floor_s
         if self.stopped:
             return floor_s + factor * self.cadence.typical_s, "a stopped process"

@@ -29,6 +29,20 @@ state being restored; in a step; stalled by a checkpoint; waiting at a boundary;
 still before a step because an operator wants it so."""
 
 
+class BusyPhase(msgspec.Struct, frozen=True):
+    """What a script has declared with `run.busy`: until then its silence is no verdict."""
+
+    name: str
+    since_s: float
+    until_s: float
+    """Job time at which the declaration ends by itself."""
+
+    def describe(self, now: float) -> str:
+        """Return it in words, as of job time `now`."""
+        most_s, spent_s = self.until_s - self.since_s, max(0.0, now - self.since_s)
+        return f"{self.name}, at most {most_s:g} s, for {spent_s:.0f} s"
+
+
 class CommProgress(msgspec.Struct, frozen=True):
     """The last collective of one rank in one communicator."""
 
@@ -130,6 +144,8 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Steps that ended since the last heartbeat, thinned likewise."""
     recorder: str = ""
     """`compiled`, `python`, `status` or `off`."""
+    busy_phase: BusyPhase | None = None
+    """What the script has declared to be busy with; of nested phases the one that ends last."""
 
 
 class NodeBeat(msgspec.Struct, frozen=True):

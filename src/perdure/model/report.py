@@ -3,6 +3,7 @@
 import msgspec
 
 from perdure.model.devices import DeviceSample
+from perdure.model.progress import BusyPhase
 from perdure.model.settings import Change, KeySpec
 from perdure.model.verdicts import Verdict
 
@@ -95,6 +96,8 @@ class RankRow(msgspec.Struct, frozen=True):
     """Last collective in words, such as `allreduce #120 (waiting 0.2 s)`; may be empty."""
     cpu_s: float
     rss_bytes: int
+    busy_phase: BusyPhase | None = None
+    """What its script has declared to be busy with (`run.busy`)."""
 
 
 class DeviceRow(msgspec.Struct, frozen=True):

@@ -20,10 +20,17 @@ import msgspec
 
 from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.errors import ProtocolError
-from perdure.model.progress import CommProgress, Phase, ProcSample, RankAccount, RankProgress
+from perdure.model.progress import (
+    BusyPhase,
+    CommProgress,
+    Phase,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 
 MAGIC = int.from_bytes(b"PERDURE\0", sys.byteorder)
-VERSION = 2
+VERSION = 3
 
 # Words of the header.
 W_MAGIC = 0
@@ -72,8 +79,14 @@ accounts instead, `GROUP_MARKS` in the place of the step."""
 MARKS_MAX = 16
 GROUP_MARKS = (-2, -3, -4)
 """lost, reform, heal"""
+W_BUSY_SINCE = 64
+W_BUSY_UNTIL = 65
+"""When the busy phase ends that the script has declared; 0 without one. Written last."""
+W_BUSY_NAME = 66
+"""Its name, UTF-8, padded with zeros."""
+BUSY_NAME_BYTES = 64
 
-HEADER_BYTES = 512
+HEADER_BYTES = 640
 COMMS_MAX = 64
 COMM_BYTES = 320
 COMM_WORDS = COMM_BYTES // 8
@@ -180,6 +193,7 @@ class RingReading(msgspec.Struct, frozen=True):
     """Collectives ever recorded; the newest are kept."""
     num_stages: int = 0
     """Steps whose stages were ever recorded."""
+    busy_phase: BusyPhase | None = None
 
     def progress(self, proc: ProcSample) -> RankProgress:
         """Return it as a rank's part of a heartbeat, with what /proc says beside it."""
@@ -193,6 +207,7 @@ class RingReading(msgspec.Struct, frozen=True):
             comms=self.comms,
             proc=proc,
             recorder=self.recorder,
+            busy_phase=self.busy_phase,
         )
 
 
@@ -235,6 +250,7 @@ def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> Rin
         torn=torn,
         num_spans=words[W_NUM_SPANS],
         num_stages=words[W_NUM_STAGES],
+        busy_phase=_parse_busy(data, words, clock_offset_s),
     )
 
 
@@ -319,6 +335,14 @@ def comm_at(slot: int) -> int:
 
 def _stamp(ns: int, clock_offset_s: float) -> float:
     return ns / 1e9 + clock_offset_s if ns else 0.0
+
+
+def _parse_busy(data: bytes, words: tuple[int, ...], offset: float) -> BusyPhase | None:
+    since, until = words[W_BUSY_SINCE], words[W_BUSY_UNTIL]
+    if until <= since:
+        return None
+    name = _text(data[8 * W_BUSY_NAME : 8 * W_BUSY_NAME + BUSY_NAME_BYTES])
+    return BusyPhase(name, _stamp(since, offset), _stamp(until, offset))
 
 
 def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:

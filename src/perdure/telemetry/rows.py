@@ -225,6 +225,7 @@ class RankRows:
             collective,
             proc.cpu_s,
             proc.rss_bytes,
+            progress.busy_phase if record is None else None,
         )
 
 

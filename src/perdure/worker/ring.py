@@ -198,6 +198,22 @@ class RingWriter:
         words[layout.W_NUM_MARKS] = len(sums)
         words[layout.W_PROGRESS_SEQ] += 1
 
+    def set_busy(self, name: bytes, since: int, until: int) -> None:
+        """Show a busy phase, or with 0 for `until` none. Any thread may, one at a time.
+
+        The end is cleared first and written last, so that no reader meets a name with another's
+        end. A phase that begins or ends is something that the script has done: a beat.
+        """
+        words = self._words
+        words[layout.W_BUSY_UNTIL] = 0
+        at = 8 * layout.W_BUSY_NAME
+        self._memory[at : at + layout.BUSY_NAME_BYTES] = name[: layout.BUSY_NAME_BYTES - 1].ljust(
+            layout.BUSY_NAME_BYTES, b"\0"
+        )
+        words[layout.W_BUSY_SINCE] = since
+        words[layout.W_BEAT] = time.monotonic_ns()
+        words[layout.W_BUSY_UNTIL] = until
+
     def add_stages(self, step: int, begin: int, end: int, parts: tuple[int, ...]) -> None:
         """Record where a step went: ns of data, forward, backward, optimizer, wait, other."""
         words = self._words

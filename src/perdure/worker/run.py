@@ -17,6 +17,7 @@ from typing import Any, SupportsFloat
 from perdure.model.errors import ConfigError
 from perdure.model.events import RankJoined
 from perdure.worker.attach import Attachment, attach_rank
+from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config, Value
 from perdure.worker.loop import StepLoop
 from perdure.worker.metrics import MetricsBuffer
@@ -167,6 +168,20 @@ class Run:
         """Note values of the step under way. Rank 0's are shown; the others' are ignored."""
         if self._metrics is not None and self.rank == 0:
             self._metrics.add(self.step, {name: float(v) for name, v in metrics.items()})
+
+    def busy(self, name: str, *, at_most_s: float) -> Busy:
+        """Declare that this rank is about to do something long, such as an evaluation.
+
+            with run.busy("evaluate", at_most_s=600):
+                evaluate(model)
+
+        Within it, and for `at_most_s` seconds at most, neither this rank's silence nor that of
+        ranks that wait for it is taken for a hang. Phases may nest; the latest end counts.
+
+        Raises:
+            ConfigError: `name` is no text, or `at_most_s` no time between 0 and a week.
+        """
+        return declare_busy(name, at_most_s=at_most_s)
 
     def checkpoint_now(self) -> None:
         """Save at the end of this step. Every rank must call it in the same step."""

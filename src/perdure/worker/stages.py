@@ -60,6 +60,10 @@ class StepStamps:
         self._step = 0
         self._declared = False
         """Whether `run.steps` says where steps begin and end."""
+        self._suspended = 0
+        """Since when time counts for no step, ns; 0 where it counts."""
+        self._phases = 0
+        """Busy phases that the training thread is in."""
 
     @property
     def here(self) -> bool:
@@ -78,6 +82,25 @@ class StepStamps:
         self._parts[OPTIMIZER] -= stalled
         self._parts[OTHER] += stalled
         self._finish(step, now)
+
+    def suspend(self) -> None:
+        """A declared busy phase begins, such as an evaluation: its time is no part of a step."""
+        if self.here:
+            now = time.monotonic_ns()
+            self._advance(OTHER, now)
+            self._suspended = self._suspended or now
+            self._phases += 1
+
+    def resume(self) -> None:
+        """It ends. The step goes on, as if it had begun later by so much."""
+        if not self.here:
+            return
+        self._phases -= 1
+        if self._suspended and self._phases <= 0:
+            now, since = time.monotonic_ns(), self._suspended
+            self._suspended = 0
+            self._begin += now - since if self._begin else 0
+            self._mark, self._blocked = now, self._blocked_ns()
 
     def enter(self, before: int) -> None:
         """A stage begins; what was since the last one ended belongs to `before`."""
@@ -130,6 +153,8 @@ class StepStamps:
 
     def _advance(self, part: int, now: int) -> None:
         """Give the time since the last stamp to `part`, but for what was blocked."""
+        if self._suspended:
+            return
         blocked = self._blocked_ns()
         if self._mark:
             elapsed = now - self._mark
@@ -139,6 +164,7 @@ class StepStamps:
         self._mark, self._blocked = now, blocked
 
     def _finish(self, step: int, now: int) -> None:
+        now = self._suspended or now
         if self._begin:
             self._ring.add_stages(step, self._begin, now, tuple(self._parts))
         self._restart(now)

@@ -3,8 +3,10 @@
 import msgspec
 import pytest
 
+from perdure.cli.look import render_snapshot
 from perdure.dash.shape import render_span
-from perdure.dash.watch import find_telling, render_ranks, render_watch
+from perdure.dash.watch import find_telling, render_busy, render_ranks, render_watch
+from perdure.model.progress import BusyPhase
 from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
 from perdure.model.settings import Change, KeySpec
 from perdure.model.verdicts import Culprit, Verdict
@@ -120,3 +122,19 @@ def test_what_is_to_come_is_told_and_what_nobody_changed_is_not():
 )  # fmt: skip
 def test_columns_that_say_least_go_first(width, columns):
     assert render_ranks([rank(0), rank(1)], 10, width)[0].text.split() == columns.split()
+
+
+def test_what_ranks_are_busy_with_is_told_first():
+    ranks = [rank(i) for i in range(4)]
+    for number in (0, 1, 3):
+        at_most_s = 600.0 if number < 3 else 5.0
+        phase = BusyPhase("evaluate", 88.0 - number, 88.0 - number + at_most_s)
+        ranks[number] = msgspec.structs.replace(ranks[number], busy_phase=phase)
+    snapshot = picture(4, ranks=tuple(ranks))
+    lines = [line.text for line in render_watch(snapshot, 100, 50)]
+    assert lines[3:5] == [
+        "rank 3 is busy: evaluate, at most 5 s, for 15 s (longer than declared: it counts no more)",
+        "ranks 0-1 are busy: evaluate, at most 600 s, for 13 s",
+    ]
+    assert "busy: evaluate" in lines[0]
+    assert render_busy(snapshot)[1] in render_snapshot(snapshot)

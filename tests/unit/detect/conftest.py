@@ -7,7 +7,14 @@ import pytest
 from perdure.detect import Detector
 from perdure.model.events import AnyEvent, RanksStarted, VerdictReached
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.progress import (
+    BusyPhase,
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.model.verdicts import Verdict
 
 
@@ -26,6 +33,7 @@ class Rank:
     cpu_s: float = 0.0
     io_bytes: int = 0
     busy: bool = True
+    busy_phase: BusyPhase | None = None
 
 
 @dataclass
@@ -123,6 +131,7 @@ class World:
             account=account,
             comms=comms,
             proc=ProcSample(state=r.state, cpu_s=r.cpu_s, io_bytes=r.io_bytes),
+            busy_phase=r.busy_phase,
         )
 
     def beat(self) -> None:

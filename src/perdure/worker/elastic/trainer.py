@@ -19,6 +19,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import WorldReformed
 from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.microbatches import assign
+from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.buckets import Buckets
@@ -129,6 +130,14 @@ class Trainer:
     def applied(self) -> int:
         """Return how many steps the parameters contain."""
         return self._applied
+
+    def busy(self, name: str, *, at_most_s: float) -> Busy:
+        """Declare that this rank is about to do something long, as `perdure.Run.busy` does.
+
+        Raises:
+            ConfigError: `name` is no text, or `at_most_s` no time between 0 and a week.
+        """
+        return declare_busy(name, at_most_s=at_most_s)
 
     def start_at(self, step: int) -> None:
         """The replica's state was restored from a checkpoint of `step`."""

@@ -1,0 +1,121 @@
+"""Busy phases: a script says that it will be silent for a while, and for how long at most.
+
+    with run.busy("evaluate", at_most_s=600):
+        evaluate(model)
+
+An evaluation on rank 0 looks like a hang from outside: no step, no collective, and all others
+wait for it. A declared phase is shown in the rank's ring, and until it ends, or `at_most_s` have
+passed, neither the silence of the rank nor of those that wait for it is a verdict. What is
+certain (a process that ended or is stopped, collectives that differ) is acted upon all the same.
+
+Phases nest: the one that ends last is the one that counts. Other threads may declare them as
+well; their silence and that of the rank are one. Without perdure nothing is done.
+"""
+
+import contextlib
+import math
+import threading
+import time
+from types import TracebackType
+from typing import Any
+
+from perdure.model.errors import ConfigError
+from perdure.worker.attach import Attachment, attach_ring
+
+AT_MOST_S_MAX = 7 * 86400.0
+"""A phase that may take longer is a loop, and hangs in it would never be found."""
+
+
+class BusyPhases:
+    """The phases that a process is in."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._open: dict[int, tuple[int, int, bytes]] = {}
+        """Number -> (until, since, name); numbers grow."""
+        self._number = 0
+        self._lock = threading.RLock()  # A signal's handler may come in the middle.
+
+    def enter(self, attachment: Attachment, name: bytes, at_most_s: float) -> int:
+        """Begin a phase, and return its number for `leave`."""
+        now = time.monotonic_ns()
+        with self._lock:
+            if attachment.stages is not None:
+                attachment.stages.suspend()
+            self._number += 1
+            self._open[self._number] = (now + int(at_most_s * 1e9), now, name)
+            self._show(attachment)
+            return self._number
+
+    def leave(self, attachment: Attachment, number: int) -> None:
+        """End it."""
+        with self._lock:
+            self._open.pop(number, None)
+            self._show(attachment)
+            if attachment.stages is not None:
+                attachment.stages.resume()
+
+    def _show(self, attachment: Attachment) -> None:
+        until, since, name = max(self._open.values(), default=(0, 0, b""))
+        attachment.ring.set_busy(name, since, until)
+
+
+_phases = BusyPhases()
+
+
+class Busy:
+    """A declared phase as a context manager; made by `declare_busy`."""
+
+    def __init__(self, name: bytes, at_most_s: float) -> None:
+        """Declare nothing before it is entered."""
+        self._name, self._at_most_s = name, at_most_s
+        self._entered: list[tuple[Attachment | None, int]] = []
+
+    def __enter__(self) -> None:
+        """Begin the phase; nothing happens where perdure does not watch this process."""
+        attachment = attach_ring()
+        number = 0
+        if attachment is not None:
+            number = _phases.enter(attachment, self._name, self._at_most_s)
+        self._entered.append((attachment, number))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """End it, however the body has ended."""
+        attachment, number = self._entered.pop()
+        if attachment is not None:
+            _phases.leave(attachment, number)
+
+
+def declare_busy(name: str, *, at_most_s: float) -> Busy:
+    """Return a context manager within which this process is busy with `name`.
+
+    Raises:
+        ConfigError: `name` is no text, or `at_most_s` no time between 0 and `AT_MOST_S_MAX`.
+    """
+    if not isinstance(name, str) or not name.strip():
+        raise ConfigError(
+            f"busy: the name of a phase is a word, not {_shorten(name)}",
+            hint='with run.busy("evaluate", at_most_s=600): ...',
+        )
+    seconds = math.nan
+    if not isinstance(at_most_s, bool | str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            seconds = float(at_most_s)
+    if not 0 < seconds <= AT_MOST_S_MAX:
+        raise ConfigError(
+            f"busy: at_most_s is a number of seconds above 0 and at most {AT_MOST_S_MAX:.0f}, "
+            f"not {_shorten(at_most_s)}",
+            hint="give the longest time that the phase may take in good health",
+        )
+    printable = "".join(c if c.isprintable() else "?" for c in name.strip()[:60])
+    return Busy(printable.encode("utf-8", "replace"), seconds)
+
+
+def _shorten(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
