@@ -19,9 +19,9 @@ from perdure.model.events import CheckpointFailed, CheckpointSaved  # noqa: E402
 from perdure.model.job import CheckpointConfig  # noqa: E402
 from perdure.worker.checkpoint import Checkpointer  # noqa: E402
 from perdure.worker.checkpoint.files import find_kept  # noqa: E402
+from perdure.worker.checkpoint.index import read_plain  # noqa: E402
 from perdure.worker.checkpoint.registry import Registry  # noqa: E402
 from perdure.worker.checkpoint.remote import Remote  # noqa: E402
-from perdure.worker.checkpoint.sharded import _unpickle  # noqa: E402
 from perdure.worker.checkpoint.staging import GIVE_WAY_S, Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -170,15 +170,15 @@ class Hostile:
 
 def test_index_makes_nothing_but_its_own_types(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(pickle.UnpicklingError, match=r"builtins\.print"):
-        _unpickle(pickle.dumps(Hostile()))
+        read_plain(pickle.dumps(Hostile()))
     module, name = b"torch.distributed.checkpoint.filesystem", b"os.system"
     dotted = b"\x80\x04\x8c%c%s\x8c%c%s\x93." % (len(module), module, len(name), name)
     with pytest.raises(pickle.UnpicklingError, match=r"os\.system"):
-        _unpickle(dotted)
+        read_plain(dotted)
     assert capsys.readouterr().out == ""
     kept = io.BytesIO()
     pickle.dump([torch.float32, torch.Size([2])], kept)
-    assert _unpickle(kept.getvalue()) == [torch.float32, torch.Size([2])]
+    assert read_plain(kept.getvalue()) == [torch.float32, torch.Size([2])]
 
 
 def test_retention_never_takes_the_checkpoint_that_was_just_saved_for_an_older_future() -> None:

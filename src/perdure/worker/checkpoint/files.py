@@ -23,6 +23,7 @@ from perdure.model.checkpoints import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.job import CheckpointConfig
+from perdure.model.relative import explain_unsafe
 
 _CHUNK = 4 << 20
 
@@ -97,6 +98,9 @@ def find_problem(folder: Path, manifest: Manifest, share: int = 0, shares: int =
     if not manifest.files:
         return "the roster is empty"
     for entry in manifest.files[share::shares]:
+        why = explain_unsafe(entry.path)
+        if why:
+            return f"the roster names {entry.path!r:.80}, which {why}"
         path = folder / entry.path
         try:
             size = path.stat().st_size

@@ -5,7 +5,7 @@ the checkpoint's own temporary directory by the background threads: collectives 
 with the training's, would look like hangs to a watcher, and would hang if a rank died. Each rank
 then writes its own file, and rank 0 the index from the results that the others leave in files.
 
-Torch's index is a pickle. It is read with an unpickler that makes nothing but the index's types.
+Torch's index is a pickle, and is read as data (`index`).
 """
 
 import dataclasses
@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
@@ -34,13 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from perdure.model.errors import PlatformError
-
-_INDEX = ".metadata"
-_MODULES = ("torch.distributed.checkpoint.", "torch.distributed.tensor.")
-_NAMES = {
-    ("torch", "Size"), ("torch", "device"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("builtins", "set"), ("collections", "OrderedDict"),
-}  # fmt: skip
+from perdure.worker.checkpoint.index import read_index, read_plain
 
 
 def in_group() -> bool:
@@ -73,7 +66,7 @@ class SavePlanCache:
         if lists == self._lists:
             return
         planner = _make_planner({})
-        plans, self.metadata = planner.create_global_plan([_unpickle(row) for row in lists])
+        plans, self.metadata = planner.create_global_plan([read_plain(row) for row in lists])
         prefix = _StoragePrefix(f"__{self._rank}_")
         self.plan = dataclasses.replace(plans[self._rank], storage_data=prefix)
         self._lists = lists
@@ -100,7 +93,7 @@ def write_tensors(
 def write_index(folder: Path, metadata: Metadata, results: Sequence[bytes]) -> None:
     """Write torch's index of all ranks' results."""
     metadata = dataclasses.replace(metadata)
-    FileSystemWriter(folder, sync_files=True).finish(metadata, [_unpickle(row) for row in results])
+    FileSystemWriter(folder, sync_files=True).finish(metadata, [read_plain(row) for row in results])
 
 
 def read_tensors(folder: Path, state: dict[str, Tensor]) -> None:
@@ -131,27 +124,12 @@ def _make_planner(state: dict[str, Tensor]) -> DefaultSavePlanner:
     return planner
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Return a type of torch's index; refuse everything else."""
-        listed = (module, name) in _NAMES
-        if listed or ("." not in name and (module == "torch" or module.startswith(_MODULES))):
-            found = super().find_class(module, name)
-            if listed or isinstance(found, torch.dtype if module == "torch" else type):
-                return found
-        raise pickle.UnpicklingError(f"the index asks for {module}.{name}")
-
-
-def _unpickle(data: bytes) -> Any:
-    return _Unpickler(io.BytesIO(data)).load()
-
-
 class _Reader(FileSystemReader):
     """Torch's reader, which reads the index without trusting it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the index."""
-        metadata: Metadata = _unpickle((Path(self.path) / _INDEX).read_bytes())
+        metadata = read_index(Path(self.path))
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
