@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import msgspec
 
-from perdure.model.errors import PlatformError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.profile import LaunchSection
 
 BEGIN = "@@perdure begin@@"
@@ -178,13 +178,18 @@ class Channel:
         Raises:
             UnreachedError: no connection.
             PlatformError: the program failed; its last line is told.
+        ProtocolError: the answer is of another shape.
         """
         done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
         lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
         if done.code or not lines:
             last = (done.err.splitlines() or ["no answer"])[-1]
             raise PlatformError(f"{self.name}: exit code {done.code}: {last}")
-        return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)
+        try:
+            return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)
+        except (msgspec.DecodeError, UnicodeError) as error:
+            raise ProtocolError(f"{self.name} answers what is no answer: {error}",
+                                hint="is it the same perdure there?") from error  # fmt: skip
 
     def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
         """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown."""

@@ -12,10 +12,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import msgspec
 
+from perdure.launch.roster import Roster, check_names, check_roster, check_target
 from perdure.launch.sources import Source, Sources
 from perdure.launch.ssh import results
 from perdure.launch.transfer import PARTIAL, find_final
@@ -44,6 +44,7 @@ def find_roster(record: LaunchRecord, sources: Sources) -> PullManifest:
 
     Raises:
         PlatformError: one cannot be reached, or has links among the results.
+        SafetyError: one names a file that would lie elsewhere.
     """
     owners = find_owners(record)
     roots: dict[str, str] = {}
@@ -51,8 +52,8 @@ def find_roster(record: LaunchRecord, sources: Sources) -> PullManifest:
     for box in record.boxes:
         mine = {label: box.roots[name] for label, (owner, name) in owners.items() if owner is box}
         told = _list_files(box, mine, sources[box.box])
-        roots |= told["roots"]
-        files += [msgspec.convert(row, PulledFile) for row in told["files"]]
+        roots |= told.roots
+        files += told.files
     return PullManifest(
         job=record.job,
         host=", ".join(sources[box.box].channel.name for box in record.boxes),
@@ -71,18 +72,19 @@ def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
     }
 
 
-def _list_files(box: LaunchRecord, roots: dict[str, str], there: Source) -> dict[str, Any]:
+def _list_files(box: LaunchRecord, roots: dict[str, str], there: Source) -> Roster:
     skip = (*SKIPPED, *box.profile.overrides.SCRATCH)
     wanted = msgspec.json.encode({"roots": roots, "skip": skip}).decode()
-    told: dict[str, Any] = there.channel.query(
+    told: Roster = there.channel.query(
         f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
-        dict[str, Any],
+        Roster,
         stdin=Path(results.__file__).read_bytes(),
         timeout_s=_ROSTER_S,
     )
-    if told["links"]:
+    check_roster(told, roots, there.channel.name)
+    if told.links:
         raise PlatformError(
-            f"{told['links'][0]} is a link: what it points to would not be pulled",
+            f"{told.links[0]} is a link: what it points to would not be pulled",
             hint="put the file itself there, or name its folder in launch.outputs",
         )
     return told
@@ -100,7 +102,10 @@ def pull_files(
     Raises:
         ConfigError: `target` holds something else.
         PlatformError: nothing more arrives.
+        SafetyError: a file would be written through a link.
     """
+    check_names((file.path for file in manifest.files), manifest.host)
+    check_target(target, (file.path for file in manifest.files))
     _make_room(target, manifest, tell)
     owners = find_owners(record)
     for (label, folder), files in group_files(manifest).items():
@@ -161,13 +166,16 @@ def read_manifest(target: Path) -> PullManifest | None:
 
     Raises:
         PlatformError: there is one, and it is damaged.
+        SafetyError: it names a file elsewhere.
     """
     try:
-        return msgspec.json.decode((target / PULL_MANIFEST).read_bytes(), type=PullManifest)
+        manifest = msgspec.json.decode((target / PULL_MANIFEST).read_bytes(), type=PullManifest)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, msgspec.DecodeError) as error:
         raise PlatformError(f"{target / PULL_MANIFEST}: {error}", hint="pull again") from error
+    check_names((file.path for file in manifest.files), str(target / PULL_MANIFEST))
+    return manifest
 
 
 def compare_files(target: Path, manifest: PullManifest, *, hashes: bool = True) -> list[str]:

@@ -69,7 +69,8 @@ def pull(
     target.mkdir(parents=True, exist_ok=True)
     listed = "\0".join(names).encode()
     at = f"{channel.host}:{source}/" if channel.host else f"{source}/"
-    options = ["--from0", "--files-from=-", at, f"{target}/"]
+    # A link, a pipe or a device that has taken a file's place there meanwhile does not come here.
+    options = ["--no-links", "--no-D", "--from0", "--files-from=-", at, f"{target}/"]
 
     def prepare() -> None:
         salvage(target, set(names))

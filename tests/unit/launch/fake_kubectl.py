@@ -20,6 +20,17 @@ def fail(text: str) -> None:
     sys.exit(1)
 
 
+def serve(cluster: dict) -> None:
+    """Answer with a made-up roster, then with the content of each file that is asked for."""
+    if any("@@perdure begin@@" in word for word in sys.argv):
+        sys.stdin.read()
+        print("@@perdure begin@@\n@@perdure-json " + json.dumps(cluster["roster"]))
+        print("@@perdure rc=0 boot=x@@", file=sys.stderr)
+        return
+    for _, begin, end in json.load(sys.stdin):
+        sys.stdout.write(cluster["content"][begin:end])
+
+
 def main() -> None:
     cluster = json.loads(FILE.read_text())
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
@@ -58,6 +69,8 @@ def main() -> None:
             print(json.dumps({"items": cluster.get(kind, [])}))
         case ["delete", "pod", *_] if "keeps" in cluster:
             fail(cluster["keeps"])
+        case ["exec", *_] if "roster" in cluster:
+            serve(cluster)
         case ["exec" | "logs" | "port-forward", *_]:
             print(" ".join(words))
             sys.exit(cluster.get("code", 0))

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perdure.launch.kubernetes.reader import PodChannel
+from perdure.launch.roster import check_names, check_target
 from perdure.launch.transfer import FRUITLESS_MAX, PARTIAL, STALL_S
 from perdure.model.errors import PlatformError
 from perdure.model.launching import PulledFile
@@ -48,7 +49,10 @@ def fetch(
 
     Raises:
         PlatformError: attempts bring nothing more.
+        SafetyError: a file would lie elsewhere.
     """
+    check_names((file.path for file in files), channel.name)
+    check_target(target, (file.path for file in files))
     missing = [file for file in files if not is_whole(target / file.path, file)]
     changed: Counter[str] = Counter()
     fruitless = 0
