@@ -1,0 +1,110 @@
+"""What nobody reads blocks nobody (T10)."""
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from perdure.cli.unread import UnreadStream
+
+
+class Pipe:
+    """A pipe whose reader sleeps until asked."""
+
+    def __init__(self, pending_max: int = 200_000) -> None:
+        self.reader, writer = os.pipe()
+        self.file = os.fdopen(writer, "w")
+        self.stream = UnreadStream(self.file, pending_max=pending_max)
+
+    def fill(self) -> int:
+        """Write until the pipe is full and lines are dropped; return how many were written."""
+        for number in range(5000):
+            print(f"line {number} " + "x" * 90, file=self.stream)
+        return 5000
+
+    def read(self, until: str) -> str:
+        """Read until the text ends with `until`."""
+        data = b""
+        deadline = time.monotonic() + 10.0
+        os.set_blocking(self.reader, False)
+        while not data.decode().endswith(until):
+            assert time.monotonic() < deadline, data[-500:]
+            try:
+                data += os.read(self.reader, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.005)
+        return data.decode()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10.0
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    pipe = Pipe()
+    yield pipe
+    pipe.file.close()
+    os.close(pipe.reader)
+
+
+def test_lines_without_a_reader_are_dropped_counted_and_said_to_be(pipe: Pipe) -> None:
+    written = pipe.fill()
+    assert not pipe.stream.finish(0.05)
+    print("end", file=pipe.stream)
+    lines = pipe.read("end\n").splitlines()[:-1]
+    shown = [line for line in lines if line.startswith("line ")]
+    lost = sum(int(line.split()[1]) for line in lines if line.startswith("[perdure]"))
+    numbers = [int(line.split()[1]) for line in shown]
+    assert shown == [f"line {n} " + "x" * 90 for n in numbers]  # Whole,
+    assert numbers == sorted(numbers)  # and in order.
+    assert lost > 0
+    assert len(shown) + lost == written
+
+
+def test_all_is_shown_to_a_reader_and_at_the_end(pipe: Pipe) -> None:
+    print("one", file=pipe.stream)
+    assert pipe.stream.finish()
+    assert pipe.read("\n") == "one\n"
+
+
+def test_the_end_waits_for_no_reader_for_ever_and_its_words_are_not_dropped(pipe: Pipe) -> None:
+    pipe.fill()
+    assert not pipe.stream.finish(0.05)
+    print("the report", file=pipe.stream)
+    assert "are not shown" in pipe.read("the report\n")
+
+
+def test_a_long_line_is_shown_whole(pipe: Pipe) -> None:
+    print("y" * 300_000, file=pipe.stream)
+    assert len(pipe.read("\n")) == 300_001
+
+
+def test_a_reader_that_has_gone_away_is_written_to_no_more(pipe: Pipe) -> None:
+    os.dup2(os.open(os.devnull, os.O_RDONLY), pipe.reader)
+    pipe.fill()
+    wait_until(lambda: not pipe.stream.finish(0.1))
+    assert pipe.stream.write("x") == 1
+
+
+def test_a_lone_surrogate_is_shown_escaped(pipe: Pipe) -> None:
+    print("a\ud800b", file=pipe.stream)
+    assert pipe.read("\n") == "a\\ud800b\n"
+
+
+def test_a_descriptor_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
+    pipe.stream.pending_max = 1 << 22
+    os.set_blocking(pipe.file.fileno(), False)
+    for number in range(3000):
+        print(f"{number} " + "x" * 90, file=pipe.stream)
+    assert pipe.read("2999 " + "x" * 90 + "\n").count("\n") == 3000
+
+
+def test_what_has_no_descriptor_is_left_as_it_is() -> None:
+    with pytest.raises(OSError, match="fileno"):
+        UnreadStream(io.StringIO())
