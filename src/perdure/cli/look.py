@@ -1,14 +1,20 @@
-"""Commands that look: ps, status, map, diagnose, report. They read files and change nothing."""
+"""Commands that look: ps, status, map, diagnose, report. They read files and change nothing.
+
+`ps --clean` alone does: it ends what dead supervisors have left.
+"""
 
 import asyncio
+import itertools
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
+from perdure.adapters.host import kill_process
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
@@ -22,6 +28,8 @@ from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.launching import LaunchRecord
 from perdure.model.report import DeviceRow, Snapshot
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
     DelayMatrix,
     LedgerFold,
@@ -38,8 +46,16 @@ _NATIVE_TIMEOUT_S = 30.0
 Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
 
 
-def ps(as_json: Json = False) -> None:
-    """List the jobs of this machine, and those that it launched to others and that still cost."""
+def ps(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="End what jobs without a `perdure run` have left.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the jobs of this machine, and those that it launched to others and that still cost.
+
+    Processes that a job has left behind, whose `perdure run` is gone, are named.
+    """
     rows: list[dict[str, Any]] = []
     launched = [_describe_launch(record) for record in find_elsewhere()]
     for job in find_jobs():
@@ -61,10 +77,14 @@ def ps(as_json: Json = False) -> None:
                 "reason": snapshot.reason,
             }
         )
+    home = resolve_home()
+    left = find_leftovers(home, lambda job: is_alive(paths_of(home, job)))
+    ended = {one.pid for one in left if clean and kill_process(one.pid, one.start)}
     if as_json:
-        print_json({"jobs": rows, "launched": launched})
+        gone = [msgspec.to_builtins(one) | {"ended": one.pid in ended} for one in left]
+        print_json({"jobs": rows, "launched": launched, "left_behind": gone})
         return
-    if not rows and not launched:
+    if not rows and not launched and not left:
         print("no jobs; `perdure run SCRIPT` starts one")
     if rows:
         head = ("job", "state", "step", "ranks", "restarts", "started")
@@ -78,6 +98,27 @@ def ps(as_json: Json = False) -> None:
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
         print(f"{row['job']}: launched to {row['where']} ({row['profile']}) "
               f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}")  # fmt: skip
+
+    _print_left(left, ended)
+
+
+def _print_left(left: list[Leftover], ended: set[int]) -> None:
+    """Say what was left behind, and why it is known to be that job's."""
+    for job, group in itertools.groupby(left, key=lambda one: one.job):
+        print(f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
+              "PERDURE_HOME are in their environment):")  # fmt: skip
+        for one in group:
+            verb = "ended" if one.pid in ended else "lives"
+            print(f"  pid {one.pid}, {verb}, {_render_age(one.age_s)} old: {one.command[:80]}")
+    if left and not ended:
+        note("perdure ps --clean ends what was left behind")
+
+
+def _render_age(age_s: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{age_s:.0f} s"
 
 
 def _describe_launch(record: LaunchRecord) -> dict[str, Any]:

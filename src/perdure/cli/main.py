@@ -5,9 +5,11 @@ long as the job, and are paid for by it: they import neither Typer nor Rich. Not
 imports torch.
 """
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
+from perdure.cli.unread import unread_streams
 from perdure.model.errors import PerdureError
 
 PARTS = {
@@ -18,6 +20,9 @@ PARTS = {
     "zygote": "JOB NODE FD",
 }
 """Hidden commands, started by perdure itself, and their arguments."""
+
+WATCHERS = (["run"], ["join"], ["queue"])
+"""Commands that watch over others, whom an unread terminal or pipe shall not stop."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -31,7 +36,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             sys.exit(error.exit_code)
     from perdure.cli.app import run_command
 
-    sys.exit(run_command(args))
+    with unread_streams() if args[:1] in WATCHERS else contextlib.nullcontext():
+        code = run_command(args)
+    sys.exit(code)
 
 
 def run_part(part: str, args: Sequence[str]) -> int:

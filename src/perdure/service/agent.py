@@ -469,7 +469,7 @@ async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> Na
             return await NatsBus.connect(endpoint, name=name, timeout_s=2.0, near=near)
         except PlatformError as error:
             log.warning("%s; trying again", error)
-            if run_pid and read_state(run_pid) == "X":
+            if run_pid and read_state(run_pid) in "XZ":
                 return None
             await asyncio.sleep(0.1)
 

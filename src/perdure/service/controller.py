@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
+from perdure.adapters.host import read_state
 from perdure.adapters.nats import NatsBus, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
@@ -212,9 +213,9 @@ def _restart_server(spec: JobSpec, paths: JobPaths) -> None:
 
 
 def _end_orphaned_server(paths: JobPaths) -> None:
-    """End the job's nats-server if its parent is gone."""
-    run_pid = os.environ.get("PERDURE_RUN_PID", "")
-    if run_pid and not os.path.exists(f"/proc/{run_pid}"):
+    """End the job's nats-server if its parent is gone, whoever may still have to reap that one."""
+    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
+    if run_pid and read_state(run_pid) in "XZ":
         _end_server(paths)
 
 

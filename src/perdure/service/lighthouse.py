@@ -443,9 +443,11 @@ async def _main(spec: JobSpec, path: str) -> None:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
-    with contextlib.suppress(ProcessLookupError):
-        if run_pid:
+    if run_pid:
+        try:
             loop.add_reader(os.pidfd_open(run_pid), task.cancel)
+        except ProcessLookupError:
+            task.cancel()
     incarnation = f"l{os.getpid()}-{token_hex(3)}"
     service = LighthouseService(spec, path, clock=clock, incarnation=incarnation)
     port = await service.start()

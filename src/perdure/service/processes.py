@@ -12,9 +12,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from perdure.adapters.host import read_start_time
 
 
 @dataclass(slots=True)
@@ -68,6 +70,12 @@ def _is_stopped(pid: int) -> bool:
 def part_command(*words: str) -> list[str]:
     """Return the command line of a part, such as `controller JOB`."""
     return [sys.executable, "-P", "-m", "perdure", *words]
+
+
+def guard_command(job: str, home: str) -> list[str]:
+    """Return the command line of this process's guard, which imports nothing of perdure."""
+    program = str(Path(__file__).with_name("guard.py"))
+    return [sys.executable, "-I", "-S", program, job, home, str(os.getpid())]
 
 
 def start_child(part: str, command: list[str], env: dict[str, str], log: str) -> Child:
@@ -142,6 +150,54 @@ def find_marked(job: str, home: str) -> list[int]:
             if stat is not None and stat[1] not in ("Z", "X"):
                 found.append(other)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Leftover:
+    """A process of a job whose supervisor is gone."""
+
+    job: str
+    pid: int
+    start: int
+    """Clock ticks since boot, which tell it from a later process of the same number."""
+    age_s: float
+    command: str
+    supervisor: int
+    """Pid of the `perdure run` or `perdure join` that started it; 0 where it does not tell."""
+
+
+def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:
+    """Return the processes that carry the marks of a job below `home` which nobody watches over.
+
+    They are that job's because PERDURE_JOB and PERDURE_HOME stand in the environment that each was
+    started with. Somebody watches over a job that `is_run`, or where a supervisor that one of its
+    processes names lives and is older than that process.
+    """
+    wanted = f"PERDURE_HOME={home}".encode()
+    found: dict[str, list[Leftover]] = {}
+    watched: set[str] = set()
+    now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    for pid in _list_pids():
+        try:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        except OSError:
+            continue
+        start = read_start_time(pid)
+        marks = dict(item.partition(b"=")[::2] for item in environ)
+        job = os.fsdecode(marks.get(b"PERDURE_JOB", b""))
+        if wanted not in environ or not job or not start or pid == os.getpid():
+            continue
+        named = marks.get(b"PERDURE_RUN_PID", b"")
+        run = int(named) if named.isdigit() else 0
+        if run and 0 < read_start_time(run) <= start:
+            watched.add(job)
+        age_s = max(0.0, now_s - start / os.sysconf("SC_CLK_TCK"))
+        text = command.decode(errors="replace").strip()
+        words = "".join(char if char.isprintable() else "?" for char in text)
+        found.setdefault(job, []).append(Leftover(job, pid, start, age_s, words, run))
+    left = [job for job in found if job not in watched and not is_run(job)]
+    return [one for job in sorted(left) for one in sorted(found[job], key=lambda one: one.pid)]
 
 
 def find_by_argument(argument: str) -> list[int]:

@@ -2,7 +2,7 @@
 
 It decides nothing about the training. If a part dies it is started again at once; what that part
 was doing is in the journal (controller), in the store (nats-server) or in the keeper (agent). Its
-own death ends the job: controller and agents watch its pid.
+own death ends the job: controller, agents, keepers and the guard watch its pid.
 """
 
 import asyncio
@@ -54,6 +54,7 @@ from perdure.service.processes import (
     end_family,
     find_descendants,
     find_start_s,
+    guard_command,
     part_command,
     reap_adopted,
     start_child,
@@ -208,6 +209,7 @@ class Supervisor:
             over.cancel()
 
     async def _start(self) -> None:
+        self._start_part("guard")
         if self._nats_url is None:
             set_certificates(self._servers, self._spec.nats)
             for part in list_parts("nats-server", self._spec):
@@ -254,7 +256,8 @@ class Supervisor:
         if self._ended is None:
             return
         end_standbys(self._children.values())
-        last = [*find_servers(self._children.values()), self._children.get("lighthouse")]
+        last = [self._children.get(part) for part in ("lighthouse", "guard")]
+        last += find_servers(self._children.values())
         spare = {child.pid for child in last if child is not None}
         deadline = time.monotonic() + _LEAVE_S
         while time.monotonic() < deadline and len(self._signals) < 3:
@@ -283,6 +286,8 @@ class Supervisor:
         job = self._spec.name
         if kind == "nats-server":
             command = self._servers[int(node or 0)].command()
+        elif kind == "guard":
+            command = guard_command(job, self._home)
         else:
             command = self._command(kind, job, *([node] if node else []))
         env = os.environ | {

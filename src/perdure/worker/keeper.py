@@ -354,4 +354,5 @@ def _set_title(title: str) -> None:
 
 
 def _log(text: str) -> None:
-    print(f"keeper: {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # A full disk is no reason to end the ranks.
+        print(f"keeper: {text}", file=sys.stderr, flush=True)
