@@ -6,8 +6,14 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from perdure.model.codec import decode, encode
-from perdure.model.events import BoundaryAnswered, GenerationStopped, RankJoined
-from perdure.model.wire import EventAck, EventMessage
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    GenerationStopped,
+    MessagesSetAside,
+    RankJoined,
+)
+from perdure.model.wire import EventAck, EventBatch, EventMessage
 from perdure.service import agent_outbox
 from perdure.service.agent_outbox import Outbox
 from perdure.service.ports import FakeBus, FakeServer
@@ -113,3 +119,57 @@ async def test_ranks_that_answer_together_share_a_message(monkeypatch: pytest.Mo
     assert journal.messages == 3
     assert journal.got == [("r0", 1), ("r1", 1), ("r2", 1), ("r0", 2), ("b", 1)]
     task.cancel()
+
+
+async def test_an_event_that_the_controller_cannot_read_is_found_and_replaced() -> None:
+    """T1: the same message again would be refused again, and everything waits behind it."""
+    server = FakeServer()
+    got: list[AnyEvent] = []
+    tasks = []
+
+    def take(data: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
+        message: EventMessage = decode(data, EventMessage)
+        events = [event for batch in message.batches for event in batch.events]
+        if joined(13) in events:
+            ack = EventAck({}, refused="it is unlucky")
+        else:
+            got.extend(events)
+            ack = EventAck({b.source: b.first_seq + len(b.events) - 1 for b in message.batches})
+        tasks.append(asyncio.ensure_future(reply(encode(ack))))  # type: ignore[arg-type]
+
+    await FakeBus(server).serve("s", take)
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    for rank in range(40):
+        outbox.put(joined(rank))
+    task = asyncio.create_task(outbox.run())
+    assert await outbox.flush(5)
+    task.cancel()
+    assert [event for event in got if event != got[13]] == [joined(n) for n in range(40) if n != 13]
+    assert isinstance(got[13], MessagesSetAside)
+    assert got[13].reason == "it is unlucky"
+
+
+async def test_numbers_that_never_came_are_declared_skipped() -> None:
+    """T1: what the agent could not read has left a gap that nobody will ever fill."""
+    server = FakeServer()
+    taken = {"r": 3}
+    sent: list[EventBatch] = []
+    tasks = []
+
+    def take(data: bytes, reply: Callable[[bytes], Awaitable[None]]) -> None:
+        message: EventMessage = decode(data, EventMessage)
+        for batch in message.batches:
+            sent.append(batch)
+            if batch.first_seq - batch.skipped <= taken[batch.source] + 1:
+                taken[batch.source] = batch.first_seq + len(batch.events) - 1
+        tasks.append(asyncio.ensure_future(reply(encode(EventAck(dict(taken))))))  # type: ignore[arg-type]
+
+    await FakeBus(server).serve("s", take)
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    for seq in (7, 8, 10):
+        outbox.put_from("r", seq, joined(seq), lambda: None)
+    task = asyncio.create_task(outbox.run())
+    assert await outbox.flush(5)
+    task.cancel()
+    assert taken == {"r": 10}
+    assert {batch.first_seq: batch.skipped for batch in sent if batch.skipped} == {7: 3, 10: 1}

@@ -10,6 +10,7 @@ from perdure.model.events import AnyEvent, RankJoined
 from perdure.model.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_workers import WorkerServer
+from perdure.service.aside import Asides
 from perdure.service.ports import FakeBus, FakeServer, Reply
 from perdure.worker.control import Control
 
@@ -46,7 +47,7 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
         for agent in ("a1", "a2"):
             outbox = Outbox(FakeBus(server), "s", node=0, source=agent)
             sending = asyncio.create_task(outbox.run())
-            workers = WorkerServer("j", outbox, said.put_nowait)
+            workers = WorkerServer("j", outbox, said.put_nowait, Asides(lambda: 0.0))
             await workers.start(path)
             async with asyncio.timeout(10):
                 assert isinstance((await said.get()).message, WorkerHello)
@@ -74,7 +75,7 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
 async def test_strangers_are_turned_away(tmp_path: Path) -> None:
     outbox = Outbox(FakeBus(), "s", node=0, source="a")
     said: list[WorkerSaid] = []
-    workers = WorkerServer("j", outbox, said.append)
+    workers = WorkerServer("j", outbox, said.append, Asides(lambda: 0.0))
     path = str(tmp_path / "a")
     await workers.start(path)
     for line in (encode(WorkerHello("other", 1, 0, 77)), encode(WorkerQuery("b1")), b"{"):

@@ -121,11 +121,18 @@ def test_without_an_agent_nothing_is_lost_and_nobody_waits(tmp_path, control):
     agent.close()
 
 
-def test_nonsense_from_the_agent_only_costs_the_connection(agent, control, capfd):
+def test_nonsense_from_the_agent_is_left_out_and_the_next_order_counts(agent, control, capfd):
+    """T1: hanging up would only have the agent say it again."""
+    got, heard = [], threading.Event()
+    control.on_boundary = lambda order: (got.append(order), heard.set())
     control.start()
     agent.accept()
-    agent.connection.sendall(b"nonsense\n")
-    assert isinstance(agent.accept(), WorkerHello)
+    boundary = SendBoundary(
+        id="b", move="prepare", kind="stop", step=9, ranks=(1,), generation=2, reason="asked"
+    )
+    agent.connection.sendall(b"nonsense\n" + b"[" * 60_000 + b"\n" + encode(boundary) + b"\n")
+    assert heard.wait(10)
+    assert got == [boundary]
     assert "may not" in capfd.readouterr().err
 
 

@@ -1,0 +1,89 @@
+"""What a person sees of messages that were set aside, and of values that are not finite."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from tests.journals import Story, tell
+
+from perdure.cli.app import run_command
+from perdure.dash.svg import render_curve
+from perdure.dash.text import render_chart
+from perdure.model.aside import MessagesSetAside
+from perdure.model.codec import encode
+from perdure.model.events import JournalEntry, MetricsLogged
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job whose loss diverged, with notes of 65 nasty sources."""
+    story = tell(Story(now=1_700_000_000.0))
+    entries, at_s = story.entries, story.now
+    rows = tuple((40 + n, {"loss": v}) for n, v in enumerate((0.5, math.nan, math.inf, -math.inf)))
+    bodies: list[MessagesSetAside | MetricsLogged] = [MetricsLogged(generation=2, rows=rows)]
+    for n in (1, *range(1, 100)):
+        note = MessagesSetAside(
+            at_s=at_s, door="rank", source=f"rank {n}", count=1500, reason="\x1b[2J", example="\x07"
+        )
+        bodies.append(note)
+    last = entries.pop()
+    for number, body in enumerate([*bodies, last.body], last.seq):
+        entries.append(JournalEntry(seq=number, at_s=at_s, body=body))
+    folder = tmp_path / "jobs" / "job"
+    folder.mkdir(parents=True)
+    (folder / "job.json").write_bytes(encode(story.spec))
+    (folder / "endpoint.json").write_text('{"url":"nats://x:1","token":"","clock_offset_s":0}')
+    (folder / "journal.jsonl").write_bytes(b"".join(encode(e) + b"\n" for e in entries))
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+
+
+def read(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert run_command(args) == 0
+    return capsys.readouterr().out
+
+
+def test_diagnose_says_from_whom_how_many_and_shows_the_first(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """T1."""
+    text = read(capsys, "diagnose", "job")
+    assert "set aside: 3,000 of rank 1 (rank)" in text
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    rows = json.loads(read(capsys, "diagnose", "job", "--json"))["set_aside"]
+    assert len(rows) == 65
+    assert rows[0]["count"] == 3000
+    assert rows[-1]["source"] == "others"
+    assert sum(row["count"] for row in rows) == 150_000
+
+
+def test_values_that_are_not_finite_are_shown_and_valid(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """T1: screens say nan and inf, and every `--json` is JSON."""
+
+    def refuse(word: str) -> None:
+        pytest.fail(f"{word} is no JSON")
+
+    assert "-inf" in read(capsys, "status", "job")
+    for command in ("status", "report", "diagnose", "map", "metrics"):
+        json.loads(read(capsys, command, "job", "--json"), parse_constant=refuse)
+    for line in read(capsys, "events", "job", "--json").splitlines():
+        json.loads(line, parse_constant=refuse)
+    page = tmp_path / "page.html"
+    read(capsys, "report", "job", "--html", str(page))
+    svg = page.read_text(encoding="utf-8")
+    assert "loss is nan from here on" in svg
+    assert not re.search(r'(points|[xyr][12]?)="[^"]*(nan|inf)', svg)
+    assert "x nan or inf, 3 of " in read(capsys, "report", "job")
+
+
+def test_values_that_can_hardly_be_drawn() -> None:
+    """T1: the difference of the largest numbers is not finite."""
+    values = [-1.7e308, math.nan, 1.7e308, math.inf]
+    assert [row[1] for row in render_chart(values, height=3)] == [" ", " ", "x"]
+    svg = render_curve(list(enumerate(values)), x_label="step", y_label="loss")
+    assert not re.search(r'="[^"]*(nan|inf)[^"]*"', svg.replace("loss by step", ""))
+    assert render_chart([math.nan] * 2, height=1) == ["xx"]

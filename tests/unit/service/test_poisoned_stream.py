@@ -1,0 +1,99 @@
+"""T1: no message can stop the stream: what cannot be read is counted, and what follows goes on."""
+
+import asyncio
+import math
+from pathlib import Path
+
+import pytest
+from tests.stream import FakeRank, Stream, open_stream
+
+from perdure.model.codec import encode
+from perdure.model.events import MessagesSetAside, MetricsLogged, RankJoined
+from perdure.model.wire import EventBatch, EventMessage, WorkerEvent, subject_events
+from perdure.service.ports import FakeBus, FakeServer
+
+JOINED = RankJoined(generation=0, rank=1)
+
+
+async def check_alive(stream: Stream, rank: FakeRank, seq: int) -> None:
+    """The next good fact comes into the journal, and its rank hears so."""
+    fact = RankJoined(generation=0, rank=1, start_step=seq)
+    await rank.emit(seq, fact)
+    await rank.until_acked(seq)
+    assert fact in await stream.bodies()
+
+
+POISONS = {
+    "what older ranks made of nan": b'{"type":"WorkerEvent","seq":1,"event":{"type":'
+    b'"MetricsLogged","generation":0,"rows":[[1,{"loss":null}]]}}',
+    "truncated": encode(WorkerEvent(1, JOINED))[:-9],
+    "an unknown event": b'{"type":"WorkerEvent","seq":1,"event":{"type":"RankSaidMore"}}',
+    "no number": b'{"type":"WorkerEvent","event":{}}',
+    "half a pair": encode(WorkerEvent(1, JOINED)).replace(b"resumable", b"") + b'"\\ud800"',
+    "not UTF-8": b"\xff\xfe\x00",
+    "too deep": b'{"type":"WorkerEvent","seq":1,"event":' + b"[" * 100_000,
+    "too long": b"x" * (17 << 20),
+}
+
+
+@pytest.mark.parametrize("poison", POISONS.values(), ids=POISONS)
+async def test_a_line_that_cannot_be_read_stops_nothing(tmp_path: Path, poison: bytes) -> None:
+    async with open_stream(str(tmp_path / "a")) as (stream, connect), connect(1) as rank:
+        await rank.send(poison)
+        await check_alive(stream, rank, 2)
+        notes = await stream.notes()
+        assert sum(note.count for note in notes) >= 1
+        first = next(note for note in notes if note.count)
+        assert (first.door, first.source) == ("rank", "rank 1")
+        assert first.reason
+        assert first.example.isprintable()
+        assert len(first.example) <= 200
+
+
+async def test_a_line_that_cannot_be_read_is_acknowledged_when_nothing_follows(
+    tmp_path: Path,
+) -> None:
+    """Else the rank says it again to each agent, and waits for its answer when it ends."""
+    async with open_stream(str(tmp_path / "a")) as (_, connect), connect(1) as rank:
+        await rank.emit(1, JOINED)
+        await rank.send(POISONS["an unknown event"].replace(b'"seq":1', b'"seq":2'))
+        await rank.until_acked(2)
+
+
+async def test_a_flood_of_nonsense_costs_the_journal_little(tmp_path: Path) -> None:
+    async with open_stream(str(tmp_path / "a")) as (stream, connect), connect(1) as rank:
+        bad = POISONS["an unknown event"]
+        for seq in range(1, 3001):
+            await rank.send(bad.replace(b'"seq":1', b'"seq":%d' % seq))
+        await check_alive(stream, rank, 3001)
+        assert sum(note.count for note in await stream.notes()) == 3000
+        assert len(await stream.notes()) < 8
+
+
+async def test_values_that_are_not_finite_arrive(tmp_path: Path) -> None:
+    async with open_stream(str(tmp_path / "a")) as (stream, connect), connect(0) as rank:
+        await rank.emit(1, MetricsLogged(generation=0, rows=((3, {"loss": math.nan}),)))
+        await rank.until_acked(1)
+        (found,) = [body for body in await stream.bodies() if isinstance(body, MetricsLogged)]
+        assert math.isnan(found.rows[0][1]["loss"])
+
+
+async def test_a_lying_agent_delays_nobody(tmp_path: Path) -> None:
+    """An event that cannot be read is replaced; a message that cannot be is told to its sender."""
+    server = FakeServer()
+    bus = FakeBus(server)
+    buses = (FakeBus(server), FakeBus(server))
+    async with open_stream(str(tmp_path / "a"), None, *buses) as (stream, connect):
+        subject = subject_events("job")
+        good = encode(EventMessage(0, (EventBatch("x", 1, (JOINED, JOINED)),)))
+        async with connect(1) as rank:
+            await check_alive(stream, rank, 1)
+        for number in range(100):
+            bad = good.replace(b'"rank":1', b'"rank":"one"', 1).replace(b'"x"', b'"x%d"' % number)
+            await bus.publish(subject, bad)
+            server.servers[subject][1](bad, lambda data: asyncio.sleep(0))
+        async with connect(0) as rank:
+            await check_alive(stream, rank, 1)
+        bodies = await stream.bodies()
+        assert len([body for body in bodies if isinstance(body, MessagesSetAside)]) <= 20
+        assert bodies.count(JOINED) <= 20
