@@ -1,6 +1,7 @@
 """Where checkpoints land: how much room there is, and which ones lie there."""
 
 import contextlib
+import math
 import os
 from pathlib import Path
 
@@ -43,7 +44,7 @@ def list_stored(root: Path, keep_best: str = "") -> list[Stored]:
         metric = manifest.metrics.get(keep_best) if manifest is not None else None
         one = Stored(step=step, bytes=sum(sizes.values()), files=len(sizes) + 1, whole=whole)
         found.append((one, metric if whole else None))
-    metrics = [(metric, -one.step) for one, metric in found if metric is not None]
+    metrics = [(m, -one.step) for one, m in found if m is not None and math.isfinite(m)]
     best = -min(metrics)[1] if metrics and keep_best else -1
     return [
         Stored(step=one.step, bytes=one.bytes, files=one.files, whole=one.whole, best=True)

@@ -21,7 +21,12 @@ from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_star
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.shape import render_shape
-from perdure.dash.verdicts import describe_verdict, render_evidence, render_verdict
+from perdure.dash.verdicts import (
+    describe_verdict,
+    render_aside,
+    render_evidence,
+    render_verdict,
+)
 from perdure.dash.watch import find_telling, render_busy
 from perdure.detect.traps import find_trap, name_symptoms
 from perdure.model.errors import PerdureError, PlatformError
@@ -38,6 +43,7 @@ from perdure.telemetry import (
     make_series,
     render_stacks,
 )
+from perdure.telemetry.asides import find_asides
 from perdure.telemetry.fate import collect_last_words
 
 _NATIVE_TIMEOUT_S = 30.0
@@ -277,10 +283,11 @@ def diagnose(
     verdicts = find_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
     fate, named = found.tell_fate(entries), _name_traps(entries)
-    attempts = found.list_attempts()
+    attempts, asides = found.list_attempts(), find_asides(entries)
     if as_json:
         more = {"vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts}
-        print_json({"verdicts": verdicts, "fate": fate, **{k: v for k, v in more.items() if v}})
+        told = {k: v for k, v in more.items() if v}
+        print_json({"verdicts": verdicts, "fate": fate, "set_aside": asides, **told})
         return
     if fate.state in ("dead", "stalled"):
         print(f"{job} is {fate.state}: {fate.reason}\n")
@@ -305,6 +312,8 @@ def diagnose(
     if native:
         print("\nstacks now, with native frames")
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
+    for aside in asides:
+        print("\n" + render_aside(aside, start_s))
     print("\n" + _render_matrix(find_delay_matrix(entries), 100))
 
 

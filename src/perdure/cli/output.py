@@ -16,7 +16,7 @@ from perdure.cli.act import JobName
 from perdure.cli.jobs import Job, find_job, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
-from perdure.model.codec import decode
+from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import Decision, JobEnded, JournalEntry
 
@@ -232,6 +232,6 @@ def _since(name: str, value: Any, start_s: float) -> Any:
 
 
 def _clip(value: Any) -> str:
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    text = value if isinstance(value, str) else encode(value).decode()
     text = text.replace("\n", "\\n")
     return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."

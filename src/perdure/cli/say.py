@@ -7,8 +7,7 @@ import json
 import sys
 from typing import Any
 
-import msgspec
-
+from perdure.model.codec import encode
 from perdure.model.errors import PerdureError
 
 
@@ -35,7 +34,7 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print one document on one line; structs become objects."""
-    print(msgspec.json.encode(value).decode(), flush=True)
+    print(encode(value).decode(), flush=True)
 
 
 def render_table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:

@@ -101,6 +101,7 @@ from perdure.model.events import (
     LinksNoted,
     MachineReported,
     MemberReady,
+    MessagesSetAside,
     MetricsLogged,
     NodeCordoned,
     NodeDraining,
@@ -234,11 +235,11 @@ class Controller:
                 return note_device(self.state, now, event)
             case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
                 return note_steering(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining() | RoomNoted():
-                return []
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)
-            case LinksNoted() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
+            case MetricsLogged() | ControllerLost() | NodeDraining() | LinksNoted() | RoomNoted():
+                return []
+            case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
                 return []
             case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
                 return []

@@ -27,6 +27,7 @@ from perdure.model.events import (
     DeviceReported,
     JournalEntry,
     LinksNoted,
+    MessagesSetAside,
     MetricsLogged,
     NodeCordoned,
     NodeLost,
@@ -163,7 +164,7 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
         event = entry.body
-        if isinstance(event, Decision | MetricsLogged | TimerFired):
+        if isinstance(event, Decision | MetricsLogged | MessagesSetAside | TimerFired):
             continue
         generation = _find_generation(event)
         if generation is not None and generation < oldest:

@@ -6,12 +6,17 @@ Text takes its colour from the page (`currentColor`), so a plot suits a light an
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from itertools import pairwise
 
 import msgspec
 
 from perdure.dash.palette import INKS
 
 POINTS_MAX = 600
+_GAPS_MAX = 50
+_GAP = "#888"
+_HUGE = 1e300
+"""The difference of two values is still finite below it."""
 _W, _LEFT, _RIGHT, _TOP = 960, 64, 16, 14
 
 
@@ -31,11 +36,16 @@ def render_curve(
     marks: Iterable[Mark] = (),
     height: int = 260,
 ) -> str:
-    """Return one curve with vertical marks; empty text where there is nothing to draw."""
-    points = thin([(x, y) for x, y in rows if math.isfinite(y)])
+    """Return one curve with vertical marks; empty text where there is nothing to draw.
+
+    Where values are not finite the curve is broken, and a mark says so.
+    """
+    tame = [(x, clip_value(y)) for x, y in rows]
+    points = thin([(x, y) for x, y in tame if y is not None])
     if len(points) < 2:
         return ""
-    marks = list(marks)
+    gaps = _find_gaps(rows)
+    marks = [*marks, *(Mark(x, f"{y_label} is {what} from here on", _GAP) for x, what in gaps)]
     x0 = min([points[0][0], *(m.x for m in marks)])
     x1 = max([points[-1][0], *(m.x for m in marks)])
     low, high = min(y for _, y in points), max(y for _, y in points)
@@ -62,10 +72,27 @@ def render_curve(
             f'y2="{bottom}" stroke="{mark.color}" stroke-width="1.5" stroke-dasharray="4 3"/>'
             f'<circle cx="{x:.1f}" cy="{_TOP}" r="4.5" fill="{mark.color}"/></g>'
         )
-    path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points)
-    out.append(f'<polyline class="curve" points="{path}"/>')
+    for begin, end in pairwise([-math.inf, *(x for x, _ in gaps), math.inf]):
+        path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points if begin <= x < end)
+        out.append(f'<polyline class="curve" points="{path}"/>')
     out.append(_text((_LEFT + _W) / 2, height - 4, x_label, "middle"))
     return "".join([*out, "</svg>"])
+
+
+def clip_value(value: float) -> float | None:
+    """Return `value`, or one that can still be drawn; None for one that is not finite."""
+    return max(-_HUGE, min(_HUGE, value)) if math.isfinite(value) else None
+
+
+def _find_gaps(rows: Sequence[tuple[float, float]]) -> list[tuple[float, str]]:
+    """Return where values cease to be finite, and what they are; the first `_GAPS_MAX`."""
+    gaps, before = [], ""
+    for x, y in rows:
+        what = "" if math.isfinite(y) else f"{y:g}"
+        if what and what != before:
+            gaps.append((x, what))
+        before = what
+    return gaps[:_GAPS_MAX]
 
 
 def render_stack(parts: Iterable[tuple[str, float]], *, height: int = 34) -> str:

@@ -1,7 +1,9 @@
 """The report for a terminal: plain text, so that a file, a pipe and a test read the same."""
 
+import math
 from collections.abc import Sequence
 
+from perdure.dash.svg import clip_value
 from perdure.model.report import Recovery, Report
 from perdure.telemetry.series import Series
 
@@ -70,9 +72,12 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
     steps = [rows[i * (len(rows) - 1) // max(1, columns - 1)][0] for i in range(columns)]
     values = [rows[i * (len(rows) - 1) // max(1, columns - 1)][1] for i in range(columns)]
     chart = render_chart(values, height=6)
-    high, low = max(values), min(values)
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
+    high, low = max(finite), min(finite)
     labels = [f"{high:8.3f}", *[" " * 8] * 4, f"{low:8.3f}"]
-    lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident)"]
+    strange = sum(not math.isfinite(value) for _, value in rows)
+    note = f"; x nan or inf, {strange} of {len(rows)}" if strange else ""
+    lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident{note})"]
     lines += [f"{label}  {line}" for label, line in zip(labels, chart, strict=True)]
     at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.failed}
     marks = [" "] * columns
@@ -86,15 +91,18 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
 def render_chart(values: Sequence[float], height: int, *, low: float | None = None) -> list[str]:
     """Return `height` lines of block characters, highest first, one column a value.
 
-    The lowest block stands for `low`, else for the lowest value.
+    The lowest block stands for `low`, else for the lowest value; an `x` for one not finite.
     """
-    low, high = min(values) if low is None else low, max(values)
+    tame = [clip_value(value) for value in values]
+    finite = [value for value in tame if value is not None] or [0.0]
+    low, high = min(finite) if low is None else low, max(finite)
     span = (high - low) or 1.0
-    eighths = [1 + round((v - low) / span * (height * 8 - 1)) for v in values]
+    eighths = [0 if v is None else 1 + round((v - low) / span * (height * 8 - 1)) for v in tame]
     lines = []
     for level in range(height - 1, -1, -1):
         lines.append("".join(_BLOCKS[min(8, max(0, e - 8 * level))] for e in eighths))
-    return lines
+    marked = ["x" if v is None else block for v, block in zip(tame, lines[-1], strict=True)]
+    return [*lines[:-1], "".join(marked)]
 
 
 def _render_ledger(report: Report, width: int) -> str:

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from typing import Any
 
-import msgspec
-
+from perdure.model.codec import encode
 from perdure.model.verdicts import Verdict
 from perdure.telemetry import render_stacks
+from perdure.telemetry.asides import AsideRow
 
 INDENT = " " * 13
 _WAITS_MAX = 12
@@ -30,6 +30,15 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
     return "\n".join(lines)
 
 
+def render_aside(row: AsideRow, start_s: float) -> str:
+    """Return what was set aside at one door, of one source, as text."""
+    lines = [
+        f"{row.first_s - start_s:9.1f} s  set aside: {row.count:,} of {row.source} ({row.door})",
+        f"{INDENT}why: {row.reason}",
+    ]
+    return "\n".join([*lines, f"{INDENT}the first: {row.example}"] if row.example else lines)
+
+
 def render_evidence(name: str, value: Any) -> list[str]:
     """Return one piece of evidence as indented lines."""
     if isinstance(value, list | tuple | dict | str) and not value:
@@ -50,7 +59,7 @@ def render_evidence(name: str, value: Any) -> list[str]:
     if isinstance(value, float):
         value = round(value, 3)
     if isinstance(value, dict | list | tuple):
-        value = msgspec.json.encode(value).decode()
+        value = encode(value).decode()
     return [f"{INDENT}{name}: {value}"]
 
 

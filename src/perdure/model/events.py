@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.aside import MessagesSetAside as MessagesSetAside
 from perdure.model.elastic import MemberReady as MemberReady
 from perdure.model.elastic import WorldBroken as WorldBroken
 from perdure.model.elastic import WorldReformed as WorldReformed
@@ -483,6 +484,7 @@ AnyEvent = (
     | PreemptionWithdrawn
     | MachineReported
     | RoomNoted
+    | MessagesSetAside
     | TimerFired
     | JobEnded
 )

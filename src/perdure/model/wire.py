@@ -89,13 +89,15 @@ def bucket_lease(job: str) -> str:
     return f"PERDURE_{job.replace('.', '_')}_LEASE"
 
 
-class EventBatch(msgspec.Struct, frozen=True):
+class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
     """Events of one source, in order; `first_seq` numbers the first of them."""
 
     source: str
     """A rank's process, or the incarnation of who sends."""
     first_seq: int
     events: tuple[AnyEvent, ...]
+    skipped: int = 0
+    """So many numbers before `first_seq` nobody will ever fill: the first event takes them too."""
 
 
 class EventMessage(msgspec.Struct, frozen=True):
@@ -111,6 +113,8 @@ class EventAck(msgspec.Struct, frozen=True, omit_defaults=True):
     seqs: dict[str, int]
     term: int = 0
     """Of the controller that put it there: no order of an earlier one is obeyed any more."""
+    refused: str = ""
+    """Why the message as a whole could not be read: the same again is refused again."""
 
 
 class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -72,6 +72,7 @@ from perdure.service.agent_notices import NoticeWatch, wait_to_leave
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
+from perdure.service.aside import Asides
 from perdure.service.jobfiles import (
     load_endpoint,
     load_spec,
@@ -87,6 +88,7 @@ log = logging.getLogger("perdure.agent")
 
 _KEEPER_EXIT_S = 5.0
 _FLUSH_S = 3.0
+_ASIDES_S = 1.0
 RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER")
 """Never handed down to the keeper, should perdure itself run below a rank."""
 
@@ -109,7 +111,7 @@ class AgentService:
     ) -> None:
         """Wire the machine; `keeper` is the command that starts one."""
         self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
-        self._home, self._offset_s = home, clock_offset_s
+        self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
         marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
         self._env = {name: value for name, value in env.items() if name not in RANK_ONLY}
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
@@ -126,7 +128,7 @@ class AgentService:
         self.machine = Agent(spec, identity)
         self._outbox = Outbox(bus, subject_events(spec.name), node=node, source=incarnation)
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
-        self._workers = WorkerServer(spec.name, self._outbox, self.take)
+        self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, clock_offset_s)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
         self.notices = NoticeWatch(
@@ -155,6 +157,7 @@ class AgentService:
             gone=self._miss_keeper,
             silent=self.take,
             heard=lambda: self.take(KeeperHeard()),
+            asides=self._asides,
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._dumping: set[tuple[int, int]] = set()
@@ -177,6 +180,7 @@ class AgentService:
             await self._prober.start()
             self._start(self._outbox.run())
             self._start(self._beat())
+            self._start(self._tell_asides())
             self._start(self._links.run(self._view_ranks, self.now))
             self._start(self._devices.run(lambda: self._view_ranks().pids))
             for source in self.notices.sources:
@@ -191,6 +195,7 @@ class AgentService:
                 await self._keeper.end(_KEEPER_EXIT_S)
             if self._failed is not None:
                 raise self._failed
+            self._report_asides(all=True)
             await self._outbox.flush(_FLUSH_S)
         finally:
             await self._workers.close()
@@ -216,7 +221,7 @@ class AgentService:
         try:
             order: NodeOrder = decode(data, NodeOrder)
         except ProtocolError as error:
-            log.error("order refused: %s", error)
+            self._asides.note("order", "a controller", error, data)
             return
         if order.watch is not None:
             self._links.watch(order.watch)
@@ -379,6 +384,16 @@ class AgentService:
             await self._bus.publish(subject, encode(self._devices.join(self._links.join(beat))))
             due_s = max(due_s + self._spec.detect.beat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
+
+    async def _tell_asides(self) -> None:
+        """Say again and again what was set aside meanwhile."""
+        while True:
+            self._report_asides()
+            await asyncio.sleep(_ASIDES_S)
+
+    def _report_asides(self, *, all: bool = False) -> None:
+        for note in self._asides.take(all=all):
+            self._outbox.put(note)
 
     async def _leave_in_time(self) -> None:
         """Leave a machine from elsewhere."""

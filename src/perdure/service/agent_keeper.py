@@ -31,10 +31,11 @@ from perdure.model.wire import (
     KeeperStatus,
     ToKeeper,
 )
+from perdure.service.aside import Asides
+from perdure.service.lines import LINE_MAX, read_line
 
 log = logging.getLogger("perdure.agent")
 
-LINE_MAX = 16 << 20
 _CONNECT_RETRY_S = 0.01
 _RESTART_S_MAX = 5.0
 _DEATH_S = 1.0
@@ -62,8 +63,13 @@ class KeeperLink:
         gone: Callable[[], None],
         silent: Callable[[KeeperSilent], None],
         heard: Callable[[], None],
+        asides: Asides,
     ) -> None:
-        """Look for it at `path`, start it by `command`; `marks` tell its descendants."""
+        """Look for it at `path`, start it by `command`; `marks` tell its descendants.
+
+        What it says and nobody can read is counted in `asides`.
+        """
+        self._asides = asides
         self._silent, self._heard = silent, heard
         self._looks = 0
         """Since it last said anything."""
@@ -97,7 +103,7 @@ class KeeperLink:
             watch = asyncio.create_task(self._watch())
             try:
                 await self._listen(reader)
-            except (OSError, ProtocolError, ValueError) as error:
+            except OSError as error:
                 log.error("keeper: %s", error)
             finally:
                 watch.cancel()
@@ -201,9 +207,13 @@ class KeeperLink:
     # --- hearing ------------------------------------------------------------------------------
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
-            message: FromKeeper = decode(line, FromKeeper)
+        while line := await read_line(reader):
             self._note_voice()
+            try:
+                message: FromKeeper = decode(line, FromKeeper)
+            except ProtocolError as error:
+                self._asides.note("keeper", f"keeper {self._pid}", error, line)
+                continue
             if isinstance(message, KeeperState):
                 if not self._hold(message.pid):
                     return

@@ -7,6 +7,11 @@ moment for the others of the node, who are asked, and come to the step, at the s
 What a rank says keeps the rank's own numbers (source `gG-rR-pPID`), so that an agent that dies
 between passing an event on and telling the rank so loses nothing and doubles nothing: the rank
 repeats it to the next agent, and the controller knows the number.
+
+Nothing stays at the head for ever. A message that the controller cannot read is sent again in
+parts, until the event that it cannot read is found and a note takes its place. Numbers that never
+came (of what the agent itself could not read) are declared skipped once the controller says that
+it waits for them.
 """
 
 import asyncio
@@ -14,7 +19,9 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
+from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
@@ -31,15 +38,26 @@ _COMPANY_S = 0.001
 """How long an answer waits for those of the node's other ranks."""
 
 
+class _Queued(NamedTuple):
+    source: str
+    seq: int
+    event: AnyEvent
+    done: Callable[[], None] | None
+    skipped: int = 0
+    """So many numbers before `seq` nobody will ever fill."""
+
+
 class Outbox:
     """One queue for all sources, so that the order in which things happened is kept."""
 
     def __init__(self, bus: Bus, subject: str, *, node: int, source: str) -> None:
         """Send to `subject`; the agent's own events carry `source`."""
         self._bus, self._subject, self._node, self._source = bus, subject, node, source
-        self._queue: deque[tuple[str, int, AnyEvent, Callable[[], None] | None]] = deque()
+        self._queue: deque[_Queued] = deque()
         self._queued: dict[str, int] = {}
         self._taken: dict[str, int] = {}
+        self._events_max = _EVENTS_MAX
+        """In the next message: fewer, while what cannot be read is looked for."""
         self._wake = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -50,7 +68,7 @@ class Outbox:
 
     def put(self, event: AnyEvent, done: Callable[[], None] | None = None) -> None:
         """Queue an event of the agent's own; `done` is called once it is in the journal."""
-        self._append(self._source, self._queued.get(self._source, 0) + 1, event, done)
+        self._append(_Queued(self._source, self._queued.get(self._source, 0) + 1, event, done))
 
     def put_from(self, source: str, seq: int, event: AnyEvent, done: Callable[[], None]) -> None:
         """Queue event `seq` of a rank; one that was queued before is left where it is.
@@ -60,7 +78,7 @@ class Outbox:
         if seq <= self._taken.get(source, 0):
             done()
         elif seq > self._queued.get(source, 0):
-            self._append(source, seq, event, done)
+            self._append(_Queued(source, seq, event, done))
 
     async def flush(self, timeout_s: float) -> bool:
         """Wait until everything is in the journal; False where it is not after `timeout_s`."""
@@ -81,30 +99,31 @@ class Outbox:
                     await asyncio.sleep(_RETRY_S)
             self._empty.set()
 
-    def _append(
-        self, source: str, seq: int, event: AnyEvent, done: Callable[[], None] | None
-    ) -> None:
-        self._queued[source] = seq
-        self._queue.append((source, seq, event, done))
+    def _append(self, queued: _Queued) -> None:
+        self._queued[queued.source] = queued.seq
+        self._queue.append(queued)
         self._empty.clear()
         self._wake.set()
 
     async def _await_company(self) -> None:
         """Give the node's other ranks the time to answer as well, if nothing else is to be told."""
-        events = [event for _, _, event, _ in self._queue]
+        events = [queued.event for queued in self._queue]
         if not all(isinstance(event, BoundaryAnswered | BoundaryReached) for event in events):
             return
-        if len({source for source, _, _, _ in self._queue}) < self.company:
+        if len({queued.source for queued in self._queue}) < self.company:
             await asyncio.sleep(_COMPANY_S)
 
     async def _send(self) -> bool:
         batches: list[EventBatch] = []
-        for source, seq, event, _ in itertools.islice(self._queue, _EVENTS_MAX):
+        sent = list(itertools.islice(self._queue, self._events_max))
+        for source, seq, event, _, skipped in sent:
             last = batches[-1] if batches else None
-            if last and last.source == source and last.first_seq + len(last.events) == seq:
-                batches[-1] = EventBatch(source, last.first_seq, (*last.events, event))
+            follows = last and last.source == source and last.first_seq + len(last.events) == seq
+            if last and follows and not skipped:
+                events = (*last.events, event)
+                batches[-1] = EventBatch(source, last.first_seq, events, last.skipped)
             else:
-                batches.append(EventBatch(source, seq, (event,)))
+                batches.append(EventBatch(source, seq, (event,), skipped))
         message = EventMessage(node=self._node, batches=tuple(batches))
         try:
             answer = await self._bus.request(
@@ -118,16 +137,48 @@ class Outbox:
             return False
         if ack.term:
             self.on_term(ack.term)
+        if ack.refused:
+            return self._narrow(len(sent), ack.refused)
+        self._events_max = min(2 * self._events_max, _EVENTS_MAX)
         return self._settle(ack.seqs)
+
+    def _narrow(self, sent: int, why: str) -> bool:
+        """Send less at a time; once it is one event, a note takes its place."""
+        if sent > 1:
+            self._events_max = sent // 2
+            return True
+        head = self._queue[0]
+        if isinstance(head.event, MessagesSetAside):
+            return False  # This controller does not even understand that.
+        log.error("event %d of %s set aside: %s", head.seq, head.source, why)
+        note = MessagesSetAside(at_s=0.0, door="event", source=head.source, reason=why)
+        self._queue[0] = head._replace(event=note)
+        return True
 
     def _settle(self, seqs: dict[str, int]) -> bool:
         """Drop what the journal has; False where that is nothing new."""
         for source, seq in seqs.items():
             self._taken[source] = max(seq, self._taken.get(source, 0))
         progress = False
-        while self._queue and self._queue[0][1] <= self._taken.get(self._queue[0][0], 0):
-            done = self._queue.popleft()[3]
+        while self._queue and self._queue[0].seq <= self._taken.get(self._queue[0].source, 0):
+            done = self._queue.popleft().done
             progress = True
             if done is not None:
                 done()
-        return progress
+        return self._skip_missing(seqs) or progress
+
+    def _skip_missing(self, seqs: dict[str, int]) -> bool:
+        """Declare skipped what the controller waits for before the head; False where it does not.
+
+        Whoever numbers events sends them in order and again from the first that was not taken, so
+        what is missing before the head does not come any more.
+        """
+        if not self._queue:
+            return False
+        head = self._queue[0]
+        missing = head.seq - head.skipped - seqs.get(head.source, head.seq) - 1
+        if missing <= 0:
+            return False
+        log.error("%d events before number %d of %s never came", missing, head.seq, head.source)
+        self._queue[0] = head._replace(skipped=head.skipped + missing)
+        return True

@@ -1,11 +1,16 @@
-"""The agent's ears for its ranks: a unix socket, a JSON line a message."""
+"""The agent's ears for its ranks: a unix socket, a JSON line a message.
+
+A line that cannot be read costs nobody the connection: it is counted and acknowledged, since a
+rank would send it again for ever, and everything else behind it.
+"""
 
 import asyncio
 import contextlib
 import logging
 import os
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from perdure.agent.messages import WorkerSaid
 from perdure.model.actions import (
@@ -17,6 +22,7 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
+from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.wire import (
@@ -28,16 +34,24 @@ from perdure.model.wire import (
     WorkerHello,
 )
 from perdure.service.agent_outbox import Outbox
+from perdure.service.aside import Asides
+from perdure.service.lines import LINE_MAX, read_line
 
 log = logging.getLogger("perdure.agent")
 
-LINE_MAX = 16 << 20
+_NOTE_S = 1.0
+"""Between two notes that take the numbers of what one rank said and nobody could read."""
+_EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
+"""How an event's line begins, whatever is wrong with the rest of it."""
 
 
 @dataclass(slots=True)
 class _Line:
     hello: WorkerHello
     writer: asyncio.StreamWriter
+    unread: int = 0
+    """Number of the newest event that could not be read and is not yet acknowledged; 0: none."""
+    noted_at_s: float = field(default=-_NOTE_S)
 
     @property
     def source(self) -> str:
@@ -52,9 +66,11 @@ class _Line:
 class WorkerServer:
     """Listens for ranks. Their events go to the outbox, all else to `say`."""
 
-    def __init__(self, job: str, outbox: Outbox, say: Callable[[WorkerSaid], None]) -> None:
-        """Serve the ranks of `job`."""
-        self._job, self._outbox, self._say = job, outbox, say
+    def __init__(
+        self, job: str, outbox: Outbox, say: Callable[[WorkerSaid], None], asides: Asides
+    ) -> None:
+        """Serve the ranks of `job`; `asides` counts what they say and nobody can read."""
+        self._job, self._outbox, self._say, self._asides = job, outbox, say, asides
         self._lines: dict[int, _Line] = {}
         """By rank, of the newest generation that said hello."""
         self._server: asyncio.Server | None = None
@@ -95,13 +111,19 @@ class WorkerServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line: _Line | None = None
         try:
-            while text := await reader.readline():
-                message: FromWorker = decode(text, FromWorker)
+            while text := await read_line(reader):
+                try:
+                    message: FromWorker = decode(text, FromWorker)
+                except ProtocolError as error:
+                    if line is None:
+                        raise
+                    self._set_aside(line, text, error)
+                    continue
                 if line is None:
                     line = self._welcome(message, writer)
                 self._take(line, message)
-        except (ProtocolError, ValueError) as error:
-            log.error("rank: %s", error)
+        except ProtocolError as error:
+            self._asides.note("rank", "a stranger", error, text)
         except (OSError, asyncio.CancelledError):
             pass  # It ended, or we do.
         finally:
@@ -119,6 +141,23 @@ class WorkerServer:
             self._lines[message.rank] = line
             self._outbox.company = len(self._lines)
         return line
+
+    def _set_aside(self, line: _Line, text: bytes, error: ProtocolError) -> None:
+        """Count what cannot be read; where it is an event, have its number taken all the same."""
+        self._asides.note("rank", f"rank {line.hello.rank}", error, text)
+        if (match := _EVENT.match(text)) is None:
+            return
+        loop = asyncio.get_running_loop()
+        if not line.unread:
+            loop.call_at(max(loop.time(), line.noted_at_s + _NOTE_S), self._note_unread, line)
+        line.unread = max(line.unread, int(match[1]))
+
+    def _note_unread(self, line: _Line) -> None:
+        line.noted_at_s = asyncio.get_running_loop().time()
+        seq, line.unread = line.unread, 0
+        source = f"rank {line.hello.rank}"
+        note = MessagesSetAside(at_s=self._asides.now(), door="rank", source=source, count=0)
+        self._take(line, WorkerEvent(seq, note))
 
     def _take(self, line: _Line, message: FromWorker) -> None:
         if isinstance(message, WorkerEvent):

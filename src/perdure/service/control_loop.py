@@ -116,7 +116,7 @@ class ControllerService:
         self._links = LinkFold()
         self._waiting: dict[str, list[Reply]] = {}
         self._wake = asyncio.Event()
-        self.inbox = Inbox(spec, self._wake)
+        self.inbox = Inbox(spec, self._wake, clock)
         self._ended: JobEnded | None = None
         self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
         self._reconnects = 0
@@ -226,6 +226,7 @@ class ControllerService:
     async def _turn(self) -> None:
         inbox = self.inbox.empty()
         turn = _Turn(self._clock())
+        self._derive(turn, list(self.inbox.asides.take()))
         for message, reply in inbox.messages:
             self._take_events(turn, message)
             turn.acks.append((reply, {batch.source for batch in message.batches}))
@@ -261,9 +262,11 @@ class ControllerService:
     def _take_events(self, turn: _Turn, message: EventMessage) -> None:
         """Take what is new; a gap is left for the sender to fill."""
         for batch in message.batches:
+            skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
-                if number == self._memory.taken.get(batch.source, 0) + 1:
+                if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
                     self._add(turn, event, batch.source, number)
+                skipped = 0
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
         match command.kind:

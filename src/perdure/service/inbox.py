@@ -1,8 +1,9 @@
 """What has come to the controller, read and checked at its door.
 
 Whatever cannot be read, is too large, or names a node or rank that the job does not have is
-refused here: said in the log, answered where an answer is awaited, never journaled. A sender whose
-events are refused keeps them, so nothing is lost by it; a heartbeat is worth nothing later.
+refused here: said in the log, counted (`service/aside.py`), answered where an answer is awaited. An
+event that is refused has a number all the same, and its sender says nothing else before it was
+taken: a note that it was set aside takes its place in the journal, and the stream goes on.
 
 Which subject a message came by says what its sender may ask for: the server has checked who may
 publish there (`model/access.py`).
@@ -12,13 +13,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from secrets import token_hex
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from perdure.model.aside import MessagesSetAside, make_plain
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, RankExited
@@ -28,6 +30,8 @@ from perdure.model.wire import (
     Admission,
     Command,
     CommandReply,
+    EventAck,
+    EventBatch,
     EventMessage,
     JoinRequest,
     Notice,
@@ -38,6 +42,7 @@ from perdure.model.wire import (
     subject_notices,
     subject_queries,
 )
+from perdure.service.aside import Asides
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.controller")
@@ -50,6 +55,11 @@ MEMBERS_A_SLOT = 1000
 """Numbers that an elastic world may give in a slot, one after another."""
 QUERIES = frozenset({"ping", "status"})
 """What those may ask who may only look."""
+SOURCE_MAX = 200
+"""Characters of the name of a source of events: each is remembered."""
+_NOTES_MAX, _NOTES_A_S = 20, 2.0
+"""Messages of one node whose events were in part set aside, taken at once and then a second: each
+costs the journal an entry. A sender repeats what is passed over."""
 _QUIET_S = 1.0
 """Between two lines about refusals: a flood of them shall not fill the disk as well."""
 
@@ -83,6 +93,10 @@ class Inbox:
         self._arrived = Arrived()
         self._answers: set[asyncio.Task[None]] = set()
         self._said_at_s, self._unsaid = -_QUIET_S, 0
+        self._allowed: dict[int, tuple[float, float]] = {}
+        """Node -> (notes that it may cost the journal now, since when)."""
+        self.asides = Asides(clock)
+        """What was refused beside the stream of events."""
         self.refused = 0
         """Messages refused so far."""
 
@@ -110,16 +124,16 @@ class Inbox:
     def take_message(self, data: bytes, reply: Reply) -> None:
         """Take events of an agent."""
         try:
-            message: EventMessage = decode(data, EventMessage)
+            message, refused = read_message(data, self._spec, self._clock())
         except ProtocolError as error:
+            self.asides.note("event", "an agent", error, data)
             self._refuse(f"event: {error}")
+            self._answer(reply, EventAck({}, refused=make_plain(str(error))))
             return
-        for batch in message.batches:
-            for event in batch.events:
-                strange = find_stranger(self._spec, event)
-                if strange:
-                    self._refuse(f"{type(event).__name__} of {batch.source}: {strange}")
-                    return
+        if refused:
+            self._refuse(f"event of node {message.node}: {refused}")
+            if not self._is_allowed(message.node):
+                return
         self._arrived.messages.append((message, reply))
         self._wake.set()
 
@@ -173,14 +187,14 @@ class Inbox:
         try:
             beat: NodeBeat = decode(data, NodeBeat)
         except ProtocolError as error:
-            self._refuse(f"heartbeat: {error}")
+            self._refuse_beat("an agent", str(error), data)
             return
         ranks = count_numbers(self._spec)
         if not 0 <= beat.node < self._spec.num_nodes:
-            self._refuse(f"heartbeat: there is no node {beat.node}")
+            self._refuse_beat("an agent", f"there is no node {beat.node}", data)
             return
         if any(not 0 <= progress.rank < ranks for progress in beat.ranks):
-            self._refuse(f"heartbeat of node {beat.node}: ranks that there are not")
+            self._refuse_beat(f"node {beat.node}", "ranks that there are not", data)
             return
         self._arrived.beats.setdefault(beat.node, deque(maxlen=BACKLOG_MAX)).append(beat)
         self._wake.set()
@@ -194,15 +208,26 @@ class Inbox:
 
     def _read(self, data: bytes, type_: Any, reply: Reply) -> Any:
         name = type_.__name__.lower()
-        if len(data) > COMMAND_BYTES_MAX:
-            why = f"{len(data)} bytes are more than {COMMAND_BYTES_MAX}"
-            self._refuse(f"{name}: {why}", reply, "")
-            return None
         try:
+            if len(data) > COMMAND_BYTES_MAX:
+                raise ProtocolError(f"{len(data)} bytes are more than {COMMAND_BYTES_MAX}")
             return decode(data, type_)
         except ProtocolError as error:
+            self.asides.note("command", f"{name} of somebody", error, data)
             self._refuse(f"{name}: {error}", reply, "")
             return None
+
+    def _refuse_beat(self, source: str, why: str, data: bytes) -> None:
+        self.asides.note("heartbeat", source, why, data)
+        self._refuse(f"heartbeat of {source}: {why}")
+
+    def _is_allowed(self, node: int) -> bool:
+        """Return whether `node` may cost the journal a note now."""
+        now = self._clock()
+        left, since_s = self._allowed.get(node, (_NOTES_MAX, now))
+        left = min(_NOTES_MAX, left + (now - since_s) * _NOTES_A_S)
+        self._allowed[node] = (max(left - 1.0, 0.0), now)
+        return left >= 1.0
 
     def _refuse(self, why: str, reply: Reply | None = None, id_: str = "") -> None:
         self.refused += 1
@@ -214,10 +239,92 @@ class Inbox:
         else:
             self._unsaid += 1
         if reply is not None:
-            answer = CommandReply(id=id_, ok=False, reason=f"refused: {why}"[:500])
-            task = asyncio.ensure_future(reply(encode(answer)))
-            self._answers.add(task)
-            task.add_done_callback(self._answers.discard)
+            self._answer(reply, CommandReply(id=id_, ok=False, reason=f"refused: {why}"[:500]))
+
+    def _answer(self, reply: Reply, answer: CommandReply | EventAck) -> None:
+        task = asyncio.ensure_future(reply(encode(answer)))
+        self._answers.add(task)
+        task.add_done_callback(self._answers.discard)
+
+
+class _RawBatch(msgspec.Struct):
+    source: str
+    first_seq: int
+    events: tuple[msgspec.Raw, ...]
+    skipped: int = 0
+
+
+class _RawMessage(msgspec.Struct):
+    node: int
+    batches: tuple[_RawBatch, ...]
+
+
+class _Unread(NamedTuple):
+    """An event that is refused."""
+
+    data: bytes
+    why: str
+
+
+_raw_messages = msgspec.json.Decoder(_RawMessage)
+
+
+def read_message(data: bytes, spec: JobSpec, now: float) -> tuple[EventMessage, str]:
+    """Return the message in `data`, and why the first event was refused that was not taken.
+
+    In the place of events that are refused stands a note; everything else is as it was sent.
+
+    Raises:
+        ProtocolError: it is no message, so that nobody knows which numbers it has.
+    """
+    try:
+        message: EventMessage = decode(data, EventMessage)
+        batches: list[tuple[EventBatch, Sequence[AnyEvent | _Unread]]]
+        batches = [(batch, batch.events) for batch in message.batches]
+    except ProtocolError:
+        raw = _read_envelope(data)
+        message = EventMessage(raw.node, ())
+        batches = [
+            (EventBatch(b.source, b.first_seq, (), b.skipped), [_read_event(e) for e in b.events])
+            for b in raw.batches
+        ]
+    found: list[EventBatch] = []
+    refused = ""
+    for batch, events in batches:
+        if len(batch.source) > SOURCE_MAX or batch.first_seq < 1 or batch.skipped < 0:
+            raise ProtocolError(f"a batch that cannot be: {make_plain(batch.source, 40)}")
+        taken: list[AnyEvent] = []
+        for event in events:
+            strange = "" if isinstance(event, _Unread) else find_stranger(spec, event)
+            if strange:
+                event = _Unread(encode(event), strange)
+            if isinstance(event, _Unread):
+                refused = refused or event.why
+                event = MessagesSetAside(
+                    at_s=now,
+                    door="event",
+                    source=make_plain(f"node {message.node}, {batch.source}"),
+                    reason=make_plain(event.why),
+                    example=make_plain(event.data),
+                )
+            taken.append(event)
+        found.append(msgspec.structs.replace(batch, events=tuple(taken)))
+    return EventMessage(message.node, tuple(found)), refused
+
+
+def _read_envelope(data: bytes) -> _RawMessage:
+    try:
+        return _raw_messages.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"malformed message: {error}") from error
+
+
+def _read_event(raw: msgspec.Raw) -> "AnyEvent | _Unread":
+    try:
+        event: AnyEvent = decode(bytes(raw), AnyEvent)
+    except ProtocolError as error:
+        return _Unread(bytes(raw), str(error))
+    return event
 
 
 def count_numbers(spec: JobSpec) -> int:

@@ -11,6 +11,7 @@ import select
 import socket
 import sys
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -40,6 +41,8 @@ from perdure.model.wire import (
 
 RETRY_S = 0.2
 _SEND_TIMEOUT_S = 10.0
+_REFUSED_S = 10.0
+"""Between two complaints about what the agent says."""
 
 
 class Control:
@@ -59,6 +62,7 @@ class Control:
         """Queries and signals: sent once, lost with the connection."""
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._socket: socket.socket | None = None
+        self._refused_at_s = -_REFUSED_S
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self.on_boundary: Callable[[SendBoundary | ResumeRanks], None] | None = None
@@ -136,8 +140,6 @@ class Control:
                     self._serve(connection)
             except OSError:
                 pass  # No agent now; the next one gets everything that is not acknowledged.
-            except ProtocolError as error:
-                print(f"perdure: the agent sent what it may not: {error}", file=sys.stderr)
             finally:
                 self._socket = None
             self._stop.wait(RETRY_S)
@@ -173,7 +175,7 @@ class Control:
                     return
                 *lines, rest = (rest + data).split(b"\n")
                 for line in lines:
-                    self._handle(decode(line, ToWorker))
+                    self._take(line)
         self._send_queued(connection)
 
     def _send_queued(self, connection: socket.socket) -> None:
@@ -184,6 +186,17 @@ class Control:
             messages.append(self._asides.popleft())
         if messages:
             connection.sendall(b"".join(encode(message) + b"\n" for message in messages))
+
+    def _take(self, line: bytes) -> None:
+        """Do what `line` says; one that cannot be read is left out, and the next one counts."""
+        try:
+            message: ToWorker = decode(line, ToWorker)
+        except ProtocolError as error:
+            if self._refused_at_s + _REFUSED_S <= (now := time.monotonic()):
+                self._refused_at_s = now
+                print(f"perdure: the agent sent what it may not: {error}", file=sys.stderr)
+            return
+        self._handle(message)
 
     def _handle(self, message: ToWorker) -> None:
         match message:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from perdure.model.codec import encode
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.wire import (
     FromKeeper,
@@ -198,13 +198,7 @@ class Keeper:
         agent = self._agent
         if agent is None:
             return
-        try:
-            messages = agent.read(ToKeeper)
-        except ProtocolError as error:
-            _log(f"agent: {error}")
-            self._close_agent()
-            return
-        for message in messages:
+        for message in agent.read(ToKeeper, lambda why: _log(f"agent: set aside: {why}")):
             self._obey(message)
         if agent.closed and agent is self._agent:
             self._close_agent()

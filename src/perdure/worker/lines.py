@@ -1,9 +1,12 @@
 """JSON lines over a stream socket: non-blocking for the keeper, blocking for its image."""
 
 import socket
+from collections.abc import Callable
 from typing import Any
 
+from perdure.model.aside import make_plain
 from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
 
 _CHUNK = 1 << 16
 
@@ -41,8 +44,11 @@ class LineSocket:
                 return
             del self._out[:sent]
 
-    def read(self, type_: Any) -> list[Any]:
+    def read(self, type_: Any, refused: Callable[[str], None] | None = None) -> list[Any]:
         """Return the messages that have arrived whole; at the peer's end it becomes `closed`.
+
+        With `refused`, a line that is no such message is left out and `refused` is told of it:
+        hanging up would only have it sent again.
 
         Raises:
             ProtocolError: a line is no such message.
@@ -63,7 +69,15 @@ class LineSocket:
         self._in = bytearray(rest)
         if ended:
             self.close()
-        return [decode(line, type_) for line in lines if line]
+        messages: list[Any] = []
+        for line in filter(None, lines):
+            try:
+                messages.append(decode(line, type_))
+            except ProtocolError as error:
+                if refused is None:
+                    raise
+                refused(f"{error}: {make_plain(line)}")
+        return messages
 
     def close(self) -> None:
         """Close it; harmless when repeated."""

@@ -4,6 +4,7 @@ Nothing here knows what a tensor is.
 """
 
 import contextlib
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -176,14 +177,16 @@ def find_kept(
     """Return the steps whose checkpoints are kept: last k, every n-th, best by metric.
 
     Those after `newest`, which was just saved, could not be used at the last restart: they
-    neither count nor go, until training has passed them. Of equally good ones the newest is best.
+    neither count nor go, until training has passed them. Of equally good ones the newest is best;
+    one whose metric is not finite never is.
     """
     past = sorted((step for step in steps if step <= newest), reverse=True)
     kept = set(past[: config.keep_last]) | {step for step in steps if step > newest}
     if config.keep_every_steps:
         kept |= {step for step in past if step % config.keep_every_steps == 0}
     if config.keep_best:
-        metrics = [(value, -s) for s in past if (value := find_metric(s)) is not None]
+        values = [(find_metric(step), -step) for step in past]
+        metrics = [(v, s) for v, s in values if v is not None and math.isfinite(v)]
         kept |= {-min(metrics)[1]} if metrics else set()
     return kept
 

@@ -1,0 +1,44 @@
+"""How many messages were set aside, from whom, and what the first of them was."""
+
+from collections.abc import Iterable
+
+import msgspec
+
+from perdure.model.aside import MessagesSetAside, make_plain
+from perdure.model.events import JournalEntry
+
+ROWS_MAX = 64
+_OTHERS = "others"
+
+
+class AsideRow(msgspec.Struct, frozen=True):
+    """What was set aside at one door, of one source."""
+
+    door: str
+    source: str
+    count: int
+    first_s: float
+    last_s: float
+    reason: str
+    """Why the first of them could not be read."""
+    example: str
+    """The beginning of the first of them."""
+
+
+def find_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
+    """Return a row for each door and source, the first one first; of very many, some together."""
+    rows: dict[tuple[str, str], AsideRow] = {}
+    for entry in entries:
+        note = entry.body
+        if not isinstance(note, MessagesSetAside) or not note.count:
+            continue
+        key = (make_plain(note.door), make_plain(note.source))
+        if key not in rows and len(rows) >= ROWS_MAX:
+            key = (key[0], _OTHERS)
+        row = rows.get(key)
+        if row is None:
+            reason, example = make_plain(note.reason), make_plain(note.example)
+            row = AsideRow(*key, 0, entry.at_s, entry.at_s, reason, example)
+        count = row.count + max(note.count, 0)
+        rows[key] = msgspec.structs.replace(row, count=count, last_s=entry.at_s)
+    return tuple(rows.values())
