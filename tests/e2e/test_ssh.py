@@ -70,6 +70,6 @@ def test_a_job_outlives_its_connection_and_its_box_is_given_back_last(laptop: La
     assert "rank-0.pt has" in laptop.cli("verify", "pulled", code=3).stdout
     newest.write_bytes(whole)
     assert laptop.ask("verify", "pulled")["ok"]
-    laptop.cli("teardown", "gpt", "--confirm", "gpt")
+    laptop.cli("teardown", "gpt", "--confirm", "gpt", "--others-agree")
     assert Path(f"{laptop.stopped}-gpt").exists()
     assert not secret.exists()

@@ -133,8 +133,8 @@ def test_cron_starts_a_job_again_after_a_reboot_and_only_then(make: Callable[...
     laptop.ssh("cron")
     laptop.cli("pull", "sleeper", "pulled")
     assert read_json(there / "launch" / "start.json") == start, "what has ended stays ended"
-    laptop.cli("verify", "pulled")
-    laptop.cli("teardown", "sleeper", "--confirm", "sleeper")
+    laptop.cli("verify", "pulled", "--nothing-to-keep")
+    laptop.cli("teardown", "sleeper", "--confirm", "sleeper", "--others-agree")
     assert "@reboot" not in laptop.ssh("crontab -l")
 
 

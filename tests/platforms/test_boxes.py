@@ -159,7 +159,7 @@ def test_a_box_lost_whole_comes_back_and_no_loss_differs(boxes: Boxes, shared: P
         shutil.copy(laptop.folder / "pulled" / label / f"rank-{node}.jsonl", killed)
     laptop.train_reference(STEPS)
     check_equal(laptop.folder, STEPS, 2)
-    laptop.cli("teardown", "exact", "--confirm", "exact")
+    laptop.cli("teardown", "exact", "--confirm", "exact", "--others-agree")
     for host in ("box1", "box2"):
         assert Path(f"{laptop.stopped}-exact-{host}").exists()
     assert read_json(laptop.home / "launches" / "exact.json")["torn_down_s"] > 0
@@ -231,7 +231,7 @@ def test_boxes_without_a_shared_disk_go_on_without_the_one_whose_link_is_cut(box
     laptop.cli("pull", "elastic", "pulled", "--gone", "box2")
     assert laptop.ask("verify", "pulled")["ok"]
     assert not (laptop.folder / "pulled" / "boxes").exists()
-    laptop.cli("teardown", "elastic", "--confirm", "elastic")
+    laptop.cli("teardown", "elastic", "--confirm", "elastic", "--others-agree")
     assert Path(f"{laptop.stopped}-elastic-box2").exists(), "what is gone may still cost"
 
 

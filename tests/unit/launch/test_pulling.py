@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from perdure.cli import pull
+from perdure.cli import teardown
+from perdure.cli.teardown import Waived
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.gate import find_neighbours, find_obstacles
@@ -96,7 +97,7 @@ def test_files_are_pulled_by_label_and_first_folder(tmp_path: Path) -> None:
 def test_a_proof_is_of_one_manifest(tmp_path: Path) -> None:
     manifest = make(tmp_path)
     assert read_verified(tmp_path) is None
-    proof = write_verified(tmp_path, manifest, 2, 5.0)
+    proof = write_verified(tmp_path, manifest, 2, 5.0, tensors=3)
     assert read_verified(tmp_path) == proof
     later = msgspec.structs.replace(manifest, pulled_s=9.0)
     (tmp_path / PULL_MANIFEST).write_bytes(msgspec.json.encode(later))
@@ -142,7 +143,7 @@ def test_a_broken_transfer_goes_on_and_leaves_no_half_file(
 
 def gate(tmp_path: Path, **changes: object) -> list[str]:
     manifest = make(tmp_path)
-    proof = write_verified(tmp_path, manifest, 2, 5.0)
+    proof = write_verified(tmp_path, manifest, 2, 5.0, tensors=3)
     known: dict[str, object] = {
         "states": [ENDED], "on_box": manifest, "pulled": manifest, "verified": proof,
         "differences": [], "box_is_gone": False,
@@ -213,12 +214,13 @@ def test_the_gate_is_shut_by_other_jobs_of_the_same_box(
     for record in (mine, *others):
         write_record(str(tmp_path), record)
     said = {"gpt": [], "bert": [Finding("error", "nothing was pulled", "perdure pull bert DIR")]}
-    monkeypatch.setattr(pull, "_look", lambda record, place, *, box_is_gone: [*said[record.job]])
+    monkeypatch.setattr(teardown, "_look", lambda record, *rest: [*said[record.job]])
+    monkeypatch.setattr(teardown, "_look_for_others", lambda record: [])
     place = Here(str(tmp_path), {}, lambda text: None)
-    (found,) = pull.check_gate(mine, place, box_is_gone=False)
+    (found,) = teardown.check_gate(mine, place, Waived()).obstacles
     assert found.text == "job `bert` is on the same box: nothing was pulled"
     assert found.hint == "perdure pull bert DIR"
-    assert pull.check_gate(mine, place, box_is_gone=True) == []
+    assert teardown.check_gate(mine, place, Waived(box_is_gone=True)).obstacles == []
 
 
 def test_a_directory_of_another_job_is_not_pulled_into(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
     def make(host: str, place: str, **more: Any) -> LaunchRecord:
         roots = {"launch": f"{place}/launch"}
         return LaunchRecord(
-            job="gpt", profile=make_profile(hosts=(), host=host), place=place, home="/h",
+            job="gpt", profile=make_profile(hosts=(), host=host), place=place, home="/h/state",
             python="/p", roots=roots, **more,
         )  # fmt: skip
 
@@ -139,7 +139,13 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
     assert [box.box for box in record.boxes] == ["a", "b"]
     assert {label: (owner.box, name) for label, (owner, name) in find_owners(record).items()} == {
         "launch": ("a", "launch"),
+        "project": ("a", "project"),
+        "data": ("a", "data"),
+        "durable": ("a", "durable"),
         "boxes/b/launch": ("b", "launch"),
+        "boxes/b/project": ("b", "project"),
+        "boxes/b/data": ("b", "data"),
+        "boxes/b/durable": ("b", "durable"),
     }
     decoded = msgspec.json.decode(msgspec.json.encode(record), type=LaunchRecord)
     assert decoded == record

@@ -37,8 +37,11 @@ def test_plain_tensors_load_and_the_rest_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["loaded"] == 2
-    assert [Path(text.split(" ")[0]).name for text in told["problems"]] == names[2:]
+    assert (told["loaded"], told["tensors"]) == (2, 2)
+    assert [Path(text.split(" ")[0]).name for text in told["problems"]] == names[3:]
+    (foreign,) = told["unknown"]  # It is no plain data, which is another thing than damage.
+    assert "bad.pt (names " in foreign
+    assert "open: --allow-pickle runs it)" in foreign
     assert not (tmp_path / "harmed").exists()
 
 

@@ -1,0 +1,295 @@
+"""The gate, by the person's means: what exists only on the box is not destroyed unseen (P1, P6).
+
+The box is folders of this machine, reached through the same code as one over ssh; the real sshd is
+in tests/platforms/test_gate_ssh.py.
+"""
+
+import json
+import os
+import shutil
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from perdure.cli import teardown as command
+from perdure.cli.app import run_command
+from perdure.launch.catalog import load_profile
+from perdure.launch.records import read_record, write_record
+from perdure.launch.ssh import box as box_program
+from perdure.model.launching import LaunchRecord
+from perdure.model.profile import Profile
+
+pytestmark = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
+
+
+def write_tensors(path: Path, fill: bytes = b"\0") -> None:
+    """Write a safetensors file of one tensor of four floats."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(struct.pack("<Q", len(header)) + header + fill * 16)
+
+
+class Site:
+    """A person's machine and a box, on which the job `gpt` has ended."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self._capsys = folder, capsys
+        self.home, self.project, self.box = folder / "home", folder / "project", folder / "box"
+        self.pulled, self.stopped = folder / "pulled", folder / "stopped"
+        self.job = self.box / "gpt"
+        for path in (self.home, self.project, self.job / "launch", self.job / "project"):
+            path.mkdir(parents=True)
+        for folder_ in (self.project, self.job / "project"):
+            (folder_ / "train.py").write_text("print('trained')\n")
+        state = self.box / "state" / "jobs" / "gpt"
+        state.mkdir(parents=True)
+        (state / "job.json").write_text("{}")
+        (state / "journal.jsonl").write_text("{}\n")
+        shutil.copy(box_program.__file__, self.job / "launch" / "box.py")
+        self.end()
+        shipped = load_profile("generic-ssh", str(self.home)).profile
+        stop = msgspec.structs.replace(
+            shipped.teardown, stop_command=("touch", str(self.stopped))
+        )  # fmt: skip
+        self.record = LaunchRecord(
+            job="gpt",
+            profile=msgspec.structs.replace(shipped, teardown=stop),
+            place=str(self.job),
+            home=str(self.box / "state"),
+            python=sys.executable,
+            launched_s=1.0,
+            roots={"job": str(state), "launch": str(self.job / "launch")},
+            project=str(self.project),
+        )
+        write_record(str(self.home), self.record)
+
+    def end(self, attempt: int = 1) -> None:
+        """Write down that the job's newest attempt has ended."""
+        told = {"attempt": attempt, "boot_id": box_program.boot_id(), "at": 1.0, "pid": 0,
+                "pid_start": -1, "memory": "", "oom_kills": 0, "code": 0}  # fmt: skip
+        for name in ("start.json", "exit.json"):
+            (self.job / "launch" / name).write_text(json.dumps(told))
+
+    def run(self, *args: str, code: int = 0) -> str:
+        """Run a perdure command line; return what it printed."""
+        self._capsys.readouterr()
+        left = run_command(args)
+        said = self._capsys.readouterr()
+        assert left == code, said.out + said.err
+        return said.out + said.err
+
+    def pull(self, *args: str) -> str:
+        return self.run("pull", "gpt", str(self.pulled), *args)
+
+    def verify(self, *args: str, code: int = 0) -> str:
+        return self.run("verify", str(self.pulled), *args, code=code)
+
+    def teardown(self, *args: str, code: int = 0) -> str:
+        return self.run("teardown", "gpt", "--confirm", "gpt", *args, code=code)
+
+    def read_record(self) -> LaunchRecord:
+        record = read_record(str(self.home), "gpt")
+        assert record is not None
+        return record
+
+    def set_profile(self, **sections: Any) -> None:
+        profile: Profile = msgspec.structs.replace(self.record.profile, **sections)
+        self.record = msgspec.structs.replace(self.record, profile=profile)
+        write_record(str(self.home), self.record)
+
+
+@pytest.fixture
+def site(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Site:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HOME", str(tmp_path / "box-home"))
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python3").symlink_to(Path(sys.executable).resolve())
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")  # Not a slow shim of it.
+    return Site(tmp_path, capsys)
+
+
+def test_weights_that_nobody_named_come_home_and_keep_the_gate_shut_until_then(site: Site) -> None:
+    """P1: an unmodified script writes checkpoints/best.* into its own project."""
+    site.pull()
+    best = site.job / "project" / "checkpoints" / "best.safetensors"
+    write_tensors(best)
+    site.verify("--nothing-to-keep")
+    refused = site.teardown(code=4)
+    assert "project/checkpoints/best.safetensors" in refused
+    assert not site.stopped.exists()
+
+    assert "project/checkpoints: 1 files" in site.pull()
+    here = site.pulled / "project" / "checkpoints" / "best.safetensors"
+    assert here.read_bytes() == best.read_bytes()
+    assert not (site.pulled / "project" / "train.py").exists(), "it is here as it was sent"
+    assert "1 tensors" in site.verify()
+    site.teardown()
+    assert site.stopped.exists()
+
+
+def test_a_pull_without_a_tensor_is_no_proof_but_by_a_persons_word(site: Site) -> None:
+    """P1: `verify` said "ok", of 0 files with tensors, and `teardown` believed it."""
+    site.pull()
+    assert "no file that was pulled has a tensor in it" in site.verify(code=3)
+    assert "was not verified" in site.teardown(code=4)
+    assert not site.stopped.exists()
+    site.verify("--nothing-to-keep")
+    site.teardown()
+    assert site.stopped.exists()
+
+
+def test_what_a_person_leaves_is_named_and_written_down(site: Site) -> None:
+    """P1: a flag names what may go, and the record says so afterwards."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    (site.box / "sets").mkdir()
+    (site.box / "sets" / "a.bin").write_bytes(b"1" * 1000)
+    (site.box / "core.17").write_bytes(b"2" * 1000)
+    site.pull("--leave", "data/sets")
+    site.verify()
+    assert (site.pulled / "data" / "core.17").exists()
+    assert not (site.pulled / "data" / "sets").exists()
+    site.teardown()
+    (note,) = site.read_record().notes
+    assert "--leave data/sets: 1 files: data/sets/a.bin" in note
+
+    site.stopped.unlink()
+    write_record(str(site.home), site.record)
+    (site.box / "core.18").write_bytes(b"3")
+    refused = site.run("teardown", "gpt", "--confirm", "gpt", "--nothing-to-keep")
+    assert "torn down" in refused
+    assert "--nothing-to-keep" in site.read_record().notes[-1]
+
+
+def test_a_script_that_was_changed_on_the_box_or_here_is_brought(site: Site) -> None:
+    """P6: the same size is not the same file."""
+    script = site.job / "project" / "train.py"
+    script.write_text("print('trainee')\n")
+    assert script.stat().st_size == (site.project / "train.py").stat().st_size
+    site.pull()
+    assert (site.pulled / "project" / "train.py").read_text() == script.read_text()
+    site.verify("--nothing-to-keep")
+    changed = site.pulled / "project" / "train.py"
+    changed.write_text("print('trained')\n")
+    assert "does not match its SHA-256" in site.teardown(code=4)
+    assert not site.stopped.exists()
+
+
+def test_what_is_excluded_is_shown_and_much_is_asked_about(site: Site) -> None:
+    """P1: sizes are shown before bytes move, and so is what is not looked into."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    (site.job / "project" / "__pycache__").mkdir()
+    (site.job / "project" / "__pycache__" / "x.pyc").write_bytes(b"1")
+    venv = site.box / "my-env"
+    venv.mkdir()
+    (venv / "pyvenv.cfg").write_text("")
+    (venv / "huge.so").write_bytes(b"1" * 5000)
+    (site.box / "sets").mkdir()
+    (site.box / "sets" / "a.bin").write_bytes(b"1" * 5000)
+    said = site.run("pull", "gpt", str(site.pulled), "--up-to", "0.000004", code=4)
+    assert "were not named as results" in said
+    assert "data/sets: 1 files, 0.0 MB" in said
+    assert f"{venv}" in said
+    assert not site.pulled.exists()
+    site.pull("--up-to", "0.000004", "--yes")
+    assert (site.pulled / "data" / "sets" / "a.bin").exists()
+    assert not (site.pulled / "data" / "my-env").exists()
+    site.verify()
+    site.teardown()
+
+
+@pytest.mark.parametrize("kind", ["written", "relaunched"])
+def test_the_gate_is_looked_at_again_once_the_name_was_typed(
+    site: Site, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """P1: a person takes their time; meanwhile something is written, or the job is started."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    site.pull()
+    site.verify()
+    locks: list[int | None] = []
+
+    def think(question: str) -> str:
+        if kind == "written":
+            best = site.job / "project" / "best.safetensors"
+            write_tensors(best, b"\1")
+            os.utime(best, (1, 1))  # Its size is the same, and its time says nothing.
+        else:
+            locks.append(box_program.take_lock(str(site.job / "launch" / "supervise.lock")))
+        return "gpt"
+
+    monkeypatch.setattr(command, "is_terminal", lambda: True)
+    monkeypatch.setattr("builtins.input", think)
+    refused = site.run("teardown", "gpt", code=4)
+    word = "project/best.safetensors" if kind == "written" else "has been started again"
+    assert word in refused
+    assert not site.stopped.exists()
+    for lock in locks:
+        assert lock is not None
+        os.close(lock)
+
+
+def test_nothing_starts_on_the_box_while_it_is_given_back(site: Site) -> None:
+    """P1: the stop command runs under the box's lock; a start meanwhile is refused."""
+    tried = site.folder / "tried"
+    start = f"{sys.executable} {box_program.__file__} supervise {site.job}/launch"
+    (site.job / "launch" / "settings.json").write_text(json.dumps({"command": ["true"]}))
+    stop = msgspec.structs.replace(
+        site.record.profile.teardown,
+        stop_command=("sh", "-c", f"{start} 2> {tried}; echo $? >> {tried}; touch {site.stopped}"),
+    )
+    site.set_profile(teardown=stop)
+    write_tensors(site.job / "project" / "best.safetensors")
+    site.pull()
+    site.verify()
+    site.teardown()
+    assert tried.read_text() == "box: this job runs already\n4\n"
+
+
+def test_a_link_that_leads_elsewhere_and_a_folder_that_cannot_be_read_keep_it_shut(
+    site: Site,
+) -> None:
+    """P1: what could not be looked at is not taken for nothing."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    outside = site.folder / "big-disk"
+    write_tensors(outside / "last.safetensors")
+    (site.job / "project" / "out").symlink_to(outside)
+    (site.job / "project" / "latest").symlink_to("best.safetensors")
+    (site.job / "project" / "nowhere").symlink_to("not-there")
+    bad = os.fsencode(site.job / "project") + b"/w\xff.pt"
+    Path(os.fsdecode(bad)).write_bytes(b"1")
+    said = site.pull()
+    assert f"project/out: a link to {outside}" in said
+    site.verify()
+    refused = site.teardown(code=4)
+    assert "project/out: a link" in refused
+    assert "its name is no UTF-8" in refused
+    assert "latest" not in refused
+    site.teardown("--leave", "project/out", "--leave", "project/w*", "--dry-run")
+
+
+def test_a_job_that_was_not_launched_from_here_keeps_the_gate_shut(site: Site) -> None:
+    """P6: a colleague's job on the same box is named, and its files are not brought along."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    theirs = site.box / "bert"
+    (theirs / "launch").mkdir(parents=True)
+    (theirs / "launch" / "settings.json").write_text("{}")
+    (theirs / "launch" / "box.py").write_text("")
+    write_tensors(theirs / "project" / "theirs.safetensors")
+    state = site.box / "state" / "jobs" / "t5"
+    state.mkdir(parents=True)
+    for name in ("job.json", "journal.jsonl"):
+        (state / name).write_text("{}")
+    site.pull()
+    assert not (site.pulled / "data" / "bert").exists()
+    site.verify()
+    refused = site.teardown(code=4)
+    assert "job `bert` is on the box, and was not launched from here" in refused
+    assert not site.stopped.exists()
+    site.teardown("--others-agree")
+    assert site.stopped.exists()
+    assert site.read_record().notes[-1].endswith("teardown --others-agree")
