@@ -28,6 +28,7 @@ from perdure.cli import (
     scale,
     schema,
     steer,
+    teardown,
     trace,
     trace_replay,
     trace_simulate,
@@ -108,7 +109,7 @@ for command in (
     remote.attach,
     remote.tunnel,
     pull.pull,
-    pull.teardown,
+    teardown.teardown,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)

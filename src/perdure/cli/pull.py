@@ -1,52 +1,54 @@
-"""`perdure pull` and `perdure teardown`: results home, and only then the box given back."""
+"""`perdure pull`: results home, with what nobody had named, before a box is given back."""
 
-import os
-import shlex
-import subprocess
 import time
+from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
 from perdure.cli.act import JobName
 from perdure.cli.jobs import ENDED, find_here
-from perdure.cli.launch import render_finding
 from perdure.cli.options import Json
 from perdure.cli.profiles import here, is_terminal
-from perdure.cli.say import note, print_json
-from perdure.launch.channel import Channel, UnreachedError
-from perdure.launch.gate import find_neighbours, find_obstacles
+from perdure.cli.say import print_json
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.pulling import (
     compare_files,
-    find_loadable,
+    drop_sent,
+    find_areas,
     find_roster,
-    load_files,
+    look_into,
     pull_files,
-    read_manifest,
-    read_verified,
     write_verified,
 )
-from perdure.launch.records import list_records, read_record, write_record
-from perdure.launch.sources import open_sources
-from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.launch.records import read_record, write_record
+from perdure.launch.sources import Sources, open_sources
+from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.launching import (
     PULL_VERIFIED,
     BoxState,
-    Finding,
     LaunchRecord,
+    PulledFile,
     PullManifest,
-    PullVerified,
 )
 from perdure.service.jobfiles import resolve_home
 
-_STOP_S = 900.0
 _LEAVE_S = 20.0
 """Given to further boxes to leave a job that has ended on its first."""
+_SHOWN_MAX = 8
+"""Of folders with files that nobody named so many are shown, the largest first."""
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")]
+Leave = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--leave",
+        metavar="PATTERN",
+        help="Files that stay on the box, such as data/sets or *.core.",
+    ),
+]
 
 
 def pull(
@@ -59,12 +61,24 @@ def pull(
         list[str] | None,
         typer.Option("--gone", metavar="HOST", help="Of several boxes, one that was taken away."),
     ] = None,
+    leave: Leave = None,
+    up_to_gb: Annotated[
+        float,
+        typer.Option(
+            "--up-to",
+            min=0,
+            metavar="GB",
+            help="Ask before more than this comes that nobody named as a result.",
+        ),
+    ] = 20.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Bring it however much it is.")] = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Bring a job's checkpoints, journal, logs and outputs here from its box, or all of them.
 
-    What has arrived stays: the same command goes on from there.
+    So is every file of the project and the data folders there that is not here as it was sent, but
+    for caches and environments. What has arrived stays: the same command goes on from there.
     """
     home = resolve_home()
     place, record = here(home), mark_gone(find_record(home, job), gone or [])
@@ -80,7 +94,8 @@ def pull(
 
         fetch(record, place)  # Its output has no machine that could be asked for a roster.
     with open_sources(record, place) as sources:
-        manifest = find_roster(record, sources)
+        manifest = _make_roster(record, sources, tuple(leave or ()), place)
+        _ask_size(record, manifest, up_to_gb, yes=yes or dry_run)
         if not dry_run:
             pull_files(record, manifest, directory, sources, place.tell)
     size = sum(file.bytes for file in manifest.files)
@@ -90,11 +105,80 @@ def pull(
     if as_json:
         files = len(manifest.files)
         print_json({"job": job, "dir": str(directory), "files": files, "bytes": size,
-                    "roots": manifest.roots, "dry_run": dry_run})  # fmt: skip
+                    "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,
+                    "left": [file.path for file in manifest.left], "unread": manifest.unread,
+                    "excluded": manifest.excluded, "others": manifest.others})  # fmt: skip
     else:
         verb = "would pull" if dry_run else "pulled"
         print(f"{verb} {text}; next: perdure verify {directory}")
     return 0
+
+
+def _make_roster(
+    record: LaunchRecord, sources: Sources, leave: tuple[str, ...], place: Here
+) -> PullManifest:
+    """Return what is to be brought, with hashes; what nobody named is told first, by its size."""
+    if any(find_areas(box) for box in record.boxes):
+        sizes = find_roster(record, sources, leave=leave, hashes=False)
+        for line in describe_finds(record, drop_sent(sizes, record.project, hashes=False)):
+            place.tell(line)
+    return drop_sent(find_roster(record, sources, leave=leave), record.project)
+
+
+def find_unnamed(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
+    """Return the files that nobody named as results."""
+    labels = [label for label, root in manifest.roots.items() if _is_area(record, label)]
+    return [f for f in manifest.files if any(f.path.startswith(f"{one}/") for one in labels)]
+
+
+def _is_area(record: LaunchRecord, label: str) -> bool:
+    name = label.split("/", 2)[2] if label.startswith("boxes/") else label
+    return any(name in find_areas(box) and name not in box.roots for box in record.boxes)
+
+
+def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
+    """Return what lies on the box beside the results, line by line, the largest folders first."""
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    unnamed = find_unnamed(record, manifest)
+    for file in unnamed:
+        folder = "/".join(file.path.split("/")[:-1][:3])
+        sizes[folder] += file.bytes
+        counts[folder] += 1
+    lines = [
+        f"not named as a result: {folder}: {counts[folder]} files, {size / 1e6:.1f} MB"
+        for folder, size in sizes.most_common(_SHOWN_MAX)
+    ]
+    if len(sizes) > _SHOWN_MAX:
+        rest = sum(size for _, size in sizes.most_common()[_SHOWN_MAX:])
+        lines.append(f"and {len(sizes) - _SHOWN_MAX} more folders, {rest / 1e6:.1f} MB")
+    if manifest.sent:
+        lines.append(f"{manifest.sent} files of the project are here as they are there")
+    if manifest.left:
+        size = sum(file.bytes for file in manifest.left)
+        lines.append(f"left there as you say: {len(manifest.left)} files, {size / 1e6:.1f} MB")
+    if manifest.excluded:
+        more = f" and {len(manifest.excluded) - 3} more" if len(manifest.excluded) > 3 else ""
+        lines.append(f"not looked into (caches, environments, secrets): "
+                     f"{', '.join(manifest.excluded[:3])}{more}")  # fmt: skip
+    lines += [f"cannot be brought: {why}" for why in manifest.unread]
+    return lines
+
+
+def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, yes: bool) -> None:
+    """Ask a person before much comes that nobody named.
+
+    Raises:
+        SafetyError: there is nobody who could be asked, or who does not want it.
+    """
+    size = sum(file.bytes for file in find_unnamed(record, manifest))
+    if yes or size <= up_to_gb * 1e9:
+        return
+    text = f"{size / 1e9:.1f} GB on the box were not named as results"
+    if is_terminal() and input(f"{text}; bring them? [y/N] ").strip().lower() in ("y", "yes"):
+        return
+    raise SafetyError(f"not pulled: {text}", hint="--yes brings them, --leave PATTERN leaves some "
+                      "of them there, --up-to GB sets the bound")  # fmt: skip
 
 
 def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
@@ -129,95 +213,48 @@ def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
 
 
 def verify_pulled(
-    directory: Path, manifest: PullManifest, *, allow_pickle: bool, as_json: bool
+    directory: Path,
+    manifest: PullManifest,
+    *,
+    allow_pickle: bool,
+    nothing_to_keep: bool,
+    as_json: bool,
 ) -> int:
     """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
     problems = compare_files(directory, manifest)
-    loaded = 0
-    if not problems:
-        loaded, problems = load_files(find_loadable(directory, manifest), allow_pickle=allow_pickle)
+    found = look_into(directory, manifest, allow_pickle=allow_pickle) if not problems else None
+    if found is not None:
+        problems = list(found.problems)
+        if not problems and not found.tensors and not nothing_to_keep:
+            problems = ["no file that was pulled has a tensor in it; --nothing-to-keep, if that "
+                        "is right"]  # fmt: skip
     proof = None
-    if not problems:
-        proof = write_verified(directory, manifest, loaded, time.time())
+    if found is not None and not problems:
+        proof = write_verified(
+            directory, manifest, found.loaded, time.time(),
+            tensors=found.tensors, nothing_to_keep=nothing_to_keep,
+        )  # fmt: skip
     else:
         (directory / PULL_VERIFIED).unlink(missing_ok=True)
     size = sum(file.bytes for file in manifest.files)
     if as_json:
         print_json({"dir": str(directory), "job": manifest.job, "ok": not problems,
-                    "files": len(manifest.files), "bytes": size, "loaded": loaded,
+                    "files": len(manifest.files), "bytes": size,
+                    "loaded": found.loaded if found else 0,
+                    "tensors": found.tensors if found else 0,
+                    "unknown": found.unknown if found else (),
                     "problems": problems, "verified": proof})  # fmt: skip
-    elif problems:
+        return 3 if problems else 0
+    if found is not None and found.unknown:
+        more = f" and {len(found.unknown) - 3} more" if len(found.unknown) > 3 else ""
+        print(f"not understood, compared by SHA-256 only: {', '.join(found.unknown[:3])}{more}")
+    if problems:
         print("\n".join(f"DAMAGED: {problem}" for problem in problems))
-    else:
+    elif found is not None:
         print(f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
-              f"many, SHA-256 equal; {loaded} with tensors load with weights_only")  # fmt: skip
+              f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
+              "checkpoints load with weights_only")  # fmt: skip
     return 3 if problems else 0
-
-
-def teardown(
-    job: JobName,
-    confirm: Annotated[
-        str | None, typer.Option("--confirm", metavar="JOB", help="The job's name, typed again.")
-    ] = None,
-    box_is_gone: Annotated[
-        bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
-    ] = False,
-    with_volume: Annotated[
-        bool,
-        typer.Option("--with-volume", help="Kubernetes: also the claim that perdure has made."),
-    ] = False,
-    by_hand: Annotated[
-        bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
-    ] = False,
-    dry_run: DryRun = False,
-    as_json: Json = False,
-) -> int:
-    """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
-    home = resolve_home()
-    place, record = here(home), find_record(home, job)
-    if with_volume and record.profile.kind != "kubernetes":
-        raise ConfigError("--with-volume is for jobs on Kubernetes")
-    obstacles = check_gate(record, place, box_is_gone=box_is_gone)
-    commands = {box.box: fill_command(box) for box in (record, *record.others)}
-    command = commands[record.box]
-    told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": command}
-    if record.others:
-        told["commands"] = commands
-    deletion = _find_deletion(record, with_volume)
-    if deletion:
-        told["deletion"] = deletion
-    if not as_json:
-        for obstacle in obstacles:
-            note(render_finding(obstacle))
-    if dry_run:
-        if as_json:
-            print_json({**told, "dry_run": True})
-        elif not obstacles:
-            ways = "; ".join(shlex.join(w) for w in (deletion, *commands.values()) if w)
-            way = ways or f"nothing; by hand: {_how(record)}"
-            print(f"the gate is open; after the name is typed, it would run: {way}")
-        return 4 if obstacles else 0
-    if obstacles:
-        raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
-    if not (command or deletion or by_hand or record.profile.ends_by_itself):
-        raise SafetyError(
-            f"the profile has no stop command; {_how(record)}",
-            hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
-        )
-    _ask_name(job, confirm, record)
-    if not box_is_gone and record.profile.kind in ("ssh", "slurm"):
-        for box in record.boxes:
-            _clean(box)
-    if deletion and not by_hand:
-        _stop(deletion, place)
-    if command and not by_hand:
-        _stop_all(commands, place)
-    write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
-    if as_json:
-        print_json({**told, "torn_down": True})
-    else:
-        print(f"{job}: torn down; still billed, if you have any: {_left(record)}")
-    return 0
 
 
 def find_record(home: str, job: str) -> LaunchRecord:
@@ -253,133 +290,3 @@ def find_state(record: LaunchRecord, place: Here) -> BoxState:
         code=int(snapshot.state == "failed"),
         reason=snapshot.reason or snapshot.state,
     )
-
-
-def check_gate(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
-    """Return why the box may not be given back yet; empty where it may.
-
-    What other jobs have on the same box goes with it, so they are looked at as well.
-    """
-    found = _look(record, place, box_is_gone=box_is_gone)
-    if box_is_gone:
-        return found
-    for other in find_neighbours(record, list_records(place.home)):
-        found += [
-            msgspec.structs.replace(
-                finding, text=f"job `{other.job}` is on the same box: {finding.text}"
-            )
-            for finding in _look(other, place, box_is_gone=False)
-        ]
-    return found
-
-
-def _look(record: LaunchRecord, place: Here, *, box_is_gone: bool) -> list[Finding]:
-    directory = Path(record.pulled_to) if record.pulled_to else None
-    pulled: PullManifest | None = None
-    proof: PullVerified | None = None
-    differences: list[str] = []
-    if directory is not None:
-        pulled, proof = read_manifest(directory), read_verified(directory)
-        differences = compare_files(directory, pulled, hashes=False) if pulled else []
-    states: list[BoxState | None] = []
-    on_box: PullManifest | None = None
-    try:
-        if not box_is_gone:
-            states += [find_state(box, place) for box in record.boxes]
-            with open_sources(record, place) as sources:
-                on_box = find_roster(record, sources)
-    except UnreachedError as error:
-        place.tell(str(error))
-        states.append(None)
-    return find_obstacles(
-        record,
-        states=states,
-        on_box=on_box,
-        pulled=pulled,
-        verified=proof,
-        differences=differences,
-        box_is_gone=box_is_gone,
-    )
-
-
-def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
-    """Return the command that ends a job's pods; empty where it has none."""
-    if record.profile.kind != "kubernetes":
-        return ()
-    from perdure.launch.kubernetes import make_deletion
-
-    return make_deletion(record, with_volume=with_volume)
-
-
-def fill_command(record: LaunchRecord) -> tuple[str, ...]:
-    """Return the profile's stop command for this job; empty where it has none."""
-    values = {"{job}": record.job, "{host}": record.profile.launch.host}
-    words = []
-    for word in record.profile.teardown.stop_command:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        words.append(word)
-    return tuple(words)
-
-
-def _how(record: LaunchRecord) -> str:
-    return record.profile.teardown.how or "see your provider"
-
-
-def _left(record: LaunchRecord) -> str:
-    return record.profile.teardown.keeps_billing or "nothing that this profile knows of"
-
-
-def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
-    """Have a person type the job's name."""
-    if confirm is None and is_terminal():
-        undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
-        names = ", ".join(box.box for box in (record, *record.others))
-        note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
-        confirm = input(f"type the job's name ({job}) to go on: ").strip()
-    if confirm != job:
-        raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
-
-
-def _clean(record: LaunchRecord) -> None:
-    """Take secrets and what starts the job again off the box; it may be about to be deleted."""
-    from perdure.launch.ssh.ask import in_job
-
-    script = "if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; "
-    script += 'rm -rf "$CRED_FILE" launch/credentials'
-    channel = Channel(record.profile.launch)
-    sent = (
-        f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.
-    )
-    done = channel.ask(sent + in_job(record.place, script))
-    if done.code:
-        note(f"{channel.name}: {done.err}")
-    channel.disconnect()
-
-
-def _stop_all(commands: dict[str, tuple[str, ...]], place: Here) -> None:
-    """Stop every box, also where one of them cannot be."""
-    failed: list[PlatformError] = []
-    for words in commands.values():
-        try:
-            _stop(words, place)
-        except PlatformError as error:
-            failed.append(error)
-    if failed:
-        raise failed[0]
-
-
-def _stop(command: tuple[str, ...], place: Here) -> None:
-    place.tell(f"running: {shlex.join(command)}")
-    try:
-        done = subprocess.run(command, timeout=_STOP_S, env=dict(os.environ), check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PlatformError(
-            f"the stop command did not run to its end: {error}",
-            hint="THE METER MAY STILL RUN: look at the provider",
-        ) from error
-    if done.returncode:
-        raise PlatformError(
-            f"the stop command ended with {done.returncode}",
-            hint="THE METER MAY STILL RUN: look at the provider",
-        )

@@ -23,12 +23,17 @@ def verify(
         bool,
         typer.Option("--allow-pickle", help="Load what is no plain data too: it may run code."),
     ] = False,
+    nothing_to_keep: Annotated[
+        bool,
+        typer.Option("--nothing-to-keep", help="It is right that a pull has no tensor in it."),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Read checkpoints back and compare sizes and hashes.
 
     A directory that `perdure pull` has filled is compared with its roster, and everything in it
     that has tensors is loaded with `weights_only`: the proof that `perdure teardown` asks for.
+    A pull without a single tensor is no proof, but with --nothing-to-keep.
     Leaves with 3 if something is damaged.
     """
     from perdure.adapters.checkpoints import verify_all
@@ -41,8 +46,9 @@ def verify(
         manifest = read_manifest(Path(directory))
         if manifest is not None:
             return verify_pulled(
-                Path(directory), manifest, allow_pickle=allow_pickle, as_json=as_json
-            )
+                Path(directory), manifest, allow_pickle=allow_pickle,
+                nothing_to_keep=nothing_to_keep, as_json=as_json,
+            )  # fmt: skip
     results = verify_all(directory)
     if not results:
         raise ConfigError(

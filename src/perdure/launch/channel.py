@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -190,6 +190,59 @@ class Channel:
         except (msgspec.DecodeError, UnicodeError) as error:
             raise ProtocolError(f"{self.name} answers what is no answer: {error}",
                                 hint="is it the same perdure there?") from error  # fmt: skip
+
+    @contextlib.contextmanager
+    def hold(self, source: bytes, *argv: str, timeout_s: float = 60.0) -> Iterator[Any]:
+        """Run a program of ours there while the body runs; yield its one answer, decoded.
+
+        It has a connection of its own, and ends when its standard input does: with the body, with
+        this process, or with the connection.
+
+        Raises:
+            UnreachedError: there was no answer.
+        """
+        loader = (
+            "import sys; source = sys.stdin.buffer.read(int(sys.argv.pop(1))); "
+            'exec(compile(source, "box.py", "exec"), globals())'
+        )
+        words = shlex.join(["python3", "-c", loader, str(len(source)), *argv])
+        command = ["sh", "-c", wrap(words)]
+        if self.host:
+            command = [*self.ssh(shared=False), self.host, f"exec sh -c {shlex.quote(wrap(words))}"]
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=not self.host,
+        )  # fmt: skip
+        assert process.stdin is not None
+        try:
+            yield self._read_answer(process, source, timeout_s)
+        finally:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=5)
+            self._kill(process)
+            _close(process)
+
+    def _read_answer(
+        self, process: "subprocess.Popen[bytes]", source: bytes, timeout_s: float
+    ) -> Any:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        unreached = UnreachedError(f"{self.name}: no answer", hint="try again")
+        ender = threading.Timer(timeout_s, self._kill, (process,))
+        ender.start()
+        try:
+            process.stdin.write(source)
+            process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(ANSWER.encode()):
+                    return msgspec.json.decode(line[len(ANSWER) :])
+        except BrokenPipeError:
+            raise unreached from None
+        finally:
+            ender.cancel()
+        raise unreached
 
     def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
         """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown."""

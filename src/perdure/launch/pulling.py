@@ -10,7 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
 import msgspec
@@ -18,6 +18,13 @@ import msgspec
 from perdure.launch.roster import Roster, check_names, check_roster, check_target
 from perdure.launch.sources import Source, Sources
 from perdure.launch.ssh import results
+from perdure.launch.tensorfiles import (
+    INDICES,
+    check_config,
+    find_missing,
+    is_pickle,
+    read_safetensors,
+)
 from perdure.launch.transfer import PARTIAL, find_final
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import (
@@ -33,34 +40,124 @@ SKIPPED = (
     "nats", "credentials", "endpoint.json", "run.lock", "supervise.lock", "rings", "tmux", "*.whl",
     "__pycache__", PARTIAL, "report.html",
 )  # fmt: skip
-"""Not results: the bus's own store (its journal is mirrored beside it), secrets, locks, rings."""
+"""Not results: the bus's own store (its journal is mirrored beside it), secrets, locks, rings.
+Of perdure's own folders only: in a user's a folder may well be called so."""
+EXCLUDED = (
+    "__pycache__", "*.pyc", ".cache", ".hf", ".mypy_cache", ".ruff_cache", ".pytest_cache",
+    ".ipynb_checkpoints", "node_modules", "lost+found", ".ssh", ".gnupg", ".perdure-credentials*",
+    ".perdure-locks", PARTIAL,
+)  # fmt: skip
+"""What is not brought home from where nobody named it: caches, and secrets. Environments of
+Python's are left out as well."""
+PROJECT = "project"
+"""Label, and name on a box, of the folder that was sent."""
 _ROSTER_S = 3600.0
 _LOADABLE = (".pt", ".pth", ".ckpt")
+_UNKNOWN = (
+    ".bin", ".npy", ".npz", ".h5", ".hdf5", ".onnx", ".gguf", ".msgpack", ".pkl", ".pickle",
+    ".joblib", ".tar", ".zip",
+)  # fmt: skip
+"""May hold weights, and is compared by its hash only."""
 _CHUNK = 4 << 20
 
 
-def find_roster(record: LaunchRecord, sources: Sources) -> PullManifest:
+_NOTHING = PullManifest(job="", host="", roots={}, pulled_s=0.0, files=())
+
+
+def find_roster(
+    record: LaunchRecord,
+    sources: Sources,
+    *,
+    leave: Sequence[str] = (),
+    hashes: bool = True,
+) -> PullManifest:
     """Return what is on the job's boxes now; labels of further ones begin with the box's name.
+
+    Beside the results these are all files in the project and in the data folders. Without
+    `hashes` only names, sizes and stamps are told.
 
     Raises:
         PlatformError: one cannot be reached, or has links among the results.
         SafetyError: one names a file that would lie elsewhere.
     """
     owners = find_owners(record)
-    roots: dict[str, str] = {}
-    files: list[PulledFile] = []
-    for box in record.boxes:
-        mine = {label: box.roots[name] for label, (owner, name) in owners.items() if owner is box}
-        told = _list_files(box, mine, sources[box.box])
-        roots |= told.roots
-        files += told.files
-    return PullManifest(
-        job=record.job,
+    told = msgspec.structs.replace(
+        _NOTHING, job=record.job, pulled_s=time.time(), leave=tuple(leave),
         host=", ".join(sources[box.box].channel.name for box in record.boxes),
-        roots=roots,
-        pulled_s=time.time(),
-        files=tuple(files),
+    )  # fmt: skip
+    for box in record.boxes:
+        mine = {label: name for label, (owner, name) in owners.items() if owner is box}
+        roots = {label: box.roots[name] for label, name in mine.items() if name in box.roots}
+        folders = find_areas(box)
+        areas = {label: folders[name] for label, name in mine.items() if label not in roots}
+        prefix = "" if box.place == record.place else f"boxes/{box.box}/"
+        told = _add(told, _list_files(box, roots, areas, sources[box.box], leave, hashes), prefix)
+    return told
+
+
+def _add(told: PullManifest, box: Roster, prefix: str) -> PullManifest:
+    """Return a roster with that of one more box."""
+    own = [os.path.basename(path) for path in box.others]
+    return msgspec.structs.replace(
+        told,
+        roots=told.roots | box.roots,
+        files=(*told.files, *box.files),
+        left=(*told.left, *box.left),
+        excluded=(*told.excluded, *(f"{prefix}{path}" for path in box.excluded)),
+        unread=(*told.unread, *(f"{prefix}{why}" for why in box.unread)),
+        others=(*told.others, *own),
     )
+
+
+def drop_sent(told: PullManifest, project: str, *, hashes: bool = True) -> PullManifest:
+    """Return a roster without the project's files that are here, in the project, as they are there.
+
+    Without `hashes` the same size counts, which is enough to foretell how much there will be.
+    """
+    if not project:
+        return told
+
+    def is_here(file: PulledFile) -> bool:
+        path_there = file.path.split("/", 2)[2] if file.path.startswith("boxes/") else file.path
+        label, _, name = path_there.partition("/")
+        path = Path(project, name)
+        if label != PROJECT or path.is_symlink() or not path.is_file():
+            return False
+        same = path.stat().st_size == file.bytes
+        return same and (not hashes or _hash(path) == file.sha256)
+
+    files = tuple(file for file in told.files if not is_here(file))
+    return msgspec.structs.replace(told, files=files, sent=len(told.files) - len(files))
+
+
+def find_areas(box: LaunchRecord) -> dict[str, str]:
+    """Return where a job may have left files that nobody named: label -> folder on its box.
+
+    They are the project as it was sent, and the folders of the platform for code, data and state.
+    What outlives a job's end by itself, such as a cluster's home, is looked at in the job's own
+    folder only.
+    """
+    profile, place = box.profile, PurePosixPath(box.place)
+    match profile.kind:
+        case "ssh":
+            home = PurePosixPath(box.home)
+            durable = home.parent if home.name == "state" else home.parent.parent
+            areas = {PROJECT: place / PROJECT, "data": place.parent, "durable": durable}
+        case "slurm" if profile.launch.host:
+            areas = {PROJECT: place / PROJECT, "folder": place}
+        case "kubernetes":
+            areas = {PROJECT: place / PROJECT, "folder": place}
+            if not profile.kubernetes.claim:  # Else others' folders are on the volume as well.
+                areas["durable"] = PurePosixPath(profile.overrides.DURABLE_DIR)
+        case "notebook":
+            areas = {"output": PurePosixPath(box.home)}
+        case _:
+            areas = {}
+    found: dict[str, str] = {}
+    for label, folder in areas.items():
+        if str(folder) not in (*found.values(), "/"):
+            found[label] = str(folder)
+    return found
 
 
 def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
@@ -68,24 +165,51 @@ def find_owners(record: LaunchRecord) -> dict[str, tuple[LaunchRecord, str]]:
     return {
         label if box.place == record.place else f"boxes/{box.box}/{label}": (box, label)
         for box in record.boxes
-        for label in box.roots
+        for label in {**find_areas(box), **box.roots}
     }
 
 
-def _list_files(box: LaunchRecord, roots: dict[str, str], there: Source) -> Roster:
-    skip = (*SKIPPED, *box.profile.overrides.SCRATCH)
-    wanted = msgspec.json.encode({"roots": roots, "skip": skip}).decode()
+def _list_files(
+    box: LaunchRecord,
+    roots: dict[str, str],
+    areas: dict[str, str],
+    there: Source,
+    leave: Sequence[str],
+    hashes: bool,
+) -> Roster:
+    overrides = box.profile.overrides
+    scratch = overrides.SCRATCH
+    skip = {
+        label: (*EXCLUDED, *scratch) if "outputs/" in label else (*SKIPPED, *scratch)
+        for label in roots
+    }
+    hidden = [box.home, os.path.join(os.path.dirname(box.place), "envs")] if areas else []
+    if overrides.HF_HOME and "$DATA_DIR" not in overrides.HF_HOME:
+        hidden.append(overrides.HF_HOME)
+    wanted = msgspec.json.encode(
+        {
+            "roots": roots,
+            "skip": skip,
+            "areas": areas,
+            "exclude": (*EXCLUDED, *scratch),
+            "hide": hidden,
+            "home": box.home if areas else "",
+            "leave": leave,
+            "hash": hashes,
+        }
+    ).decode()
     told: Roster = there.channel.query(
         f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
         Roster,
         stdin=Path(results.__file__).read_bytes(),
         timeout_s=_ROSTER_S,
     )
-    check_roster(told, roots, there.channel.name)
+    check_roster(told, roots | areas, there.channel.name)
     if told.links:
         raise PlatformError(
             f"{told.links[0]} is a link: what it points to would not be pulled",
-            hint="put the file itself there, or name its folder in launch.outputs",
+            hint="put the file itself there, or name its folder in launch.outputs; "
+            f"--leave {shlex.quote(told.links[0])} leaves it",
         )
     return told
 
@@ -200,20 +324,71 @@ def compare_files(target: Path, manifest: PullManifest, *, hashes: bool = True) 
     return problems
 
 
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    """What files of tensors say of themselves."""
+
+    loaded: int = 0
+    """Files and checkpoints that load."""
+    tensors: int = 0
+    problems: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+    """Files that may well be weights and were not understood, and why."""
+
+
+def look_into(target: Path, manifest: PullManifest, *, allow_pickle: bool) -> Found:
+    """Return what the files of tensors among those that were pulled say of themselves.
+
+    Raises:
+        PlatformError: torch is not installed here, and some are torch's: nothing can be said.
+    """
+    problems: list[str] = []
+    unknown: list[str] = []
+    loaded = tensors = 0
+    for file in manifest.files:
+        path = target / file.path
+        try:
+            if path.suffix == ".safetensors":
+                tensors += len(read_safetensors(path))
+                loaded += 1
+            elif path.name.endswith(INDICES):
+                problems += [f"{path}: {why}" for why in find_missing(path)]
+            elif path.name == "config.json":
+                check_config(path)
+            elif path.suffix in _UNKNOWN and not _is_torch(path):
+                unknown.append(f"{file.path} ({path.suffix})")
+        except ValueError as error:
+            problems.append(f"{path} does not load: {error}")
+    paths = find_loadable(target, manifest)
+    told = load_files(paths, allow_pickle=allow_pickle) if paths else Found()
+    return Found(
+        loaded=loaded + told.loaded,
+        tensors=tensors + told.tensors,
+        problems=(*problems, *told.problems),
+        unknown=(*unknown, *told.unknown),
+    )
+
+
+def _is_torch(path: Path) -> bool:
+    return path.suffix in _LOADABLE or (path.suffix == ".bin" and is_pickle(path))
+
+
 def find_loadable(target: Path, manifest: PullManifest) -> list[str]:
-    """Return files with tensors, and folders of sharded checkpoints, that are to be loaded."""
+    """Return torch's files with tensors, and folders of sharded checkpoints, to be loaded.
+
+    The files of a sharded checkpoint are loaded with it, by its index.
+    """
     found = set()
     for file in manifest.files:
         path = PurePosixPath(file.path)
         if path.name == ".metadata":
             found.add(str(target / path.parent))
-        elif path.suffix in _LOADABLE or path.match("pytorch_model*.bin"):
+        elif path.suffix in (*_LOADABLE, ".bin") and _is_torch(target / path):
             found.add(str(target / path))
     return sorted(found)
 
 
-def load_files(paths: Iterable[str], *, allow_pickle: bool) -> tuple[int, list[str]]:
-    """Return how many of `paths` were loaded with `weights_only`, and what could not be.
+def load_files(paths: Iterable[str], *, allow_pickle: bool) -> Found:
+    """Return what loading `paths` with `weights_only` has shown.
 
     `allow_pickle` lets what is no plain data run the code that it names.
 
@@ -231,12 +406,17 @@ def load_files(paths: Iterable[str], *, allow_pickle: bool) -> tuple[int, list[s
         raise PlatformError(
             f"checkpoints cannot be loaded here: {lines[-1]}", hint="pip install 'perdure[torch]'"
         )
-    told = msgspec.json.decode(done.stdout.splitlines()[-1])
-    return told["loaded"], told["problems"]
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
 
 
 def write_verified(
-    target: Path, manifest: PullManifest, loaded: int, verified_s: float
+    target: Path,
+    manifest: PullManifest,
+    loaded: int,
+    verified_s: float,
+    *,
+    tensors: int = 0,
+    nothing_to_keep: bool = False,
 ) -> PullVerified:
     """Write down that the directory was found whole and loads."""
     verified = PullVerified(
@@ -246,6 +426,8 @@ def write_verified(
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         loaded=loaded,
+        tensors=tensors,
+        nothing_to_keep=nothing_to_keep,
     )
     temporary = target / f".{PULL_VERIFIED}"
     temporary.write_bytes(msgspec.json.format(msgspec.json.encode(verified)) + b"\n")

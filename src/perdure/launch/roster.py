@@ -23,6 +23,13 @@ class Roster(msgspec.Struct, frozen=True):
     files: tuple[PulledFile, ...]
     links: tuple[str, ...]
     roots: dict[str, str]
+    left: tuple[PulledFile, ...] = ()
+    """Files that a person leaves there; they have no hash."""
+    excluded: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
+    """What could not be looked at, and why."""
+    others: tuple[str, ...] = ()
+    """Folders of other jobs."""
 
 
 def check_roster(roster: Roster, wanted: Mapping[str, str], name: str) -> None:

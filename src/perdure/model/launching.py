@@ -91,6 +91,12 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One for each further box of the same job; only the first's has them."""
     address: str = ""
     """Where the job's other boxes reach this one."""
+    project: str = ""
+    """The folder here that was sent, absolute; empty: none was, or an older perdure sent it."""
+    stop_asked_s: float = 0.0
+    """Unix time at which the stop verb had run; the platform may not yet say that it is gone."""
+    notes: tuple[str, ...] = ()
+    """What a person has let go of by a flag, with the time."""
 
     @property
     def box(self) -> str:
@@ -158,6 +164,8 @@ class PulledFile(msgspec.Struct, frozen=True):
     """Label, then the path below its folder on the box: the same below the local directory."""
     bytes: int
     sha256: str
+    stamp: str = ""
+    """Inode and times of its content on the box: while it is the same, so is the file."""
 
 
 class PullManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +178,18 @@ class PullManifest(msgspec.Struct, frozen=True, kw_only=True):
     pulled_s: float
     """Unix time at which the roster was made, after the job had ended."""
     files: tuple[PulledFile, ...]
+    leave: tuple[str, ...] = ()
+    """Patterns of files that a person leaves on the box."""
+    left: tuple[PulledFile, ...] = ()
+    """Those files; their hashes are empty."""
+    sent: int = 0
+    """So many files of the project there are as they are here, and were not brought back."""
+    excluded: tuple[str, ...] = ()
+    """Caches, environments and secrets there, which are not looked into."""
+    unread: tuple[str, ...] = ()
+    """What could not be looked at, and why: nobody knows whether it exists elsewhere."""
+    others: tuple[str, ...] = ()
+    """Folders of other jobs of perdure's on the box, none of whose files are among these."""
 
 
 class PullVerified(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +204,10 @@ class PullVerified(msgspec.Struct, frozen=True, kw_only=True):
     bytes: int
     loaded: int
     """Files and checkpoints whose tensors were loaded, with `weights_only`."""
+    tensors: int = 0
+    """Tensors in them."""
+    nothing_to_keep: bool = False
+    """A person has said that it is right that there is none."""
 
 
 PULL_MANIFEST = "PULL_MANIFEST.json"

@@ -193,6 +193,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         job=plan.job, profile=plan.profile, place=plan.place, home=home,
         python=plan.profile.launch.python, id=name, launched_s=launched_s,
         roots={"job": f"{home}/jobs/{plan.job}", **plan.settings["roots"]},
+        project=plan.settings["project"],
     )  # fmt: skip
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     client.create(complete(plan.files[JOB], f"{launched_s:.0f}", packed))

@@ -5,6 +5,8 @@
     python3 box.py state FOLDER        how it is, by what was written down
     python3 box.py end FOLDER          the same, once its supervisor was told to end it
     python3 box.py reach JSON          which addresses of others can be connected to
+    python3 box.py others FOLDER       who else is on this machine
+    python3 box.py hold FOLDER         let nothing start here until standard input ends
 
 Only here is told whether a job lives: a connection that breaks, an exit code 255 of ssh and an
 empty list of tmux sessions prove nothing. It imports nothing of perdure's.
@@ -38,11 +40,14 @@ def main(argv: list[str]) -> int:
     command, argument = argv
     if command == "supervise":
         return supervise(argument)
+    if command == "hold":
+        return hold(argument)
     answers: dict[str, Callable[[str], dict[str, Any]]] = {
         "probe": lambda text: probe(json.loads(text)),
         "state": find_state,
         "end": tell_end,
         "reach": lambda text: {address: reach(address) for address in json.loads(text)},
+        "others": lambda text: {"others": find_others()},
     }
     print(ANSWER + json.dumps(answers[command](argument)))
     return 0
@@ -61,6 +66,10 @@ def supervise(folder: str) -> int:
     lock = take_lock(os.path.join(folder, "supervise.lock"))
     if lock is None:
         print("box: this job runs already", file=sys.stderr)
+        return REFUSED
+    shared = take_lock(find_box_lock(), shared=True)
+    if shared is None:
+        print("box: this machine is just being given back", file=sys.stderr)
         return REFUSED
     before = read(folder, "start.json") or {}
     memory = find_memory_events()
@@ -108,7 +117,7 @@ def supervise(folder: str) -> int:
     write(folder, "start.json", started)
     code = child[0].wait()
     end(folder, started, {"code": max(code, 0), "signal": max(-code, 0)})
-    for fd in [lock, *locks]:
+    for fd in [lock, shared, *locks]:
         os.close(fd)
     return code if code >= 0 else 128 - code
 
@@ -211,12 +220,38 @@ def tell_end(folder: str) -> dict[str, Any]:
     return found
 
 
-def take_lock(path: str) -> int | None:
+def hold(folder: str) -> int:
+    """Hold what a start of any job here needs, until standard input ends; say whether it is held.
+
+    Who is about to give the machine back looks at it once more meanwhile.
+    """
+    told = {"held": False, "why": "the job has been started again"}
+    lock = take_lock(os.path.join(folder, "supervise.lock"))
+    alone = take_lock(find_box_lock()) if lock is not None else None
+    if alone is not None:
+        told = {"held": True, "why": ""}
+    elif lock is not None:
+        told["why"] = "another job of perdure's runs on the box, or starts"
+    print(ANSWER + json.dumps(told), flush=True)
+    if told["held"]:
+        sys.stdin.read()
+    return 0
+
+
+def find_box_lock() -> str:
+    """Return the lock that each job here holds with the others, and a teardown alone.
+
+    A home may be on a disk that several machines see, and so it is one of this machine's.
+    """
+    return os.path.join(home(), ".perdure-locks", f"box-{boot_id()}.lock")
+
+
+def take_lock(path: str, *, shared: bool = False) -> int | None:
     """Return a descriptor that holds the lock at `path`; None where another holds it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(fd)
         return None
@@ -292,6 +327,102 @@ def query_smi(query: str) -> list[list[str]]:
         return []
     lines = done.stdout.decode(errors="replace").splitlines()
     return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+
+# --- who else is on the machine
+
+_TRAINED_S = 60.0
+"""A Python of somebody else's that cannot be looked into, and has computed for so long, counts."""
+
+
+def find_others() -> list[str]:
+    """Return who else would lose something with this machine, in words: processes and logins.
+
+    Those that compute on a GPU, those with torch in their memory, whoever is logged in by ssh on a
+    terminal, or by any means from another address than the one that asks.
+    """
+    found = {}
+    for gpu in list_gpus():
+        for pid in gpu["pids"]:
+            found[pid] = f"process {pid}{describe_process(pid)} computes on GPU {gpu['index']}"
+    parents = {pid: read_parent(pid) for pid in os.listdir("/proc") if pid.isdigit()}
+    mine = set()
+    pid = str(os.getpid())
+    while pid in parents and pid not in mine:
+        mine.add(pid)
+        pid = parents[pid]
+    for pid in sorted(set(parents) - mine, key=int):
+        if pid not in found and has_torch(pid):
+            found[pid] = f"process {pid}{describe_process(pid)} has torch in its memory"
+    return [*found.values(), *find_logins(parents, mine)]
+
+
+def find_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
+    """Return who is logged in by ssh beside the connection that asks."""
+    asking = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    children: dict[str, list[str]] = {}
+    for pid, parent in parents.items():
+        children.setdefault(parent, []).append(pid)
+    found = []
+    for pid in sorted(set(parents) - mine, key=int):
+        service, _, session = read_text(f"/proc/{pid}/cmdline").replace("\0", " ").partition(": ")
+        user, _, terminal = session.strip().partition("@")
+        if service not in ("sshd", "sshd-session") or not terminal:
+            continue
+        froms = {find_address(child) for child in children.get(pid, ())} - {""}
+        if terminal != "notty" or froms - {asking}:
+            found.append(f"{user} is logged in from {', '.join(sorted(froms)) or 'somewhere'} "
+                         f"({terminal})")  # fmt: skip
+    return found
+
+
+def find_address(pid: str) -> str:
+    """Return from where the session of a process was opened; empty where it is not told."""
+    for line in read_text(f"/proc/{pid}/environ").split("\0"):
+        if line.startswith("SSH_CONNECTION="):
+            return line.partition("=")[2].partition(" ")[0]
+    return ""
+
+
+def has_torch(pid: str) -> bool:
+    """Return whether a process has torch loaded, or may well have."""
+    if not first_line(f"/proc/{pid}/comm").startswith(("python", "pt_")):
+        executable = os.path.basename(read_text(f"/proc/{pid}/cmdline").partition("\0")[0])
+        if not executable.startswith("python"):
+            return False
+    try:
+        with open(f"/proc/{pid}/maps") as file:
+            return any("libtorch" in line for line in file)
+    except PermissionError:
+        fields = first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+        spent = sum(map(int, fields[11:13])) if len(fields) > 12 else 0
+        return spent / os.sysconf("SC_CLK_TCK") > _TRAINED_S
+    except OSError:
+        return False
+
+
+def read_parent(pid: str) -> str:
+    """Return the parent of a process; empty where it is gone."""
+    fields = first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return fields[1] if len(fields) > 1 else ""
+
+
+def describe_process(pid: str) -> str:
+    """Return whose a process is and what it was started as, for a person; empty where unknown."""
+    with contextlib.suppress(OSError, KeyError):
+        user = pwd.getpwuid(os.stat(f"/proc/{pid}").st_uid).pw_name
+        words = read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip()
+        return f" of {user} ({words[:80] or first_line(f'/proc/{pid}/comm')})"
+    return ""
+
+
+def read_text(path: str) -> str:
+    """Return a file's text; empty where it cannot be read."""
+    try:
+        with open(path, errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
 
 
 # --- what the machine is like

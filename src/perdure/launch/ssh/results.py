@@ -66,29 +66,175 @@ def repair(folder: str) -> dict[str, Any]:
 
 
 def make_manifest(wanted: dict[str, Any]) -> dict[str, Any]:
-    """Return the roster of results: label/path, bytes and SHA-256 of each file.
+    """Return the roster: label/path, bytes, stamp and SHA-256 of each file.
 
-    `wanted`: `roots` (label -> folder), `skip` (patterns of names left out, of files or folders).
-    A link is refused: what it points to would not be pulled.
+    `wanted`: `roots` (label -> folder of results), `skip` (label -> patterns of names left out
+    there), `areas` (label -> folder in which a job may have left what nobody named), `exclude`
+    (patterns of names left out of them), `hide` (folders that are no part of them), `home` (state
+    of jobs, others' among them), `leave` (patterns of files that a person leaves behind) and
+    `hash` (else only names and sizes).
+    A link among the results is refused: what it points to would not be pulled.
     """
-    files: list[dict[str, Any]] = []
-    links: list[str] = []
     roots = {label: locate(root) for label, root in wanted["roots"].items()}
+    areas = {label: locate(root) for label, root in wanted.get("areas", {}).items()}
+    told: dict[str, Any] = {
+        "files": [], "links": [], "left": [], "excluded": [], "unread": [], "others": [],
+        "roots": {**roots, **areas},
+    }  # fmt: skip
+    found: list[tuple[str, str]] = []
     for label, root in sorted(roots.items()):
-        for path in walk(root, tuple(wanted["skip"])):
-            name = f"{label}/{os.path.relpath(path, root)}"
-            if os.path.islink(path):
-                links.append(name)
-                continue
-            size, digest = hash_file(path)
-            files.append({"path": name, "bytes": size, "sha256": digest})
-    return {"files": files, "links": links, "roots": roots}
+        patterns = tuple(wanted["skip"].get(label, ()))
+        found += [(label, path) for path in walk(root, patterns, told["unread"])]
+    hidden = {locate(path) for path in wanted.get("hide", ())} | {*roots.values(), *areas.values()}
+    for label, root in sorted(areas.items()):
+        if any(is_below(root, one) for one in roots.values()):
+            continue  # All of it is a result already.
+        paths = walk_area(root, hidden - {root}, tuple(wanted["exclude"]), told)
+        found += [(label, path) for path in paths]
+    told["others"] += list_jobs(wanted.get("home", ""), list(roots.values()))
+    seen = [*roots.values(), *areas.values()]
+    for label, path in found:
+        name = os.path.relpath(path, told["roots"][label])
+        describe(f"{label}/{name}", path, wanted, told, seen if label in areas else [])
+    return told
 
 
-def walk(root: str, skip: tuple[str, ...]) -> list[str]:
-    """Return the files below `root`, sorted; sockets and pipes are left out."""
+def describe(
+    name: str, path: str, wanted: dict[str, Any], told: dict[str, Any], seen: list[str]
+) -> None:
+    """Add a file to what is told; a link of an area is none of it where it leads to what is seen.
+
+    A name that is no text cannot be sent, and is told as what cannot be read.
+    """
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        name = os.fsencode(name).decode("utf-8", "backslashreplace")
+        if not leaves(name, wanted.get("leave", ())):
+            told["unread"].append(f"{name}: its name is no UTF-8")
+        return
+    leaving = leaves(name, wanted.get("leave", ()))
+    try:
+        if os.path.islink(path):
+            real = os.path.realpath(path)
+            inside = any(real == one or real.startswith(one + "/") for one in seen)
+            if not seen and not leaving:
+                told["links"].append(name)
+            elif not inside and not leaving and os.path.exists(real):
+                told["unread"].append(f"{name}: a link to {real}, outside of what is looked at")
+            return
+        stat = os.stat(path)
+        row = {"path": name, "bytes": stat.st_size, "sha256": "",
+               "stamp": f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_ctime_ns}"}  # fmt: skip
+        if wanted.get("hash", True) and not leaving:
+            row["bytes"], row["sha256"] = hash_file(path)
+    except FileNotFoundError:
+        return  # It went while it was looked at: a job may run.
+    except OSError as error:
+        told["unread"].append(f"{name}: {error.strerror}")
+        return
+    told["left" if leaving else "files"].append(row)
+
+
+def leaves(path: str, patterns: Any) -> bool:
+    """Return whether a person leaves `path` (label/name) behind.
+
+    A pattern is of the whole path, of a folder above it or, without a slash, of any name in it.
+
+    >>> leaves("data/sets/a.bin", ["data/sets"]), leaves("project/x/core.1", ["core.*"])
+    (True, True)
+    """
+    for pattern in patterns:
+        pattern = pattern.rstrip("/")
+        names = [path] if "/" in pattern else path.split("/")
+        if matches_any(names, pattern) or path.startswith(pattern + "/"):
+            return True
+    return False
+
+
+def matches_any(names: list[str], pattern: str) -> bool:
+    """Return whether one of `names` matches."""
+    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
+
+
+def walk_area(
+    root: str, hidden: set[str], exclude: tuple[str, ...], told: dict[str, Any]
+) -> list[str]:
+    """Return files and links below `root`, sorted, without `hidden` folders.
+
+    What is left out by `exclude`, or is an environment of Python's, and the folders of other jobs
+    of perdure's are told.
+    """
     found = []
-    for folder, folders, names in os.walk(root):
+
+    def complain(error: OSError) -> None:
+        if error.filename != root or os.path.exists(root):
+            told["unread"].append(f"{error.filename}: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=complain):
+        going = []
+        for name in sorted(folders):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                names.append(name)
+            elif path in hidden:
+                if not any(is_below(one, path) for one in told["roots"].values()):
+                    told["excluded"].append(path)
+            elif is_job(path) and not any(is_below(one, path) for one in hidden):
+                told["others"].append(path)
+            elif matches(name, exclude) or is_environment(path):
+                told["excluded"].append(path)
+            else:
+                going.append(name)
+        folders[:] = going
+        for name in names:
+            path = os.path.join(folder, name)
+            if not os.path.islink(path) and not os.path.isfile(path):
+                continue
+            if matches(name, exclude):
+                told["excluded"].append(path)
+            else:
+                found.append(path)
+    return sorted(found)
+
+
+def list_jobs(home: str, roots: list[str]) -> list[str]:
+    """Return the folders of jobs below a PERDURE_HOME, but for those among `roots`."""
+    folder = os.path.join(locate(home), "jobs") if home else ""
+    names = sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+    paths = [os.path.join(folder, name) for name in names]
+    return [path for path in paths if is_job(path) and path not in roots]
+
+
+def is_below(path: str, folder: str) -> bool:
+    """Return whether `path` is `folder` or inside of it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def is_environment(path: str) -> bool:
+    """Return whether a folder is an environment of Python's, which can be made again."""
+    marks = ("pyvenv.cfg", "conda-meta")
+    return any(os.path.exists(os.path.join(path, mark)) for mark in marks)
+
+
+def is_job(path: str) -> bool:
+    """Return whether a folder is that of a job of perdure's: as launched, or as it runs."""
+    marks = (("launch/settings.json", "launch/box.py"), ("job.json", "journal.jsonl"))
+    return any(all(os.path.exists(os.path.join(path, name)) for name in mark) for mark in marks)
+
+
+def walk(root: str, skip: tuple[str, ...], unread: list[str] | None = None) -> list[str]:
+    """Return the files below `root`, sorted; sockets and pipes are left out.
+
+    Folders that cannot be read are added to `unread`; a `root` that is not there is empty.
+    """
+    found = []
+
+    def complain(error: OSError) -> None:
+        if unread is not None and (error.filename != root or os.path.exists(root)):
+            unread.append(f"{error.filename}: {error.strerror}")
+
+    for folder, folders, names in os.walk(root, onerror=complain):
         folders[:] = sorted(name for name in folders if not matches(name, skip))
         linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
         for name in [*linked, *names]:

@@ -96,6 +96,7 @@ def find_record(plan: Plan) -> LaunchRecord:
         python=python,
         launched_s=time.time(),
         roots=find_roots(plan, folder, home, durable),
+        project=plan.settings["project"],
     )
 
 

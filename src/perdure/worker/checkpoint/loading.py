@@ -8,6 +8,7 @@ import io
 import pickle
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -23,27 +24,59 @@ class Request(msgspec.Struct, frozen=True):
     """Where a file is no plain data, load it as a pickle, which may run any code that it names."""
 
 
-def load(path: Path, *, allow_pickle: bool) -> None:
-    """Load a file, or each tensor of a sharded checkpoint.
+class ForeignError(Exception):
+    """A file is whole, for all that is known, and names what is no plain data."""
+
+
+def load(path: Path, *, allow_pickle: bool) -> int:
+    """Load a file, or each tensor of a sharded checkpoint; return how many tensors it has.
 
     Raises:
-        Exception: it does not load, or not without running code.
+        ForeignError: it does not load without running code.
+        Exception: it does not load.
     """
     if path.is_dir():
-        _load_shards(path)
-        return
+        return _load_shards(path)
     try:
-        torch.load(path, map_location="cpu", weights_only=True)
+        return _count(torch.load(path, map_location="cpu", weights_only=True))
     except pickle.UnpicklingError:
         if not allow_pickle:
+            if names := _find_foreign(path):
+                raise ForeignError(f"names {', '.join(names[:3])}") from None
             raise
-        torch.load(path, map_location="cpu", weights_only=False)
+        return _count(torch.load(path, map_location="cpu", weights_only=False))
 
 
-def _load_shards(folder: Path) -> None:
+def _find_foreign(path: Path) -> list[str]:
+    """Return what a whole archive names beside plain data; nothing where it cannot be told."""
+    try:
+        return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # It is damaged, or of the older form: that it does not load stands.
+        return []
+
+
+def _count(value: Any) -> int:
+    """Return how many tensors are in a value, each once, by a walk that needs no recursion."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            found.add(id(one))
+        elif isinstance(one, dict | list | tuple | set) and id(one) not in seen:
+            seen.add(id(one))
+            left += one.values() if isinstance(one, dict) else one
+        elif hasattr(one, "state_dict") and hasattr(one, "parameters"):  # A module, as a whole.
+            left += one.state_dict().values()
+    return len(found)
+
+
+def _load_shards(folder: Path) -> int:
     index = read_index(folder)
     if not index.storage_data:
         raise ValueError("the index lists no tensors")
+    tensors = 0
     for place in index.storage_data.values():
         path = folder / place.relative_path
         if not 0 <= place.offset <= place.offset + place.length <= path.stat().st_size:
@@ -51,20 +84,25 @@ def _load_shards(folder: Path) -> None:
         with open(path, "rb") as file:
             file.seek(place.offset)
             data = file.read(place.length)
-        torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        tensors += _count(torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    return tensors
 
 
 def main() -> None:
     """Load the paths on standard input; print how many were, and what was wrong with others."""
-    problems = []
+    problems, unknown = [], []
+    tensors = 0
     request = msgspec.json.decode(sys.stdin.buffer.read(), type=Request)
     for path in request.paths:
         try:
-            load(Path(path), allow_pickle=request.allow_pickle)
+            tensors += load(Path(path), allow_pickle=request.allow_pickle)
+        except ForeignError as error:
+            unknown.append(f"{path} ({error}: --allow-pickle runs it)")
         except Exception as error:  # Whatever it is: the file is not whole, and is named.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             problems.append(f"{path} does not load: {lines[0].partition('. ')[0]}")
-    answer = {"loaded": len(request.paths) - len(problems), "problems": problems}
+    loaded = len(request.paths) - len(problems) - len(unknown)
+    answer = {"loaded": loaded, "tensors": tensors, "problems": problems, "unknown": unknown}
     print(msgspec.json.encode(answer).decode())
 
 

@@ -1,0 +1,391 @@
+"""`perdure teardown` and `perdure forget`: a box given back, or its record closed.
+
+Nothing that exists only on the box goes unseen: the gate is looked at before a person is asked,
+and once more afterwards, while nothing can be started there.
+"""
+
+import contextlib
+import os
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.act import JobName
+from perdure.cli.launch import render_finding
+from perdure.cli.options import Json
+from perdure.cli.profiles import here, is_terminal
+from perdure.cli.pull import DryRun, Leave, find_record, find_state
+from perdure.cli.say import note, print_json
+from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.gate import find_changes, find_neighbours, find_obstacles, is_destroyed
+from perdure.launch.platforms import Here
+from perdure.launch.pulling import (
+    compare_files,
+    drop_sent,
+    find_roster,
+    read_manifest,
+    read_verified,
+)
+from perdure.launch.records import list_records, write_record
+from perdure.launch.sources import open_sources
+from perdure.launch.ssh import box as box_program
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
+from perdure.service.jobfiles import resolve_home
+
+_STOP_S = 900.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waived:
+    """What a person lets go of by a flag."""
+
+    leave: tuple[str, ...] = ()
+    nothing_to_keep: bool = False
+    others_agree: bool = False
+    box_is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the gate has seen."""
+
+    obstacles: list[Finding]
+    rosters: dict[str, PullManifest]
+    """Job -> all files on its boxes at that moment, the sent ones among them."""
+
+
+def teardown(
+    job: JobName,
+    confirm: Annotated[
+        str | None, typer.Option("--confirm", metavar="JOB", help="The job's name, typed again.")
+    ] = None,
+    box_is_gone: Annotated[
+        bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
+    ] = False,
+    leave: Leave = None,
+    nothing_to_keep: Annotated[
+        bool,
+        typer.Option("--nothing-to-keep", help="Whatever is on the box may go, pulled or not."),
+    ] = False,
+    others_agree: Annotated[
+        bool,
+        typer.Option("--others-agree", help="So do those who else use the box: it may go."),
+    ] = False,
+    with_volume: Annotated[
+        bool,
+        typer.Option("--with-volume", help="Kubernetes: also the claim that perdure has made."),
+    ] = False,
+    by_hand: Annotated[
+        bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
+    ] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
+    home = resolve_home()
+    place, record = here(home), find_record(home, job)
+    if with_volume and record.profile.kind != "kubernetes":
+        raise ConfigError("--with-volume is for jobs on Kubernetes")
+    waived = Waived(tuple(leave or ()), nothing_to_keep, others_agree, box_is_gone)
+    look = check_gate(record, place, waived)
+    obstacles = look.obstacles
+    commands = {box.box: fill_command(box) for box in (record, *record.others)}
+    deletion = _find_deletion(record, with_volume)
+    told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
+    if record.others:
+        told["commands"] = commands
+    if deletion:
+        told["deletion"] = deletion
+    if not as_json:
+        for obstacle in obstacles:
+            note(render_finding(obstacle))
+    if dry_run:
+        _foretell(record, told, (deletion, *commands.values()), as_json=as_json)
+        return 4 if obstacles else 0
+    if obstacles:
+        raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
+    if not (any(commands.values()) or deletion or by_hand or record.profile.ends_by_itself):
+        raise SafetyError(
+            f"the profile has no stop command; {_how(record)}",
+            hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
+        )
+    _ask_name(job, confirm, record)
+    with _hold(record, waived, by_hand=by_hand):
+        _look_again(record, place, waived, look)
+        record = _note_waived(home, record, waived, look)
+        if not box_is_gone and record.profile.kind in ("ssh", "slurm"):
+            for box in record.boxes:
+                _clean(box)
+        if deletion and not by_hand:
+            _stop(deletion, place)
+        if any(commands.values()) and not by_hand:
+            _stop_all(commands, place)
+    write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
+    if as_json:
+        print_json({**told, "torn_down": True})
+    else:
+        print(f"{job}: torn down; still billed, if you have any: {_left(record)}")
+    return 0
+
+
+def _foretell(
+    record: LaunchRecord, told: dict[str, Any], words: tuple[tuple[str, ...], ...], *, as_json: bool
+) -> None:
+    """Say what would be run."""
+    if as_json:
+        print_json({**told, "dry_run": True})
+    elif not told["obstacles"]:
+        ways = "; ".join(shlex.join(way) for way in words if way)
+        way = ways or f"nothing; by hand: {_how(record)}"
+        print(f"the gate is open; after the name is typed, it would run: {way}")
+
+
+def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
+    """Return why the box may not be given back yet, if it may not, and what was seen.
+
+    What other jobs have on the same box goes with it, so they are looked at as well.
+    """
+    rosters: dict[str, PullManifest] = {}
+    records = list_records(place.home)
+    known = frozenset(other.job for other in records)
+    found = _look(record, place, waived, rosters, known)
+    if waived.box_is_gone:
+        return Look(found, rosters)
+    for other in find_neighbours(record, records):
+        theirs = Waived(leave=waived.leave)
+        found += [
+            msgspec.structs.replace(
+                finding, text=f"job `{other.job}` is on the same box: {finding.text}"
+            )
+            for finding in _look(other, place, theirs, rosters, known)
+        ]
+    if not waived.others_agree:
+        found += _look_for_others(record)
+    return Look(found, rosters)
+
+
+def _look(
+    record: LaunchRecord,
+    place: Here,
+    waived: Waived,
+    rosters: dict[str, PullManifest],
+    known: frozenset[str],
+) -> list[Finding]:
+    directory = Path(record.pulled_to) if record.pulled_to else None
+    pulled: PullManifest | None = None
+    proof: PullVerified | None = None
+    differences: list[str] = []
+    if directory is not None:
+        pulled, proof = read_manifest(directory), read_verified(directory)
+        differences = compare_files(directory, pulled) if pulled else []
+    states: list[BoxState | None] = []
+    on_box: PullManifest | None = None
+    leave = (*waived.leave, *(pulled.leave if pulled else ()))
+    try:
+        if not waived.box_is_gone:
+            states += [find_state(box, place) for box in record.boxes]
+            with open_sources(record, place) as sources:
+                rosters[record.job] = find_roster(record, sources, leave=leave)
+            on_box = drop_sent(rosters[record.job], record.project)
+    except UnreachedError as error:
+        place.tell(str(error))
+        states.append(None)
+    return find_obstacles(
+        record,
+        states=states,
+        on_box=on_box,
+        pulled=pulled,
+        verified=proof,
+        differences=differences,
+        box_is_gone=waived.box_is_gone,
+        known=known if not waived.others_agree else known | frozenset(_list_jobs(on_box)),
+        nothing_to_keep=waived.nothing_to_keep,
+    )
+
+
+def _list_jobs(on_box: PullManifest | None) -> tuple[str, ...]:
+    return on_box.others if on_box is not None else ()
+
+
+def _look_for_others(record: LaunchRecord) -> list[Finding]:
+    """Return who else is on a machine that the stop verb takes: processes and logins.
+
+    Where no host is named the machine is this one, and whoever asks can see for themselves.
+    """
+    if not is_destroyed(record):
+        return []
+    found = []
+    for box in record.boxes:
+        if not box.profile.launch.host:
+            continue
+        with contextlib.suppress(UnreachedError):  # Which is an obstacle already.
+            told = Channel(box.profile.launch).query(
+                "python3 - others -", dict[str, list[str]],
+                stdin=Path(box_program.__file__).read_bytes(),
+            )["others"]  # fmt: skip
+            found += [Finding("error", f"{box.box}: {other}", "--others-agree, once it may go with "
+                              "the box", "GEN1") for other in told]  # fmt: skip
+    return found
+
+
+@contextlib.contextmanager
+def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[None]:
+    """Let nothing start on the boxes of a job while the body runs.
+
+    Raises:
+        SafetyError: something has been started there meanwhile.
+    """
+    if waived.box_is_gone or by_hand or not is_destroyed(record):
+        yield
+        return
+    source = Path(box_program.__file__).read_bytes()
+    with contextlib.ExitStack() as stack:
+        for box in record.boxes:
+            holding = Channel(box.profile.launch).hold(source, "hold", f"{box.place}/launch")
+            told = stack.enter_context(holding)
+            if not told["held"]:
+                raise SafetyError(f"not torn down: {box.box}: {told['why']}",
+                                  hint=f"perdure status {record.job}")  # fmt: skip
+        yield
+
+
+def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look) -> None:
+    """Look at the boxes once more, after a person has taken their time to say yes.
+
+    Raises:
+        SafetyError: something is otherwise than it was.
+    """
+    if waived.box_is_gone:
+        return
+    jobs = {record.job: record}
+    jobs |= {other.job: other for other in find_neighbours(record, list_records(place.home))}
+    for name, roster in before.rosters.items():
+        for box in jobs[name].boxes if name in jobs else ():
+            state = find_state(box, place)
+            if not state.over:
+                raise SafetyError(f"not torn down: meanwhile `{name}` is {state.state}: "
+                                  f"{state.reason}", hint=f"perdure stop {name}")  # fmt: skip
+        with open_sources(jobs[name], place) as sources:
+            now = find_roster(jobs[name], sources, leave=roster.leave, hashes=False)
+        changed = [] if waived.nothing_to_keep else find_changes(roster, now)
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise SafetyError(f"not torn down: written meanwhile: {changed[0]}{more}",
+                              hint=f"perdure pull {name} {jobs[name].pulled_to}")  # fmt: skip
+    others = [] if waived.others_agree else _look_for_others(record)
+    if others:
+        raise SafetyError(f"not torn down: {others[0].text}", hint=others[0].hint)
+
+
+def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) -> LaunchRecord:
+    """Write down what a person has let go of; return the record."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    words = []
+    roster = look.rosters.get(record.job)
+    if waived.nothing_to_keep:
+        files = roster.files if roster else ()
+        size = sum(file.bytes for file in files)
+        words.append(f"--nothing-to-keep: {len(files)} files, {size} bytes were on the box")
+    if roster is not None and roster.leave:
+        names = ", ".join(file.path for file in roster.left[:20])
+        words.append(f"--leave {' '.join(roster.leave)}: {len(roster.left)} files: {names}")
+    if waived.others_agree:
+        words.append("--others-agree")
+    if waived.box_is_gone:
+        words.append("--box-is-gone")
+    if words:
+        notes = (*record.notes, *(f"{at} teardown {word}" for word in words))
+        record = msgspec.structs.replace(record, notes=notes)
+        write_record(home, record)
+    return record
+
+
+def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
+    """Return the command that ends a job's pods; empty where it has none."""
+    if record.profile.kind != "kubernetes":
+        return ()
+    from perdure.launch.kubernetes import make_deletion
+
+    return make_deletion(record, with_volume=with_volume)
+
+
+def fill_command(record: LaunchRecord) -> tuple[str, ...]:
+    """Return the profile's stop command for this job; empty where it has none."""
+    values = {"{job}": record.job, "{host}": record.profile.launch.host}
+    words = []
+    for word in record.profile.teardown.stop_command:
+        for name, value in values.items():
+            word = word.replace(name, value)
+        words.append(word)
+    return tuple(words)
+
+
+def _how(record: LaunchRecord) -> str:
+    return record.profile.teardown.how or "see your provider"
+
+
+def _left(record: LaunchRecord) -> str:
+    return record.profile.teardown.keeps_billing or "nothing that this profile knows of"
+
+
+def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
+    """Have a person type the job's name."""
+    if confirm is None and is_terminal():
+        undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
+        names = ", ".join(box.box for box in (record, *record.others))
+        note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
+        confirm = input(f"type the job's name ({job}) to go on: ").strip()
+    if confirm != job:
+        raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
+
+
+def _clean(record: LaunchRecord) -> None:
+    """Take secrets and what starts the job again off the box; it may be about to be deleted."""
+    from perdure.launch.ssh.ask import in_job
+
+    script = "if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; "
+    script += 'rm -rf "$CRED_FILE" launch/credentials'
+    channel = Channel(record.profile.launch)
+    sent = (
+        f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.
+    )
+    done = channel.ask(sent + in_job(record.place, script))
+    if done.code:
+        note(f"{channel.name}: {done.err}")
+    channel.disconnect()
+
+
+def _stop_all(commands: dict[str, tuple[str, ...]], place: Here) -> None:
+    """Stop every box, also where one of them cannot be."""
+    failed: list[PlatformError] = []
+    for words in commands.values():
+        try:
+            _stop(words, place)
+        except PlatformError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+
+
+def _stop(command: tuple[str, ...], place: Here) -> None:
+    place.tell(f"running: {shlex.join(command)}")
+    try:
+        done = subprocess.run(command, timeout=_STOP_S, env=dict(os.environ), check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PlatformError(
+            f"the stop command did not run to its end: {error}",
+            hint="THE METER MAY STILL RUN: look at the provider",
+        ) from error
+    if done.returncode:
+        raise PlatformError(
+            f"the stop command ended with {done.returncode}",
+            hint="THE METER MAY STILL RUN: look at the provider",
+        )
