@@ -100,10 +100,8 @@ def teardown(
     commands = {box.box: fill_command(box) for box in (record, *record.others)}
     deletion = _find_deletion(record, with_volume)
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
-    if record.others:
-        told["commands"] = commands
-    if deletion:
-        told["deletion"] = deletion
+    told |= {"commands": commands} if record.others else {}
+    told |= {"deletion": deletion} if deletion else {}
     if not as_json:
         for obstacle in obstacles:
             note(render_finding(obstacle))

@@ -171,7 +171,11 @@ def test_a_roster_is_exact_and_names_links(tmp_path: Path) -> None:
     (tmp_path / "a" / "x.latest.pth").write_bytes(b"scratch")
     (tmp_path / "a" / "link").symlink_to("/etc/hostname")
     told = results.make_manifest(
-        {"roots": {"out": str(tmp_path / "a"), "no": "/nonexistent"}, "skip": ["*.latest.pth"]}
+        {
+            "roots": {"out": str(tmp_path / "a"), "no": "/nonexistent"},
+            "skip": {"out": ["*.latest.pth"]},
+            "exclude": [],
+        }
     )
     assert [(row["path"], row["bytes"]) for row in told["files"]] == [("out/sub/best.pt", 10)]
     assert told["links"] == ["out/link"]

@@ -41,7 +41,7 @@ def test_plain_tensors_load_and_the_rest_is_named(tmp_path: Path) -> None:
     assert [Path(text.split(" ")[0]).name for text in told["problems"]] == names[3:]
     (foreign,) = told["unknown"]  # It is no plain data, which is another thing than damage.
     assert "bad.pt (names " in foreign
-    assert "open: --allow-pickle runs it)" in foreign
+    assert "open, which is no data: --allow-pickle would run it)" in foreign
     assert not (tmp_path / "harmed").exists()
 
 

@@ -97,7 +97,7 @@ def main() -> None:
         try:
             tensors += load(Path(path), allow_pickle=request.allow_pickle)
         except ForeignError as error:
-            unknown.append(f"{path} ({error}: --allow-pickle runs it)")
+            unknown.append(f"{path} ({error}, which is no data: --allow-pickle would run it)")
         except Exception as error:  # Whatever it is: the file is not whole, and is named.
             lines = str(error).strip().splitlines() or [type(error).__name__]
             problems.append(f"{path} does not load: {lines[0].partition('. ')[0]}")
