@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
@@ -422,6 +422,8 @@ class Cluster:
 
 
 @given(st.integers(0, 10**9))
+@example(540)
+@example(709)
 @settings(max_examples=20, deadline=None)
 def test_an_elastic_world_never_runs_a_step_with_two_values(seed: int) -> None:
     cluster = Cluster(Random(seed))

@@ -9,7 +9,7 @@ from collections import deque
 from random import Random
 from typing import Any
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
@@ -214,6 +214,7 @@ class Cluster:
 
 
 @given(st.integers(0, 10**9))
+@example(709)
 @settings(max_examples=6, deadline=None)
 def test_no_step_runs_with_two_values(seed: int) -> None:
     cluster = Cluster(Random(seed))
