@@ -237,7 +237,14 @@ class Cluster:
 
     def begin_step(self, member: Member, value: Any) -> None:
         step, pause = member.applied, self.machine.state.steering.pause
-        living = [self.begun.get((m.room.epoch, m.me), (-1, None)) for m in self.members.values()]
+        # In an epoch that broke before all had begun a step, that step is never made.
+        epochs = {m.room.epoch for m in self.members.values()} & set(self.epochs)
+        open_ = {e for e in epochs if e == member.room.epoch or self.is_reduced(e, step)}
+        living = [
+            self.begun.get((m.room.epoch, m.me), (-1, None))
+            for m in self.members.values()
+            if m.room.epoch in open_
+        ]
         assert {v for at, v in living if at == step} <= {value}, f"step {step}: {value}"
         assert pause is None or step < pause.step, f"step {step} in a pause at {pause.step}"
         self.begun[member.room.epoch, member.me] = (step, value)
