@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "e2e" / "scripts" / "allreduce.py"
 
@@ -85,4 +87,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -24,6 +24,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sweep import sweep_after_me
+
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from elastic_job import Job
 
@@ -142,4 +144,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from sweep import sweep_after_me
 
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "elastic_sharded.py"
 EVERY = 5
@@ -108,4 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from sweep import sweep_after_me
+
 SCRIPT = Path(__file__).resolve().parent / "scripts" / "goodput_train.py"
 BIN = Path(sys.executable).parent
 SLOTS, COUNT = 4, 12
@@ -205,4 +207,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -18,6 +18,8 @@ from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
+from sweep import sweep_after_me
+
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.control import Memory
 from perdure.control.memory import encode_memory
@@ -244,4 +246,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

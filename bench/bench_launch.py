@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sweep import sweep_after_me
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.e2e.box import Box, Laptop, wait_until
 
@@ -225,4 +227,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

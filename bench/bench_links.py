@@ -20,6 +20,8 @@ import subprocess
 import sys
 import time
 
+from sweep import sweep_after_me
+
 RANKS, WORLD, GROUPS = 8, 64, 3
 
 _HOLD = """
@@ -146,4 +148,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

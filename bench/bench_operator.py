@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+from sweep import sweep_after_me
 
 from perdure.cli.jobs import find_job, send_command
 from perdure.model.errors import SafetyError
@@ -282,4 +283,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     sys.exit(main())

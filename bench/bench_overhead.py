@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 ROOT = Path(__file__).resolve().parent.parent
 
 CHILD = """
@@ -98,4 +100,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

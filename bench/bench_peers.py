@@ -18,6 +18,8 @@ import threading
 import time
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 SCRIPT = Path(__file__).parent / "scripts" / "peer_train.py"
 FAULTS = ("stop", "sleep", "slow", "wrong", "kill")
 GLOO_S, HEARTBEAT_S = 10, 5
@@ -164,4 +166,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from scripts.paced_pipeline import _Paced
+from sweep import sweep_after_me
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
@@ -187,4 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

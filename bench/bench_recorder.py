@@ -16,6 +16,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 from perdure.worker.ring import RingWriter
 
 CHILD = Path(__file__).parent / "scripts" / "recorder_cost.py"
@@ -140,4 +142,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 HERE = Path(__file__).resolve().parent
 SCRIPT = HERE / "scripts" / "plain.py"
 BIN = Path(sys.executable).parent
@@ -153,4 +155,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

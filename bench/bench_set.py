@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 
 import psutil
+from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus
 from perdure.model.codec import decode, encode
@@ -196,4 +197,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench_restart import measure
+from sweep import sweep_after_me
 from torchft_systems import Groups, Mended, Perdure, PerdureSpare, PerdureStock, Stock, Tuned
 
 SYSTEMS: dict[str, type[Groups]] = {
@@ -279,4 +280,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     main()

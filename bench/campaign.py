@@ -21,6 +21,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
+from sweep import sweep_after_me
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "tests" / "e2e" / "scripts" / "train_exact.py"
@@ -167,4 +168,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     sys.exit(main())

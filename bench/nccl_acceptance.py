@@ -23,6 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from sweep import sweep_after_me
+
 from perdure.adapters.nccl import read_nccl
 from perdure.model.actions import InterruptCollectives
 from perdure.model.nccl import describe_open
@@ -301,4 +303,5 @@ def count_gpus() -> int:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     sys.exit(main())

@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+from sweep import sweep_after_me
+
 HERE = Path(__file__).resolve().parent
 BENCHES = {
     "restart": ["bench_restart.py"],
@@ -42,4 +44,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sweep_after_me()
     sys.exit(main())

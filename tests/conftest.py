@@ -1,13 +1,30 @@
 """Makes `tests` importable from every test: pytest puts this file's parent on the path."""
 
 import os
+from pathlib import Path
 
+import pytest
+from bench.sweep import sweep_after_me
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
+
+from tests.second_tries import watch_second_tries
+
+SEEDS = Path(__file__).resolve().parent.parent / ".seeds"
+"""What exploration has found, which is tried first by the next one; `make clean` leaves it."""
 
 # How long an example took says something of the machine and its other users, not of the code.
 PATIENT = {"deadline": None, "suppress_health_check": (HealthCheck.too_slow,)}
 # The same examples each time, so that a run says something of the change at hand; others, to look
 # for what nobody has seen yet, with PERDURE_EXPLORE=1 (`make campaign`).
 settings.register_profile("fixed", derandomize=True, **PATIENT)
-settings.register_profile("explore", **PATIENT)
+SEED_FOLDER = os.environ.get("PERDURE_SEEDS") or str(SEEDS)
+settings.register_profile("explore", database=DirectoryBasedExampleDatabase(SEED_FOLDER), **PATIENT)
 settings.load_profile("explore" if os.environ.get("PERDURE_EXPLORE") else "fixed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """See to it that nothing outlives the run, and that second tries are counted."""
+    if not hasattr(config, "workerinput"):
+        sweep_after_me()
+    watch_second_tries(config)

@@ -1,0 +1,75 @@
+"""T15: what a test run or a bench has started ends with it, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from bench.sweep import MARK
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+PARENT = """
+import subprocess, sys, time
+# Workers with sessions of their own, one of which has emptied its environment.
+subprocess.Popen([sys.executable, "-S", "-c",
+    "import subprocess, time; subprocess.Popen(['sleep', '1000'], start_new_session=True);"
+    "time.sleep(1000)"])
+subprocess.Popen(["sleep", "1000"], env={}, start_new_session=True)
+time.sleep(0.1)
+"""
+BENCH = f"from sweep import sweep_after_me\nsweep_after_me()\n{PARENT}\ntime.sleep(1000)"
+TEST = f"def test_it():\n    exec({PARENT!r} + 'time.sleep(1000)')\n"
+
+
+@pytest.fixture
+def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a bench or a run of pytest, each as people do."""
+    env = {name: value for name, value in os.environ.items() if name != MARK}
+    if request.param == "bench":
+        command = [sys.executable, "-c", BENCH]
+        env["PYTHONPATH"] = str(ROOT / "bench")
+    else:
+        # With the conftest of all tests: a folder below it, for so long.
+        (tmp_path / "conftest.py").write_text("from tests.conftest import pytest_configure\n")
+        (tmp_path / "test_it.py").write_text(TEST)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+        env["PYTHONPATH"] = str(ROOT)
+    process = subprocess.Popen(command, env=env, cwd=tmp_path, stdout=subprocess.DEVNULL)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def find_family(pid: int) -> list[psutil.Process]:
+    return [p for p in psutil.Process(pid).children(recursive=True) if "sleep" in p.name()]
+
+
+@pytest.mark.parametrize(
+    ("run", "number"),
+    [
+        ("bench", signal.SIGKILL),
+        pytest.param("bench", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("tests", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("tests", signal.SIGKILL, marks=pytest.mark.long),
+    ],
+    indirect=["run"],
+)
+def test_nothing_outlives_a_run_that_is_ended_early(
+    run: "subprocess.Popen[bytes]", number: signal.Signals
+) -> None:
+    deadline = time.monotonic() + 60.0
+    while len(find_family(run.pid)) < 2:
+        assert run.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    family = psutil.Process(run.pid).children(recursive=True)
+    time.sleep(2.5)  # Who has emptied his environment must have been seen before.
+    run.send_signal(number)
+    run.wait(10)
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
