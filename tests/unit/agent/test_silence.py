@@ -17,7 +17,7 @@ from perdure.agent.messages import (
 )
 from perdure.model.actions import Assignment
 from perdure.model.events import CommandReceived, KeeperLost, VerdictReached, VerdictWithdrawn
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.wire import KeeperState, NodeOrder
 
 HELD = KeeperState(pid=7, generation=2, running={0: 10, 1: 11}, exits=())
@@ -25,7 +25,9 @@ HELD = KeeperState(pid=7, generation=2, running={0: 10, 1: 11}, exits=())
 
 @pytest.fixture
 def agent() -> Agent:
-    agent = Agent(JobSpec(name="j", script="s.py", nproc=2), NodeIdentity(node=0, incarnation="a"))
+    detect = DetectConfig(quiet_action_s=30.0)
+    spec = JobSpec(name="j", script="s.py", nproc=2, detect=detect)
+    agent = Agent(spec, NodeIdentity(node=0, incarnation="a"))
     agent.handle(0.0, KeeperUp(state=HELD))
     run = Assignment(number=5, generation=2, phase="run")
     agent.handle(0.0, OrderReceived(order=NodeOrder("c1", assignment=run)))
@@ -74,6 +76,15 @@ def test_it_is_ended_once_there_is_a_reason(agent: Agent, word: Input, why: str)
     (reason,) = ends(agent.handle(101.0, word))
     assert why in reason
     assert ends(agent.handle(102.0, word)) == []
+
+
+def test_silence_alone_ends_nobody_unless_the_job_file_says_so() -> None:
+    """T5: its ranks train on; they would die with it."""
+    spec = JobSpec(name="j", script="s.py", nproc=2)
+    agent = Agent(spec, NodeIdentity(node=0, incarnation="a"))
+    agent.handle(0.0, KeeperUp(state=HELD))
+    assert ends(agent.handle(100.0, silent())) == []
+    assert ends(agent.handle(4000.0, silent(silent_s=3900.0))) == []
 
 
 def test_it_is_ended_as_soon_as_an_order_waits(agent: Agent) -> None:

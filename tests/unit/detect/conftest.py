@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from perdure.detect import Detector
@@ -48,10 +49,19 @@ class World:
     config: DetectConfig = field(default_factory=DetectConfig)
     now: float = 1000.0
     network: bool = True
+    remote: int = 0
+    timeout_s: float = 0.0
+    """Of the process group, as the rank tells it."""
+    mute: set[int] = field(default_factory=set)
+    """Nodes whose heartbeats do not come through."""
 
     def __post_init__(self) -> None:
         self.spec = JobSpec(
-            script="x.py", nproc=self.size // self.nodes, nodes=self.nodes, detect=self.config
+            script="x.py",
+            nproc=self.size // self.nodes,
+            nodes=self.nodes,
+            remote=self.remote,
+            detect=self.config,
         )
         self.detector = Detector(self.spec)
         self.ranks = [Rank(r) for r in range(self.size)]
@@ -122,6 +132,7 @@ class World:
         if r.started:
             ended = r.ended if self.ends_known else -1
             comms = (CommProgress("pg", self.size, r.started, ended, "allreduce", r.since_s),)
+            comms = tuple(msgspec.structs.replace(c, timeout_s=self.timeout_s) for c in comms)
         return RankProgress(
             rank=r.rank,
             pid=100 + r.rank,
@@ -134,9 +145,22 @@ class World:
             busy_phase=r.busy_phase,
         )
 
+    def restart(self, step: int) -> None:
+        """Begin the next generation from a checkpoint of `step`, all ranks in health."""
+        self.generation += 1
+        self.ranks = [Rank(r, step=step) for r in range(self.size)]
+        self.start_s, self.first_step_s, self.network = self.now, 0.0, True
+        for node in range(self.nodes):
+            started = RanksStarted(
+                node=node, generation=self.generation, pids={}, at_s=self.now, warm=True
+            )
+            self.take(started)
+
     def beat(self) -> None:
         self.seq += 1
         for node in range(self.nodes):
+            if node in self.mute:
+                continue
             ranks = tuple(self.progress(self.ranks[r]) for r in self.spec.ranks_of(node))
             beat = NodeBeat(node, "a", self.seq, self.now, self.generation, ranks)
             for event in self.detector.observe(self.now, beat):

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from tests.unit.detect.conftest import Rank, World
 
+from perdure.model.job import DetectConfig
 from perdure.model.progress import RankProgress
 
 
@@ -32,8 +33,8 @@ class SavingWorld(World):
 
 @pytest.fixture
 def trained() -> SavingWorld:
-    """A world that has seen three quick checkpoints."""
-    world = SavingWorld()
+    """A world that has seen three quick checkpoints; its job file says how long is too long."""
+    world = SavingWorld(config=DetectConfig(hang_action_s=300.0))
     world.run(20)
     for _ in range(3):
         world.save(0, 0.5)

@@ -14,7 +14,7 @@ from perdure.model.events import (
     RankExited,
     VerdictWithdrawn,
 )
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import NodeBeat, ProcSample, RankAccount, RankProgress
 
 
@@ -51,8 +51,10 @@ def test_a_rank_stopped_inside_the_collective_is_named_by_its_state(make_world):
 
 
 @pytest.mark.parametrize("activity", ["busy", "quiet"])
-def test_a_rank_that_did_not_arrive_is_named_and_acted_upon_by_what_it_does(make_world, activity):
-    world = make_world()
+def test_a_rank_that_did_not_arrive_is_named_and_acted_upon_as_the_job_file_says(
+    make_world, activity
+):
+    world = make_world(config=DetectConfig(quiet_action_s=30.0, hang_action_s=300.0))
     world.run(20)
     at_s = world.now
     world.ranks[1].busy = activity == "busy"
@@ -67,6 +69,7 @@ def test_a_rank_that_did_not_arrive_is_named_and_acted_upon_by_what_it_does(make
     assert acted.activity == activity
     expected = {"busy": 300.0, "quiet": 30.0}[activity]
     assert expected <= acted.evidence["acted_after_s"] <= expected + 3.0
+    assert (acted.ground, acted.certain) == ("job file", False)
 
 
 def test_a_first_evaluation_of_60_s_on_rank_0_survives(make_world):
@@ -108,7 +111,7 @@ def test_a_recompile_of_30_s_and_a_blocked_read_of_20_s_survive(make_world):
 
 
 def test_all_entered_and_nobody_moves_is_a_communication_hang_of_nobody(make_world):
-    world = make_world()
+    world = make_world(config=DetectConfig(quiet_action_s=30.0))
     world.run(20)
     for r in world.ranks:
         r.started, r.since_s, r.heartbeat_s, r.busy = r.ended + 1, world.now, world.now, False

@@ -1,0 +1,231 @@
+"""T5: what is silent or busy for long is reported at once, and left alone until it is certain."""
+
+import pytest
+from tests.unit.detect.drive import inject
+
+from perdure.detect import Detector
+from perdure.detect.cadence import Habits
+from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, find_grounds, find_stillness
+from perdure.model.events import ControllerStarted, StacksTaken, VerdictReached, VerdictWithdrawn
+from perdure.model.job import DetectConfig
+from perdure.model.verdicts import Culprit, Verdict
+from perdure.sim.collectives import Layout
+
+STACK = """Process 7: python train.py
+Python v3.12 (/usr/bin/python)
+
+Thread 7 (idle): "MainThread"
+    read (data.py:{line})
+    train (train.py:3)
+Thread 8 (idle): "perdure-recorder"
+    poll (recorder.py:{line})"""
+
+
+def hold_one(rank: int) -> bool:
+    return rank == 1
+
+
+@pytest.mark.parametrize("resumable", [True, False])
+@pytest.mark.parametrize(("state", "busy"), [("S", True), ("S", False), ("D", False)])
+@pytest.mark.parametrize("silent_s", [31, 301])
+def test_a_rank_that_waits_or_computes_alone_is_named_and_left_alone(
+    make_world, resumable, state, busy, silent_s
+):
+    world = make_world(resumable=resumable, beat_every_s=0.5)
+    world.run(20)
+    world.ranks[1].busy, world.ranks[1].state = busy, state
+    world.run(silent_s, hold=hold_one)
+    (verdict,) = world.verdicts
+    assert (verdict.culprit.rank, verdict.certain) == (1, False)
+    assert verdict.ground in ("timeout", "habit")
+    assert verdict.acts_s >= verdict.confirmed_s + SOONEST_S - 5
+    world.ranks[1].busy, world.ranks[1].state = True, "S"
+    world.run(10)
+    assert world.actionable == []
+    assert len(world.of(VerdictWithdrawn)) == 1
+
+
+def test_state_d_is_an_activity_of_its_own(make_world):
+    world = make_world()
+    world.run(20)
+    world.ranks[1].busy, world.ranks[1].state = False, "D"
+    world.run(10, hold=hold_one)
+    (verdict,) = world.verdicts
+    assert verdict.activity == "blocked"
+    assert "state D" in verdict.acts_why
+
+
+def test_silence_beyond_the_groups_own_time_out_is_acted_upon(make_world):
+    world = make_world(resumable=False, timeout_s=60.0)
+    world.run(20)
+    world.ranks[1].busy = False
+    began_s = world.now
+    world.run(55, hold=hold_one)
+    assert world.actionable == []
+    world.run(20, hold=hold_one)
+    (acted,) = world.actionable
+    assert (acted.culprit.rank, acted.ground, acted.certain) == (1, "timeout", False)
+    assert "60 s" in acted.acts_why
+    assert "default" not in acted.acts_why
+    assert 60 <= acted.confirmed_s + acted.evidence["acted_after_s"] - began_s <= 70
+
+
+@pytest.mark.parametrize(("state", "busy"), [("S", True), ("D", False)])
+def test_while_cpu_moves_or_the_kernel_is_waited_for_time_alone_never_acts(make_world, state, busy):
+    world = make_world(timeout_s=30.0, beat_every_s=0.5)
+    world.run(20)
+    world.ranks[1].busy, world.ranks[1].state = busy, state
+    world.run(200, hold=hold_one)
+    assert world.actionable == []
+
+
+def test_without_a_time_out_that_could_be_read_torchs_longest_counts(make_world):
+    world = make_world(resumable=False)
+    world.run(20)
+    world.ranks[1].busy = False
+    world.run(3, hold=hold_one)
+    (verdict,) = world.verdicts
+    assert verdict.ground == "timeout"
+    assert verdict.acts_s - verdict.confirmed_s > TIMEOUT_S - 5
+    assert "torch's default" in verdict.acts_why
+
+
+def test_ten_times_the_jobs_own_longest_silence_is_enough_where_steps_are_known(make_world):
+    world = make_world(beat_every_s=1.0)
+    world.run(100, duration=lambda rank, step: 2.0)
+    world.run(70, duration=lambda rank, step: 70.0)
+    world.run(40, duration=lambda rank, step: 2.0)
+    world.ranks[1].busy = False
+    began_s = world.now
+    world.run(SOONEST_S + 60, hold=hold_one)
+    assert world.actionable == []
+    world.run(80, hold=hold_one)
+    (acted,) = world.actionable
+    assert acted.ground == "habit"
+    longest_s = 70.0
+    after_s = acted.confirmed_s + acted.evidence["acted_after_s"] - began_s
+    assert 10 * longest_s <= after_s <= 10 * longest_s + 30
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_stack_that_has_changed_is_alive(make_world, changed):
+    world = make_world(resumable=False, timeout_s=60.0)
+    world.run(20)
+    world.ranks[1].busy = False
+    world.run(30, hold=hold_one)
+
+    def take(line):
+        stacks = {1: STACK.format(line=line)}
+        world.take(StacksTaken(generation=0, at_s=world.now, stacks=stacks))
+
+    take(1)
+    world.run(28.6, hold=hold_one)
+    before = len(world.verdicts)
+    while len(world.verdicts) == before:  # The second look is asked for by saying it again.
+        world.run(0.2, hold=hold_one)
+    assert world.actionable == []
+    take(2 if changed else 1)
+    world.run(20, hold=hold_one)
+    assert [v.ground for v in world.actionable] == ([] if changed else ["timeout"])
+
+
+def test_a_verdict_of_little_confidence_is_not_acted_upon_by_what_was_learned(make_world):
+    world = make_world()
+    world.run(30)
+    (watch, _) = world.detector._watches.values()
+    habits = Habits()
+    habits.end_silence("step", 0.5)
+
+    def grounds(confidence):
+        verdict = Verdict(
+            kind="ComputeHang", culprit=Culprit(rank=0), generation=0, first_seen_s=world.now,
+            confirmed_s=world.now, confidence=confidence, reason="",
+        )  # fmt: skip
+        still = find_stillness([watch], "", 0.0)
+        return find_grounds(
+            verdict, [watch], "quiet", still, DetectConfig(), habits, fact="", again=False
+        )
+
+    assert grounds(0.9).ground == "habit"
+    assert grounds(0.3).ground == "timeout"
+
+
+def test_a_verdict_that_comes_back_at_its_place_is_not_answered_the_same_way_again(make_world):
+    config = DetectConfig(quiet_action_s=10.0)
+    world = make_world(config=config, timeout_s=100.0)
+
+    def hang():
+        world.ranks[1].busy = world.ranks[1].step != 40
+
+    def run(seconds):
+        for _ in range(int(seconds / 0.4)):
+            hang()
+            world.run(0.4, hold=lambda rank: rank == 1 and world.ranks[1].step == 40)
+
+    run(40)
+    assert [v.ground for v in world.actionable] == ["job file"]
+    world.restart(step=30)
+    run(60)
+    (first, again) = [v for v in world.verdicts if not v.actionable]
+    assert (first.step, again.step) == (40, 40)
+    assert AGAIN in again.reason
+    assert AGAIN not in first.reason
+    assert len(world.actionable) == 1, "the second time it waits for the group's own time-out"
+    run(80)
+    assert [v.ground for v in world.actionable] == ["job file", "timeout"]
+
+    # A controller that was replaced meanwhile knows of it as well.
+    world.restart(step=38)
+    fresh = Detector(world.spec)
+    for at_s, event in world.events:
+        fresh.note(at_s, event)
+    fresh.note(world.now, ControllerStarted(incarnation="b"))
+    world.detector = fresh
+    run(30)
+    assert AGAIN in world.verdicts[-1].reason
+
+
+def test_a_stopped_rank_is_acted_upon_at_once_however_often(make_world):
+    world = make_world()
+    for _ in range(3):
+        world.run(30)
+        world.ranks[1].state = "T"
+        world.run(3)
+        world.restart(step=10)
+    assert [(v.ground, v.certain) for v in world.actionable] == [("stopped", True)] * 3
+
+
+def test_habits_outlive_generations_and_controllers(make_world):
+    world = make_world()
+
+    def evaluate(rank, step):
+        return 20.0 if rank == 0 and step in (37, 100) else 0.3
+
+    world.run(110, duration=evaluate)
+    assert [v.step for v in world.verdicts] == [37, 100]
+    assert world.ranks[0].step > 100
+    world.restart(step=90)
+    world.run(40, duration=evaluate)
+    assert world.ranks[0].step > 100
+    assert len(world.verdicts) == 2, "step 100 was seen to be silent before"
+    fresh = Detector(world.spec)
+    for at_s, event in world.events:
+        fresh.note(at_s, event)
+    fresh.note(world.now, ControllerStarted(incarnation="b"))
+    world.detector = fresh
+    world.restart(step=95)
+    world.run(40, duration=evaluate)
+    assert world.ranks[0].step > 100
+    assert len(world.verdicts) == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "ground", "within_s"),
+    [("stop", "stopped", 3.0), ("other-op", "desync", 8.0), ("drop-link", "link", 13.0)],
+)
+@pytest.mark.parametrize("lay", [Layout(4), Layout(8, nproc=2)])
+def test_facts_are_acted_upon_as_fast_as_ever(kind, ground, within_s, lay):
+    run = inject(lay, kind, 1, within_s, peer=2)
+    acted = [e.verdict for _, e in run.said if isinstance(e, VerdictReached)][-1]
+    assert (acted.actionable, acted.ground, acted.certain) == (True, ground, True)
+    assert acted.acts_why
