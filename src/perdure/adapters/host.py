@@ -147,11 +147,13 @@ class ProcSampler:
                 other.root.find_threads()
         own = watched.root.sample()
         cpu_s, io_bytes, rss, threads = own.cpu_s, own.io_bytes, own.rss_bytes, own.num_threads
+        blocked = int(own.state == "D")
         for child, stat in list(watched.below.items()):
             look = stat.sample()
             if look.state == "X":
                 watched.below.pop(child).close()
                 continue
+            blocked += look.state == "D"
             cpu_s, io_bytes = cpu_s + look.cpu_s, io_bytes + look.io_bytes
             rss, threads = rss + look.rss_bytes, threads + look.num_threads
         watched.taken_s = now
@@ -162,6 +164,7 @@ class ProcSampler:
             rss_bytes=rss,
             num_threads=threads,
             run_delay_s=watched.root.measure_delay(),
+            blocked=blocked,
         )
         return watched.newest
 

@@ -3,9 +3,9 @@
 A stopped keeper (state T: a debugger, a slip of `kill`) harms nothing at first, since the ranks
 train on without it. But their ends are seen by nobody, and no order is carried out. Ending it
 ends its ranks, so that is the dearer rung, and it is not taken before there is a reason: an order
-that waits, a rank that has ended unseen, or `quiet_action_s` of silence. Until then the agent
-asks for a checkpoint, so that little is lost by it. To continue it (SIGCONT) is not ours: whoever
-stopped it may be looking at it.
+that waits, a rank that has ended unseen, or `quiet_action_s` of silence where the job file sets
+one. Until then the agent asks for a checkpoint, so that little is lost by it. To continue it
+(SIGCONT) is not ours: whoever stopped it may be looking at it.
 """
 
 from perdure.agent.messages import EndKeeper, KeeperSilent, Report, Request
@@ -57,7 +57,8 @@ def _find_reason(view: KeeperView | None, spec: JobSpec, silent: KeeperSilent) -
         return "an order waits for it"
     if silent.ended:
         return f"ranks {list(silent.ended)} have ended and nobody took note"
-    if silent.silent_s >= spec.detect.quiet_action_s:
+    patience_s = spec.detect.quiet_action_s
+    if patience_s is not None and silent.silent_s >= patience_s:
         return f"it has not answered for {silent.silent_s:.0f} s"
     return ""
 
@@ -75,6 +76,7 @@ def _make_verdict(identity: NodeIdentity, now: float, silent: KeeperSilent) -> V
         "its ranks train on",
         activity="stopped" if silent.state in "Tt" else "quiet",
         evidence={"pid": silent.pid, "proc_state": silent.state},
+        certain=silent.state == "T",
     )
 
 

@@ -45,6 +45,8 @@ from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
 ENDED = ("done", "failed", "stopped")
 LOST = "lost"
 """State of a job whose `perdure run` is gone without having ended it."""
+_STALLED_S = 300.0
+"""Without a sign for so long a job is called stalled, where `hang_action_s` says nothing."""
 _SILENT_S = 5.0
 """A controller that lives writes a picture twice a second."""
 
@@ -132,7 +134,7 @@ class Job:
             checkpoints_s=_find_newest(checkpoints),
             loops_s=max(beats, default=0.0),
         )
-        return tell_fate(entries, signs, self.spec.detect.hang_action_s)
+        return tell_fate(entries, signs, self.spec.detect.hang_action_s or _STALLED_S)
 
     def snapshot(self) -> Snapshot:
         """Return the newest picture; from the journal where no controller has written one."""

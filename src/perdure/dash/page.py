@@ -13,7 +13,7 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
-from perdure.dash.verdicts import render_waits
+from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.report import Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
@@ -231,13 +231,14 @@ def _render_verdict(verdict: Verdict, start_s: float) -> str:
         blocks.append(f"<p>stacks</p><pre>{_block(lines)}</pre>")
     name = "withdrawn" if "withdrawn" in verdict.evidence else ""
     note = " (withdrawn)" if name else ""
+    grounds = describe_grounds(verdict)
     return (
         f'<details class="{name}"><summary><b>{escape(verdict.kind)}</b>, '
         f"{escape(str(verdict.culprit))}: {escape(verdict.reason)}{note}</summary>"
         f'<p class="soft">generation {verdict.generation}, first seen at '
         f"{verdict.first_seen_s - start_s:.2f} s, confirmed "
         f"{verdict.confirmed_s - verdict.first_seen_s:.2f} s later, "
-        f"confidence {verdict.confidence:.0%}</p>"
+        f"confidence {verdict.confidence:.0%}{'; ' if grounds else ''}{escape(grounds)}</p>"
         f"<table>{rows}</table>{''.join(blocks)}</details>"
     )
 

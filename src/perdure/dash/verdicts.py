@@ -25,6 +25,8 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
         f"{INDENT}confirmed after {verdict.confirmed_s - verdict.first_seen_s:.2f} s, "
         f"confidence {verdict.confidence:.0%}, generation {verdict.generation}",
     ]
+    grounds = describe_grounds(verdict)
+    lines += [f"{INDENT}{grounds}"] if grounds else []
     for name, value in verdict.evidence.items():
         lines += render_evidence(name, value)
     return "\n".join(lines)
@@ -37,6 +39,17 @@ def render_aside(row: AsideRow, start_s: float) -> str:
         f"{INDENT}why: {row.reason}",
     ]
     return "\n".join([*lines, f"{INDENT}the first: {row.example}"] if row.example else lines)
+
+
+def describe_grounds(verdict: Verdict) -> str:
+    """Return why it was acted upon, or when that may be; empty where nothing is to be said."""
+    if not verdict.ground or "withdrawn" in verdict.evidence:
+        return ""
+    certain = "certain" if verdict.certain else "not certain"
+    if verdict.actionable:
+        return f"{certain}; acted upon, because {verdict.acts_why}"
+    wait_s = max(0.0, verdict.acts_s - verdict.confirmed_s)
+    return f"{certain}; acts at the earliest {wait_s:.0f} s after that: {verdict.acts_why}"
 
 
 def render_evidence(name: str, value: Any) -> list[str]:

@@ -7,6 +7,8 @@ own steps are the only yardstick that always fits. Two memories, because they fo
 
 from collections import deque
 
+from perdure.model.progress import JobHabits
+
 WINDOW = 64
 """Samples a rank keeps: seconds to minutes of training, and 20 MB at 10,000 ranks."""
 
@@ -75,7 +77,7 @@ class Habits:
     something.
     """
 
-    __slots__ = ("_gaps", "_phases")
+    __slots__ = ("_gaps", "_longest", "_phases")
 
     KEPT = 16
 
@@ -83,6 +85,29 @@ class Habits:
         """Begin knowing nothing."""
         self._gaps: dict[int, float] = {}
         self._phases: dict[str, float] = {}
+        self._longest: dict[str, float] = {}
+
+    def note(self) -> JobHabits:
+        """Return all of it, for a detector that comes later."""
+        return JobHabits(tuple(self._gaps.items()), dict(self._phases), dict(self._longest))
+
+    def learn(self, known: JobHabits) -> None:
+        """Take over what an earlier detector has known; what was seen since stays."""
+        for position, duration_s in known.gaps:
+            if position not in self._gaps:
+                self.end_gap(position, duration_s)
+        for mine, earlier in ((self._phases, known.phases), (self._longest, known.longest)):
+            for phase, duration_s in earlier.items():
+                mine[phase] = max(mine.get(phase, 0.0), duration_s)
+
+    def end_silence(self, phase: str, duration_s: float) -> None:
+        """A silence of a rank that declares steps, in `phase`, ended by itself."""
+        if duration_s > self._longest.get(phase, 0.0):
+            self._longest[phase] = duration_s
+
+    def longest_s(self, phase: str) -> float:
+        """Return the longest silence in `phase` that ever ended by itself; 0 if none is known."""
+        return self._longest.get(phase, 0.0)
 
     def end_phase(self, phase: str, duration_s: float) -> None:
         """A phase ended by itself."""
@@ -105,7 +130,8 @@ class Habits:
         the rank that they wait for.
         """
         points = sorted(self._gaps.items())
-        best = 0.0
+        # A generation that goes back to a checkpoint comes to the same step once more.
+        best = 0.0 if tolerance else self._gaps.get(position, 0.0)
         for index, (at, duration_s) in enumerate(points):
             for earlier, earlier_s in ((0, 0.0), *points[:index]):
                 period = at - earlier

@@ -2,10 +2,9 @@
 
 A hang is found by the absence of progress, measured against the job's own steps, and is blamed
 on the rank that did not arrive (`arrival`). Saying so and acting on it are two thresholds: a
-verdict comes within about a second, and becomes actionable only when its process is stopped,
-has been still for `quiet_action_s`, or has burned CPU for `hang_action_s`. Slowness is another
-matter (`slow`), judged while nothing stands still. Crashes are not looked at here: an exit needs
-no detector.
+verdict comes within about a second, and becomes actionable only on a fact, once patience has run
+out, or as the job file says (`certainty`). Slowness is another matter (`slow`), judged while
+nothing stands still. Crashes are not looked at here: an exit needs no detector.
 """
 
 import math
@@ -14,6 +13,7 @@ import msgspec
 
 from perdure.detect.arrival import Finding, find_culprit
 from perdure.detect.cadence import Cadence, Habits
+from perdure.detect.certainty import AGAIN, SURE, Grounds, find_grounds, find_stillness
 from perdure.detect.clocks import NodeClocks
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.nodes import NodeWatch
@@ -32,19 +32,22 @@ from perdure.model.events import (
     ProgressNoted,
     RankExited,
     RanksStarted,
+    StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
     WorldBroken,
     WorldReformed,
 )
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, RankProgress
-from perdure.model.verdicts import Activity, Culprit, Verdict
+from perdure.model.progress import CommProgress, JobHabits, NodeBeat, RankProgress
+from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
 
 SLOW = ("CommSlow", "Straggler")
 HANGS = ("CommHang", "ComputeHang")
-SURE = 0.7
-"""Confidence from which a communication hang or a desync is acted upon on its own threshold."""
+LOOK_S = 5.0
+"""A second look at a suspect's stack is waited for no longer than this."""
+ACTED_KEPT = 8
+"""Verdicts that have restarted the world, and are remembered."""
 EARLY = 0.5
 """Share of the floor after which silence deserves a closer look."""
 CLOSE_MAX = 64
@@ -75,7 +78,7 @@ class Detector:
         self._exited: dict[int, tuple[CommProgress, ...]] = {}
         self._exit_s: dict[int, float] = {}
         self._open: Verdict | None = None
-        self._closed = self._failed = False
+        self._closed = self._failed = self._explained = False
         self._looked_s = self._weighed_s = 0.0
         self._look_every_s = max(0.05, spec.world_size / 10_000)
         self._weigh_every_s = max(0.19, spec.world_size / 10_000)
@@ -85,6 +88,13 @@ class Detector:
         self._waiting: tuple[int, ...] = ()
         """Ranks whose progress ends the open verdict, where it names none."""
         self._early: frozenset[int] = frozenset()
+        self._acted: dict[str, int] = {}
+        """Kind, culprit and place of each verdict that was acted upon -> in which generation."""
+        self._stacks: dict[int, str] = {}
+        self._stack_s = self._stack_changed_s = 0.0
+        """When stacks came last, and when one of them had changed."""
+        self._second_s: float | None = None
+        """When a second look at the stacks was asked for, before the open verdict is acted upon."""
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on; what is open by now stays open."""
@@ -111,7 +121,7 @@ class Detector:
             watch = self._take(now, beat, progress, clock_s)
             if watch is not None and watch.silence_s > self._config.hang_floor_s:
                 suspicious |= watch.silence_s > watch.find_allowance(self._habits)[0]
-        out: list[AnyEvent] = [*self._notes.make(now, self._watches)]
+        out: list[AnyEvent] = [*self._notes.make(now, self._watches, self._note_habits)]
         self._slow.take(now, beat)
         if now - self._weighed_s >= self._weigh_every_s:
             out += self._weigh(now)
@@ -146,6 +156,8 @@ class Detector:
             case WorldReformed() if event.generation == self._generation:
                 self._nodes.trust()
                 self._go_on(event)
+            case StacksTaken() if event.generation == self._generation:
+                self._note_stacks(now, event)
             case ProbeJudged():
                 return self._note_probe(now, event)
             case _:
@@ -167,10 +179,11 @@ class Detector:
         """Return the nodes that deserve a closer look (`WatchClosely`), verdict or not."""
         return self._early | self._slow.suspects
 
-    def _find_alive_s(self, node: int) -> float:
+    def _find_alive_s(self, node: int) -> tuple[float, float]:
         """Return when peers of `node`'s ranks last began a collective of a group they share.
 
         Nobody gets as far without them: what a peer began, its group had finished the one before.
+        The second value is how long their steps usually take: the next sign of them may be as far.
         """
         silent = [w for w in self._watches.values() if w.node == node and not w.gone]
         shared = {comm.name: watch.rank for watch in silent for comm in watch.comms}
@@ -179,8 +192,8 @@ class Detector:
             for comm in watch.comms if watch.node != node else ():
                 with_it = not comm.ranks or shared.get(comm.name) in comm.ranks
                 if comm.name in shared and with_it and comm.started_seq > 1:
-                    since_s = max(since_s, comm.since_s)
-        return since_s
+                    since_s = max(since_s, comm.since_s + watch.clock_s)
+        return since_s, max((w.cadence.usual_s for w in silent), default=0.0)
 
     # --- bookkeeping --------------------------------------------------------------------------
 
@@ -188,8 +201,11 @@ class Detector:
         self._generation = generation
         self._watches, self._exited, self._exit_s = {}, {}, {}
         self._open, self._closed, self._failed = None, False, False
+        self._explained = False
+        """A rank of this generation has failed of itself, so that others' connections ended."""
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
         self._waiting, self._early = (), frozenset()
+        self._stacks, self._second_s, self._stack_changed_s = {}, None, 0.0
         self._nodes.trust()
         self._notes.begin(generation, now)
 
@@ -225,6 +241,10 @@ class Detector:
             if event.account.last_step_s >= watch.account.last_step_s:
                 watch.account = event.account
         if record.failed:
+            if not record.asked:
+                explained = self._explained or not record.lost_peer
+                self._explained = explained
+                self._nodes.note_exit(now, lost_peer=not explained)
             self._failed = self._closed = True
         elif not record.asked:
             self._exited[record.rank] = event.comms or (watch.comms if watch else ())
@@ -254,12 +274,30 @@ class Detector:
         self._closed, self._open = False, None
 
     def _learn(self, event: ProgressNoted) -> None:
-        """After a controller's restart the journal is all that is known of the step time."""
+        """After a controller's restart the journal is all that is known of what is usual."""
+        self._habits.learn(event.habits)
+        for place in event.habits.acted:
+            self._acted.setdefault(place, event.generation - 1)
         for rank, account in event.accounts.items():
             cadence = self._cadences.setdefault(rank, Cadence())
             steps = account.step - account.start_step
             if len(cadence) < 3 and rank not in self._watches and steps > 0:
                 cadence.add(account.step_s / steps)
+
+    def _note_habits(self) -> JobHabits:
+        earlier = tuple(p for p, since in self._acted.items() if since < self._generation)
+        return msgspec.structs.replace(self._habits.note(), acted=earlier)
+
+    def _note_stacks(self, now: float, event: StacksTaken) -> None:
+        """Compare stacks with those that were taken before: what has changed is alive."""
+        self._stack_s = now
+        for rank, text in event.stacks.items():
+            stack = find_main_stack(text)
+            known = self._stacks.get(rank, "")
+            if stack and known and stack != known:
+                self._stack_changed_s = now
+            if stack:
+                self._stacks[rank] = stack
 
     def _note_verdict(self, event: VerdictReached | VerdictWithdrawn) -> None:
         verdict = event.verdict
@@ -270,12 +308,17 @@ class Detector:
         elif isinstance(event, VerdictReached):
             self._open = verdict
             self._closed |= verdict.actionable
+            if verdict.actionable:
+                self._acted.pop(place := self._find_place(verdict), None)
+                self._acted[place] = verdict.generation
+                while len(self._acted) > ACTED_KEPT:
+                    del self._acted[next(iter(self._acted))]
         else:
             self._reopen()
 
     def _reopen(self) -> None:
         """What was blamed goes on, and nobody has ended it: the next fault is looked for."""
-        self._open = None
+        self._open = self._second_s = None
         self._closed = self._failed
 
     # --- verdicts -----------------------------------------------------------------------------
@@ -298,19 +341,36 @@ class Detector:
             finding = self._find_desync(now, live) or finding
         if finding is not None:
             out += self._report(now, finding)
-        due_s = self._find_action(now)
-        if self._open is not None and due_s is not None and now >= due_s:
-            activity = self._find_activity(self._open)
-            evidence = {
-                **self._open.evidence,
-                "acted_after_s": round(now - self._open.confirmed_s, 3),
-            }
-            self._open = msgspec.structs.replace(
-                self._open, actionable=True, activity=activity, evidence=evidence
-            )
-            self._closed = True
-            out.append(VerdictReached(verdict=self._open))
-        return out
+        return [*out, *self._perhaps_act(now)]
+
+    def _perhaps_act(self, now: float) -> list[AnyEvent]:
+        """Let the open verdict be acted upon, where something allows it by now.
+
+        Patience that has run out is looked at once more: the suspect's stack must still be what
+        it was, where it can be read.
+        """
+        verdict = self._open
+        if verdict is None or verdict.actionable or self._closed:
+            return []
+        grounds = self._find_action(now)
+        if grounds is None or now < grounds.acts_s:
+            self._second_s = None
+            return []
+        verdict = _put(verdict, grounds)
+        if grounds.ground in ("timeout", "habit"):
+            if self._second_s is None:
+                self._second_s, self._open = now, verdict
+                return [VerdictReached(verdict=verdict)]
+            if self._stack_s < self._second_s and now - self._second_s < LOOK_S:
+                return []
+        self._open = msgspec.structs.replace(
+            verdict,
+            actionable=True,
+            activity=self._find_activity(verdict),
+            evidence={**verdict.evidence, "acted_after_s": round(now - verdict.confirmed_s, 3)},
+        )
+        self._closed = True
+        return [VerdictReached(verdict=self._open)]
 
     def _weigh(self, now: float) -> list[AnyEvent]:
         """Look at what is slow, unless something stands still; and at what deserves a look."""
@@ -374,8 +434,8 @@ class Detector:
                 return []
             reason = f"better explained: {finding.reason}"
             out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
+        self._waiting, self._second_s = finding.waiting, None
         self._open = self._make_verdict(now, finding, culprit)
-        self._waiting = finding.waiting
         return [*out, VerdictReached(verdict=self._open)]
 
     def _make_verdict(self, now: float, finding: Finding, culprit: Culprit) -> Verdict:
@@ -410,7 +470,14 @@ class Detector:
             step=step,
             evidence=evidence,
         )
-        return msgspec.structs.replace(verdict, activity=self._find_activity(verdict))
+        verdict = msgspec.structs.replace(verdict, activity=self._find_activity(verdict))
+        grounds = self._find_grounds(now, verdict)
+        if grounds is None:
+            return verdict
+        if not grounds.certain and self._came_back(verdict):
+            reason = f"{verdict.reason}; {AGAIN}"
+            verdict = msgspec.structs.replace(verdict, reason=reason)
+        return _put(verdict, grounds)
 
     def _withdraw(self, now: float, verdict: Verdict) -> VerdictWithdrawn | None:
         rank = verdict.culprit.rank
@@ -441,37 +508,77 @@ class Detector:
     def _find_activity(self, verdict: Verdict) -> Activity:
         """Return what the suspects do; the busiest speaks for all."""
         seen = {w.activity for w in self._find_suspects(verdict)}
-        order: tuple[Activity, ...] = ("busy", "quiet", "stopped")
+        order: tuple[Activity, ...] = ("busy", "blocked", "quiet", "stopped")
         return next((a for a in order if a in seen), "gone")
 
-    def _find_action(self, now: float) -> float | None:
-        """Return when the open verdict becomes actionable, as things look.
+    def _find_action(self, now: float) -> Grounds | None:
+        """Return on what the open verdict is to be acted upon, and when, as things look.
 
         None if never, or if what is known of the suspects is no longer fresh.
         """
         verdict = self._open
-        if verdict is None or verdict.actionable or self._closed:
+        if verdict is None:
             return None
+        suspects = self._find_suspects(verdict)
+        if not suspects or now - min(w.received_s for w in suspects) > FRESH_S:
+            return None
+        return self._find_grounds(now, verdict)
+
+    def _find_grounds(self, now: float, verdict: Verdict) -> Grounds | None:
         suspects = self._find_suspects(verdict)
         if not suspects:
             return None
-        if now - min(w.received_s for w in suspects) > FRESH_S:
-            return None
-        config, since_s = self._config, verdict.confirmed_s
-        activity = self._find_activity(verdict)
-        quiet_s = max(since_s, max(w.busy_s for w in suspects))
-        match activity:
-            case "stopped":
-                return since_s + config.stopped_action_s
-            case _ if verdict.kind == "Desync":
-                return since_s + config.exit_skew_s if verdict.confidence >= SURE else None
-            case _ if verdict.kind == "CommHang" and verdict.confidence >= SURE:
-                return since_s + config.comm_action_s
-            case _ if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
-                return max(since_s, verdict.first_seen_s + config.exit_skew_s)
-            case "quiet" if verdict.kind == "EarlyExit":
-                return max(since_s, verdict.first_seen_s + config.exit_skew_s)
-            case "quiet" if all(w.instrumented for w in suspects):
-                return min(quiet_s + config.quiet_action_s, since_s + config.hang_action_s)
-            case _:
-                return since_s + config.hang_action_s
+        communicator = str(verdict.evidence.get("communicator", ""))
+        return find_grounds(
+            verdict,
+            suspects,
+            self._find_activity(verdict),
+            find_stillness(suspects, communicator, self._stack_changed_s),
+            self._config,
+            self._habits,
+            fact=self._find_fact(now, verdict),
+            again=self._came_back(verdict),
+        )
+
+    def _find_fact(self, now: float, verdict: Verdict) -> Ground:
+        """Return what records, or the kernel, prove about `verdict` as things look now."""
+        if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
+            return "ended"
+        if verdict.kind != "CommHang" or verdict.confidence < SURE:
+            return ""
+        if "probed" in verdict.evidence:
+            return "link"
+        placed = verdict.culprit.link is not None or verdict.culprit.node is not None
+        return "link" if placed and self._slow.links.find_stuck(now) else ""
+
+    def _came_back(self, verdict: Verdict) -> bool:
+        """Return whether it has restarted the world at this place before."""
+        return self._acted.get(self._find_place(verdict), verdict.generation) < verdict.generation
+
+    @staticmethod
+    def _find_place(verdict: Verdict) -> str:
+        """Return what makes it the same verdict in another generation."""
+        place = f"step {verdict.step}"
+        if verdict.step < 0:
+            seen = verdict.evidence
+            place = f"#{seen.get('collective', '?')} of {seen.get('communicator', '?')}"
+        return f"{verdict.kind} of {verdict.culprit} at {place}"
+
+
+def find_main_stack(text: str) -> str:
+    """Return the main thread's frames of what py-spy wrote; empty where it could take none."""
+    if text.startswith("no stack"):
+        return ""
+    threads = text.split("\n\n")
+    main = next((t for t in threads if "MainThread" in t), text)
+    return "\n".join(line.strip() for line in main.splitlines() if line.startswith(" "))
+
+
+def _put(verdict: Verdict, grounds: Grounds) -> Verdict:
+    return msgspec.structs.replace(
+        verdict,
+        certain=grounds.certain,
+        ground=grounds.ground,
+        acts_s=grounds.acts_s,
+        acts_why=grounds.why,
+    )

@@ -1,11 +1,12 @@
 """Which nodes are still heard of.
 
 A node is lost only after seconds without a heartbeat: its agent may be restarting while its
-ranks train on. After a controller's own restart every node gets that time again, because the
-silence was the controller's. A node cut off from the controller alone is not lost either: its
-ranks' peers still finish collectives with them. And where every node is silent, it is the
-controller that is cut off; it could reach nobody with a decision, so it makes none for
-`all_lost_s`.
+ranks train on. Sooner it is lost only where somebody else says so, too: its platform, or peers of
+its ranks whose connections ended. After a controller's own restart every node gets that time
+again, because the silence was the controller's. A node cut off from the controller alone is not
+lost either: its ranks' peers still finish collectives with them, one a step. And where every node
+is silent, it is the controller that is cut off; it could reach nobody with a decision, so it makes
+none for `all_lost_s`.
 """
 
 import math
@@ -50,7 +51,8 @@ class NodeWatch:
     ) -> None:
         """Begin with no nodes; those that never came are not lost.
 
-        Nodes from `local_nodes` on are others' machines, and judged by `remote_lost_s`.
+        Nodes from `local_nodes` on are others' machines. Where peers' connections have ended, a
+        silent one of them is lost after `remote_lost_s`: nobody else sees its processes end.
         """
         self._remote_lost_s, self._local_nodes = remote_lost_s, local_nodes
         self._node_lost_s, self._all_lost_s, self._doubt_s = node_lost_s, all_lost_s, doubt_s
@@ -59,6 +61,8 @@ class NodeWatch:
         self._quiet_s = node_lost_s / 2
         self._nodes: dict[int, _Node] = {}
         self._doubted = False
+        self._ended_s = -math.inf
+        """When it was heard last that a rank had failed because its connection to another ended."""
         self._due_s: float | None = None
 
     def take_beat(self, now: float, beat: NodeBeat) -> bool:
@@ -87,12 +91,27 @@ class NodeWatch:
         known.received_s, known.lost, known.ended = now, False, ""
         self._expect(now, node)
 
-    def _find_limit_s(self, node: int) -> float:
+    def _find_limit_s(self, number: int, all_silent_s: float) -> tuple[float, str]:
+        """Return how long a node may be silent, and who else speaks for its loss."""
+        node = self._nodes[number]
+        if node.ended:
+            return _ENDED_S, node.ended
+        limit_s, why = self._node_lost_s, ""
+        if self._doubted and all_silent_s < _ANY_S:
+            limit_s, why = min(limit_s, self._doubt_s), "its peers' world has broken"
+        remote = number >= self._local_nodes and all_silent_s < self._remote_lost_s / 3
+        ended = node.received_s <= self._ended_s
+        if remote and (ended or why) and self._remote_lost_s < limit_s:
+            limit_s, why = self._remote_lost_s, why or "its peers' connections have ended"
+        return limit_s, why
+
+    def _find_look_s(self, node: int) -> float:
+        """Return after what silence to look at a node, should anything else speak for its loss."""
         return self._node_lost_s if node < self._local_nodes else self._remote_lost_s
 
     def _expect(self, now: float, node: int) -> None:
         """Look again no later than when `node` would have been silent for too long."""
-        self._due_s = min(self._due_s or math.inf, now + self._find_limit_s(node))
+        self._due_s = min(self._due_s or math.inf, now + self._find_look_s(node))
 
     def restart(self, now: float) -> None:
         """A controller has just started: no silence before now counts."""
@@ -114,9 +133,17 @@ class NodeWatch:
     def doubt(self, now: float) -> None:
         """An elastic world has broken, and waits to know who is lost."""
         self._doubted = True
-        self._due_s = min(self._due_s or math.inf, now + self._find_look_s())
+        self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
 
-    def _find_look_s(self) -> float:
+    def note_exit(self, now: float, *, lost_peer: bool) -> None:
+        """A rank has failed, because its connection to another one had ended or of itself.
+
+        One that failed of itself explains why the others' connections ended.
+        """
+        self._ended_s = now if lost_peer else -math.inf
+        self._due_s = min(self._due_s or math.inf, now + _ANY_S / 5)
+
+    def _find_doubt_look_s(self) -> float:
         """Return how often to look while in doubt."""
         return min(_ANY_S, self._doubt_s / 5)
 
@@ -141,12 +168,15 @@ class NodeWatch:
         return self._due_s
 
     def find_lost(
-        self, now: float, find_alive_s: Callable[[int], float] = lambda node: 0.0
+        self,
+        now: float,
+        find_alive_s: Callable[[int], tuple[float, float]] = lambda node: (0.0, 0.0),
     ) -> list[NodeLost]:
         """Return the nodes that have just fallen silent for too long.
 
-        `find_alive_s` says until when the ranks of a node have taken part in collectives, as
-        seen by their peers on other nodes.
+        `find_alive_s` says until when the ranks of a node have surely taken part in collectives,
+        as seen by their peers on other nodes, and how long a step takes them: for so long after
+        it their silence there says nothing.
         """
         if self._due_s is None or now < self._due_s:
             return []
@@ -157,30 +187,27 @@ class NodeWatch:
             return lost
         later: list[float] = []
         for number, node in sorted(self._nodes.items()):
-            silence_s, limit_s = now - node.received_s, self._find_limit_s(number)
-            if number >= self._local_nodes and all_silent_s >= limit_s / 3:
-                limit_s = self._node_lost_s  # Nobody is heard just now: it may be the controller.
-            if self._doubted and all_silent_s < _ANY_S:
-                limit_s = min(limit_s, self._doubt_s)
-            if node.ended:
-                limit_s = _ENDED_S
+            silence_s = now - node.received_s
+            limit_s, why = self._find_limit_s(number, all_silent_s)
             if not node.lost and silence_s >= limit_s:
-                alive_s = find_alive_s(number)
-                if now - alive_s < limit_s:
-                    later.append(alive_s + limit_s)
+                alive_s, step_s = find_alive_s(number)
+                # A collective that ended before the connections did says nothing of the step after.
+                allowed_s = limit_s if why else limit_s + step_s
+                if now - alive_s < allowed_s:
+                    later.append(alive_s + allowed_s)
                     continue
                 node.lost = True
                 reason = f"node {number} has sent no heartbeat for {silence_s:.1f} s"
-                reason += f"; {node.ended}" if node.ended else ""
+                reason += f"; {why}" if why else ""
                 agree = 0.0 <= node.received_s - node.sent_s <= TRUSTED_S
                 last_s = node.sent_s if agree else node.received_s
                 lost.append(NodeLost(node=number, at_s=now, reason=reason, last_seen_s=last_s))
         for number, node in self._nodes.items():
-            limit_s = self._find_limit_s(number)
-            due_s = node.received_s + limit_s
+            look_s = self._find_look_s(number)
+            due_s = node.received_s + look_s
             if not node.lost:
-                later.append(due_s if due_s > now else now + limit_s / 5)
+                later.append(due_s if due_s > now else now + look_s / 5)
         self._due_s = min(later, default=None)
         if self._doubted:
-            self._due_s = min(self._due_s or math.inf, now + self._find_look_s())
+            self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
         return lost

@@ -4,12 +4,12 @@ Heartbeats themselves are never journaled. What decisions and the ledger need of
 far every rank is, and the moment at which a new generation is training again.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from perdure.detect.watch import RankWatch
 from perdure.model.events import GenerationStepping, ProgressNoted
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.progress import JobHabits, RankAccount
 
 INTERVAL_S = 5.0
 RANKS_AT_FULL_RATE = 1000
@@ -68,14 +68,17 @@ class ProgressNotes:
                 self._ready[watch.rank] = at_s
 
     def make(
-        self, now: float, watches: Mapping[int, RankWatch]
+        self,
+        now: float,
+        watches: Mapping[int, RankWatch],
+        habits: Callable[[], JobHabits] = JobHabits,
     ) -> list[ProgressNoted | GenerationStepping]:
-        """Return what is due."""
+        """Return what is due; `habits` tells what is usual for the job."""
         if not self._stepping and watches and len(self._ready) >= self._spec.world_size:
             self._stepping, self._moved = True, True
-            return [self._note(now, watches), self._say_stepping(watches)]
+            return [self._note(now, watches, habits()), self._say_stepping(watches)]
         if self._moved and now - self._noted_s >= self._interval_s:
-            return [self._note(now, watches)]
+            return [self._note(now, watches, habits())]
         return []
 
     def _find_first(self, watch: RankWatch) -> float:
@@ -93,7 +96,9 @@ class ProgressNotes:
                 return watch.seen_s
         return watch.seen_s if alive_s >= MUTE_S and watch.collectives == 0 else 0.0
 
-    def _note(self, now: float, watches: Mapping[int, RankWatch]) -> ProgressNoted:
+    def _note(
+        self, now: float, watches: Mapping[int, RankWatch], habits: JobHabits
+    ) -> ProgressNoted:
         self._noted_s, self._moved = now, False
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
         live = [w for w in watches.values() if not w.gone]
@@ -109,6 +114,7 @@ class ProgressNotes:
             step=min(steps, default=-1),
             accounts=accounts,
             collectives=min((_ended(w) for w in live), default=0),
+            habits=habits,
         )
 
     def _is_out(self, rank: int) -> bool:

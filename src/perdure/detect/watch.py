@@ -65,6 +65,8 @@ class RankWatch:
     stopped_in_gap: bool = False
     busy_s: float = 0.0
     """When CPU or I/O was last seen to move."""
+    blocked_s: float = -math.inf
+    """When it, or a process below it, was last seen in state D."""
     gone: bool = False
     clock_s: float = 0.0
     """Added to its node's stamps to make them the controller's."""
@@ -103,7 +105,14 @@ class RankWatch:
             return "stopped"
         if self.phase in _DISK_PHASES:
             return "busy"
+        if self.blocked_s > self.busy_s and self.seen_s - self.blocked_s <= 2 * SAMPLE_S:
+            return "blocked"
         return "busy" if self.seen_s - self.busy_s <= 2 * SAMPLE_S else "quiet"
+
+    @property
+    def changed_s(self) -> float:
+        """Return when anything of it was last seen to change: progress, CPU, I/O, or state D."""
+        return max(self.progress_s, self.busy_s, self.blocked_s)
 
     @property
     def position(self) -> int:
@@ -114,6 +123,10 @@ class RankWatch:
     def joined(self) -> bool:
         """Return whether it declares steps."""
         return self.account.init_s > 0 or self.account.step >= 0
+
+    def learned(self, steps: int) -> bool:
+        """Return whether so many steps that the script declares have been timed."""
+        return self.account.step >= 0 and len(self.cadence) >= steps
 
     def begin(self, progress: RankProgress, sent_s: float) -> None:
         """Take the first heartbeat of this generation (or the first after a new controller)."""
@@ -126,6 +139,8 @@ class RankWatch:
     def observe(self, progress: RankProgress, sent_s: float, habits: Habits) -> bool:
         """Take a heartbeat; return whether it shows progress."""
         self._weigh(progress, sent_s)
+        if progress.proc.state == "D" or progress.proc.blocked:
+            self.blocked_s = sent_s
         collectives = _entered(progress.comms)
         stepped = progress.account.step - self.account.step
         moved = (
@@ -155,6 +170,8 @@ class RankWatch:
             floor_s = self.config.hang_floor_s
             if gap_s > floor_s and gap_s > floor_s + self.cadence.usual_s:
                 habits.end_gap(self.position, gap_s)
+        if self.instrumented and self.account.step >= 0 and not self.stopped_in_gap:
+            habits.end_silence(self.phase, gap_s)
         last_s, new_last_s = self.account.last_step_s, new.account.last_step_s
         if self.stopped_in_gap:
             pass  # What a stopped rank took says nothing about what its steps take.

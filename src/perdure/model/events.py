@@ -18,7 +18,7 @@ from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.notices import MachineReported as MachineReported
 from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
 from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
-from perdure.model.progress import CommProgress, RankAccount
+from perdure.model.progress import CommProgress, JobHabits, RankAccount
 from perdure.model.room import RoomNoted as RoomNoted
 from perdure.model.steering import (
     BoundaryAnswered as BoundaryAnswered,
@@ -165,6 +165,8 @@ class ProgressNoted(Event, frozen=True, kw_only=True):
     collectives: int = 0
     """Collectives ended by every rank in this generation: the mark of progress of a script
     that declares no steps."""
+    habits: JobHabits = JobHabits()
+    """What is usual for the job, over all of its generations."""
 
 
 class GenerationStepping(Event, frozen=True, kw_only=True):

@@ -26,22 +26,26 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Silence allowed in a phase never seen to end before: first step, first evaluation."""
     stopped_action_s: Annotated[float, Meta(ge=0)] = 0.5
     """A rank in state T (stopped) is acted upon this long after its verdict."""
-    quiet_action_s: Seconds = 30.0
-    """A suspected rank of which nothing moves (CPU, I/O, stack) is acted upon after this long."""
-    hang_action_s: Seconds = 300.0
-    """A suspected rank that still burns CPU is acted upon after this long."""
+    quiet_action_s: Seconds | None = None
+    """A suspected rank of which nothing moves (CPU, I/O, stack) is acted upon after this long;
+    without a number by certainty: after the process group's own time-out (docs/verdicts.md)."""
+    hang_action_s: Seconds | None = None
+    """A suspected rank that still burns CPU is acted upon after this long; without a number it is
+    left to the time-out of the process group that waits for it."""
     node_lost_s: Seconds = 15.0
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     node_doubt_s: Seconds = 3.0
     """The same where an elastic world has broken, too: its ranks' peers saw connections end."""
     remote_lost_s: Seconds = 0.9
-    """The same for a node from elsewhere (`remote`): nobody else sees its processes end."""
+    """The same for a node from elsewhere (`remote`) whose ranks' peers saw connections end: nobody
+    else sees its processes end. Silence alone counts after `node_lost_s`, as everywhere."""
     beat_s: Annotated[float, Meta(gt=0, le=5)] = 0.2
     """Between two heartbeats of a node."""
     exit_skew_s: Seconds = 5.0
     """A rank that exited with 0 while others wait in a collective: acted upon after this long."""
-    comm_action_s: Seconds = 10.0
-    """A hang of communication whose link or node is known is acted upon after this long."""
+    comm_action_s: Seconds | None = None
+    """A hang of communication whose link or node is known is acted upon after this long; without a
+    number after 10 s where the kernel's TCP or a probe says so, and else by certainty."""
     straggler_ratio: Annotated[float, Meta(gt=1)] = 1.15
     """A rank is a straggler from this much more own work a step than usual, peers considered."""
     straggler_floor_s: Annotated[float, Meta(ge=0)] = 0.003

@@ -64,6 +64,8 @@ class CommProgress(msgspec.Struct, frozen=True):
     dtype: str = ""
     peer: int = -1
     """Global rank at the other end, where `started_seq` is a send or receive and it is known."""
+    timeout_s: float = 0.0
+    """The process group's own time-out; 0 where the rank could not tell it."""
 
 
 class ProcSample(msgspec.Struct, frozen=True):
@@ -80,6 +82,9 @@ class ProcSample(msgspec.Struct, frozen=True):
     run_delay_s: float = 0.0
     """Seconds that it was ready to run and had no CPU (schedstat), 0 where unknown: what its
     neighbours took from it."""
+    blocked: int = 0
+    """Processes among it and its descendants in state D: they wait in the kernel, mostly for a
+    disk."""
 
 
 class RankAccount(msgspec.Struct, frozen=True):
@@ -146,6 +151,19 @@ class RankProgress(msgspec.Struct, frozen=True):
     """`compiled`, `python`, `status` or `off`."""
     busy_phase: BusyPhase | None = None
     """What the script has declared to be busy with; of nested phases the one that ends last."""
+
+
+class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the detector knows to be usual for the job, so that the next controller does, too."""
+
+    gaps: tuple[tuple[int, float], ...] = ()
+    """(position, seconds) of silences in training that ended by themselves."""
+    phases: dict[str, float] = {}
+    """Phase -> the longest time that ended by itself in it."""
+    longest: dict[str, float] = {}
+    """Phase -> the longest silence in it that ended by itself, of ranks that declare steps."""
+    acted: tuple[str, ...] = ()
+    """Kind, culprit and place of the verdicts that have restarted the world, oldest first."""
 
 
 class NodeBeat(msgspec.Struct, frozen=True):

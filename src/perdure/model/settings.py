@@ -7,8 +7,8 @@ import msgspec
 
 from perdure.model.errors import ConfigError
 
-Value = bool | int | float | str
-"""What a key may hold."""
+Value = bool | int | float | str | None
+"""What a key may hold; None, of an optional one of perdure's: it is left to perdure."""
 
 KEEPERS = ("checkpoint.every_s", "detect.", "policy.")
 """Keys (and their prefixes) that the controller and the detector apply; ranks take note only."""
@@ -23,6 +23,8 @@ class KeySpec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     min: float | None = None
     max: float | None = None
     choices: tuple[Value, ...] = ()
+    optional: bool = False
+    """It may hold no value at all (`none`)."""
     note: str = ""
     """What it does, in one line."""
     owner: Literal["script", "perdure"] = "script"
@@ -79,6 +81,8 @@ def render_value(value: Value) -> str:
     """Return `value` as a person types it."""
     if isinstance(value, bool):
         return "true" if value else "false"
+    if value is None:
+        return "none"
     return f"{value:g}" if isinstance(value, float) else str(value) or '""'
 
 
@@ -89,6 +93,8 @@ def find_fault(spec: KeySpec, value: Any) -> str:
     'lr: -1 is below 0'
     """
     name, kind = spec.name, type(value).__name__
+    if value is None and spec.optional:
+        return ""
     fits = kind == spec.type or (spec.type == "float" and kind == "int")
     if not fits:
         return f"{name} is a {spec.type}, and {value!r} is a {kind}"
@@ -124,6 +130,8 @@ def parse_value(spec: KeySpec, text: str) -> Value:
     Raises:
         ConfigError: nothing that it may hold.
     """
+    if spec.optional and text.lower() == "none":
+        return None
     try:
         value: Value = _PARSERS[spec.type](text)
     except (ValueError, KeyError):

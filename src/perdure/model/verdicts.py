@@ -20,8 +20,30 @@ VerdictKind = Literal[
 """`EarlyExit`: a rank ended with exit code 0 while others wait for it in a collective.
 `Unresponsive`: a part of perdure itself lives on that node and does not answer."""
 
-Activity = Literal["gone", "stopped", "quiet", "busy"]
-"""What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O."""
+Activity = Literal["gone", "stopped", "quiet", "busy", "blocked"]
+"""What a culprit's process does: nothing any more, state T, alive but still, burning CPU or I/O,
+state D (it waits in the kernel, mostly for a disk)."""
+
+Ground = Literal[
+    "",
+    "stopped",
+    "ended",
+    "desync",
+    "link",
+    "circle",
+    "platform",
+    "timeout",
+    "habit",
+    "job file",
+]
+"""Why a verdict may be acted upon; empty: nothing allows it as things look.
+
+The first six are facts. `stopped`: state T. `ended`: a process has ended, or its connections.
+`desync`: records show different collectives. `link`: the kernel's TCP gets no answer, or a probe
+has settled it. `circle`: ranks are blocked in a circle. `platform`: the kernel, a device or the
+platform says so. The others are patience that has run out. `timeout`: nothing has changed for
+longer than the process group's own time-out. `habit`: nothing has changed for ten times the job's
+longest silence. `job file`: an explicit number in it says so."""
 
 
 class Culprit(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,3 +85,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     step: int = -1
     """The culprit's last committed step; -1 where the script declares none."""
     evidence: dict[str, Any] = {}
+    certain: bool = False
+    """It rests on a fact: waiting longer could not show it to be wrong."""
+    ground: Ground = ""
+    """Why it is acted upon, or will be at `acts_s` if nothing changes until then."""
+    acts_s: float = 0.0
+    """Job time at which it is acted upon at the earliest, as things look; 0: not at all."""
+    acts_why: str = ""
+    """The same in words, such as `rank 1 is stopped`; without a ground: what speaks against it."""

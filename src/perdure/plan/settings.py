@@ -71,6 +71,9 @@ def _describe(name: str, type_: inspect.Type, default: Any) -> KeySpec:
     high: float | None = None
     choices: tuple[Any, ...] = ()
     kind = "str"
+    optional = isinstance(type_, inspect.UnionType)
+    if isinstance(type_, inspect.UnionType):
+        (type_,) = (one for one in type_.types if not isinstance(one, inspect.NoneType))
     match type_:
         case inspect.BoolType():
             kind = "bool"
@@ -85,6 +88,6 @@ def _describe(name: str, type_: inspect.Type, default: Any) -> KeySpec:
             pass
     return msgspec.convert(
         {"name": name, "type": kind, "default": default, "min": low, "max": high,
-         "choices": list(choices), "owner": "perdure"},
+         "choices": list(choices), "owner": "perdure", "optional": optional},
         KeySpec,
     )  # fmt: skip

@@ -85,6 +85,8 @@ _LAG_S = 0.2
 """After a turn that came so much too late, nobody's silence counts."""
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
+_ALONE_S = 300.0
+"""Newcomers wait so long for members that may come back, where `hang_action_s` says nothing."""
 _LIVES = 1000
 _STOCK = "torchft_lighthouse"
 
@@ -111,7 +113,7 @@ class LighthouseService:
                 hung_s=config.hung_s,
                 silent_s=config.silent_s,
                 startup_s=spec.detect.phase_allowance_s,
-                alone_s=spec.detect.hang_action_s,
+                alone_s=spec.detect.hang_action_s or _ALONE_S,
             )
         )
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)

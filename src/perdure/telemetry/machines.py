@@ -58,6 +58,7 @@ class MachineFold:
                 confidence=1.0,
                 reason=event.reason,
                 actionable=True,
+                certain=True,
                 evidence={"platform": event.reason, "told_by": event.source},
             )
             for event in self.told

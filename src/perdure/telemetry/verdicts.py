@@ -46,6 +46,7 @@ def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:
         reason=f"rank {rank} ended with exit code 0 while rank {victim.rank} still needed it: "
         f"{victim.cause}",
         actionable=True,
+        certain=True,
         step=early.account.step,
         evidence=_find_evidence(victim, failed[1:]),
     )
@@ -191,6 +192,7 @@ class VerdictFold:
             confidence=1.0,
             reason=reason,
             actionable=True,
+            certain=True,
         )
         self.reached[_key(verdict)] = verdict
         return verdict
@@ -225,6 +227,7 @@ class VerdictFold:
             confidence=1.0,
             reason=f"rank {record.rank} ended with {record.cause}{where}",
             actionable=True,
+            certain=True,
             step=step,
             evidence=_find_evidence(record, ordered[1:]),
         )

@@ -72,6 +72,9 @@ from perdure.model.events import (
     TimerFired,
 )
 
+_QUIET_S = 30.0
+"""A group that merely hangs is ended after so long, where `quiet_action_s` says nothing."""
+
 
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     """Return what to do about `event` in a job of replica groups."""
@@ -266,7 +269,8 @@ def _note_replica(state: ControllerState, now: float, event: ReplicaSeen) -> lis
         return []
     detect = state.the_spec().detect
     group.absent = event.reason
-    wait_s = detect.stopped_action_s if event.stopped else detect.quiet_action_s
+    quiet_s = detect.quiet_action_s or _QUIET_S
+    wait_s = detect.stopped_action_s if event.stopped else quiet_s
     group.deadline_s = now + wait_s
     return promote(state, f"group {group.group} was left out: {event.reason}")
 

@@ -137,6 +137,10 @@ def note_device(state: ControllerState, now: float, event: DeviceReported) -> li
         activity="busy",
         step=state.step,
         evidence={"node": event.node, "source": event.source},
+        certain=True,
+        ground="platform",
+        acts_s=now,
+        acts_why=f"{event.source} says so",
     )
     actions: list[AnyAction] = [
         RecordEvent(event=VerdictReached(verdict=verdict), reason=verdict.reason)

@@ -60,6 +60,10 @@ def blame_device(
         confidence=0.9,
         reason=f"rank {record.rank} died of its device: {words}",
         actionable=True,
+        certain=True,
+        ground="platform",
+        acts_s=record.at_s,
+        acts_why="the device itself has failed",
     )
     reaction = weigh_verdict(state, verdict)
     actions, node = blame(state, verdict, reaction)
