@@ -40,6 +40,6 @@ def test_evaluation_recompile_and_late_read_survive(start: Start, part: float) -
     verdicts = json.loads(jobs["read"].cli("diagnose", "read", "--json").stdout)["verdicts"]
     (hang,) = verdicts
     assert hang["culprit"]["rank"] == 1
-    assert (hang["certain"], hang["ground"]) == (False, "timeout")
-    assert "1800 s" in hang["acts_why"]
+    assert (hang["certain"], hang["ground"]) == (False, "habit")
+    assert hang["acts_s"] - hang["confirmed_s"] > 590
     assert hang["confirmed_s"] - hang["first_seen_s"] < 0.5 * part * STALLS["read"]
