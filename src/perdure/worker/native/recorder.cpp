@@ -233,6 +233,37 @@ void note_blocked(const Span& span, int64_t ns) {
 
 // --- ends ----------------------------------------------------------------------------------------
 
+// Futures that will tell the end of a span. One wakes those who wait for it before it calls back,
+// so on a busy machine the training thread may be past its wait while the span still has no end.
+// Weak: nothing of the training lives longer for it.
+struct Promise {
+  int64_t number = -1;
+  c10::weak_intrusive_ptr<c10::ivalue::Future> future{
+      c10::intrusive_ptr<c10::ivalue::Future>()};
+};
+constexpr int kPromises = 256;
+Promise g_promises[kPromises];
+std::mutex g_promises_mutex;
+
+void note_promise(const Span& span, const c10::intrusive_ptr<c10::ivalue::Future>& future) {
+  c10::weak_intrusive_ptr<c10::ivalue::Future> weak(future);
+  std::lock_guard<std::mutex> guard(g_promises_mutex);
+  Promise& promise = g_promises[span.number % kPromises];
+  promise.number = span.number;
+  std::swap(promise.future, weak);
+}
+
+// Whether the collective of span `number` has ended, though nothing has stamped that yet.
+bool has_ended(int64_t number) {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> guard(g_promises_mutex);
+    Promise& promise = g_promises[number % kPromises];
+    if (promise.number == number) future = promise.future.lock();
+  }
+  return future && future->completed();
+}
+
 // Stands before a Work that lives on the CPU: the same in all it answers, and stamps `wait`.
 class StampedWork final : public c10d::Work {
  public:
@@ -499,6 +530,7 @@ class Kernel final : public c10::OperatorKernel {
     try {
       auto future = work.getFuture();
       if (future) {
+        note_promise(span, future);
         future->addCallback(
             [span](c10::ivalue::Future& f) { end_span(span, f.hasError() ? kFailed : kEnded); },
             /*uses_future=*/false);
@@ -620,7 +652,8 @@ int64_t perdure_end_backward(int64_t began) {
   int64_t covered = last_start;
   for (int64_t n = first; n < head && last_start; n++) {
     Word* words = span_words(ring, n);
-    const int64_t end = std::min(words[S_END].load(std::memory_order_relaxed), now);
+    int64_t end = std::min(words[S_END].load(std::memory_order_relaxed), now);
+    if (end == 0 && has_ended(n)) end = now;
     if (words[S_WAIT].load(std::memory_order_relaxed) == 0 && end > covered) {
       words[S_WAIT].fetch_add(end - covered, std::memory_order_relaxed);
       covered = end;
