@@ -36,6 +36,7 @@ from perdure.control.recovery.formation import (
     has_enough,
     note_end,
     note_started,
+    note_store,
     note_submission,
     wait_for_nodes,
 )
@@ -48,10 +49,12 @@ from perdure.control.recovery.probing import (
 )
 from perdure.control.recovery.response import (
     ACTED_UPON,
+    SLOW,
     STACKS_FOR,
     blame,
     blame_device,
     weigh_verdict,
+    withhold,
 )
 from perdure.control.reissue import issue_again
 from perdure.control.state import ControllerState, OpenNotice
@@ -78,6 +81,7 @@ from perdure.control.steering.moves import (
 )
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
+    ActionWithheld,
     AnyEvent,
     BoundaryAnswered,
     BoundaryReached,
@@ -134,6 +138,9 @@ from perdure.model.steering import Pace
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 
+_CHANGES = (NodeRegistered, NodeRestored, CheckpointSaved, ProgressNoted)
+"""Events that may change what is worth doing about a slowness that stands."""
+
 
 class Controller:
     """The state machine of one job."""
@@ -167,6 +174,8 @@ class Controller:
             return handle_replicas(self.state, now, event)
         state, before = self.state, self._members()
         actions = [*self._react(now, event), *preemption.advance_notices(state, now)]
+        if isinstance(event, _CHANGES) and state.standing:
+            actions += self._weigh_again(now)
         while True:  # An eviction takes members away as well.
             actions += settle_members(state, now, before) if before else []
             before = self._members()
@@ -186,9 +195,7 @@ class Controller:
             case NodeRegistered():
                 return self._register(now, event)
             case StoreReady():
-                if event.generation == self.state.generation and self.state.phase == "forming":
-                    self.state.store = event
-                return advance_formation(self.state, now)
+                return note_store(self.state, now, event)
             case GenerationStopped():
                 known = self.state.stopped.get(event.node, -1)
                 self.state.stopped[event.node] = max(known, event.generation)
@@ -205,8 +212,7 @@ class Controller:
                 held = note_stacks(self.state, event)
                 return [] if held is None else self._act_upon(now, held)
             case VerdictWithdrawn():
-                withdraw(self.state, event)
-                return []
+                return withdraw(self.state, event)
             case RankJoined() | CheckpointRestored() | ProgressNoted() | GenerationStepping():
                 return note_progress(self.state, now, event)
             case CheckpointSaved() | CheckpointFailed():
@@ -241,7 +247,9 @@ class Controller:
                 return []
             case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
                 return []
-            case QuorumFormed() | QuorumIdsReserved() | ReplicaSeen() | ReplicaWaiting():
+            case ActionWithheld() | QuorumFormed() | QuorumIdsReserved():
+                return []
+            case ReplicaSeen() | ReplicaWaiting():
                 return []
             case NodeCordoned() | NodeRestored():
                 return note_cordon(self.state, event)
@@ -357,19 +365,38 @@ class Controller:
         if not verdict.actionable:
             stacks = ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
             return [*stacks, *probe_verdict(state, now, verdict)]
-        reaction = weigh_verdict(state, verdict)
+        if verdict.kind in SLOW:
+            state.standing[f"{verdict.kind} {verdict.culprit}"] = verdict
+        reaction = weigh_verdict(state, verdict, now)
         if reaction.rung == "none":
-            return []
+            return withhold(state, now, verdict, reaction)
         waiting = hold_action(state, now, verdict) if verdict.kind in STACKS_FOR else None
         return self._act_upon(now, verdict) if waiting is None else waiting
+
+    def _weigh_again(self, now: float) -> list[AnyAction]:
+        """Slowness stands: a spare node may have come, its cost grown, or a checkpoint been saved.
+
+        An agreement or a move that is under way is waited for.
+        """
+        state = self.state
+        if state.phase != "running" or state.boundary is not None or state.moves:
+            return []
+        actions: list[AnyAction] = []
+        for verdict in list(state.standing.values()):
+            reaction = weigh_verdict(state, verdict, now)
+            if reaction.rung != "none":
+                return [*actions, *self._act_upon(now, verdict)]
+            actions += withhold(state, now, verdict, reaction)
+        return actions
 
     def _act_upon(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Do what the policy makes of `verdict`: the next world, or the end."""
         state = self.state
-        reaction = weigh_verdict(state, verdict)
+        state.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
+        reaction = weigh_verdict(state, verdict, now)
         if reaction.rung == "stop":
             return end_job(state, now, "failed", 1, reaction.reason)
-        actions, node = blame(state, verdict, reaction)
+        actions, node = blame(state, now, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
         ended = reform.end_hung_rank(state, verdict)
         if ended is not None:

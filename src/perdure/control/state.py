@@ -221,6 +221,13 @@ class ControllerState:
     failures: list[Failure] = field(default_factory=list)
     first_exit_s: float | None = None
     """When the rank that the newest failure is blamed on ended; None where it was no exit."""
+    standing: dict[str, Verdict] = field(default_factory=dict)
+    """Slowness that may be acted upon, and was not yet: it is weighed again as things change."""
+    withheld: set[str] = field(default_factory=set)
+    """Verdicts of this generation, each with a ground on which nothing was done about it."""
+    replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Kind and group rank of a slow node that was left out -> the generation it was left out of,
+    and when."""
     stacks: StackRequest | None = None
     probe: ProbeSession | None = None
     """The active probe that is running."""

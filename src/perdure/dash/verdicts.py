@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from perdure.model.codec import encode
-from perdure.model.verdicts import Verdict
+from perdure.model.verdicts import Slowness, Verdict
 from perdure.telemetry import render_stacks
 from perdure.telemetry.asides import AsideRow
 
@@ -27,6 +27,8 @@ def render_verdict(verdict: Verdict, start_s: float) -> str:
     ]
     grounds = describe_grounds(verdict)
     lines += [f"{INDENT}{grounds}"] if grounds else []
+    if verdict.slowness is not None:
+        lines.append(f"{INDENT}costs {describe_slowness(verdict.slowness)}")
     for name, value in verdict.evidence.items():
         lines += render_evidence(name, value)
     return "\n".join(lines)
@@ -52,10 +54,21 @@ def describe_grounds(verdict: Verdict) -> str:
     return f"{certain}; acts at the earliest {wait_s:.0f} s after that: {verdict.acts_why}"
 
 
+def describe_slowness(slow: Slowness) -> str:
+    """Return what a slowness costs, such as `45% of every step (at least 44%)`."""
+    return (
+        f"{slow.share:.0%} of every step (at least {slow.share_low:.0%}), "
+        f"{slow.lost_s_per_hour:.0f} s an hour; {slow.ratio:.2f} times as slow "
+        f"({slow.ratio_low:.2f} to {slow.ratio_high:.2f})"
+    )
+
+
 def render_evidence(name: str, value: Any) -> list[str]:
     """Return one piece of evidence as indented lines."""
     if isinstance(value, list | tuple | dict | str) and not value:
         return []
+    if name == "nothing_done" and isinstance(value, list | tuple):
+        return [f"{INDENT}nothing was done: {why}" for why in value]
     if name == "waits" and isinstance(value, list | tuple):
         return _render_block("who waits for whom", render_waits(value))
     if name == "stacks" and isinstance(value, dict):

@@ -8,6 +8,7 @@ Where samples are rarer than one a second, because steps are long, all times are
 """
 
 from collections import deque
+from collections.abc import Iterable
 
 WINDOWS_S = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 25.0)
 QUANTILES = {w: 0.2 if w < 5.0 else 0.4 if w < 12.0 else 0.5 for w in WINDOWS_S}
@@ -124,6 +125,11 @@ class Persistence:
             return 0.0
         return recent[len(recent) // 4]
 
+    def interval(self, now: float, window_s: float) -> tuple[float, float, float] | None:
+        """Return the median excess of the last `window_s` between the ends of its interval."""
+        since_s = now - window_s * self.unit
+        return find_interval([e for at_s, e in self._samples if at_s > since_s])
+
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
         clear_s *= self.unit
@@ -141,6 +147,24 @@ def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bo
             return True
         before_s = at_s
     return now - before_s > window_s / 2
+
+
+def find_interval(samples: Iterable[float]) -> tuple[float, float, float] | None:
+    """Return low end, median and high end: in 95 of 100 cases the median lies between the ends.
+
+    The ends are order statistics, so no shape of the noise is assumed; samples that depend on one
+    another make the truth wider. None without samples.
+
+    >>> find_interval([1.0, 2.0, 9.0])
+    (1.0, 2.0, 9.0)
+    """
+    ordered = sorted(samples)
+    if not ordered:
+        return None
+    n = len(ordered)
+    reach = 0.98 * n**0.5
+    low, high = max(0, int(n / 2 - reach)), min(n - 1, int(n / 2 + reach))
+    return ordered[low], ordered[n // 2], ordered[high]
 
 
 class Baseline:

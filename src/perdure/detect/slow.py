@@ -19,7 +19,7 @@ from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import NodeBeat
-from perdure.model.verdicts import Culprit, Verdict, VerdictKind
+from perdure.model.verdicts import Culprit, Slowness, Verdict, VerdictKind
 
 FUSED_S, LINK_S = 0.9, 2.2
 """How long links are suspected before a verdict: with slow collectives beside them, and alone."""
@@ -30,6 +30,10 @@ ACCOUNTED = 0.5
 """What is blamed must account for so much of the time that is lost."""
 UNPLACED_S = 12.0
 """A communicator of whose links none stands out, though they are watched, is slow after this."""
+COSTED_S = 10.0
+"""Over how long what a verdict costs is summed up."""
+GROWN = 0.1
+"""A verdict that may be acted upon is told again once its share of the step changed by so much."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -44,11 +48,13 @@ class SlowWatch:
         self._homes: dict[int, int] = {}
         """Rank -> the node that runs it, a spare one perhaps."""
         self._housed: dict[int, list[int]] = {}
-        self.stages = StageWatch(config)
+        self.stages = StageWatch(config, self._home_of)
         self.collectives = CollectiveWatch(config, spec.world_size)
         self.links = LinkWatch(config, self._node_of)
         self._neighbours = Neighbours()
         self._open: dict[tuple[str, str], Verdict] = {}
+        self._told: dict[tuple[str, str], float] = {}
+        """When what an open verdict costs was last told."""
         self._grown = -1
         self._spans_seen = False
         self.suspects: frozenset[int] = frozenset()
@@ -82,6 +88,10 @@ class SlowWatch:
 
     def _node_of(self, rank: int) -> int:
         return self._homes.get(rank, self._spec.node_of(rank))
+
+    def _home_of(self, rank: int) -> int:
+        """Return what is replaced with a rank: its node, where there are several."""
+        return self._node_of(rank) if self._spec.num_nodes > 1 else rank
 
     def _find_ranks(self, node: int) -> tuple[int, ...]:
         return tuple(self._housed.get(node, ()))
@@ -118,6 +128,7 @@ class SlowWatch:
             for verdict in self._find_stragglers(now, watches):
                 out += self._report(now, verdict)
         out += self._escalate(now)
+        out += self._tell_again(now)
         self.suspects = self._find_suspects(now)
         return out
 
@@ -205,10 +216,66 @@ class SlowWatch:
                     **verdict.evidence,
                     "acted_after_s": round(now - verdict.confirmed_s, 3),
                 }
-                verdict = msgspec.structs.replace(verdict, actionable=True, evidence=evidence)
+                slowness = self._measure(now, verdict) or verdict.slowness
+                verdict = msgspec.structs.replace(
+                    verdict, actionable=True, evidence=evidence, slowness=slowness
+                )
+                self._told[key] = now
                 self._open[key] = verdict
                 out.append(VerdictReached(verdict=verdict))
         return out
+
+    def _tell_again(self, now: float) -> list[VerdictReached]:
+        """What a standing verdict costs may grow or shrink: it is told anew where that matters."""
+        out = []
+        for key, verdict in self._open.items():
+            told_s = self._told.setdefault(key, verdict.confirmed_s)
+            if not verdict.actionable or now - told_s < self._config.slow_action_s:
+                continue
+            self._told[key] = now
+            slowness = self._measure(now, verdict)
+            known = 0.0 if verdict.slowness is None else verdict.slowness.share_low
+            if slowness is None or abs(slowness.share_low - known) < GROWN:
+                continue
+            self._open[key] = msgspec.structs.replace(verdict, slowness=slowness)
+            out.append(VerdictReached(verdict=self._open[key]))
+        return out
+
+    # --- what it costs ------------------------------------------------------------------------
+
+    def _measure(self, now: float, verdict: Verdict) -> Slowness | None:
+        """Return how slow the culprit is and what that costs, as things stand."""
+        if verdict.kind == "CommSlow":
+            slow = [c for c in self.collectives.comms() if c.slow is not None]
+            ends = verdict.culprit.link or ()
+            mine = [c for c in slow if set(ends) <= set(c.ranks)]
+            return self._measure_comms(now, mine or slow)
+        ranks: tuple[int, ...] = ()
+        if verdict.culprit.rank is not None:
+            ranks = (verdict.culprit.rank,)
+        elif verdict.culprit.node is not None:
+            ranks = self._find_ranks(verdict.culprit.node)
+        found = [s for rank in ranks if (s := self.stages.measure(now, rank)) is not None]
+        if found:
+            return max(found, key=lambda s: s.share_low)
+        late = [one for r in ranks if (one := self.collectives.lateness.get(r)) is not None]
+        spans = [x for one in late if one.late and (x := one.late.interval(now, COSTED_S))]
+        if not spans:
+            return None
+        low, mid, high = max(spans)
+        return _make_slowness((low, mid, high), max(mid, 0.0) / (1.0 + max(mid, 0.0)))
+
+    def _measure_comms(self, now: float, slow: list[Comm]) -> Slowness | None:
+        """Return what slow communicators cost: what waits grew by, else what the pace fell by."""
+        spans = [x for c in slow if c.slow and (x := c.slow.interval(now, COSTED_S))]
+        if not spans:
+            return None
+        excess = max(spans, key=lambda x: x[1])
+        waits = self.stages.find_waits(now)
+        if waits is None:
+            return _make_slowness(excess, self._find_loss(slow))
+        made = _make_slowness(excess, waits[1])
+        return msgspec.structs.replace(made, share_low=round(waits[0], 4))
 
     def _make(
         self,
@@ -223,7 +290,7 @@ class SlowWatch:
         pace = self.stages.pace
         if pace:
             evidence = {**evidence, "step_ratio": round(pace, 3)}
-        return Verdict(
+        verdict = Verdict(
             kind=kind,
             culprit=culprit,
             generation=self._generation,
@@ -234,6 +301,7 @@ class SlowWatch:
             activity="busy",
             evidence=evidence,
         )
+        return msgspec.structs.replace(verdict, slowness=self._measure(now, verdict))
 
     # --- communication ------------------------------------------------------------------------
 
@@ -474,3 +542,19 @@ class SlowWatch:
             if suspect.is_recent(now, RECENT_S):
                 nodes.add(node_of(rank))
         return frozenset(nodes)
+
+
+def _make_slowness(excess: tuple[float, float, float], share: float) -> Slowness:
+    """Return the slowness of an excess (low, median, high) that costs `share` of the step.
+
+    The lower end of the share is taken to be as far below it as that of the excess.
+    """
+    low, mid, high = excess
+    share_low = share * max(low, 0.0) / mid if mid > 0.0 else 0.0
+    return Slowness(
+        ratio=round(1.0 + mid, 3),
+        ratio_low=round(1.0 + low, 3),
+        ratio_high=round(1.0 + high, 3),
+        share=round(share, 4),
+        share_low=round(min(share_low, share), 4),
+    )

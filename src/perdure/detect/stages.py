@@ -13,14 +13,15 @@ an exact, additive account of the step.
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence
+from perdure.detect.persistence import Baseline, Persistence, find_interval
 from perdure.model.collectives import StepStages
 from perdure.model.job import DetectConfig
+from perdure.model.verdicts import Slowness
 
 NAMES = ("data", "forward", "backward", "optimizer")
 KEPT = 12
@@ -44,6 +45,9 @@ LATELY_S = 2.5
 FROM_START = 0.6
 """Weight of an excess over the peers that was there from the first step: it may be by design."""
 
+GAINED_EVERY_S, GAINED_S = 0.1, 10.0
+"""How often what a suspect costs is noted, and over how long it is summed up."""
+
 Row = tuple[float, float, float, float, float, float]
 """Own seconds by stage, their sum, and the whole step."""
 
@@ -65,9 +69,12 @@ class Share(msgspec.Struct, frozen=True):
 class StageWatch:
     """Steps of all ranks, matched by their number."""
 
-    def __init__(self, config: DetectConfig) -> None:
-        """Begin a generation."""
+    def __init__(
+        self, config: DetectConfig, home: Callable[[int], int] = lambda rank: rank
+    ) -> None:
+        """Begin a generation; `home` is what is replaced with a rank: its node."""
         self._config = config
+        self._home = home
         self._rows: dict[int, dict[int, Row]] = {}
         self._since: dict[int, float] = {}
         self._taken = -1
@@ -84,6 +91,11 @@ class StageWatch:
         self._step_now: deque[float] = deque(maxlen=3)
         self._rest, self._rest_now = Baseline(), deque[float](maxlen=REST_STEPS)
         self._offset_s = 0.0
+        self._gains: dict[int, deque[tuple[float, float, float]]] = {}
+        """Home of a suspect -> time, ratio of its work, share of the step that it costs."""
+        self._waits = deque[tuple[float, float]](maxlen=100)
+        """Time, and the share of the step that communication costs."""
+        self._gained_s = 0.0
         self.suspects: dict[int, Persistence] = {}
 
     def reconfigure(self, config: DetectConfig) -> None:
@@ -120,6 +132,27 @@ class StageWatch:
         step_s = sorted(self._step_now)[len(self._step_now) // 2]
         return max(0.0, rest_s - self._rest.value) / max(step_s, 1e-9)
 
+    def find_waits(self, now: float) -> tuple[float, float, float] | None:
+        """Return `exposed` of the last seconds as an interval; None where unknown."""
+        since_s = now - GAINED_S * max(1.0, self.step_s)
+        return find_interval(share for at_s, share in self._waits if at_s > since_s)
+
+    def measure(self, now: float, rank: int) -> Slowness | None:
+        """Return what suspect `rank` and the others of its home cost; None where unknown."""
+        since_s = now - GAINED_S * max(1.0, self.step_s)
+        seen = [g for g in self._gains.get(self._home(rank), ()) if g[0] > since_s]
+        ratio = find_interval(g[1] for g in seen)
+        share = find_interval(g[2] for g in seen)
+        if ratio is None or share is None:
+            return None
+        return Slowness(
+            ratio=round(ratio[1], 3),
+            ratio_low=round(ratio[0], 3),
+            ratio_high=round(ratio[2], 3),
+            share=round(share[1], 4),
+            share_low=round(share[0], 4),
+        )
+
     def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
         """Take the groups of ranks whose work is alike."""
         self._groups = [(group[0], group) for group in groups]
@@ -151,6 +184,7 @@ class StageWatch:
                 self._judge(now, row)
         for rank in [r for r, p in self.suspects.items() if p.is_over(now, 30.0)]:
             del self.suspects[rank]
+            self._gains.pop(self._home(rank), None)
 
     def _judge(self, now: float, row: dict[int, Row]) -> None:
         self._recent.append(row)
@@ -188,6 +222,42 @@ class StageWatch:
                 mine = learn and rank % turns == turn
                 if mine or row[rank][4] > clear_s or rank in self.suspects:
                     self._weigh(now, rank, row[rank], ordered, len(group) > 1, mine)
+        if now - self._gained_s >= GAINED_EVERY_S:
+            self._gained_s = now
+            self._note_costs(now, row, max(whole_s, 1e-6))
+
+    def _note_costs(self, now: float, row: dict[int, Row], whole_s: float) -> None:
+        """Note what each suspect's home costs this step, and what communication does."""
+        if self._rest.known:
+            over_s = max(0.0, self._rest_now[-1] - self._rest.value)
+            self._waits.append((now, min(over_s / whole_s, 1.0)))
+        homes = {self._home(rank) for rank in self.suspects}
+        for _, members in self._find_groups(row) if homes else ():
+            slowest: dict[int, tuple[float, int]] = {}
+            for rank in members:
+                if rank in row:
+                    home, mine = self._home(rank), (row[rank][4], rank)
+                    slowest[home] = max(slowest.get(home, mine), mine)
+            for home in homes & slowest.keys():
+                own_s, rank = slowest[home]
+                others = [s for h, (s, _) in slowest.items() if h != home]
+                left_s = self._find_left(rank, others)
+                gains = self._gains.setdefault(home, deque(maxlen=100))
+                if gains and gains[-1][0] == now:  # It has ranks among several groups of peers.
+                    continue
+                share = min(max(0.0, own_s - max([left_s, *others])) / whole_s, 1.0)
+                gains.append((now, own_s / max(left_s, 1e-6), share))
+
+    def _find_left(self, rank: int, others: list[float]) -> float:
+        """Return what the work of `rank` would take elsewhere: its own share of what others do.
+
+        What it does more of by design goes with it to another node.
+        """
+        base = self._shares.get(rank)
+        if not others:
+            return self._own.get(rank, 0.0)
+        usual_s = sorted(others)[len(others) // 2]
+        return usual_s * max(base.value, 1.0) if base is not None and base.known else usual_s
 
     def _find_groups(self, row: dict[int, Row]) -> list[tuple[int, Sequence[int]]]:
         """Return the groups of peers; ranks of which none is known are one group."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.events import (
+    ActionWithheld,
     DeviceReported,
     JobPaused,
     JobResumed,
@@ -278,7 +279,7 @@ class AnswerCommand(Action, frozen=True, kw_only=True):
 
 
 class RecordEvent(Action, frozen=True, kw_only=True):
-    """Journal `event`: what a notice has said, or the verdict on it; what was agreed upon."""
+    """Journal `event`: what a notice has said, what was agreed upon, or that nothing is done."""
 
     event: (
         DeviceReported
@@ -286,6 +287,7 @@ class RecordEvent(Action, frozen=True, kw_only=True):
         | PreemptionNoticed
         | PreemptionWithdrawn
         | VerdictReached
+        | ActionWithheld
         | SettingsChanged
         | JobPaused
         | JobResumed

@@ -238,6 +238,25 @@ class VerdictWithdrawn(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class ActionWithheld(Event, frozen=True, kw_only=True):
+    """Nothing was done about something, and why: the policy said so, or the job is only observed.
+
+    It comes once for each verdict and ground, however long both stand.
+    """
+
+    at_s: float
+    generation: int
+    cause: str
+    """What it is about: a verdict's kind, or how a rank ended."""
+    culprit: str
+    reason: str
+    would: str = ""
+    """What would have been done, had the job not only been observed: `restart the world`."""
+    step: int = -1
+    first_seen_s: float = 0.0
+    """Of the verdict; with generation, kind and culprit it says which."""
+
+
 class StacksTaken(Event, frozen=True, kw_only=True):
     """Python stacks of suspects and of one waiting rank."""
 
@@ -457,6 +476,7 @@ AnyEvent = (
     | CheckpointRestored
     | VerdictReached
     | VerdictWithdrawn
+    | ActionWithheld
     | StacksTaken
     | LinksNoted
     | ProbeEnded

@@ -136,8 +136,9 @@ class PolicyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Ranks that call different collectives are the script's own bug: a restart meets it again."""
     unhealthy_device: Response = "evict"
     """A device reports errors of its own, or a rank died of one."""
-    evict_factor: Annotated[float, Meta(ge=1)] = 2.0
-    """A slow rank or link below this slowdown is only reported."""
+    evict_factor: Annotated[float, Meta(ge=1)] = 1.5
+    """A slow rank or link that makes a step take less than this many times as long, at the lower
+    end of what was measured, is only reported."""
     payback_s: Seconds = 600.0
     """A slow node is replaced only where that is repaid within this time."""
     cordon_after: Count = 2

@@ -65,6 +65,33 @@ class Culprit(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"link {self.link[0]}->{self.link[1]}" if self.link else "the job"
 
 
+class Slowness(msgspec.Struct, frozen=True, kw_only=True):
+    """How slow a culprit is, and what that costs the job: medians, and the ends of an interval.
+
+    The ratio is the culprit's own: of its work to that of its peers, or of a collective to what it
+    usually takes. What counts for the job is the share of every step that would be won by a
+    replacement, which may be far less, because a step is more than that work.
+    """
+
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+    share: float
+    """Of every step, 0 to 1: what the step would be shorter by without the culprit."""
+    share_low: float
+    """The lower end of its interval, which is what decisions are made from."""
+
+    @property
+    def lost_s_per_hour(self) -> float:
+        """Return the seconds of every hour that the culprit costs the whole job."""
+        return 3600.0 * self.share
+
+    @property
+    def step_ratio_low(self) -> float:
+        """Return how many times as long a step takes at the least because of the culprit."""
+        return 1.0 / max(1.0 - self.share_low, 1e-3)
+
+
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """One finding. It is reported at once and acted upon only when `actionable`."""
 
@@ -93,3 +120,5 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Job time at which it is acted upon at the earliest, as things look; 0: not at all."""
     acts_why: str = ""
     """The same in words, such as `rank 1 is stopped`; without a ground: what speaks against it."""
+    slowness: Slowness | None = None
+    """Of `Straggler` and `CommSlow`; None where its cost could not be measured."""

@@ -22,6 +22,8 @@ _FIELDS: dict[VerdictKind, str] = {
     "UnhealthyDevice": "unhealthy_device",
 }
 _SLOW: frozenset[VerdictKind] = frozenset({"CommSlow", "Straggler"})
+_SURE = 0.7
+"""Confidence from which a slow node is replaced: the wrong one would cost a restart for nothing."""
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,6 +37,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """How often that node was blamed before."""
     restart_s: float = 0.0
     """What the last restarts cost, lost work included; 0 where there was none yet."""
+    replaced: bool = False
+    """Another node has taken over the blamed one's ranks before, for the same kind of verdict."""
 
 
 class Reaction(msgspec.Struct, frozen=True):
@@ -42,6 +46,8 @@ class Reaction(msgspec.Struct, frozen=True):
 
     rung: Literal["none", "restart", "stop"]
     reason: str
+    ground: str = ""
+    """Of `none`: why in a word, which stays the same while figures in the reason change."""
     leave_out: bool = False
     """Form the next world without the blamed node."""
     cordon: bool = False
@@ -54,13 +60,15 @@ def react(verdict: Verdict, config: PolicyConfig, situation: Situation) -> React
         getattr(config, _FIELDS[verdict.kind]) if verdict.kind in _FIELDS else ("report")
     )
     if wanted == "report":
-        return Reaction("none", f"policy.{_FIELDS.get(verdict.kind, verdict.kind)} = report")
+        why = f"policy.{_FIELDS.get(verdict.kind, verdict.kind)} = report"
+        return Reaction("none", why, "report")
     if wanted == "stop":
         return Reaction("stop", f"{verdict.kind}: {verdict.reason}")
     if verdict.kind in _SLOW:
         return _weigh(verdict, config, situation)
     if verdict.kind == "UnhealthyDevice" and wanted == "evict" and not situation.spares:
-        return Reaction("none", "no spare node: its ranks go on for as long as they can")
+        why = "no spare node: its ranks go on for as long as they can"
+        return Reaction("none", why, "spare")
     return _restart(verdict, config, situation, leave_out=wanted == "evict")
 
 
@@ -106,23 +114,37 @@ def _restart(
 
 
 def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reaction:
-    """Compare what a slow node costs from now on with what replacing it costs once."""
-    factor = float(verdict.evidence.get("factor", 1.0))
+    """Compare what a slow node costs from now on with what replacing it costs once.
+
+    What counts is the whole step, and of what was measured the end that promises least.
+    """
+    slow = verdict.slowness
+    if slow is None:
+        return Reaction("none", "what it costs could not be measured", "unmeasured")
+    factor = slow.step_ratio_low
     if factor < config.evict_factor:
-        why = f"{factor:.2f}x is below policy.evict_factor = {config.evict_factor:g}"
-        return Reaction("none", why)
-    if situation.node is None or not situation.spares:
-        missing = "nobody to blame for certain" if situation.node is None else "no spare node"
-        return Reaction("none", f"{factor:.2f}x would be worth a replacement, but {missing}")
+        why = f"{factor:.2f}x of the step is below policy.evict_factor = {config.evict_factor:g}"
+        return Reaction("none", why, "factor")
+    worth = f"{factor:.2f}x of the step would be worth a replacement, but"
+    if verdict.confidence < _SURE:
+        why = f"{worth} who it is is {verdict.confidence:.0%} sure, and {_SURE:.0%} is wanted"
+        return Reaction("none", why, "confidence")
+    if situation.node is None:
+        return Reaction("none", f"{worth} nobody is to blame for certain", "culprit")
+    if not situation.spares:
+        return Reaction("none", f"{worth} there is no spare node", "spare")
+    if situation.replaced:
+        why = f"{worth} its ranks were as slow on another node: it is their work"
+        return Reaction("none", why, "work")
     cost_s = situation.restart_s
-    gain = 1.0 - 1.0 / factor
-    repaid_s = cost_s / gain
+    repaid_s = cost_s / slow.share_low
     estimate = (
-        f"a restart costs about {cost_s:.1f} s and saves {gain:.0%} of every step: "
+        f"a restart costs about {cost_s:.1f} s and saves {slow.share_low:.0%} of every step: "
         f"repaid after {repaid_s:.0f} s"
     )
     if repaid_s > config.payback_s:
-        return Reaction("none", f"{estimate}, later than policy.payback_s = {config.payback_s:g}")
+        why = f"{estimate}, later than policy.payback_s = {config.payback_s:g}"
+        return Reaction("none", why, "payback")
     return Reaction(
         "restart",
         f"{estimate}; node {situation.spares[0]} stands in for node {situation.node}",

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from perdure.model.events import (
+    ActionWithheld,
     ExitRecord,
     JournalEntry,
     KeeperLost,
@@ -72,6 +73,8 @@ class VerdictFold:
     early: dict[int, list[RankExited]] = field(default_factory=dict)
     """Exits with code 0: harmless unless others were still waiting for that rank."""
     stacks: dict[int, StacksTaken] = field(default_factory=dict)
+    withheld: dict[str, list[str]] = field(default_factory=dict)
+    """Verdict -> why nothing was done about it, or what would have been."""
     notices: NoticeFold = field(default_factory=NoticeFold)
     machines: MachineFold = field(default_factory=MachineFold)
 
@@ -87,6 +90,8 @@ class VerdictFold:
                 evidence["withdrawn_s"] = event.at_s
                 verdict = msgspec.structs.replace(event.verdict, evidence=evidence)
                 self.reached[_key(verdict)] = verdict
+            case ActionWithheld() as event:
+                self.withheld.setdefault(_key_withheld(event), []).append(describe_withheld(event))
             case RankExited() as event if event.record.failed and not event.record.asked:
                 exits = self.exits.setdefault(event.record.generation, [[]])
                 if all(e.record.rank != event.record.rank for world in exits for e in world):
@@ -116,14 +121,14 @@ class VerdictFold:
 
     def verdicts(self) -> tuple[Verdict, ...]:
         """Return what was found so far, by time."""
-        found = [self.machines.complete(self._add_stacks(v)) for v in self.reached.values()]
+        found = [self.machines.complete(self._complete(v)) for v in self.reached.values()]
         found += self.machines.find_unseen(found)
         for generation, worlds in sorted(self.exits.items()):
             begins = [0.0, *self.worlds.get(generation, ())]
             for since_s, exits in zip(begins, worlds, strict=True):
                 crash = self._find_crash(generation, since_s, exits) if exits else None
                 if crash is not None:
-                    found.append(self._add_stacks(crash))
+                    found.append(self._complete(crash))
         return tuple(sorted(found, key=lambda v: (v.first_seen_s, v.confirmed_s, str(v.culprit))))
 
     def condense(self, before: int, verdicts: int) -> None:
@@ -136,6 +141,8 @@ class VerdictFold:
         over = [v for v in young if is_withdrawn(v)][:-verdicts]
         young = [v for v in young if v not in over]
         self.reached = {_key(v): v for v in (*old[-verdicts:], *young)}
+        kept = set(self.reached)
+        self.withheld = {key: why for key, why in self.withheld.items() if key in kept}
         for table in (self.exits, self.worlds, self.early, self.stacks):
             for generation in [g for g in table if g < before]:
                 del table[generation]
@@ -232,6 +239,14 @@ class VerdictFold:
             evidence=_find_evidence(record, ordered[1:]),
         )
 
+    def _complete(self, verdict: Verdict) -> Verdict:
+        """Return `verdict` with its stacks, and with why nothing was done about it."""
+        verdict = self._add_stacks(verdict)
+        why = self.withheld.get(_key(verdict))
+        if why is None:
+            return verdict
+        return msgspec.structs.replace(verdict, evidence={**verdict.evidence, "nothing_done": why})
+
     def _add_stacks(self, verdict: Verdict) -> Verdict:
         taken = self.stacks.get(verdict.generation)
         if taken is None or taken.at_s < verdict.first_seen_s:
@@ -251,6 +266,18 @@ def is_withdrawn(verdict: Verdict) -> bool:
 
 def _key(verdict: Verdict) -> str:
     return f"{verdict.generation} {verdict.kind} {verdict.culprit} {verdict.first_seen_s!r}"
+
+
+def describe_withheld(event: ActionWithheld) -> str:
+    """Return in words why nothing was done, or what would have been."""
+    if not event.would:
+        return event.reason
+    where = f" at step {event.step}" if event.step >= 0 else ""
+    return f"would have {event.would}{where}: {event.reason}"
+
+
+def _key_withheld(event: ActionWithheld) -> str:
+    return f"{event.generation} {event.cause} {event.culprit} {event.first_seen_s!r}"
 
 
 def _find_evidence(record: ExitRecord, others: list[RankExited]) -> dict[str, object]:

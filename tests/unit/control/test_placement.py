@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from tests.slowness import find_slowness, move_verdict
 from tests.unit.control.driver import Driver, one
 
 from perdure.model.actions import (
@@ -128,15 +129,28 @@ def test_loss_of_a_spare_node_changes_nothing() -> None:
     assert driver.controller.state.phase == "running"
 
 
-def test_slow_link_blames_the_end_that_the_evidence_names() -> None:
+def tell_slow(driver: Driver, verdict: Verdict, culprit: Culprit) -> Any:
+    """Have the controller hear a verdict that the detector made, of another culprit."""
+    driver.now += 20.0
+    generation = driver.controller.state.generation
+    moved = move_verdict(verdict, driver.now - 1, culprit, generation)
+    return driver.do(VerdictReached(verdict=moved))
+
+
+def test_slow_link_blames_the_end_that_was_blamed_before() -> None:
     driver = start()
-    actions = blame(driver, Culprit(link=(0, 2)), kind="CommSlow", factor=3.0, node=1)
+    blame(driver, Culprit(node=1), kind="ComputeHang")
+    run(driver)
+    link = find_slowness(20.0, "slow-link")
+    actions = tell_slow(driver, link, Culprit(link=(0, 2)))
     assert one(actions, AssignNodes).assignment.placement == (0, 2)
 
 
 def test_slow_link_whose_end_cannot_be_told_is_only_reported() -> None:
     driver = start()
-    assert blame(driver, Culprit(link=(0, 2)), kind="CommSlow", factor=3.0) == []
+    link = find_slowness(20.0, "slow-link")
+    (record,) = tell_slow(driver, link, Culprit(link=(0, 2)))
+    assert "nobody is to blame for certain" in record.reason
     assert driver.controller.state.phase == "running"
 
 

@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 from msgspec import convert
+from msgspec.structs import replace
+from tests.slowness import find_slowness
 
 from perdure.model.job import PolicyConfig
 from perdure.model.verdicts import Culprit, Verdict
@@ -47,17 +49,45 @@ def test_second_blame_cordons_whatever_the_kind_of_hang() -> None:
 
 
 def test_straggler_is_replaced_only_where_that_pays() -> None:
+    """T6: the verdicts are what the detector makes of a simulated slow rank."""
     ready = Situation(node=1, spares=(2,), restart_s=3.0)
-    assert react(verdict("Straggler", factor=1.5), PolicyConfig(), ready).rung == "none"
-    reaction = react(verdict("Straggler", factor=2.5), PolicyConfig(), ready)
+    assert react(find_slowness(1.3), PolicyConfig(), ready).rung == "none"
+    slow = find_slowness(2.5)
+    reaction = react(slow, PolicyConfig(), ready)
     assert reaction.rung == "restart"
     assert reaction.leave_out
-    # 3 s / (1 - 1/2.5) = 5 s
-    assert "saves 60% of every step: repaid after 5 s" in reaction.reason
-    slow_to_repay = react(verdict("Straggler", factor=2.5), PolicyConfig(payback_s=4.0), ready)
-    assert slow_to_repay.rung == "none"
-    alone = react(verdict("Straggler", factor=9.0), PolicyConfig(), Situation(node=1))
+    # Four fifths of a step were work: now it takes 2.0 and the rest at most 0.2; 1.2 can be won.
+    assert slow.slowness is not None
+    assert slow.slowness.share_low == pytest.approx(1.2 / 2.2, abs=0.03)
+    assert "of every step: repaid after 5 s" in reaction.reason
+    slow_to_repay = react(slow, PolicyConfig(payback_s=4.0), ready)
+    assert (slow_to_repay.rung, slow_to_repay.ground) == ("none", "payback")
+    alone = react(slow, PolicyConfig(), Situation(node=1))
     assert (alone.rung, "no spare node" in alone.reason) == ("none", True)
+
+
+def test_it_is_the_step_that_counts_and_the_lower_end_of_what_was_measured() -> None:
+    """A link three times as slow costs a step little, and noise widens what is known."""
+    ready = Situation(node=1, spares=(2,), restart_s=3.0)
+    link = find_slowness(3.0, "slow-link", 4)
+    assert link.kind == "CommSlow"
+    assert link.slowness is not None
+    assert link.slowness.ratio > 2.5
+    assert link.slowness.share < 0.3
+    assert react(link, PolicyConfig(), ready).ground == "factor"
+    quiet, noisy = find_slowness(2.0).slowness, find_slowness(2.0, jitter=0.12).slowness
+    assert quiet is not None
+    assert noisy is not None
+    assert quiet.share - quiet.share_low < noisy.share - noisy.share_low
+
+
+def test_slowness_of_somebody_unsure_or_unmeasured_is_only_reported() -> None:
+    ready = Situation(node=1, spares=(2,), restart_s=3.0)
+    slow = find_slowness(2.5)
+    assert react(replace(slow, confidence=0.6), PolicyConfig(), ready).ground == "confidence"
+    assert react(replace(slow, slowness=None), PolicyConfig(), ready).ground == "unmeasured"
+    again = replace(ready, replaced=True)
+    assert react(slow, PolicyConfig(), again).ground == "work"
 
 
 def test_desync_stops_and_an_unknown_kind_is_only_reported() -> None:

@@ -59,8 +59,10 @@ def note_stacks(state: ControllerState, event: StacksTaken) -> Verdict | None:
     return None if request.missing else request.held
 
 
-def withdraw(state: ControllerState, event: VerdictWithdrawn) -> None:
-    """Act no more upon a suspect that has moved again."""
+def withdraw(state: ControllerState, event: VerdictWithdrawn) -> list[AnyAction]:
+    """Act no more upon a suspect that has moved again; nothing else is to be done."""
     request, gone = state.stacks, event.verdict
+    state.standing.pop(f"{gone.kind} {gone.culprit}", None)
     if request is not None and request.held is not None and request.held.culprit == gone.culprit:
         request.held = None
+    return []

@@ -12,7 +12,7 @@ from perdure.control.state import ControllerState, Ending
 from perdure.control.steering.changes import note_high, restart_changes
 from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
-from perdure.model.events import JobSubmitted, RanksStarted
+from perdure.model.events import JobSubmitted, RanksStarted, StoreReady
 from perdure.model.settings import Steering
 
 REGISTER_TIMEOUT_S = 180.0
@@ -63,6 +63,8 @@ def form_world(
     state.resumed_step = -1
     state.boundary = None
     state.stacks = None
+    state.standing.clear()
+    state.withheld.clear()
     state.checkpoint_due_s = None
     note_high(state, state.step)
     restart_changes(state)
@@ -97,6 +99,13 @@ def assign(
         reason=reason,
     )
     return AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=reason)
+
+
+def note_store(state: ControllerState, now: float, event: StoreReady) -> list[AnyAction]:
+    """Take that the generation's store is served."""
+    if event.generation == state.generation and state.phase == "forming":
+        state.store = event
+    return advance_formation(state, now)
 
 
 def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:

@@ -49,8 +49,8 @@ def find_cordoned_ready(state: ControllerState) -> list[int]:
 def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     """Return the node behind a verdict's culprit; None where it cannot be told.
 
-    Of a link, the evidence may name one end (a probe's result does); else it is the end that was
-    blamed more often before, and nobody where that settles nothing.
+    Of a link it is the end that was blamed more often before, and nobody where that settles
+    nothing. A probe that finds one end slow makes the verdict that node's.
     """
     culprit = verdict.culprit
     if culprit.node is not None:
@@ -63,9 +63,6 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     if culprit.link is None:
         return None
     ends = [find_home(state, rank) for rank in culprit.link]
-    named = verdict.evidence.get("node")
-    if named in ends:
-        return int(named)
     blames = [state.blames.get(node, 0) for node in ends]
     if blames[0] == blames[1]:
         return None

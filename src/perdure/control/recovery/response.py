@@ -2,33 +2,71 @@
 
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction
-from perdure.model.events import ExitRecord
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.events import ActionWithheld, ExitRecord
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
 
 STACKS_FOR = frozenset({"CommHang", "ComputeHang", "EarlyExit", "Desync"})
 """Verdicts at which the stacks of those concerned are taken before anything is ended."""
-ACTED_UPON = STACKS_FOR | {"CommSlow", "Straggler", "UnhealthyDevice"}
+SLOW = frozenset({"CommSlow", "Straggler"})
+"""Verdicts that stand while training goes on, and are weighed again as things change."""
+ACTED_UPON = STACKS_FOR | SLOW | {"UnhealthyDevice"}
+_AT_ONCE_S = 120.0
+"""Whoever is slow again so soon after another node has taken over is slow by its work."""
 
 
-def weigh_verdict(state: ControllerState, verdict: Verdict) -> Reaction:
-    """Return what the job's policy makes of `verdict`, as things stand."""
+def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = None) -> Reaction:
+    """Return what the job's policy makes of `verdict`, as things stand `now`."""
+    now = verdict.confirmed_s if now is None else now
     node = find_blamed_node(state, verdict)
     cost_s = find_restart_cost_s(tuple(state.restarts_s))
     if state.saved_s is not None:
-        cost_s += max(0.0, verdict.confirmed_s - state.saved_s)
+        cost_s += max(0.0, now - state.saved_s)
     situation = Situation(
         node=node,
         spares=state.spares,
         blames=state.blames.get(node, 0) if node is not None else 0,
         restart_s=cost_s,
+        replaced=_is_replaced(state, verdict, node),
     )
     return react(verdict, state.the_spec().policy, situation)
 
 
+def _is_replaced(state: ControllerState, verdict: Verdict, node: int | None) -> bool:
+    """Return whether the node runs these ranks only because another was as slow with them."""
+    generation, at_s = state.replaced.get(_name_place(state, verdict, node), (-2, 0.0))
+    return state.generation == generation + 1 and verdict.first_seen_s - at_s < _AT_ONCE_S
+
+
+def _name_place(state: ControllerState, verdict: Verdict, node: int | None) -> str:
+    group = state.placement.index(node) if node is not None and node in state.placement else -1
+    return f"{verdict.kind} {group}"
+
+
+def withhold(
+    state: ControllerState, now: float, verdict: Verdict, reaction: Reaction
+) -> list[AnyAction]:
+    """Return the record that nothing is done about `verdict`, once for each ground."""
+    key = f"{verdict.kind} {verdict.culprit} {verdict.first_seen_s!r} {reaction.ground}"
+    if key in state.withheld:
+        return []
+    state.withheld.add(key)
+    event = ActionWithheld(
+        at_s=now,
+        generation=verdict.generation,
+        cause=verdict.kind,
+        culprit=str(verdict.culprit),
+        reason=reaction.reason,
+        step=verdict.step,
+        first_seen_s=verdict.first_seen_s,
+    )
+    why = f"nothing was done about {verdict.kind} of {verdict.culprit}: {reaction.reason}"
+    return [RecordEvent(event=event, reason=why)]
+
+
 def blame(
-    state: ControllerState, verdict: Verdict, reaction: Reaction
+    state: ControllerState, now: float, verdict: Verdict, reaction: Reaction
 ) -> tuple[list[AnyAction], int | None]:
     """Count the blame; return the cordon it leads to, and the node to leave out."""
     node = find_blamed_node(state, verdict)
@@ -36,6 +74,9 @@ def blame(
         return [], None
     state.blames[node] = state.blames.get(node, 0) + 1
     actions: list[AnyAction] = []
+    if reaction.leave_out and verdict.kind in SLOW:
+        place = _name_place(state, verdict, node)
+        state.replaced[place] = (state.generation, now)
     if reaction.cordon:
         actions = cordon(state, node, f"{verdict.kind}: {reaction.reason}")
     return actions, node if reaction.leave_out else None
@@ -66,5 +107,5 @@ def blame_device(
         acts_why="the device itself has failed",
     )
     reaction = weigh_verdict(state, verdict)
-    actions, node = blame(state, verdict, reaction)
+    actions, node = blame(state, record.at_s, verdict, reaction)
     return actions, node, f"{verdict.reason}; {reaction.reason}"
