@@ -39,6 +39,7 @@ from perdure.cli import (
 from perdure.cli.jobs import ElsewhereError
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
+from perdure.dash.terminal import plain_streams
 from perdure.model.errors import PerdureError
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
@@ -121,7 +122,12 @@ app.add_typer(queue.app, name="queue")
 
 
 def run_command(args: Sequence[str]) -> int:
-    """Run one command line; return the exit code. All errors are printed here."""
+    """Run one command line, on plain streams; return the exit code. All errors are printed here."""
+    with plain_streams():
+        return _run_command(args)
+
+
+def _run_command(args: Sequence[str]) -> int:
     as_json = "--json" in _own_args(args)
     try:
         try:

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from perdure.cli.say import note
+from perdure.model.plain import show_controls
 
 
 class Bar:
@@ -14,8 +15,8 @@ class Bar:
         console = Console(stderr=True)
         self._shown = console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.description:<9}"), BarColumn(), TaskProgressColumn(),
-            TextColumn("{task.fields[more]}"),
+            TextColumn("{task.description:<9}", markup=False), BarColumn(), TaskProgressColumn(),
+            TextColumn("{task.fields[more]}", markup=False),
             console=console, transient=True,
         )  # fmt: skip
         self._task = self._bar.add_task("", total=1.0, more="")
@@ -34,7 +35,8 @@ class Bar:
     def say(self, what: str, share: float, more: str) -> None:
         """Show that `share` of `what` is done."""
         if self._shown:
-            self._bar.update(self._task, description=what, completed=share, more=more)
+            self._bar.update(self._task, description=show_controls(what),
+                             completed=share, more=show_controls(more))  # fmt: skip
         elif what != self._said:
             note(f"replay: {what} {more}".rstrip())
         self._said = what

@@ -17,6 +17,7 @@ from perdure.cli.options import Json
 from perdure.cli.profiles import Host, choose_profile, here, render_danger
 from perdure.cli.remote import attach
 from perdure.cli.say import note, print_json
+from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
 from perdure.launch.platforms import Here, Platform, find_platform
 from perdure.launch.records import read_record, read_remote, write_record
@@ -51,7 +52,7 @@ def render(
     else:
         for name, content in list_files(plan).items():
             print(f"# ==> {name} <==")
-            print(content, end="" if content.endswith("\n") else "\n")
+            print_exact(content, end="" if content.endswith("\n") else "\n")
     for finding in plan.findings:
         note(render_finding(finding))
     return 2 if any(f.level == "error" for f in plan.findings) else 0

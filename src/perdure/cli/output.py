@@ -16,6 +16,7 @@ from perdure.cli.act import JobName
 from perdure.cli.jobs import Job, find_job, find_start
 from perdure.cli.options import Json
 from perdure.cli.say import print_json
+from perdure.launch.output import print_output
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import Decision, JobEnded, JournalEntry
@@ -124,7 +125,7 @@ def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> Non
              "text": line}
         )  # fmt: skip
     else:
-        print(f"[rank {stream.rank}] {line}" if prefixed else line, flush=True)
+        print_output(line, f"[rank {stream.rank}] " if prefixed else "")
 
 
 def _follow(job: Job, poll: Callable[[bool], None], follow: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from perdure.model.codec import encode
 from perdure.model.errors import PerdureError
+from perdure.model.plain import show_controls
 
 
 def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> int:
@@ -37,9 +38,14 @@ def print_json(value: Any) -> None:
     print(encode(value).decode(), flush=True)
 
 
+def show_cell(value: Any) -> str:
+    """Return a value as a table shows it: on one line, and as wide as it is counted."""
+    return show_controls(str(value)).replace("\n", "\\n")
+
+
 def render_table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     """Return a table with columns as wide as their widest cell; numbers lean to the right."""
-    cells = [head, *[tuple(str(cell) for cell in row) for row in rows]]
+    cells = [head, *[tuple(show_cell(cell) for cell in row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     right = [
         bool(rows) and all(isinstance(r[i], int | float) or r[i] == "-" for r in rows)

@@ -8,6 +8,7 @@ import typer
 
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json
+from perdure.dash.terminal import print_exact
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.traces import (
     FORMATS,
@@ -187,7 +188,7 @@ def _write_trace(
     if target.loses:
         note(f"{to} has no place for {target.loses}")
     if out is None:
-        print(text, end="")
+        print_exact(text, end="")
     else:
         write(out, text)
     if as_json:

@@ -23,6 +23,7 @@ from perdure.cli.trace import (
     load_trace,
     write,
 )
+from perdure.dash.terminal import find_stream
 from perdure.model.errors import ConfigError
 from perdure.model.replay import MeasuredCosts
 from perdure.model.simulation import Physics
@@ -221,4 +222,5 @@ def _show_progress(what: str, share: float) -> None:
     if not sys.stderr.isatty():
         return
     bar = f"{what:<12} {'█' * round(30 * share):<30} {share:4.0%}" if what else ""
-    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=sys.stderr, flush=True)
+    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=find_stream(sys.stderr),
+          flush=True)  # fmt: skip

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 
 from perdure.dash.svg import POINTS_MAX, find_ticks, thin
+from perdure.model.plain import show_controls
 
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A name and its (x, y), x rising."""
@@ -109,7 +110,9 @@ def find_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int
 
 def stand_alone(svg: str) -> str:
     """Return a plot as a file of its own, for a light background."""
-    return svg.replace("<svg ", f"<svg {_ALONE}", 1).replace(">", f">{_INK}", 1) + "\n"
+    return (
+        show_controls(svg).replace("<svg ", f"<svg {_ALONE}", 1).replace(">", f">{_INK}", 1) + "\n"
+    )
 
 
 def _find_log_ticks(low: float, high: float) -> list[float]:

@@ -8,6 +8,8 @@ import sys
 from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
+from perdure.dash.terminal import find_stream
+from perdure.model.plain import show_controls, show_output
 from perdure.model.report import Snapshot
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ class LiveScreen:
 
     def __init__(self, output: TextIO | None = None) -> None:
         """Write to `output`, by default the standard output of this moment."""
-        self._output = output or sys.stdout
+        self._output = find_stream(output or sys.stdout)
         self._live: Live | None = None
         self._state = ("", 0)
         self._shown_s = 0.0
@@ -85,7 +87,8 @@ class LiveScreen:
             self._live = None
 
     def show_line(self, line: str) -> None:
-        """Show one line above the status."""
+        """Show one line of a rank above the status, with its colours."""
+        line = show_output(line)
         if self._live is not None:
             self._live.console.out(line, highlight=False)
         else:
@@ -97,7 +100,8 @@ class LiveScreen:
         if self._live is not None:
             from rich.text import Text
 
-            text = Text(render_status(snapshot), style="bold", no_wrap=True, overflow="ellipsis")
+            status = show_controls(render_status(snapshot))
+            text = Text(status, style="bold", no_wrap=True, overflow="ellipsis")
             self._live.update(text, refresh=True)
             return
         state = (snapshot.state, snapshot.generation)

@@ -14,6 +14,7 @@ from perdure.dash.svg import (
     render_timeline,
 )
 from perdure.dash.verdicts import describe_grounds, render_waits
+from perdure.model.plain import show_controls
 from perdure.model.report import Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
@@ -75,8 +76,8 @@ def render_document(title: str, body: str) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>perdure: {escape(title)}</title><style>{_STYLE}</style></head>"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<title>perdure: {escape(show_controls(title))}</title><style>{_STYLE}</style></head>"
+        f"<body><main>{show_controls(body)}</main></body></html>\n"
     )
 
 

@@ -23,6 +23,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import AlertKind
+from perdure.model.plain import show_controls
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -58,6 +59,7 @@ class AlertFold:
             return None
         if key:
             self._seen.add(key)
+        summary = show_controls(summary)
         return Alert(job=self.job, kind=kind, summary=summary, at_s=entry.at_s, seq=entry.seq)
 
 

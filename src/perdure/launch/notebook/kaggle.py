@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.ask import FOLLOWS
 from perdure.model.errors import ConfigError, PlatformError
@@ -170,10 +171,18 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         return 0  # The caller says in words how the job is.
     if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
         command = ["kaggle", "kernels", "logs", record.id, "--follow"]
-        return subprocess.run(command, env=dict(here.environ), stdin=subprocess.DEVNULL).returncode
+        process = subprocess.Popen(
+            command, env=dict(here.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, errors="replace",
+        )  # fmt: skip
+        with process:
+            for line in process.stdout or ():
+                print_output(line.removesuffix("\n"))
+        return process.returncode
     if argv[0] == "logs":
         code, out = call(here, "logs", record.id)
-        print(out)
+        for line in out.splitlines():
+            print_output(line)
         return code
     raise ConfigError(
         f"`{argv[0]}` does not reach a session of Kaggle",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
 from perdure.model.launching import BoxState, LaunchRecord
@@ -92,7 +93,11 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here, *, carry: Carry =
         except UnreachedError as error:
             hint = f"it may have been done all the same: perdure events {record.job}"
             raise UnreachedError(f"the answer was lost: {error}", hint=hint) from error
-    print(done.out, end="", flush=True)
+    if command == "logs" and "--json" not in rest:
+        for line in done.out.splitlines():
+            print_output(line)
+    else:
+        print(done.out, end="", flush=True)
     if done.err:
         print(done.err, file=sys.stderr, flush=True)
     return done.code
@@ -209,7 +214,7 @@ class _LogLines:
             print(line, end="", flush=True)
         else:
             prefix = "" if self._one else f"[rank {row['rank']}] "
-            print(f"{prefix}{row['text']}\n", end="", flush=True)  # Whole, also between threads.
+            print_output(row["text"], prefix)  # Whole, also between threads.
 
 
 class _Numbered:

@@ -1,0 +1,53 @@
+r"""Text that somebody else wrote, made fit to be shown: no character of it acts on a terminal.
+
+A host's name, an exception, a reason or a line of output may hold sequences that write into the
+clipboard (OSC 52), move the cursor, ask the terminal questions whose answers are typed into the
+shell, or turn the direction of writing, so that a line reads as another than it is. What acts is
+shown as an escape instead of being carried out. The escapes of characters above U+007E are JSON's
+own, so that a JSON document stays one, and stays exact.
+"""
+
+import re
+
+_ACTS = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f"  # Controls but for the newline.
+    "\u2028\u2029"  # Separators of lines and paragraphs.
+    "\u202a-\u202e\u2066-\u2069"  # Directions of writing that last.
+    "\ud800-\udfff]"  # Halves of characters, which no terminal's encoding can carry.
+)
+_COLOR = re.compile(r"(\x1b\[[0-9;:]*m)")
+_RESET = "\x1b[0m"
+
+
+def show_controls(text: str) -> str:
+    r"""Return `text` with what would act on a terminal as an escape; a tab is four spaces.
+
+    >>> show_controls("box\x1b]52;c;cm0K\x07"), show_controls("\u202etxt.exe")
+    ('box\\x1b]52;c;cm0K\\x07', '\\u202etxt.exe')
+    """
+    return _ACTS.sub(_escape, text)
+
+
+def show_output(line: str) -> str:
+    r"""Return one line of a program's own output: colours stay, nothing else that would act does.
+
+    A colour ends with its line. Of what a program wrote over itself with carriage returns, as
+    progress bars do, the last is shown.
+
+    >>> show_output("10%\r20%\r"), show_output("\x1b[31mred"), show_output("\x1b[2Jgone")
+    ('20%', '\x1b[31mred\x1b[0m', '\\x1b[2Jgone')
+    """
+    line = next((part for part in reversed(line.split("\r")) if part), "")
+    parts = _COLOR.split(line)  # Every second one is a colour.
+    shown = "".join(
+        part if index % 2 else show_controls(part).replace("\n", "\\n")
+        for index, part in enumerate(parts)
+    )
+    return shown + _RESET if len(parts) > 1 and not shown.endswith(_RESET) else shown
+
+
+def _escape(match: re.Match[str]) -> str:
+    code = ord(match[0])
+    if code == 9:
+        return "    "
+    return f"\\x{code:02x}" if code < 0x7F else f"\\u{code:04x}"
