@@ -98,6 +98,17 @@ class KubernetesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     """Keys of taints that a pod may stand on, such as those of GPU or spot nodes."""
     labels: dict[str, str] = {}
     """On every object, such as a queue of Kueue."""
+    security: Literal["restricted", "image"] = "restricted"
+    """`restricted`: what a namespace with the Pod Security Standard of this name admits: not root,
+    no capabilities, the runtime's seccomp profile. `image`: nothing is asked for."""
+    run_as_user: Count = 1000
+    """User id of a restricted pod; 0: the image's own, or the one that the cluster chooses, as
+    OpenShift does."""
+    fs_group: Count = 1000
+    """Group that may write the volume; 0: its rights are left as they are."""
+    ptrace: bool = False
+    """SYS_PTRACE, for stacks where the node's Yama asks for it (doctor says so). It serves root
+    only, so the image's own user runs, and `restricted` refuses the pod."""
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -157,7 +168,11 @@ _STUCK: dict[str, tuple[str, str]] = {
     "ErrImagePull": ("K8S3", "the image cannot be pulled"),
     "ErrImageNeverPull": ("K8S3", "the image is not on the node, and must not be pulled"),
     "InvalidImageName": ("K8S3", "the image's name is none"),
-    "CreateContainerConfigError": ("", "a Secret or ConfigMap, or a key in it, is missing"),
+    "CreateContainerConfigError": (
+        "",
+        "a Secret or ConfigMap, or a key in it, is missing, or "
+        "the image runs as root (kubernetes.run_as_user)",
+    ),
     "CreateContainerError": ("", "the container cannot be made"),
     "RunContainerError": ("", "the container cannot be started"),
     "CrashLoopBackOff": ("", "it ends again and again, and is started ever later"),

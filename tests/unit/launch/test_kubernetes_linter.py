@@ -22,7 +22,10 @@ JOB: dict[str, Any] = {
         ]},
         "template": {"metadata": {"labels": {"app": "gpt"}}, "spec": {
             "restartPolicy": "Never", "terminationGracePeriodSeconds": 60,
+            "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
             "containers": [{
+                "securityContext": {"allowPrivilegeEscalation": False,
+                                    "capabilities": {"drop": ["ALL"]}},
                 "name": "train", "image": "r.example/t@sha256:" + "0" * 64,
                 "env": [{"name": "A", "value": "1"}],
                 "resources": {"requests": {"cpu": "4", "memory": "8Gi"},

@@ -1,6 +1,7 @@
 """What is wrong with a job and a profile under Kubernetes, before a server is asked."""
 
 from perdure.launch.kubernetes.manifest import find_mode
+from perdure.launch.kubernetes.security import explain_security
 from perdure.model.job import JobSpec
 from perdure.model.kubernetes import FAILURE_POLICY, parse_version
 from perdure.model.launching import Finding
@@ -10,7 +11,7 @@ from perdure.model.profile import Profile
 def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what a person should know that the manifests alone do not show."""
     section = profile.kubernetes
-    found = []
+    found = explain_security(section)
     if section.grace_s <= section.checkpoint_s:
         text = f"{section.grace_s} s of grace, and a checkpoint takes {section.checkpoint_s} s"
         found.append(Finding("error", text, "kubernetes.grace_s"))

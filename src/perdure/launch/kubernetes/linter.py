@@ -11,6 +11,7 @@ from typing import Any
 
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.containers import lint_containers
+from perdure.launch.kubernetes.security import find_violations
 from perdure.model.kubernetes import parse_version
 from perdure.model.launching import Finding
 
@@ -241,6 +242,10 @@ def _lint_pod(
         if any(labels.get(key) != value for key, value in selector.items()):
             found.append(_warning(at, f"Service {subdomain} does not select these pods"))
     found += lint_containers(pod, at)
+    if refused := find_violations(pod):
+        more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
+        text = f"a namespace that enforces `restricted` refuses it: {'; '.join(refused[:3])}{more}"
+        found.append(_warning(at, text, "Pod Security Standards"))
     return found + _lint_storage(job, pod, claims, at)
 
 

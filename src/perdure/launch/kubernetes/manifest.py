@@ -8,6 +8,7 @@ import msgspec
 
 from perdure.launch import lint
 from perdure.launch.kubernetes import shapes
+from perdure.launch.kubernetes.security import secure_container, secure_pod
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.kubernetes import (
@@ -302,6 +303,8 @@ def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Doc
             ),
         ],
     }
+    if context := secure_pod(section):
+        pod["securityContext"] = context
     if section.shape != "job":
         del pod["subdomain"]  # JobSet makes a Service of its own.
     if section.service_account:
@@ -349,6 +352,7 @@ def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) 
         "command": [profile.launch.python, "-P", "-m", "perdure.launch.kubernetes.pod"],
         "env": env,
         "resources": _make_resources(spec, section),
+        **({"securityContext": context} if (context := secure_container(section)) else {}),
         "volumeMounts": [
             {"name": "durable", "mountPath": durable},
             {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},

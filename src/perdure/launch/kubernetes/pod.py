@@ -11,10 +11,13 @@ the pod is to come again.
 import contextlib
 import fcntl
 import os
+import pwd
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -43,6 +46,22 @@ for i in range(n):
 """
 
 
+def find_person(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what a user without a line in /etc/passwd lacks: a home to write to, and a name.
+
+    Libraries put caches below the first, and ask for the second where they name a file in /tmp.
+    """
+    lacking = {}
+    home = environ.get("HOME", "/")
+    if not os.access(home, os.W_OK) or home == "/":
+        lacking["HOME"] = tempfile.gettempdir()
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        lacking["USER"] = environ.get("USER", "perdure")
+    return lacking
+
+
 class Pod:
     """One pod's part of a job."""
 
@@ -58,7 +77,7 @@ class Pod:
         # Of two pods with one PERDURE_HOME, each would take the other's job for its own.
         node = f"nodes/{environ.get('PERDURE_POD_NAME', 'pod')}"
         self.home = f"{durable}/state" if self.first else f"{durable}/{node}"
-        self.env = {**environ, "PERDURE_HOME": self.home}
+        self.env = {**environ, **find_person(environ), "PERDURE_HOME": self.home}
         self.address = environ.get("PERDURE_POD_IP", "127.0.0.1")
         self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
         self.settle_s = _CALL_S
@@ -72,8 +91,15 @@ class Pod:
 
     def run(self) -> int:
         """Be the pod; return its exit code."""
-        os.makedirs(self.place, exist_ok=True)
-        os.makedirs(self.home, exist_ok=True)
+        try:
+            os.makedirs(self.place, exist_ok=True)
+            os.makedirs(self.home, exist_ok=True)
+        except PermissionError as error:
+            say(
+                f"user {os.getuid()} may not write {error.filename}; where the volume's driver "
+                "takes no kubernetes.fs_group, kubernetes.run_as_user is the volume's owner"
+            )
+            return 2
         if not self.first:
             return self.join()
         with open(self.place.parent / "first.lock", "w") as lock:
