@@ -167,7 +167,7 @@ def check_stacks() -> Check:
         name=name,
         state="degraded",
         evidence=f"ptrace_scope {scope}: nobody but root may read stacks",
-        mend="ask for CAP_SYS_PTRACE; crashes keep their tracebacks",
+        mend="ask for CAP_SYS_PTRACE (kubernetes.ptrace); crashes keep their tracebacks",
     )
 
 
