@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import warnings
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ attachment = attach_rank()
 RANK = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=RANK, world_size=2)
 GROUP = dist.group.WORLD
-SUBGROUP = dist.new_group([0, 1])
+SUBGROUP = dist.new_group([0, 1], timeout=timedelta(seconds=33))
 N = 6
 
 

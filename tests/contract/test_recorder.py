@@ -141,6 +141,35 @@ def test_ends_waits_and_ranks_are_known(compiled):
     assert states[layout.FAILED] <= 2, "only the one of a wrong size"
 
 
+def test_the_time_outs_of_the_groups_are_told(compiled):
+    """T5: silence is not acted upon before torch itself would give up."""
+    for ring in compiled[1]:
+        known = {comm.name: comm.timeout_s for comm in read_ring(ring, 0.0).comms}
+        assert set(known.values()) >= {1800.0, 33.0}, known
+        assert 0.0 not in known.values(), known
+
+
+@pytest.mark.parametrize("recorder", ["status", "python"])
+def test_other_recorders_tell_them_as_well(tmp_path, recorder):
+    code = (
+        "import datetime, torch, torch.distributed as dist\n"
+        "from perdure.worker.attach import attach_rank\n"
+        "attachment = attach_rank()\n"
+        "dist.init_process_group('gloo', init_method='file://' + __import__('sys').argv[1],\n"
+        "    rank=0, world_size=1, timeout=datetime.timedelta(seconds=77))\n"
+        "dist.all_reduce(torch.ones(2))\n"
+        "attachment.stop()\n"
+    )
+    ring = str(tmp_path / "0.ring")
+    RingWriter.create(ring, rank=0, generation=0).close()
+    env = os.environ | {"PERDURE_RECORDER": recorder, "PERDURE_RING": ring}
+    command = [sys.executable, "-c", code, str(tmp_path / "store")]
+    subprocess.run(command, env=env, check=True, timeout=100)
+    reading = read_ring(ring, 0.0)
+    assert reading.recorder == recorder
+    assert [comm.timeout_s for comm in reading.comms] == [77.0]
+
+
 def test_ranks_agree_on_each_collective(compiled):
     _, rings = compiled
     seen = []

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.links import LinkSample, LinkSweep
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
-from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise
+from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise, Silence
 
 __all__ = ["Fault", "Layout", "Noise", "Training"]
 
@@ -59,6 +59,11 @@ class _Rank:
     last_step_s: float = 0.0
     moved_s: float = 0.0
     evaluations: deque[tuple[float, float]] = field(default_factory=deque)
+    silences: deque[tuple[float, float, Silence]] = field(default_factory=deque)
+    """Begin, end and kind of what it does alone."""
+    idle_s: float = 0.0
+    """Spent in silences without CPU that are over."""
+    read_bytes: int = 0
     own: list[float] = field(default_factory=lambda: [0.0] * 4)
     wait_s: float = 0.0
 
@@ -95,7 +100,7 @@ class Training:
         self._ranks = [_Rank(r, begin_s) for r in range(layout.size)]
         self._step = 0
         self._hog: tuple[int, float, float] = (-1, 0.0, 1.0)
-        self._next = {"hog": 0.0, "gc": 0.0, "save": 0.0, "resize": 0.0}
+        self._next = {"hog": 0.0, "gc": 0.0, "save": 0.0, "resize": 0.0, "silent": 0.0}
         for key, every_s in self._periods().items():
             self._next[key] = begin_s + every_s * (0.5 + self._rng.random())
         self._batch, self._save_s = 1.0, 0.0
@@ -113,6 +118,7 @@ class Training:
             "gc": n.gc_every_s or NEVER,
             "save": n.checkpoint_every_s or NEVER,
             "resize": n.resize_every_s or NEVER,
+            "silent": n.silent_every_s or NEVER,
         }
 
     def _build(self) -> None:
@@ -220,7 +226,25 @@ class Training:
             seconds = 3.0 + 3.0 * rng.random()
             r.evaluations.append((r.t, r.t + seconds))
             self._add(r, 1, seconds)
+        if n.compile_s and not step:
+            for r in self._ranks:
+                self._add(r, 1, n.compile_s * (0.5 + 0.5 * rng.random()))
+        if top >= self._next["silent"]:
+            self._fall_silent(top)
         return others
+
+    def _fall_silent(self, top: float) -> None:
+        """Let one rank do something alone, without a sign, for which the others wait."""
+        n, rng = self.noise, self._rng
+        kind = rng.choice(n.silences)
+        least_s, most_s = n.silent_s
+        seconds = least_s * (most_s / least_s) ** rng.random()
+        first = kind in ("evaluate", "save")
+        r = self._ranks[0 if first else rng.randrange(len(self._ranks))]
+        if r.t < NEVER:
+            r.silences.append((r.t, r.t + seconds, kind))
+            self._add(r, 0, seconds)
+        self._next["silent"] = top + seconds + n.silent_every_s * (0.5 + rng.random())
 
     def _work(self, r: _Rank, stage: int, seconds: float) -> None:
         if r.t == NEVER:
@@ -422,6 +446,15 @@ class Training:
     ) -> RankProgress:
         fault, begin_s = self.fault, self.begin_s
         state, cpu_s = "S", self.now - begin_s
+        while r.silences and r.silences[0][1] <= self.now:
+            since_s, until_s, kind = r.silences.popleft()
+            r.idle_s += until_s - since_s if kind != "preprocess" else 0.0
+        cpu_s -= r.idle_s
+        if r.silences and r.silences[0][0] <= self.now:
+            since_s, _, kind = r.silences[0]
+            state = {"disk": "D", "preprocess": "R"}.get(kind, "S")
+            cpu_s -= self.now - since_s if kind != "preprocess" else 0.0
+            r.read_bytes += 1_000_000 if kind == "download" else 0
         if fault is not None and fault.rank == r.rank and self.now >= fault.at_s:
             state = {"stop": "T", "spin": "R"}.get(fault.kind, "S")
             if fault.kind in ("stop", "sleep"):
@@ -432,7 +465,7 @@ class Training:
         )  # fmt: skip
         return RankProgress(
             r.rank, 1000 + r.rank, "step", begin_s, r.moved_s or begin_s, account,
-            tuple(r.last.values()), ProcSample(state, cpu_s),
+            tuple(r.last.values()), ProcSample(state, cpu_s, r.read_bytes),
             spans, stages if self._stages else (), self._recorder,
         )  # fmt: skip
 

@@ -11,6 +11,10 @@ FaultKind = Literal[
     "other-bytes", "other-op", "node",
 ]  # fmt: skip
 HANGS = ("stop", "spin", "sleep")
+Silence = Literal["evaluate", "save", "storage", "disk", "download", "preprocess"]
+"""What a rank does alone, without a sign: rank 0 evaluates on its device, or saves, and moves
+neither CPU nor I/O; a rank waits for storage in state S, or in state D; it downloads (I/O moves);
+it preprocesses (CPU moves)."""
 STAGES = ("data", "forward", "backward", "optimizer")
 
 
@@ -74,3 +78,11 @@ class Noise:
     """The batch of all ranks changes."""
     rebuild_step: int = -1
     """The data-parallel buckets are cut otherwise from this step on."""
+    silences: tuple[Silence, ...] = ()
+    """What a rank does alone now and then, each equally often..."""
+    silent_every_s: float = 0.0
+    """... so often..."""
+    silent_s: tuple[float, float] = (2.0, 400.0)
+    """... for so long: shortest and longest."""
+    compile_s: float = 0.0
+    """The first step takes each rank up to so much longer, with its CPU at work."""

@@ -17,6 +17,11 @@ import os
 import socket
 from typing import Any
 
+from perdure.model.ring import P2P_SUFFIX
+
+_DEFAULT_S = {"gloo": 1800.0, "nccl": 600.0}
+"""torch's own time-outs, for a group whose options cannot be read."""
+_LONGEST_S = 10 * 365 * 86400.0
 SUFFIX = ".groups"
 """The note's path is the ring's with this behind it."""
 
@@ -46,6 +51,31 @@ def note_groups(ring_path: str) -> bool:
     noting._perdure_note = note  # type: ignore[attr-defined]
     c10d._new_process_group_helper = noting
     return True
+
+
+def find_timeout_s(name: str) -> float:
+    """Return the time-out of the process group called `name`, the longest of its backends'.
+
+    torch ends a collective that takes longer, so that nobody else needs to be quicker. 0 where
+    it cannot be told.
+    """
+    name, found = name.removesuffix(P2P_SUFFIX), [0.0]
+    with contextlib.suppress(Exception):  # Private to torch, and changed under our eyes.
+        from torch.distributed import distributed_c10d as c10d
+
+        for group, known in list(c10d._world.pg_names.items()):
+            if known != name or not hasattr(group, "_get_backend"):
+                continue
+            for device in group._device_types:
+                found.append(_read_timeout_s(group._get_backend(device)))
+    return max(found)
+
+
+def _read_timeout_s(backend: Any) -> float:
+    timeout = getattr(getattr(backend, "options", None), "_timeout", None)
+    if timeout is None:
+        return _DEFAULT_S.get(str(backend.name()).lower(), 0.0)
+    return min(max(float(timeout.total_seconds()), 0.0), _LONGEST_S)
 
 
 class _Note:

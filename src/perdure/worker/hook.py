@@ -17,6 +17,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from perdure.model import ring as layout
+from perdure.worker.groups import find_timeout_s
 from perdure.worker.native.recorder import find_operators
 from perdure.worker.recorder import Dump, Members, is_idle
 from perdure.worker.ring import RingWriter
@@ -149,6 +150,8 @@ class HookRecorder:
         size, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX) if p2p else name)
         comm = _Comm(self._ring.add_comm(name, 1 if p2p else size, ranks))
         comm.ended = -1 if p2p else 0
+        if comm.slot >= 0:
+            self._ring.set_comm_timeout(comm.slot, find_timeout_s(name))
         return comm
 
     def _end(self, span: _Span) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from perdure.worker.groups import find_timeout_s
 from perdure.worker.ring import RingWriter
 
 POLL_S = 0.1
@@ -176,6 +177,8 @@ class StatusRecorder:
                 oldest = min(idle, key=lambda comm: comm.since)
                 slot, oldest.slot = oldest.slot, -1
                 self._ring.replace_comm(slot, name, size, ranks)
+        if slot >= 0:
+            self._ring.set_comm_timeout(slot, find_timeout_s(name))
         return slot
 
     def _look_closer(self, comm: _Comm, now: int) -> None:

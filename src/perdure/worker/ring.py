@@ -22,7 +22,7 @@ Stamp = Literal[
 ]
 
 _RECORD = struct.Struct("@8q")
-_COMM_HEAD = struct.Struct("@6q")
+_COMM_HEAD = struct.Struct("@7q")
 _SPAN = struct.Struct("@6q2Q")
 _STAGES = struct.Struct("@10q")
 
@@ -246,7 +246,7 @@ class RingWriter:
         text = name.encode()[:63]
         at = layout.comm_at(slot)
         words[layout.W_COMM_SEQ] += 1
-        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0)
+        _COMM_HEAD.pack_into(self._memory, at, size, 0, 0, 0, 0, 0, 0)
         layout.COMM_TEXT.pack_into(self._memory, at + layout.COMM_TEXT_AT, b"", text)
         self._set_ranks(slot, tuple(ranks))
         words[layout.W_COMM_SEQ] += 1
@@ -256,6 +256,10 @@ class RingWriter:
         self._words[layout.W_COMM_SEQ] += 1
         self._set_ranks(slot, tuple(ranks))
         self._words[layout.W_COMM_SEQ] += 1
+
+    def set_comm_timeout(self, slot: int, timeout_s: float) -> None:
+        """Say what the process group's own time-out is; 0 where it is not known."""
+        self._words[layout.comm_at(slot) // 8 + layout.C_TIMEOUT] = int(timeout_s * 1e9)
 
     def find_unnamed(self) -> list[tuple[int, str]]:
         """Return slot and name of each communicator whose ranks are not said yet."""

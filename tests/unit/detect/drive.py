@@ -2,7 +2,7 @@
 
 from perdure.detect import Detector
 from perdure.model.events import AnyEvent, NodeLost, RanksStarted, VerdictReached, VerdictWithdrawn
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.verdicts import Verdict
 from perdure.sim.collectives import Fault, Layout, Noise, Training
 
@@ -13,10 +13,23 @@ class Run:
     """One training with one detector; `said` holds every event about verdicts."""
 
     def __init__(
-        self, lay: Layout, fault: Fault | None = None, *, seed: int = 1, **options
+        self,
+        lay: Layout,
+        fault: Fault | None = None,
+        *,
+        seed: int = 1,
+        detect: DetectConfig | None = None,
+        remote: int = 0,
+        **options,
     ) -> None:
         self.training = Training(lay, seed, fault=fault, **options)
-        self.spec = JobSpec(script="x.py", nproc=lay.nproc, nodes=lay.nodes)
+        self.spec = JobSpec(
+            script="x.py",
+            nproc=lay.nproc,
+            nodes=lay.nodes,
+            remote=remote,
+            detect=detect or DetectConfig(),
+        )
         self.detector = Detector(self.spec)
         self.said: list[tuple[float, AnyEvent]] = []
         self.suspected_s: float | None = None
@@ -28,9 +41,11 @@ class Run:
             self.detector.note(self.training.now, started)
 
     def run(self, seconds: float, change=lambda beat: beat) -> "Run":
+        """Advance; what `change` makes of a heartbeat arrives, or nothing where that is None."""
         last_s = 0.0
         for now, beat in self.training.run(seconds):
-            events = self.detector.observe(now, change(beat))
+            heard = change(beat)
+            events = [] if heard is None else self.detector.observe(now, heard)
             if now != last_s:
                 events = [*events, *self.detector.tick(now)]
                 last_s = now
@@ -50,6 +65,15 @@ class Run:
     @property
     def verdicts(self) -> list[Verdict]:
         return [e.verdict for _, e in self.said if isinstance(e, VerdictReached)]
+
+    @property
+    def acted(self) -> list[AnyEvent]:
+        """What somebody would have acted upon: actionable verdicts, and lost nodes."""
+        return [
+            e
+            for _, e in self.said
+            if isinstance(e, NodeLost) or (isinstance(e, VerdictReached) and e.verdict.actionable)
+        ]
 
     @property
     def standing(self) -> Verdict | None:

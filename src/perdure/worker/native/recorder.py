@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.model import ring as layout
+from perdure.worker.groups import find_timeout_s
 from perdure.worker.native.build import find_library
 from perdure.worker.recorder import Members
 from perdure.worker.ring import RingWriter, pack_ranks
@@ -173,6 +174,7 @@ class CompiledRecorder:
             _, ranks = self._members(name.removesuffix(layout.P2P_SUFFIX))
             if ranks:
                 self._library.set_ranks(slot, ranks)
+                self._ring.set_comm_timeout(slot, find_timeout_s(name))
             else:
                 known = False
         return known
