@@ -72,7 +72,7 @@ async def main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     bus = await NatsBus.connect(endpoint)
-    outbox = Outbox(bus, subject_events(job), node=node, source=f"a{os.getpid()}")
+    outbox = Outbox(bus, subject_events(job, node), node=node, source=f"a{node}-{os.getpid()}")
     sender = asyncio.create_task(outbox.run())
     orders: asyncio.Queue[NodeOrder] = asyncio.Queue()
     for name in (node, "all"):
@@ -84,7 +84,7 @@ async def main(job: str, node: int) -> None:
     def hello() -> NodeRegistered:
         return NodeRegistered(
             node=node,
-            incarnation=f"a{os.getpid()}",
+            incarnation=f"a{node}-{os.getpid()}",
             host="h",
             boot_id="b",
             slots=spec.nproc,

@@ -19,13 +19,29 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.events import (
     AnyEvent,
+    CheckpointSaved,
     CommandReceived,
+    ControllerStarted,
+    ExitRecord,
+    JobEnded,
+    JobSubmitted,
     JournalEntry,
+    KeeperLost,
     MessagesSetAside,
+    NodeCordoned,
+    NodeLost,
     NodeRegistered,
+    QuorumFormed,
+    RankExited,
+    RanksStarted,
+    SettingsChanged,
+    VerdictReached,
 )
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
+from perdure.model.progress import RankAccount
+from perdure.model.settings import Change
+from perdure.model.verdicts import Culprit, Verdict
 from perdure.model.wire import (
     CommandReply,
     Endpoint,
@@ -110,17 +126,18 @@ async def hear(bus: NatsBus, *subjects: str) -> list[str]:
 
 
 MAY = {
-    "run": {subject_events(JOB), subject_commands(JOB)},
+    "run": {subject_events(JOB, "run"), subject_commands(JOB)},
     "operator": {subject_commands(JOB), subject_queries(JOB), subject_notices(JOB)},
-    "agent-0": {subject_events(JOB), subject_beats(JOB)},
+    "agent-0": {subject_events(JOB, 0), subject_beats(JOB, 0)},
+    "lighthouse": {subject_events(JOB, "lighthouse")},
     "viewer": {subject_queries(JOB)},
     "worker": {subject_queries(JOB)},
     "monitor": {subject_notices(JOB)},
     "joiner": {subject_joins(JOB)},
 }
 SUBJECTS = (
-    subject_events(JOB),
-    subject_beats(JOB),
+    *(subject_events(JOB, sender) for sender in (0, 1, "run", "lighthouse")),
+    *(subject_beats(JOB, node) for node in (0, 1)),
     subject_commands(JOB),
     subject_queries(JOB),
     subject_notices(JOB),
@@ -135,7 +152,8 @@ async def test_each_role_is_heard_where_it_may_and_nowhere_else(site: Site) -> N
     ordered = await hear(agent, subject_orders(JOB, 1), subject_orders(JOB, "all"))
     for user, allowed in MAY.items():
         bus = await site.connect(user)
-        for subject in (*SUBJECTS, subject_orders(JOB, 1), subject_journal(JOB)):
+        orders = () if user == "lighthouse" else (subject_orders(JOB, 1),)
+        for subject in (*SUBJECTS, *orders, subject_journal(JOB)):
             await bus.publish(subject, b"{}")
         await bus.client.flush()
         await until(lambda a=allowed: set(heard) >= a, f"{user}: {heard}")
@@ -152,7 +170,7 @@ async def test_each_role_is_heard_where_it_may_and_nowhere_else(site: Site) -> N
 async def test_nobody_hears_what_is_not_for_him(site: Site) -> None:
     controller, viewer = await site.connect("controller"), await site.connect("viewer")
     others = [await site.connect(user) for user in ("agent-0", "worker", "monitor", "operator")]
-    private = (subject_orders(JOB, 1), subject_events(JOB), "_INBOX.agent-1.>", "perdure.>")
+    private = (subject_orders(JOB, 1), subject_events(JOB, 1), "_INBOX.agent-1.>", "perdure.>")
     heard = [await hear(bus, *private) for bus in (viewer, *others)]
     seen = await hear(viewer, subject_journal(JOB))
     await controller.publish(subject_orders(JOB, 1), b"{}")
@@ -268,16 +286,16 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
 
         strange = NodeRegistered(node=77, incarnation="a", host="h", boot_id="b", slots=1)
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
-        subject = subject_events(JOB)
+        subject = subject_events(JOB, 0)
         for data in (b"{}", b"garbage"):  # T1: who sends it is told, and sends something else.
             refused: EventAck = decode(await agent.request(subject, data, timeout_s=5), EventAck)
             assert "malformed" in refused.refused
             assert not refused.seqs
-        told = await agent.request(subject, render_events("e", 77, strange), timeout_s=5)
-        assert told == b'{"seqs":{"e":1}}'
-        await agent.publish(subject_beats(JOB), b'{"node":10000000}')
-        told = await agent.request(subject, render_events("a", 0, honest), timeout_s=5)
-        assert told == b'{"seqs":{"a":1}}'
+        told = await agent.request(subject, render_events("a0-e", 0, strange), timeout_s=5)
+        assert told == b'{"seqs":{"a0-e":1}}'
+        await agent.publish(subject_beats(JOB, 0), b'{"node":10000000}')
+        told = await agent.request(subject, render_events("a0-1", 0, honest), timeout_s=5)
+        assert told == b'{"seqs":{"a0-1":1}}'
         assert (await ask(operator, subject_commands(JOB), command("ping"))).ok
         assert service.inbox.refused >= 10
     assert "refused: " in caplog.text
@@ -290,6 +308,82 @@ async def test_bad_messages_are_refused_and_nothing_is_lost(
     assert any("no node 77" in note.reason for note in notes)
 
 
+def lies() -> dict[str, AnyEvent]:
+    """What the agent of node 1 may not tell, by what it would bring about."""
+    record = ExitRecord(rank=0, generation=0, pid=7, at_s=1.0, signal=9)
+    verdict = Verdict(
+        kind="CommHang", culprit=Culprit(rank=0), generation=0, first_seen_s=1.0,
+        confirmed_s=1.0, confidence=1.0, reason="", actionable=True,
+    )  # fmt: skip
+    return {
+        "an end of the job": CommandReceived(id="x", kind="kill"),
+        "its end, too": JobEnded(status="failed", exit_code=1, reason="", at_s=1.0),
+        "another controller": ControllerStarted(incarnation="evil", term=99),
+        "another job": JobSubmitted(spec=SPEC, at_s=1.0),
+        "another node's place": NodeRegistered(
+            node=0, incarnation="a0-9", host="evil", boot_id="b", slots=1
+        ),
+        "another node's ranks": RanksStarted(
+            node=0, generation=0, pids={0: 1}, at_s=1.0, warm=True
+        ),
+        "another node's rank, as its own": RanksStarted(
+            node=1, generation=7, pids={0: 1}, at_s=1.0, warm=True
+        ),
+        "another node's failure": RankExited(
+            node=0, record=record, account=RankAccount(), detected_s=1.0
+        ),
+        "another node's loss": NodeLost(node=0, at_s=1.0, reason=""),
+        "another keeper's death": KeeperLost(node=0, generation=0, at_s=1.0),
+        "a verdict": VerdictReached(verdict=verdict),
+        "another setting": SettingsChanged(change=Change(epoch=1, step=1, values={"lr": 9.0})),
+        "a node cordoned": NodeCordoned(node=0, at_s=1.0, reason=""),
+        "a checkpoint of nobody": CheckpointSaved(
+            generation=0, step=10**9, path="/etc", bytes=1, stall_s=0.0, save_s=0.0, at_s=1.0
+        ),
+        "another quorum": QuorumFormed(quorum_id=99, step=1, members=("evil",)),
+    }
+
+
+async def test_an_agent_is_no_operator_and_no_other_node(
+    site: Site, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D3: whatever an agent tells that is not its own is set aside, and its stream goes on."""
+    async with controlling(site) as service:
+        hostile, honest = await site.connect("agent-1"), await site.connect("agent-0")
+        subject, seq = subject_events(JOB, 1), 0
+        for what, event in lies().items():
+            for source in ("a1-evil", "g0-r0-p7"):
+                refused, seq = service.inbox.refused, seq + (source == "a1-evil")
+                batch = EventBatch(source, seq, (event,))
+                data = encode(EventMessage(1, (batch,)))
+                await hostile.request(subject, data, timeout_s=5)
+                assert service.inbox.refused == refused + 1, what
+        for bad in ("a0-1", "l12-ab", "run-7", ""):
+            await hostile.request(subject, render_events(bad, 1, lies()["a verdict"]), timeout_s=5)
+        mine = NodeRegistered(node=1, incarnation="a1-evil", host="h", boot_id="b", slots=1)
+        both = EventMessage(1, (EventBatch("a1-evil", seq + 1, (lies()["a verdict"], mine)),))
+        told = await hostile.request(subject, encode(both), timeout_s=5)
+        assert told == b'{"seqs":{"a1-evil":%d}}' % (seq + 2), "what is its own is taken"
+        his = NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=1)
+        told = await honest.request(
+            subject_events(JOB, 0), render_events("a0-1", 0, his), timeout_s=5
+        )
+        assert told == b'{"seqs":{"a0-1":1}}', "nobody else has used its numbers"
+        assert (
+            await ask(await site.connect("operator"), subject_commands(JOB), command("ping"))
+        ).ok
+        await hostile.publish(subject_beats(JOB, 0), b"{}")
+        await until(lambda: 'beats.0"' in site.log.read_text(), "the server lets it be node 0")
+    bodies = [entry.body for entry in await read_all(site)]
+    kinds = {type(body).__name__ for body in bodies}
+    assert kinds == {"JobSubmitted", "ControllerStarted", "NodeRegistered", "MessagesSetAside"}
+    assert sum(isinstance(body, ControllerStarted) for body in bodies) == 1
+    notes = [body for body in bodies if isinstance(body, MessagesSetAside)]
+    assert any("CommandReceived is not for" in note.reason for note in notes)
+    assert all("node 1" in note.source for note in notes)
+    assert "refused: event of the agent of node 1" in caplog.text
+
+
 async def read_all(site: Site) -> list[JournalEntry]:
     stream = NatsStream(await site.connect("operator"), JOB)
     lines = b"".join(await stream.read_all()).splitlines()
@@ -298,10 +392,10 @@ async def read_all(site: Site) -> list[JournalEntry]:
 
 async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) -> None:
     async with controlling(site):
-        agent, subject = await site.connect("agent-0"), subject_events(JOB)
+        agent, subject = await site.connect("agent-0"), subject_events(JOB, 0)
         honest = NodeRegistered(node=0, incarnation="a", host="h", boot_id="b", slots=1)
-        early = agent.request(subject, render_events("a", 0, honest), timeout_s=5)
-        assert await early == b'{"seqs":{"a":1}}'
+        early = agent.request(subject, render_events("a0-1", 0, honest), timeout_s=5)
+        assert await early == b'{"seqs":{"a0-1":1}}'
         operator = load_endpoint(site.paths)
         host, port = operator.url.removeprefix("nats://").split(":")
         with socket.create_connection((host, int(port)), timeout=5) as raw:
@@ -314,8 +408,8 @@ async def test_an_oversized_message_costs_its_sender_the_connection(site: Site) 
                     answer += chunk
         assert b"Maximum Payload Violation" in answer
         assert "maximum payload exceeded" in site.log.read_text()
-        both = render_events("a", 0, honest, honest)
-        assert await agent.request(subject, both, timeout_s=5) == b'{"seqs":{"a":2}}'
+        both = render_events("a0-1", 0, honest, honest)
+        assert await agent.request(subject, both, timeout_s=5) == b'{"seqs":{"a0-1":2}}'
         bus = await site.connect("operator")
         assert (await ask(bus, subject_commands(JOB), command("ping"))).ok
     assert sum(isinstance(e.body, NodeRegistered) for e in await read_all(site)) == 2

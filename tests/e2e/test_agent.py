@@ -83,9 +83,9 @@ class Driver:
         write_document(self.paths.spec, self.spec)
         write_document(self.paths.credential("agent-0"), endpoint)
         self.bus = await NatsBus.connect(endpoint, timeout_s=10)
-        await self.bus.serve(subject_events(self.job), self._take)
+        await self.bus.serve(subject_events(self.job, 0), self._take)
         await self.bus.subscribe(
-            subject_beats(self.job), lambda data: self.beats.append(decode(data, NodeBeat))
+            subject_beats(self.job, 0), lambda data: self.beats.append(decode(data, NodeBeat))
         )
         self.start_agent()
 

@@ -17,7 +17,7 @@ from perdure.agent.messages import (
     WorkerSaid,
 )
 from perdure.model.actions import Assignment, InjectFault, InterruptCollectives, SendBoundary
-from perdure.model.events import CommandReceived, FaultInjected
+from perdure.model.events import FaultInjected, NodeAsked
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
     KeeperSignal,
@@ -161,14 +161,14 @@ def test_faults_that_cannot_be(agent: Agent) -> None:
 def test_sigterm_to_all_ranks_is_one_stop(agent: Agent) -> None:
     told = [*say(agent, WorkerSignal(15), 0), *say(agent, WorkerSignal(15), 1)]
     commands = [r.event for r in told if isinstance(r, Report)]
-    assert all(isinstance(c, CommandReceived) and c.kind == "stop" for c in commands)
-    assert {c.id for c in commands if isinstance(c, CommandReceived)} == {"sigterm-g2"}
+    assert all(isinstance(c, NodeAsked) and c.kind == "stop" for c in commands)
+    assert {c.id for c in commands if isinstance(c, NodeAsked)} == {"sigterm-g2"}
 
 
 def test_sigusr1_is_a_checkpoint_and_echoes_are_not(agent: Agent) -> None:
     (first,) = say(agent, WorkerSignal(10), 0, now=5.0)
     assert isinstance(first, Report)
-    assert isinstance(first.event, CommandReceived)
+    assert isinstance(first.event, NodeAsked)
     assert (first.event.kind, first.event.who) == ("checkpoint", "SIGUSR1 to rank 0")
     assert say(agent, WorkerSignal(10), 1, now=5.1) == []
     assert len(say(agent, WorkerSignal(10), 0, now=8.0)) == 1

@@ -16,7 +16,7 @@ from perdure.agent.messages import (
     StartKeeper,
 )
 from perdure.model.actions import Assignment
-from perdure.model.events import CommandReceived, KeeperLost, VerdictReached, VerdictWithdrawn
+from perdure.model.events import KeeperLost, NodeAsked, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.wire import KeeperState, NodeOrder
 
@@ -54,7 +54,7 @@ def test_it_is_named_once_and_a_checkpoint_asked_for(agent: Agent) -> None:
     assert reached.verdict.first_seen_s == 97.5
     assert "pid 7) is stopped (state T)" in reached.verdict.reason
     assert not reached.verdict.actionable
-    assert isinstance(command, CommandReceived)
+    assert isinstance(command, NodeAsked)
     assert command.kind == "checkpoint"
     assert agent.handle(100.5, silent(silent_s=3.0)) == []
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
+from perdure.model.access import BROUGHT_BY
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
@@ -50,7 +51,8 @@ class Rig:
         self.agent = FakeBus(self.server)
         self.orders: list[NodeOrder] = []
         self.snapshots: list[Snapshot] = []
-        self.seq, self.time_s = 0, 1000.0
+        self.seqs: dict[str, int] = {}
+        self.source, self.time_s = "a0-1", 1000.0
         self.task: asyncio.Task[JobEnded] | None = None
         self.controllers = 0
 
@@ -82,7 +84,7 @@ class Rig:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.server.servers.clear()
-        self.server.listeners.pop(subject_beats("job"), None)
+        self.server.patterns.clear()
 
     async def until(self, condition: Callable[[], object]) -> None:
         async with asyncio.timeout(5):
@@ -90,11 +92,18 @@ class Rig:
                 await asyncio.sleep(0)
 
     async def send(self, *events: AnyEvent, first_seq: int = 0) -> int:
+        """Send as the agent, or as rank 0 what only ranks tell; return what is taken of it."""
+        self.source = "a0-1" if "agent" in BROUGHT_BY[type(events[0])] else "g0-r0-p10"
         if not first_seq:
-            first_seq, self.seq = self.seq + 1, self.seq + len(events)
-        message = EventMessage(node=0, batches=(EventBatch("a1", first_seq, events),))
-        data = await self.agent.request(subject_events("job"), encode(message), timeout_s=5)
-        return decode(data, EventAck).seqs["a1"]  # type: ignore[no-any-return]
+            first_seq, self.seqs[self.source] = self.seq + 1, self.seq + len(events)
+        message = EventMessage(node=0, batches=(EventBatch(self.source, first_seq, events),))
+        data = await self.agent.request(subject_events("job", 0), encode(message), timeout_s=5)
+        return decode(data, EventAck).seqs[self.source]  # type: ignore[no-any-return]
+
+    @property
+    def seq(self) -> int:
+        """Of the newest event of who has sent last."""
+        return self.seqs.get(self.source, 0)
 
     def assigned(self) -> list[tuple[str, int]]:
         found = [o.assignment for o in self.orders if o.assignment]
@@ -229,13 +238,13 @@ async def test_orders_are_repeated_until_the_job_ends(rig: Rig) -> None:
     count = len(rig.assigned())
     rig.time_s += 1.1
     beat = NodeBeat(node=0, incarnation="a1", seq=1, sent_s=rig.time_s, generation=0)
-    await rig.agent.publish(subject_beats("job"), encode(beat))
+    await rig.agent.publish(subject_beats("job", 0), encode(beat))
     await rig.until(lambda: len(rig.assigned()) > count)
     assert rig.assigned()[-1] == ("run", 0)
 
 
 async def test_malformed_messages_are_refused(rig: Rig) -> None:
-    await rig.agent.publish(subject_beats("job"), b"{")
-    data = await rig.agent.request(subject_events("job"), b"nonsense", timeout_s=5)
+    await rig.agent.publish(subject_beats("job", 0), b"{")
+    data = await rig.agent.request(subject_events("job", 0), b"nonsense", timeout_s=5)
     assert "malformed" in decode(data, EventAck).refused
     await rig.form()
