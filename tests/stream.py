@@ -5,7 +5,16 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 
 from perdure.model.codec import decode, encode
-from perdure.model.events import AnyEvent, Decision, JournalEntry, MessagesSetAside
+from perdure.model.events import (
+    AnyEvent,
+    Decision,
+    GenerationStopped,
+    JournalEntry,
+    MessagesSetAside,
+    NodeRegistered,
+    RanksStarted,
+    StoreReady,
+)
 from perdure.model.job import JobSpec
 from perdure.model.wire import (
     FromWorker,
@@ -25,6 +34,12 @@ from perdure.service.lines import LINE_MAX
 from perdure.service.ports import Bus, FakeBus, FakeServer, FakeStream, JournalStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
+STARTED: tuple[AnyEvent, ...] = (
+    NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=2),
+    GenerationStopped(node=0, generation=-1, at_s=1000.0),
+    StoreReady(generation=0, host="127.0.0.1", port=5000, agent_store=True),
+    RanksStarted(node=0, generation=0, pids={0: 100, 1: 101}, at_s=1000.0, warm=True),
+)
 
 
 class Stream:
@@ -34,7 +49,7 @@ class Stream:
         self.stream = stream
         self.time_s = 1000.0
         self.asides = Asides(lambda: self.time_s)
-        self.outbox = Outbox(agent, subject_events("job"), node=0, source="a0")
+        self.outbox = Outbox(agent, subject_events("job", 0), node=0, source="a0-1")
         self.workers = WorkerServer("job", self.outbox, lambda said: None, self.asides)
         self.service = ControllerService(
             SPEC,
@@ -112,6 +127,9 @@ async def open_stream(
             writer.close()
             await writer.wait_closed()
 
+    for event in STARTED:  # Who is of no generation is not believed.
+        found.outbox.put(event)
+    assert await found.outbox.flush(5)
     try:
         yield found, connect
     finally:

@@ -18,7 +18,7 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
-from perdure.model.events import CommandReceived, FaultInjected
+from perdure.model.events import FaultInjected, NodeAsked
 from perdure.model.job import JobSpec
 from perdure.model.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
 
@@ -169,16 +169,17 @@ def answer_worker(
 def _take_signal(
     state: AgentState, identity: NodeIdentity, now: float, said: WorkerSaid, number: int
 ) -> list[Request]:
-    """Make a command of SIGTERM (stop) or SIGUSR1 (checkpoint), as an operator would give it."""
+    """Ask for a stop upon SIGTERM, for a checkpoint upon SIGUSR1."""
     name = signal.Signals(number).name
     who = f"{name} to rank {said.rank}"
     if number == signal.SIGTERM:
         # One id for all ranks of a generation: they get it together, and it is one stop.
         id_ = f"sigterm-g{said.generation}"
-        return [Report(CommandReceived(id=id_, kind="stop", who=who, at_s=now))]
+        asked = NodeAsked(id=id_, node=identity.node, kind="stop", who=who, at_s=now)
+        return [Report(asked)]
     if number != signal.SIGUSR1 or now - state.checkpoint_asked_s < SIGNAL_ECHO_S:
         return []
     state.checkpoint_asked_s = now
     state.signals += 1
     id_ = f"sigusr1-{identity.incarnation}-{state.signals}"
-    return [Report(CommandReceived(id=id_, kind="checkpoint", who=who, at_s=now))]
+    return [Report(NodeAsked(id=id_, node=identity.node, kind="checkpoint", who=who, at_s=now))]

@@ -10,7 +10,7 @@ one. Until then the agent asks for a checkpoint, so that little is lost by it. T
 
 from perdure.agent.messages import EndKeeper, KeeperSilent, Report, Request
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity, Silence
-from perdure.model.events import CommandReceived, VerdictReached, VerdictWithdrawn
+from perdure.model.events import NodeAsked, VerdictReached, VerdictWithdrawn
 from perdure.model.job import JobSpec
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -27,7 +27,8 @@ def note_silence(
         if view is not None and view.running:
             id_ = f"silent-keeper-{identity.node}-{silent.pid}-g{view.generation}"
             who = f"silence of the keeper of node {identity.node}"
-            requests.append(Report(CommandReceived(id=id_, kind="checkpoint", who=who, at_s=now)))
+            asked = NodeAsked(id=id_, node=identity.node, kind="checkpoint", who=who, at_s=now)
+            requests.append(Report(asked))
     reason = _find_reason(view, spec, silent)
     if silence.ended or not reason:
         return requests

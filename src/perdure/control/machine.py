@@ -107,6 +107,7 @@ from perdure.model.events import (
     MemberReady,
     MessagesSetAside,
     MetricsLogged,
+    NodeAsked,
     NodeCordoned,
     NodeDraining,
     NodeLost,
@@ -217,7 +218,7 @@ class Controller:
                 return note_progress(self.state, now, event)
             case CheckpointSaved() | CheckpointFailed():
                 return note_checkpoint(self.state, now, event)
-            case CommandReceived():
+            case CommandReceived() | NodeAsked():
                 return receive_command(self.state, now, event)
             case BoundaryAnswered():
                 return after_boundary(self.state, now, answer_boundary(self.state, now, event))

@@ -77,6 +77,8 @@ class Memory:
         """Number of the newest entry."""
         self.term = 0
         """Of the newest controller that has written."""
+        self.started: dict[int, dict[int, int]] = {}
+        """Generation -> rank -> the node that has started it, of the newest generations."""
         self._recent: list[JournalEntry] = []
         self._generation = -1
         certain = None
@@ -86,6 +88,8 @@ class Memory:
             self.term = written.term
             self._recent, certain = written.recent, written.certain
             self._generation = _find_newest(written.recent)
+            for entry in written.recent:
+                self._note_start(entry.body)
         self.fold = SnapshotFold(spec, certain)
         self._prune_at = _PRUNE_EVERY
 
@@ -104,9 +108,20 @@ class Memory:
         begun = isinstance(event, RanksStarted) and event.generation > self._generation
         if isinstance(event, RanksStarted):
             self._generation = max(self._generation, event.generation)
+            self._note_start(event)
         if begun or len(self._recent) >= self._prune_at:
             self._recent = find_recent(self._recent)
             self._prune_at = 2 * len(self._recent) + _PRUNE_EVERY
+
+    def _note_start(self, event: AnyEvent | Decision) -> None:
+        """Remember who has started which ranks, for as long as they may have something to tell."""
+        if isinstance(event, RanksStarted):
+            self.started.setdefault(event.generation, {}).update(
+                dict.fromkeys(event.pids, event.node)
+            )
+            oldest = self._generation - _GENERATIONS + 1
+            for generation in [g for g in self.started if g < oldest]:
+                del self.started[generation]
 
     def replay(self, entry: JournalEntry) -> list[AnyAction]:
         """Take an entry of the past; return what followed from it at the time."""

@@ -1,12 +1,13 @@
-"""Who may say and hear what on the bus: roles, and their permissions by subject.
+"""Who may say and hear what on the bus: roles, their permissions by subject, and by type of event.
 
     role        may publish                          may hear
     controller  orders, the journal, every answer    events, beats, commands, queries,
                                                      notices, requests for a place
-    run         events, commands, the journal's end  answers to itself
+    run         its events, commands,                answers to itself
+                the journal's end
     operator    commands, queries, notices, replay   answers to itself, the journal
-    agent       events, beats, probes                its own orders and probes
-    lighthouse  events, orders (fenced aborts)       its own orders, events, beats
+    agent       its node's events and beats, probes  its own orders and probes
+    lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
     viewer      queries                              answers to itself, the journal
     worker      queries                              answers to itself
     monitor     notices                              answers to itself
@@ -17,14 +18,25 @@ reads the journal message by message (`DIRECT.GET`) and may make no consumer: a 
 deliveries go to any subject that its maker names, past these permissions.
 
 The same table is what a user's own cluster should be given (`docs/nats.md`).
+
+A subject says who speaks: the server lets an agent publish events of its own node only. What that
+sender may tell of is the second table, `BROUGHT_BY`: each type of event has a row. The controller
+looks at both again at its door (`control/senders.py`), since a user's own server may not.
 """
 
-from typing import Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
 
 import msgspec
 
+from perdure.model import events
+from perdure.model.event import Event
 from perdure.model.probing import subject_probe
+from perdure.model.steering import Verb
 from perdure.model.wire import (
+    LIGHTHOUSE,
+    RUN,
     bucket_lease,
     stream_journal,
     subject_beats,
@@ -51,6 +63,86 @@ ROLES: tuple[Role, ...] = (
     "monitor",
     "joiner",
 )
+
+
+Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
+"""Who brings events. A rank's come by way of its node's agent. Operators, monitors, viewers and
+machines that join bring none: they ask (`COMMANDS`), and the controller journals what was asked."""
+
+_CONTROLLER: tuple[Sender, ...] = ("controller",)
+_AGENT: tuple[Sender, ...] = ("agent",)
+_RANK: tuple[Sender, ...] = ("rank",)
+_LIGHTHOUSE: tuple[Sender, ...] = ("lighthouse",)
+_RUN: tuple[Sender, ...] = ("run",)
+BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
+    {
+        events.JobSubmitted: _CONTROLLER,
+        events.ControllerStarted: _CONTROLLER,
+        events.NodeRegistered: _AGENT,
+        events.StoreReady: _AGENT,
+        events.RanksStarted: _AGENT,
+        events.RankExited: _AGENT,
+        events.GenerationStopped: _AGENT,
+        events.KeeperLost: _AGENT,
+        events.NodeLost: _CONTROLLER,
+        events.RankJoined: _RANK,
+        events.ProgressNoted: _CONTROLLER,
+        events.GenerationStepping: _CONTROLLER,
+        events.MetricsLogged: _RANK,
+        events.CheckpointSaved: _RANK,
+        events.CheckpointFailed: _RANK,
+        events.CheckpointRestored: _RANK,
+        events.VerdictReached: ("controller", "agent"),  # An agent's: its own keeper is silent.
+        events.VerdictWithdrawn: ("controller", "agent"),
+        events.StacksTaken: _AGENT,
+        events.LinksNoted: _CONTROLLER,
+        events.ProbeEnded: _AGENT,
+        events.ProbeJudged: _CONTROLLER,
+        events.CollectivesInterrupted: _RANK,
+        events.WorldBroken: _RANK,
+        events.WorldReformed: _RANK,
+        events.MemberReady: _RANK,
+        events.NodeCordoned: _CONTROLLER,
+        events.NodeRestored: _CONTROLLER,
+        events.NodeDraining: _CONTROLLER,
+        events.NodeAsked: _AGENT,
+        events.CommandReceived: _CONTROLLER,
+        events.BoundaryAnswered: _RANK,
+        events.BoundaryReached: _RANK,
+        events.FaultInjected: ("agent", "rank"),
+        events.KeysDeclared: _RANK,
+        events.SettingsChanged: _CONTROLLER,
+        events.JobPaused: _CONTROLLER,
+        events.JobResumed: _CONTROLLER,
+        events.QuorumFormed: _LIGHTHOUSE,
+        events.QuorumIdsReserved: _LIGHTHOUSE,
+        events.ReplicaSeen: _LIGHTHOUSE,
+        events.ReplicaWaiting: _RANK,
+        events.DeviceReported: _CONTROLLER,
+        events.ControllerLost: _RUN,
+        events.PreemptionNoticed: ("controller", "agent"),
+        events.PreemptionWithdrawn: ("controller", "agent"),
+        events.MachineReported: _CONTROLLER,
+        events.RoomNoted: _RUN,
+        events.ActionWithheld: _CONTROLLER,
+        events.MessagesSetAside: ("controller", "run", "agent", "rank", "lighthouse"),
+        events.TimerFired: _CONTROLLER,
+        events.JobEnded: _CONTROLLER,
+    }
+)
+"""Type of event -> who may bring it. A test fails where a type has no row."""
+
+ASKED_BY: Mapping[Role, frozenset[str]] = MappingProxyType(
+    {
+        "operator": frozenset(get_args(Verb)) - {"join"} | {"ping", "status"},
+        "run": frozenset(get_args(Verb)) - {"join"} | {"ping", "status"},
+        "viewer": frozenset({"ping", "status"}),
+        "worker": frozenset({"ping", "status"}),
+        "monitor": frozenset({"notify"}),
+        "joiner": frozenset({"join"}),
+    }
+)
+"""Role -> the kinds of command that it may ask for, by its subject; roles without a row, none."""
 
 
 class Access(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,13 +190,13 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
                 f"{api}.DIRECT.GET.KV_{bucket}.>",
                 f"$KV.{bucket}.>",
             )
-            told = (subject_events(job), subject_beats(job), subject_commands(job), ask)
+            told = (subject_events(job, "*"), subject_beats(job, "*"), subject_commands(job), ask)
             return Access(
                 publish=(*orders, "_INBOX.>", *make, *last, *replay, *lease),
                 subscribe=(*told, subject_notices(job), subject_joins(job), *inbox),
             )
         case "run":
-            said = (subject_events(job), subject_commands(job))
+            said = (subject_events(job, RUN), subject_commands(job))
             return Access(publish=(*said, *last), subscribe=inbox)
         case "operator":
             asked = (subject_commands(job), ask, subject_notices(job))
@@ -114,13 +206,13 @@ def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
             me: int | str = "*" if node is None else node
             own = probes if me == "*" else subject_probe(job, int(me))
             return Access(
-                publish=(subject_events(job), subject_beats(job), probes),
+                publish=(subject_events(job, me), subject_beats(job, me), probes),
                 subscribe=(subject_orders(job, me), subject_orders(job, "all"), own, *inbox),
                 answers=True,
             )
         case "lighthouse":
-            heard = (subject_orders(job, role), subject_events(job), subject_beats(job))
-            said = (subject_events(job), subject_orders(job, "*"))
+            heard = (subject_orders(job, role), subject_events(job, "*"), subject_beats(job, "*"))
+            said = (subject_events(job, LIGHTHOUSE), subject_orders(job, "*"))
             return Access(publish=said, subscribe=(*heard, *inbox))
         case "viewer":
             return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*live, *inbox))

@@ -31,8 +31,14 @@ from perdure.model.wire import (
 
 _JOB, _NODE = "{job}", "{node}"
 _CHANNELS: tuple[tuple[str, str, type, type | None, str], ...] = (
-    ("events", subject_events(_JOB), EventMessage, EventAck, "agents to the controller"),
-    ("beats", subject_beats(_JOB), NodeBeat, None, "agents to the controller, five a second"),
+    ("events", subject_events(_JOB, _NODE), EventMessage, EventAck, "agents to the controller"),
+    (
+        "beats",
+        subject_beats(_JOB, _NODE),
+        NodeBeat,
+        None,
+        "agents to the controller, five a second",
+    ),
     ("orders", subject_orders(_JOB, _NODE), NodeOrder, None, "the controller to agents; levels"),
     ("commands", subject_commands(_JOB), Command, CommandReply, "operators to the controller"),
     ("queries", subject_queries(_JOB), Command, CommandReply, "ping and status, for viewers"),
@@ -53,7 +59,9 @@ def make_asyncapi(version: str) -> dict[str, Any]:
     for name, subject, sent, answer, what in _CHANNELS:
         parameters = {"job": {"description": "The job's name; dots become underscores."}}
         if _NODE in subject:
-            parameters["node"] = {"description": "A node's number; of orders also all, lighthouse."}
+            parameters["node"] = {
+                "description": "A node's number; also lighthouse; all, of orders; run, of events."
+            }
         channels[name] = {
             "address": subject,
             "description": what,

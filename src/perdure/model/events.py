@@ -351,6 +351,24 @@ class CommandReceived(Event, frozen=True, kw_only=True):
     """Of the ranks, where a step is to be agreed upon: what follows is then near."""
 
 
+class NodeAsked(Event, frozen=True, kw_only=True):
+    """An agent asks for something of everybody: no command, which only operators give.
+
+    SIGTERM to a rank asks for a stop, SIGUSR1 and a silent keeper for a checkpoint. A machine from
+    elsewhere may not ask for a stop: its own SIGTERM leaves its node.
+    """
+
+    id: str
+    node: int
+    kind: Literal["checkpoint", "stop"]
+    who: str
+    at_s: float
+
+    def as_command(self) -> CommandReceived:
+        """Return what an operator who wants the same would ask for."""
+        return CommandReceived(id=self.id, kind=self.kind, who=self.who, at_s=self.at_s)
+
+
 class QuorumFormed(Event, frozen=True, kw_only=True):
     """The lighthouse has answered a quorum whose members differ from the last (torchft)."""
 
@@ -489,6 +507,7 @@ AnyEvent = (
     | NodeRestored
     | NodeDraining
     | CommandReceived
+    | NodeAsked
     | BoundaryAnswered
     | BoundaryReached
     | FaultInjected

@@ -31,14 +31,17 @@ from perdure.model.job import JobSpec
 from perdure.model.steering import Verb
 
 
-def subject_events(job: str) -> str:
-    """Requests of agents: an `EventMessage`, answered by `EventAck`."""
-    return f"perdure.{job.replace('.', '_')}.events"
+def subject_events(job: str, node: int | str) -> str:
+    """Requests of one who has events to tell: an `EventMessage`, answered by `EventAck`.
+
+    `node` is the number of the agent's node, `lighthouse` or `run`; `*` is anybody.
+    """
+    return f"perdure.{job.replace('.', '_')}.events.{node}"
 
 
-def subject_beats(job: str) -> str:
-    """Heartbeats of agents, `NodeBeat`."""
-    return f"perdure.{job.replace('.', '_')}.beats"
+def subject_beats(job: str, node: int | str) -> str:
+    """Heartbeats of the agent of `node`, `NodeBeat`; `*` is any node's."""
+    return f"perdure.{job.replace('.', '_')}.beats.{node}"
 
 
 def subject_orders(job: str, node: int | str) -> str:
@@ -48,6 +51,8 @@ def subject_orders(job: str, node: int | str) -> str:
 
 LIGHTHOUSE = "lighthouse"
 """Its address among the nodes."""
+RUN = "run"
+"""That of `perdure run`, where it tells of something."""
 
 
 def subject_commands(job: str) -> str:

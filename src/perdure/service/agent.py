@@ -126,7 +126,7 @@ class AgentService:
             device_ids=list_device_ids(spec, node, nvml.ids if nvml else ()),
         )
         self.machine = Agent(spec, identity)
-        self._outbox = Outbox(bus, subject_events(spec.name), node=node, source=incarnation)
+        self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
         self._reader = RankReader(paths, clock_offset_s)
@@ -375,7 +375,7 @@ class AgentService:
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         seq, due_s = 0, loop.time()
-        subject, me = subject_beats(self._spec.name), self.machine.identity
+        subject, me = subject_beats(self._spec.name, self._node), self.machine.identity
         while True:
             seq += 1
             beat = self._reader.read_beat(

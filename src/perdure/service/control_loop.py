@@ -22,6 +22,7 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
+from perdure.control.senders import find_role, find_untrue
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
@@ -227,8 +228,8 @@ class ControllerService:
         inbox = self.inbox.empty()
         turn = _Turn(self._clock())
         self._derive(turn, list(self.inbox.asides.take()))
-        for message, reply in inbox.messages:
-            self._take_events(turn, message)
+        for sender, message, reply in inbox.messages:
+            self._take_events(turn, sender, message)
             turn.acks.append((reply, {batch.source for batch in message.batches}))
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
@@ -259,13 +260,24 @@ class ControllerService:
             action = WatchClosely(nodes=nodes, until_s=until_s, reason="suspicion")
             turn.sendings += self._orders.take(action)
 
-    def _take_events(self, turn: _Turn, message: EventMessage) -> None:
-        """Take what is new; a gap is left for the sender to fill."""
+    def _take_events(self, turn: _Turn, sender: str, message: EventMessage) -> None:
+        """Take what is new; a gap is left for the sender to fill.
+
+        In the place of what is not the sender's to tell stands a note, so that the rest goes on.
+        """
         for batch in message.batches:
+            if find_role(sender, batch.source) is None:
+                self.inbox.pass_over(sender, batch.source, "the numbers of another source")
+                continue
             skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
                 if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
-                    self._add(turn, event, batch.source, number)
+                    known, started = self._memory.machine.state, self._memory.started
+                    why = find_untrue(known, started, sender, batch.source, event)
+                    note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
+                    if note is None:
+                        return  # Its sender repeats the rest, and by then there is room.
+                    self._add(turn, note, batch.source, number)
                 skipped = 0
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:

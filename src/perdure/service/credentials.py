@@ -12,6 +12,7 @@ show; what each may do there is for its administrator to set (`docs/nats.md`).
 import ipaddress
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from secrets import token_urlsafe
 from urllib.parse import urlsplit
 
@@ -193,14 +194,15 @@ def write_credentials(
     mine = None
     for role, node in list_users(spec):
         name = user_name(role, node)
+        file = choose_file(config.creds, name, role) if config.creds and not server else ""
         endpoint = Endpoint(
             url=url,
             token=passwords.get(name, ""),
             clock_offset_s=clock_offset_s,
             external=server is None,
-            user=name if server else role if by_role else "",
+            user=name if server else Path(file).stem if by_role else "",
             ca=ca,
-            creds=choose_file(config.creds, role) if config.creds and not server else "",
+            creds=file,
             tls_cert="" if server else config.tls_cert,
             tls_key="" if server else config.tls_key,
             servers=urls,

@@ -5,8 +5,9 @@ refused here: said in the log, counted (`service/aside.py`), answered where an a
 event that is refused has a number all the same, and its sender says nothing else before it was
 taken: a note that it was set aside takes its place in the journal, and the stream goes on.
 
-Which subject a message came by says what its sender may ask for: the server has checked who may
-publish there (`model/access.py`).
+Which subject a message came by says who its sender is, and what it may ask for: the server has
+checked who may publish there (`model/access.py`). Whether an event is its sender's to tell follows
+from what the machines know, and is looked at where they are asked (`control/senders.py`).
 """
 
 import asyncio
@@ -20,6 +21,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from perdure.control.senders import describe_sender, is_sender
+from perdure.model.access import ASKED_BY, Role
 from perdure.model.aside import MessagesSetAside, make_plain
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
@@ -53,8 +56,6 @@ BACKLOG_MAX = 4
 """Heartbeats kept of one node; older ones are dropped when the loop falls behind."""
 MEMBERS_A_SLOT = 1000
 """Numbers that an elastic world may give in a slot, one after another."""
-QUERIES = frozenset({"ping", "status"})
-"""What those may ask who may only look."""
 SOURCE_MAX = 200
 """Characters of the name of a source of events: each is remembered."""
 _NOTES_MAX, _NOTES_A_S = 20, 2.0
@@ -68,7 +69,8 @@ _QUIET_S = 1.0
 class Arrived:
     """What has arrived since the last turn."""
 
-    messages: list[tuple[EventMessage, Reply]] = field(default_factory=list)
+    messages: list[tuple[str, EventMessage, Reply]] = field(default_factory=list)
+    """Each with its sender, as the subject says."""
     commands: list[tuple[Command, Reply]] = field(default_factory=list)
     beats: dict[int, deque[NodeBeat]] = field(default_factory=dict)
 
@@ -93,8 +95,8 @@ class Inbox:
         self._arrived = Arrived()
         self._answers: set[asyncio.Task[None]] = set()
         self._said_at_s, self._unsaid = -_QUIET_S, 0
-        self._allowed: dict[int, tuple[float, float]] = {}
-        """Node -> (notes that it may cost the journal now, since when)."""
+        self._allowed: dict[str, tuple[float, float]] = {}
+        """Sender -> (notes that it may cost the journal now, since when)."""
         self.asides = Asides(clock)
         """What was refused beside the stream of events."""
         self.refused = 0
@@ -107,12 +109,12 @@ class Inbox:
     async def serve(self, bus: Bus) -> None:
         """Take what comes over `bus`."""
         job = self._spec.name
-        await bus.serve(subject_events(job), self.take_message)
+        await bus.serve_each(subject_events(job, "*"), self.take_message)
         await bus.serve(subject_commands(job), self.take_command)
         await bus.serve(subject_queries(job), self.take_query)
         await bus.serve(subject_notices(job), self.take_notice)
         await bus.serve(subject_joins(job), self.take_join)
-        await bus.subscribe(subject_beats(job), self.take_beat)
+        await bus.serve_each(subject_beats(job, "*"), self.take_beat)
 
     def empty(self) -> Arrived:
         """Return what has arrived, and begin anew."""
@@ -121,38 +123,34 @@ class Inbox:
 
     # --- by the bus ---------------------------------------------------------------------------
 
-    def take_message(self, data: bytes, reply: Reply) -> None:
-        """Take events of an agent."""
+    def take_message(self, sender: str, data: bytes, reply: Reply) -> None:
+        """Take events of `sender`: a node's agent by its number, `lighthouse` or `run`."""
+        who = describe_sender(sender)
         try:
+            if not is_sender(self._spec, sender):
+                raise ProtocolError("there is no such sender")
             message, refused = read_message(data, self._spec, self._clock())
+            if str(message.node) != (sender if sender.isdecimal() else "-1"):
+                raise ProtocolError(f"{who} says that it is node {message.node}")
         except ProtocolError as error:
-            self.asides.note("event", "an agent", error, data)
-            self._refuse(f"event: {error}")
+            self.asides.note("event", who, error, data)
+            self._refuse(f"event of {who}: {error}")
             self._answer(reply, EventAck({}, refused=make_plain(str(error))))
             return
         if refused:
-            self._refuse(f"event of node {message.node}: {refused}")
-            if not self._is_allowed(message.node):
+            self._refuse(f"event of {who}: {refused}")
+            if not self._is_allowed(sender):
                 return
-        self._arrived.messages.append((message, reply))
+        self._arrived.messages.append((sender, message, reply))
         self._wake.set()
 
     def take_command(self, data: bytes, reply: Reply) -> None:
         """Take an operator's command."""
-        command = self._read(data, Command, reply)
-        if command is not None:
-            self.put(command, reply)
+        self._take_asked(data, reply, "operator", "is not for an operator to ask for")
 
     def take_query(self, data: bytes, reply: Reply) -> None:
         """Take a question of somebody who may only look."""
-        command = self._read(data, Command, reply)
-        if command is None:
-            return
-        if command.kind in QUERIES:
-            self.put(command, reply)
-        else:
-            why = f"{command.kind} is not for those who may only look"
-            self._refuse(f"command of {command.who or 'a viewer'}: {why}", reply, command.id)
+        self._take_asked(data, reply, "viewer", "is not for those who may only look")
 
     def take_notice(self, data: bytes, reply: Reply) -> None:
         """Take a notice of an outside monitor."""
@@ -182,19 +180,23 @@ class Inbox:
         args = {"machine": asked.machine, "host": asked.host}
         self.put(Command(id=f"join-{asked.id}", kind="join", args=args, who=asked.host), let_in)
 
-    def take_beat(self, data: bytes) -> None:
-        """Take a heartbeat."""
+    def take_beat(self, sender: str, data: bytes, _: Reply) -> None:
+        """Take a heartbeat of the node `sender`."""
+        who = describe_sender(sender)
         try:
             beat: NodeBeat = decode(data, NodeBeat)
         except ProtocolError as error:
-            self._refuse_beat("an agent", str(error), data)
+            self._refuse_beat(who, str(error), data)
             return
         ranks = count_numbers(self._spec)
         if not 0 <= beat.node < self._spec.num_nodes:
-            self._refuse_beat("an agent", f"there is no node {beat.node}", data)
+            self._refuse_beat(who, f"there is no node {beat.node}", data)
+            return
+        if str(beat.node) != sender:
+            self._refuse_beat(who, f"it says that it is node {beat.node}", data)
             return
         if any(not 0 <= progress.rank < ranks for progress in beat.ranks):
-            self._refuse_beat(f"node {beat.node}", "ranks that there are not", data)
+            self._refuse_beat(who, "ranks that there are not", data)
             return
         self._arrived.beats.setdefault(beat.node, deque(maxlen=BACKLOG_MAX)).append(beat)
         self._wake.set()
@@ -205,6 +207,31 @@ class Inbox:
         self._wake.set()
 
     # --- refusals -----------------------------------------------------------------------------
+
+    def set_aside(self, sender: str, source: str, event: AnyEvent, why: str) -> AnyEvent | None:
+        """Return the note that takes the place of an event which is not `sender`'s to tell.
+
+        None where the sender may not cost the journal another note now.
+        """
+        self._refuse(f"event of {describe_sender(sender)}: {why}")
+        if not self._is_allowed(sender):
+            return None
+        return _make_note(self._clock(), f"{_name(sender)}, {source}", why, encode(event))
+
+    def pass_over(self, sender: str, source: str, why: str) -> None:
+        """Count a batch whose numbers are not its sender's own: nothing takes its place."""
+        self.asides.note("event", describe_sender(sender), why, source)
+        self._refuse(f"event of {describe_sender(sender)}: {why}")
+
+    def _take_asked(self, data: bytes, reply: Reply, role: Role, why_not: str) -> None:
+        command = self._read(data, Command, reply)
+        if command is None:
+            return
+        if command.kind in ASKED_BY[role]:
+            self.put(command, reply)
+        else:
+            who = command.who or f"a {role}"
+            self._refuse(f"command of {who}: {command.kind} {why_not}", reply, command.id)
 
     def _read(self, data: bytes, type_: Any, reply: Reply) -> Any:
         name = type_.__name__.lower()
@@ -221,12 +248,12 @@ class Inbox:
         self.asides.note("heartbeat", source, why, data)
         self._refuse(f"heartbeat of {source}: {why}")
 
-    def _is_allowed(self, node: int) -> bool:
-        """Return whether `node` may cost the journal a note now."""
+    def _is_allowed(self, sender: str) -> bool:
+        """Return whether `sender` may cost the journal a note now."""
         now = self._clock()
-        left, since_s = self._allowed.get(node, (_NOTES_MAX, now))
+        left, since_s = self._allowed.get(sender, (_NOTES_MAX, now))
         left = min(_NOTES_MAX, left + (now - since_s) * _NOTES_A_S)
-        self._allowed[node] = (max(left - 1.0, 0.0), now)
+        self._allowed[sender] = (max(left - 1.0, 0.0), now)
         return left >= 1.0
 
     def _refuse(self, why: str, reply: Reply | None = None, id_: str = "") -> None:
@@ -300,16 +327,25 @@ def read_message(data: bytes, spec: JobSpec, now: float) -> tuple[EventMessage, 
                 event = _Unread(encode(event), strange)
             if isinstance(event, _Unread):
                 refused = refused or event.why
-                event = MessagesSetAside(
-                    at_s=now,
-                    door="event",
-                    source=make_plain(f"node {message.node}, {batch.source}"),
-                    reason=make_plain(event.why),
-                    example=make_plain(event.data),
-                )
+                source = f"node {message.node}, {batch.source}"
+                event = _make_note(now, source, event.why, event.data)
             taken.append(event)
         found.append(msgspec.structs.replace(batch, events=tuple(taken)))
     return EventMessage(message.node, tuple(found)), refused
+
+
+def _make_note(now: float, source: str, why: str, data: bytes) -> MessagesSetAside:
+    return MessagesSetAside(
+        at_s=now,
+        door="event",
+        source=make_plain(source),
+        reason=make_plain(why),
+        example=make_plain(data),
+    )
+
+
+def _name(sender: str) -> str:
+    return f"node {sender}" if sender.isdecimal() else sender
 
 
 def _read_envelope(data: bytes) -> _RawMessage:

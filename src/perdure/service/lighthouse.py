@@ -72,7 +72,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.lighthouse_part import LighthouseFile
-from perdure.service.ports import Bus
+from perdure.service.ports import Bus, Reply
 from perdure.worker.prctl import set_death_signal
 
 log = logging.getLogger("perdure.lighthouse")
@@ -172,14 +172,16 @@ class LighthouseService:
         """Hear and tell over `bus`, which keeps itself connected."""
         job = self._spec.name
         self._bus = bus
-        self._outbox = Outbox(bus, subject_events(job), node=-1, source=self._incarnation)
+        self._outbox = Outbox(
+            bus, subject_events(job, LIGHTHOUSE), node=-1, source=self._incarnation
+        )
         self._spawn(self._outbox.run())
         for event in self._unsent:
             self._outbox.put(event)
         self._unsent.clear()
         await bus.subscribe(subject_orders(job, LIGHTHOUSE), self._take_order)
-        await bus.subscribe(subject_events(job), self._take_events)
-        await bus.subscribe(subject_beats(job), self._take_beat)
+        await bus.serve_each(subject_events(job, "*"), self._take_events)
+        await bus.serve_each(subject_beats(job, "*"), self._take_beat)
 
     async def close(self) -> None:
         """Hang up."""
@@ -221,27 +223,34 @@ class LighthouseService:
             self._do(self.machine.evict(now, evict.replica, evict.reason))
             self._do(self.machine.end(now, evict.generation, evict.reason, fence=True))
 
-    def _take_events(self, data: bytes) -> None:
+    def _take_events(self, sender: str, data: bytes, _: Reply) -> None:
+        """Take what a node's agent tells of the group that it runs, and of no other."""
         message: EventMessage | None = self._decode(data, EventMessage)
         now = self._clock()
         batches = message.batches if message is not None else ()
         for event in (event for batch in batches for event in batch.events):
             match event:
-                case RankExited(record=record):
+                case RankExited(record=record) if self._is_home(record.generation, sender):
                     why = f"rank {record.rank}: {record.cause}"
                     ended = self.machine.end(now, record.generation, why, fence=record.failed)
                     self._do(ended)
-                case KeeperLost(generation=generation):
+                case KeeperLost(generation=generation) if self._is_home(generation, sender):
                     self._do(self.machine.end(now, generation, "its keeper died", fence=True))
-                case ReplicaWaiting():
+                case ReplicaWaiting() if self._is_home(event.generation, sender):
                     generation, quorum_id = event.generation, event.quorum_id
                     self._do(self.machine.wait(now, generation, quorum_id, event.since_s))
                 case _:
                     pass
 
-    def _take_beat(self, data: bytes) -> None:
+    def _is_home(self, generation: int, sender: str) -> bool:
+        """Return whether a generation is of the group that the node `sender` runs."""
+        homes = {replica.home[1]: replica.home[0] for replica in self.machine.replicas.values()}
+        homes |= {group.generation: group.group for group in self.machine.groups.values()}
+        return str(homes.get(generation)) == sender
+
+    def _take_beat(self, sender: str, data: bytes, _: Reply) -> None:
         beat: NodeBeat | None = self._decode(data, NodeBeat)
-        if beat is not None:
+        if beat is not None and self._is_home(beat.generation, sender):
             stopped = any(rank.proc.state in ("T", "t") for rank in beat.ranks)
             self.machine.note_stopped(beat.generation, stopped)
             if stopped:

@@ -16,6 +16,8 @@ Reply = Callable[[bytes], Awaitable[None]]
 """Sends the answer to one request; may be called later, or never."""
 OnMessage = Callable[[bytes], None]
 OnRequest = Callable[[bytes, Reply], None]
+OnEach = Callable[[str, bytes, Reply], None]
+"""What the `*` of the subject stood for, the message, and the means to answer it, if asked to."""
 
 
 class Bus(Protocol):
@@ -58,6 +60,13 @@ class Bus(Protocol):
 
     async def serve(self, subject: str, handler: OnRequest) -> None:
         """Call `handler` with each request and the means to answer it."""
+        ...
+
+    async def serve_each(self, subject: str, handler: OnEach) -> None:
+        """Call `handler` with each message whose subject fits `subject`, which ends in `.*`.
+
+        Of several that listen to such a subject each hears everything, and any may answer.
+        """
         ...
 
     async def close(self) -> None:
@@ -130,6 +139,8 @@ class FakeServer:
     """While it is down another one is there, which takes nobody's login."""
     listeners: dict[str, list[tuple["FakeBus", OnMessage]]] = field(default_factory=dict)
     servers: dict[str, tuple["FakeBus", OnRequest]] = field(default_factory=dict)
+    patterns: dict[str, list[tuple["FakeBus", OnEach]]] = field(default_factory=dict)
+    """By what comes before the `*`."""
 
 
 class FakeBus:
@@ -160,15 +171,25 @@ class FakeBus:
         loop = asyncio.get_running_loop()
         for bus, handler in self.server.listeners.get(subject, ()):
             loop.call_soon(bus._deliver, handler, data)
+        for bus, each in self._find_patterns(subject):
+
+            def take(data: bytes, each: OnEach = each) -> None:
+                each(subject.rpartition(".")[2], data, _say_nothing)
+
+            loop.call_soon(bus._deliver, take, data)
 
     def _deliver(self, handler: OnMessage, data: bytes) -> None:
         if not self._closed:
             handler(data)
 
+    def _find_patterns(self, subject: str) -> list[tuple["FakeBus", OnEach]]:
+        found = self.server.patterns.get(subject.rpartition(".")[0], [])
+        return [(bus, each) for bus, each in found if not bus._closed]
+
     async def request(self, subject: str, data: bytes, *, timeout_s: float) -> bytes:
         """Hand it to the one that serves the subject, and wait."""
-        entry = self.server.servers.get(subject)
-        if not self.connected or entry is None or entry[0]._closed:
+        entry, patterns = self.server.servers.get(subject), self._find_patterns(subject)
+        if not self.connected or not (patterns or (entry and not entry[0]._closed)):
             raise RequestError(f"nobody serves {subject}")
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
@@ -176,7 +197,10 @@ class FakeBus:
             if not answer.done():
                 answer.set_result(data)
 
-        entry[1](data, reply)
+        if entry is not None:
+            entry[1](data, reply)
+        for _, each in patterns:
+            each(subject.rpartition(".")[2], data, reply)
         try:
             return await asyncio.wait_for(answer, timeout_s)
         except TimeoutError:
@@ -190,6 +214,10 @@ class FakeBus:
         """Serve; the last one to call it wins."""
         self.server.servers[subject] = (self, handler)
 
+    async def serve_each(self, subject: str, handler: OnEach) -> None:
+        """Listen to all that the pattern fits."""
+        self.server.patterns.setdefault(subject.removesuffix(".*"), []).append((self, handler))
+
     async def close(self) -> None:
         """Disconnect."""
         self._closed = True
@@ -197,6 +225,10 @@ class FakeBus:
             listeners[:] = [pair for pair in listeners if pair[0] is not self]
         for subject in [s for s, (bus, _) in self.server.servers.items() if bus is self]:
             del self.server.servers[subject]
+
+
+async def _say_nothing(_: bytes) -> None:
+    """Nobody awaits an answer."""
 
 
 class FakeStream:

@@ -23,7 +23,7 @@ from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.model.wire import Command, CommandReply, subject_commands, subject_events
+from perdure.model.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.service.agent_outbox import Outbox
 from perdure.service.arbiter import prepare_arbiter
 from perdure.service.cluster import (
@@ -234,7 +234,7 @@ class Supervisor:
             self._start_part(f"agent {node}")
         self._write_parts()
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
-        subject, source = subject_events(self._spec.name), f"run-{os.getpid()}"
+        subject, source = subject_events(self._spec.name, RUN), f"run-{os.getpid()}"
         self._outbox = Outbox(self._bus, subject, node=-1, source=source)
         for lost in self._losses:
             self._outbox.put(lost)

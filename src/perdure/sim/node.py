@@ -120,7 +120,7 @@ class Node:
     def start_agent(self) -> None:
         """Start an agent, or its successor."""
         self.agents += 1
-        identity = NodeIdentity(node=self.node, incarnation=f"a{self.node}.{self.agents}")
+        identity = NodeIdentity(node=self.node, incarnation=f"a{self.node}-{self.agents}")
         self.agent = Agent(self.spec, identity)
         self.outbox, self.first_seq = [], 1
         self.feed(AgentStarted())

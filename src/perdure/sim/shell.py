@@ -12,7 +12,9 @@ from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
+from perdure.control.senders import find_untrue
 from perdure.detect import Detector
+from perdure.model.access import BROUGHT_BY
 from perdure.model.actions import AnswerCommand, AnyAction, EndJob
 from perdure.model.codec import encode
 from perdure.model.events import (
@@ -39,6 +41,10 @@ class ControllerDied(Exception):
 
 class Forgotten(Exception):
     """A snapshot and the entries since do not give what the whole journal gives."""
+
+
+class Unbelieved(Exception):
+    """The controller's door would not believe what an honest node tells."""
 
 
 class Disk:
@@ -168,10 +174,23 @@ class Shell:
         for batch in message.batches:
             for seq, event in enumerate(batch.events, batch.first_seq):
                 if seq == self.memory.taken.get(batch.source, 0) + 1:
+                    self._believe(message.node, batch.source, event)
                     self.append(event, batch.source, seq)
         self._rest()
         taken = self.memory.taken
         return EventAck({batch.source: taken.get(batch.source, 0) for batch in message.batches})
+
+    def _believe(self, node: int, source: str, event: AnyEvent) -> None:
+        """Fail where the controller's door would set aside what an honest node tells."""
+        if "agent" not in BROUGHT_BY[type(event)]:  # Here the agent tells it for its rank.
+            generation, rank = getattr(event, "generation", -1), getattr(event, "rank", -1)
+            if generation < 0 or rank < 0:
+                return
+            source = f"g{generation}-r{rank}-p1"
+        state, started = self.memory.machine.state, self.memory.started
+        why = find_untrue(state, started, str(node), source, event)
+        if why:
+            raise Unbelieved(f"{type(event).__name__} of node {node}: {why}")
 
     def observe(self, beat: NodeBeat) -> None:
         """Take a heartbeat."""

@@ -12,6 +12,7 @@ from perdure.model.events import (
     Decision,
     JournalEntry,
     MetricsLogged,
+    NodeAsked,
     NodeCordoned,
     NodeDraining,
     NodeLost,
@@ -119,7 +120,7 @@ class SnapshotFold:
             case MetricsLogged() as event:
                 for _, values in sorted(event.rows, key=lambda row: row[0]):
                     certain.metrics |= values
-            case CommandReceived() as event if event.kind in ("stop", "kill"):
+            case CommandReceived() | NodeAsked() as event if event.kind in ("stop", "kill"):
                 certain.stopping = True
             case _:
                 pass

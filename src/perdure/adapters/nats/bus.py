@@ -295,6 +295,22 @@ class NatsBus:
 
         await self._listen(subject, receive)
 
+    async def serve_each(
+        self,
+        subject: str,
+        handler: Callable[[str, bytes, Callable[[bytes], Awaitable[None]]], None],
+    ) -> None:
+        """Call `handler` with what the last part of each message's subject is, and the message."""
+
+        async def receive(message: Msg) -> None:
+            async def reply(data: bytes) -> None:
+                if message.reply:
+                    await self.publish(message.reply, data)
+
+            handler(message.subject.rpartition(".")[2], message.data, reply)
+
+        await self._listen(subject, receive)
+
     async def _listen(self, subject: str, receive: Callable[[Msg], Awaitable[None]]) -> None:
         """Wait until the server knows the subscription; the next client has it anyhow."""
         self._subscriptions.append((subject, receive))

@@ -31,18 +31,21 @@ def find_login(endpoint: Endpoint) -> dict[str, Any]:
     return {"token": endpoint.token} if endpoint.token else {}
 
 
-def choose_file(creds: str, role: str) -> str:
-    """Return the file of `role` where `creds` is a directory; else `creds` itself.
+def choose_file(creds: str, user: str, role: str) -> str:
+    """Return the file of `user`, or else of its `role`, where `creds` is a directory.
+
+    Otherwise it is `creds` itself.
 
     Raises:
         ConfigError: the directory has none for it.
     """
     if not os.path.isdir(creds):
         return creds
-    for suffix in SUFFIXES:
-        path = os.path.join(creds, role + suffix)
-        if os.path.exists(path):
-            return path
+    for name in (user, role):
+        for suffix in SUFFIXES:
+            path = os.path.join(creds, name + suffix)
+            if os.path.exists(path):
+                return path
     names = ", ".join(role + suffix for suffix in SUFFIXES)
     raise ConfigError(f"{creds} has no credentials for {role}", hint=f"one of {names}")
 

@@ -9,16 +9,17 @@ from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import note_pace
 from perdure.control.steering.commands import inject_action, receive_command
 from perdure.model.actions import AnswerCommand, AnyAction
-from perdure.model.events import CommandReceived
+from perdure.model.events import CommandReceived, NodeAsked
 
 
 def receive_group_command(
-    state: ControllerState, now: float, event: CommandReceived
+    state: ControllerState, now: float, event: CommandReceived | NodeAsked
 ) -> list[AnyAction]:
     """Begin or refuse a command; a repeated one gets the answer it had.
 
     As in `commands`, arguments of a wrong type refuse it.
     """
+    event = event.as_command() if isinstance(event, NodeAsked) else event
     try:
         return _receive(state, now, event)
     except (TypeError, ValueError, KeyError) as error:

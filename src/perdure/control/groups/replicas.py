@@ -57,6 +57,7 @@ from perdure.model.events import (
     JobResumed,
     KeeperLost,
     KeysDeclared,
+    NodeAsked,
     NodeCordoned,
     NodeLost,
     NodeRegistered,
@@ -119,7 +120,7 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
             return _note_quorum(state, event)
         case ReplicaSeen():
             return _note_replica(state, now, event)
-        case CommandReceived():
+        case CommandReceived() | NodeAsked():
             return receive_group_command(state, now, event)
         case FaultInjected():
             state.injects.pop(event.id, None)

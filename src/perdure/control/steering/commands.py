@@ -10,7 +10,7 @@ from perdure.control.steering.boundary import note_pace, open_boundary
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
-from perdure.model.events import CommandReceived
+from perdure.model.events import CommandReceived, NodeAsked
 
 _STOP_TIMEOUT_S = 30.0
 """A stop that the ranks have not agreed on by then is carried out with signals."""
@@ -56,12 +56,15 @@ def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
     return [*actions, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
 
 
-def receive_command(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
+def receive_command(
+    state: ControllerState, now: float, event: CommandReceived | NodeAsked
+) -> list[AnyAction]:
     """Begin, queue or refuse a command; a repeated one gets the answer it had.
 
     Arguments come from outside and are of any type: one that cannot be read refuses the command,
     in a replay as well, and is no end of the controller.
     """
+    event = event.as_command() if isinstance(event, NodeAsked) else event
     try:
         return _receive(state, now, event)
     except (TypeError, ValueError, KeyError) as error:

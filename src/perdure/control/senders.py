@@ -1,0 +1,164 @@
+"""Whether an event is its sender's to tell: by its type, its source, its node and its ranks.
+
+The subject that an event came on says who its sender is; perdure's own server lets nobody publish
+on another's. So an agent speaks for its own node and for the ranks that run there, and for nothing
+else: it cannot end the job, give a command, register another node or let another node's rank
+exit. A sender that tells what is not its own is lying, or has a defect; either way what it told is
+set aside and the stream goes on (`service/control_loop.py`).
+
+Where a rank runs is known from the assignments of this generation, and of older ones from what
+was started. That is all that is looked at: whether a fact is true, only its own node can know.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from perdure.control.elastic.members import find_home
+from perdure.control.state import ControllerState
+from perdure.model.access import BROUGHT_BY, Sender
+from perdure.model.events import (
+    AnyEvent,
+    NodeAsked,
+    NodeRegistered,
+    RankExited,
+    StoreReady,
+    VerdictReached,
+    VerdictWithdrawn,
+)
+from perdure.model.job import JobSpec
+from perdure.model.verdicts import Verdict
+from perdure.model.wire import LIGHTHOUSE, RUN
+
+_RANK = re.compile(r"g(\d{1,9})-r(\d{1,9})-p\d{1,9}")
+"""The source of a rank's events, as its agent passes them on."""
+Started = Mapping[int, Mapping[int, int]]
+"""Generation -> rank -> the node that has started it."""
+
+
+def find_untrue(
+    state: ControllerState, started: Started, sender: str, source: str, event: AnyEvent
+) -> str:
+    """Return why `event` is not for `sender` to tell, in a few words; empty where it is.
+
+    `sender` is what its subject says: the number of a node, `lighthouse` or `run`.
+    """
+    role = find_role(sender, source)
+    if not role:
+        return f"the source is not one of {describe_sender(sender)}"
+    if role not in BROUGHT_BY[type(event)]:
+        who = describe_sender(sender) if role != "rank" else f"a rank of node {sender}"
+        return f"{type(event).__name__} is not for {who} to tell"
+    if role not in ("agent", "rank"):
+        return ""
+    node = int(sender)
+    if role == "rank":
+        return _judge_rank(state, started, node, source, event)
+    return _judge_agent(state, started, node, event)
+
+
+def find_role(sender: str, source: str) -> Sender | None:
+    """Return what `source` is, of those that may speak as `sender`; None where it is nobody."""
+    match sender:
+        case _ if sender == LIGHTHOUSE:
+            return "lighthouse" if source.startswith("l") else None
+        case _ if sender == RUN:
+            return "run" if source.startswith("run-") else None
+        case _ if _RANK.fullmatch(source):
+            return "rank"
+        case _:
+            return "agent" if source.startswith(f"a{sender}-") else None
+
+
+def describe_sender(sender: str) -> str:
+    """Return who a subject's sender is, in words."""
+    if sender == RUN:
+        return "`perdure run`"
+    return f"the agent of node {sender}" if sender.isdecimal() else f"the {sender:.20}"
+
+
+def is_sender(spec: JobSpec, sender: str) -> bool:
+    """Return whether the job has such a sender at all."""
+    if sender in (LIGHTHOUSE, RUN):
+        return True
+    return sender.isdecimal() and sender.isascii() and int(sender[:9]) < spec.num_nodes
+
+
+def find_node(state: ControllerState, started: Started, generation: int, rank: int) -> int | None:
+    """Return the node that runs `rank` in `generation`; None where nobody can know any more."""
+    spec = state.the_spec()
+    if state.of_replicas:  # Each group is the node of its number, in every generation.
+        return rank // spec.nproc
+    known = started.get(generation, {}).get(rank)
+    if known is None and generation == state.generation and rank >= 0:
+        return find_home(state, rank)
+    return known
+
+
+def _find_newest(state: ControllerState) -> int:
+    """Return the newest generation that any node has been told of."""
+    found = [state.generation, *(group.generation for group in state.groups.values())]
+    if state.assignment is not None:
+        found.append(state.assignment.generation)
+    return max(found)
+
+
+def _judge_rank(
+    state: ControllerState, started: Started, node: int, source: str, event: AnyEvent
+) -> str:
+    found = _RANK.fullmatch(source)
+    assert found is not None
+    generation, rank = int(found[1]), int(found[2])
+    if getattr(event, "rank", rank) != rank:
+        return f"rank {rank} tells of another rank"
+    if getattr(event, "generation", generation) != generation:
+        return f"rank {rank} of generation {generation} tells of another generation"
+    if generation > _find_newest(state):
+        return f"there is no generation {generation} yet"
+    home = find_node(state, started, generation, rank)
+    if home is None:
+        return f"generation {generation} is long over"
+    return "" if home == node else f"rank {rank} of generation {generation} is not of node {node}"
+
+
+def _judge_agent(state: ControllerState, started: Started, node: int, event: AnyEvent) -> str:
+    if getattr(event, "node", node) != node:
+        return "it tells of another node"
+    match event:
+        case NodeRegistered():
+            return ""  # Its generation is what its keeper holds, which may be another run's.
+        case NodeAsked(kind="stop") if node >= state.the_spec().local_nodes:
+            return "a machine from elsewhere may not stop the job"
+        case VerdictReached(verdict=verdict) | VerdictWithdrawn(verdict=verdict):
+            return _judge_verdict(node, verdict)
+        case StoreReady() if not state.of_replicas:
+            place = state.placement[0] if state.placement else 0
+            if event.generation == state.generation and node != place:
+                return f"the store of generation {event.generation} is not of node {node}"
+        case _:
+            pass
+    for generation, rank in _list_ranks(event):
+        if generation > _find_newest(state):
+            return f"there is no generation {generation} yet"
+        if rank >= 0 and find_node(state, started, generation, rank) not in (None, node):
+            return f"rank {rank} of generation {generation} is not of node {node}"
+    return ""
+
+
+def _judge_verdict(node: int, verdict: Verdict) -> str:
+    """An agent judges one thing only: that its own keeper does not answer."""
+    own = verdict.kind == "Unresponsive" and verdict.generation < 0
+    return "" if own and verdict.culprit.node == node else "it judges more than its own keeper"
+
+
+def _list_ranks(event: AnyEvent) -> Iterator[tuple[int, int]]:
+    """Yield the (generation, rank) that an agent's event is about; -1 for no rank."""
+    if isinstance(event, RankExited):
+        yield event.record.generation, event.record.rank
+        return
+    generation = getattr(event, "generation", None)
+    if generation is None:
+        return
+    yield generation, -1
+    for name in ("pids", "stacks"):
+        for rank in getattr(event, name, ()):
+            yield generation, rank
