@@ -10,6 +10,7 @@ import typer
 import perdure
 from perdure.cli import (
     act,
+    bundle,
     doctor,
     join,
     launch,
@@ -84,6 +85,7 @@ for command in (
     look.map_devices,
     look.diagnose,
     look.report,
+    bundle.bundle,
     metrics.metrics,
     act.inject,
     act.checkpoint,
