@@ -147,7 +147,11 @@ def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
     for path in (paths.endpoint, *map(str, Path(paths.root, "credentials").glob("*"))):
         _teach_credential(redactor, path)
     for name, value in [*os.environ.items(), *_read_environ(paths)]:
-        if _SECRET_ENV.search(name) and len(value) >= _SECRET_LEAST:
+        if (
+            _SECRET_ENV.search(name)
+            and name not in ("PWD", "OLDPWD")
+            and len(value) >= _SECRET_LEAST
+        ):
             redactor.add_secret(value, f"<{name}>")
     for path in (paths.spec, *map(str, Path(paths.root, "previous").glob("*/job.json"))):
         _teach_job(redactor, path)

@@ -8,6 +8,7 @@ spoke to whom. It is better to take out a word too many: nothing is said of what
 """
 
 import base64
+import ipaddress
 import json
 import re
 from collections import Counter
@@ -86,7 +87,7 @@ _CONTROL = re.compile(
 _URL_HOST = re.compile(r"(?<=://)(?:(<login>)@)?([A-Za-z0-9][A-Za-z0-9.-]*)(?=[:/?\s\"',)]|$)")
 _AT = re.compile(r"\b([A-Za-z0-9][\w.+-]*)@([A-Za-z0-9][A-Za-z0-9.-]*[A-Za-z0-9])")
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
-_IPV6 = re.compile(r"(?<![\w:])(?:[0-9a-fA-F]{1,4}:){2,7}(?::?[0-9a-fA-F]{1,4}){1,7}(?![\w:])")
+_IPV6 = re.compile(r"(?<![\w:.])[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:]+(?![\w:])")
 _HOME = re.compile(r"(/(?:home|Users|export/home)/)([^/\s\"':,]+)")
 _INNER_HOST = re.compile(
     r"\b[A-Za-z0-9][A-Za-z0-9-]*(?:\.[A-Za-z0-9-]+)*"
@@ -225,10 +226,15 @@ class Redactor:
         return match[0]
 
     def _address(self, match: re.Match[str]) -> str:
-        text = match[0]
-        if text.startswith(("127.", "0.0.0.0", "::")) or text == "::1":
-            return text
-        return self._name("ip", text)
+        """Of what looks like one: `19:41:53` and a version in four parts too big are none."""
+        if re.fullmatch(r"(?:[0-9a-fA-F]{2}:){5}[0-9a-fA-F]{2}", match[0]):  # of a network card
+            return self._name("mac", match[0].lower())
+        try:
+            address = ipaddress.ip_address(match[0])
+        except ValueError:
+            return match[0]
+        plain = address.is_loopback or address.is_unspecified
+        return match[0] if plain else self._name("ip", str(address))
 
 
 def find_secrets_in_args(args: Iterable[str]) -> list[str]:

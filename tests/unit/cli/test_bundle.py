@@ -49,7 +49,8 @@ SECRETS = {
     "pem": "MIIEpAIBAAKCAQEA0Z3VS5JJcds3xfn",
 }
 PEOPLE = ("alice.example", "jdoe", "gpu-box-17", "gpu-box-17.corp.example.com", "10.20.30.40",
-          "fileserver.corp.example.com", "build@lab.example.org")  # fmt: skip
+          "fileserver.corp.example.com", "build@lab.example.org", "fd12:3456::7",
+          "02:42:ac:11:00:02")  # fmt: skip
 
 
 def log_lines() -> list[str]:
@@ -72,6 +73,7 @@ def log_lines() -> list[str]:
         f"alert to {s['webhook']} failed",
         "File /home/alice.example/project/train.py on gpu-box-17.corp.example.com",
         "peer gpu-box-17 at 10.20.30.40:29500, and 127.0.0.1; mail to build@lab.example.org",
+        "via fd12:3456::7 and card 02:42:ac:11:00:02 at 19:41:53; std::vector, c10d::abort",
         "ValueError: an ordinary message, step 120, loss 2.31",
     ]
 
@@ -171,6 +173,7 @@ def test_nothing_secret_is_in_it_and_everything_else_is(
     log = files["job-bundle/logs/agent-0.log"].decode()
     assert "ValueError: an ordinary message, step 120, loss 2.31" in log
     assert "127.0.0.1" in log
+    assert "at 19:41:53; std::vector, c10d::abort" in log
     job = json.loads(files["job-bundle/job.json"])
     assert set(job["env"].values()) == {"<env>"}
     assert job["args"][-2:] == ["--lr", "1"]
@@ -186,7 +189,7 @@ def test_a_name_has_the_same_pseudonym_everywhere(home: Path, tmp_path: Path, qu
     assert run_command(["bundle", "job", "--yes", "--out", "b.tar.gz"]) == 0
     files = read_archive(tmp_path / "b.tar.gz")
     log = files["job-bundle/logs/agent-0.log"].decode().splitlines()
-    path, peer = log[-3:-1]
+    path, peer = log[-4:-2]
     host = path.split()[-1]
     assert host.startswith("host-")
     assert f"peer {host} at ip-1:29500" in peer
