@@ -1,0 +1,39 @@
+"""T15: what a command starts for a moment or for a while ends with it, also by SIGKILL."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+BOUND = """
+import sys, time
+from perdure.service.processes import start_bound
+print(start_bound(["sleep", "1000"], open("/dev/null", "wb")).pid, flush=True)
+time.sleep(1000)
+"""
+GUARDED = """
+import subprocess, time
+from perdure.service.processes import guarded
+with guarded("SOME_MARK"):
+    # Like torchrun: whoever is killed leaves a worker in a session of its own.
+    shell = subprocess.Popen(["sh", "-c", "setsid sleep 1000 & echo $!; wait"])
+    time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("program", [BOUND, GUARDED], ids=["bound", "guarded"])
+def test_nothing_outlives_who_has_started_it(program: str) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    try:
+        worker = psutil.Process(int(parent.stdout.readline()))
+        family = [worker, *psutil.Process(parent.pid).children(recursive=True)]
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait()
+        parent.stdout.close()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
