@@ -1,10 +1,11 @@
-"""Ends what a killed supervisor has left: run as `python -I -S guard.py JOB HOME PID`.
+"""Ends what a killed supervisor has left: run as `python -I -S guard.py PID NAME=VALUE...`.
 
 Each part of a job sees the end of its supervisor by itself, and the controller writes the job's
 end down before it goes. But any of them may have been killed as well, and nats-server watches
 nobody. So the guard, which needs nothing but Python's standard library and waits for one event,
-gives the others `GRACE_S` to leave and then kills what still carries the job's marks. It is one of
-the supervisor's parts, so it is started again when it dies.
+gives the others `GRACE_S` to leave and then kills what still carries the job's marks, which are
+variables that each process of the job was started with. It is one of the supervisor's parts, so it
+is started again when it dies.
 
 Once the supervisor is gone, a new run of the job begins by killing all that carries the marks, the
 guard included, before it starts anything: the guard never meets the parts of a later run.
@@ -23,13 +24,12 @@ _KILL_S = 10.0
 _LOOK_S = 0.02
 
 
-def main(job: str, home: str, supervisor: int) -> None:
-    """Wait for the end of process `supervisor`; then see to it that nothing of `job` is left."""
+def main(supervisor: int, marks: set[bytes]) -> None:
+    """Wait for the end of process `supervisor`; then end what has `marks` and does not leave."""
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     wait_end(supervisor)
     ended_s = time.monotonic()
-    marks = {b"PERDURE_JOB=" + os.fsencode(job), b"PERDURE_HOME=" + os.fsencode(home)}
     while time.monotonic() < ended_s + GRACE_S + _KILL_S:
         left = find_marked(marks)
         if not left:
@@ -83,4 +83,4 @@ def kill_marked(pid: int, marks: set[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(int(sys.argv[1]), {os.fsencode(mark) for mark in sys.argv[2:]})

@@ -17,7 +17,6 @@ import contextlib
 import logging
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from perdure.service.jobfiles import (
     write_atomic,
 )
 from perdure.service.ports import JournalStream
+from perdure.service.processes import start_bound
 
 log = logging.getLogger("perdure.journal")
 
@@ -345,9 +345,7 @@ def read_journal(paths: JobPaths) -> list[JournalEntry]:
     with tempfile.TemporaryDirectory(prefix="perdure-nats-") as folder:
         server = NatsServer(folder=paths.nats, token=endpoint.token, name=job)
         with open(os.path.join(folder, "log"), "wb") as output:
-            process = subprocess.Popen(
-                server.command(), stdout=output, stderr=output, start_new_session=True
-            )
+            process = start_bound(server.command(), output)
         try:
             server.wait_ready()
             here = Endpoint(url=server.url, token=endpoint.token, clock_offset_s=0)

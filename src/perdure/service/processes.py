@@ -12,11 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
+from typing import BinaryIO
 
 from perdure.adapters.host import read_start_time
+from perdure.worker.prctl import set_death_signal
 
 
 @dataclass(slots=True)
@@ -72,10 +75,42 @@ def part_command(*words: str) -> list[str]:
     return [sys.executable, "-P", "-m", "perdure", *words]
 
 
-def guard_command(job: str, home: str) -> list[str]:
-    """Return the command line of this process's guard, which imports nothing of perdure."""
+def guard_command(**marks: str) -> list[str]:
+    """Return the command line of this process's guard, which imports nothing of perdure.
+
+    When this process is gone, it ends what has all of `marks` in its environment.
+    """
     program = str(Path(__file__).with_name("guard.py"))
-    return [sys.executable, "-I", "-S", program, job, home, str(os.getpid())]
+    marked = [f"{name}={value}" for name, value in marks.items()]
+    return [sys.executable, "-I", "-S", program, str(os.getpid()), *marked]
+
+
+@contextlib.contextmanager
+def guarded(name: str) -> Iterator[None]:
+    """Have what is started meanwhile end with this process, by a mark called `name`."""
+    mark = f"{os.getpid()}-{token_hex(6)}"
+    guard = subprocess.Popen(guard_command(**{name: mark}), start_new_session=True)
+    os.environ[name] = mark
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        guard.kill()
+        guard.wait()
+
+
+def start_bound(command: list[str], output: BinaryIO) -> "subprocess.Popen[bytes]":
+    """Start a program that the kernel kills when the thread that calls this has ended."""
+    parent = os.getpid()
+
+    def bind() -> None:
+        set_death_signal(signal.SIGKILL)
+        if os.getppid() != parent:  # It ended before it could be noted.
+            os._exit(1)
+
+    return subprocess.Popen(
+        command, stdout=output, stderr=output, start_new_session=True, preexec_fn=bind
+    )
 
 
 def start_child(part: str, command: list[str], env: dict[str, str], log: str) -> Child:

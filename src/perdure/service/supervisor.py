@@ -287,7 +287,7 @@ class Supervisor:
         if kind == "nats-server":
             command = self._servers[int(node or 0)].command()
         elif kind == "guard":
-            command = guard_command(job, self._home)
+            command = guard_command(PERDURE_JOB=job, PERDURE_HOME=self._home)
         else:
             command = self._command(kind, job, *([node] if node else []))
         env = os.environ | {

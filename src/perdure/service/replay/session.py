@@ -13,6 +13,7 @@ from perdure.model.traces import AvailabilityTrace, find_intervals
 from perdure.model.traces.transform import cut
 from perdure.plan.policies import POLICIES, apply_costs
 from perdure.plan.throughput import Shape, Throughput
+from perdure.service.processes import guarded
 from perdure.service.replay.calibrate import (
     check_rising,
     find_cache,
@@ -87,12 +88,17 @@ def check_trace(trace: AvailabilityTrace) -> int:
 
 
 def replay(wish: Wish, say: Say) -> ReplayResult:
-    """Play the trace against each system, one after another.
+    """Play the trace against each system, one after another; all of them end with this process.
 
     Raises:
         SafetyError: throughput does not rise with the number of nodes, or the trace has none.
         PlatformError: a system does not run here.
     """
+    with guarded("PERDURE_REPLAY"):
+        return _replay(wish, say)
+
+
+def _replay(wish: Wish, say: Say) -> ReplayResult:
     count = check_trace(wish.trace)
     schedule = plan_schedule(wish.trace)
     Path(wish.home, "replay").mkdir(parents=True, exist_ok=True)
