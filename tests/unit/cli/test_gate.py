@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from perdure.cli.app import run_command
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import read_record, write_record
 from perdure.launch.ssh import box as box_program
+from perdure.launch.ssh.render import fill
 from perdure.model.launching import LaunchRecord
 from perdure.model.profile import Profile
 
@@ -98,7 +100,7 @@ class Site:
 
     def set_profile(self, **sections: Any) -> None:
         profile: Profile = msgspec.structs.replace(self.record.profile, **sections)
-        self.record = msgspec.structs.replace(self.record, profile=profile)
+        self.record = msgspec.structs.replace(self.read_record(), profile=profile)
         write_record(str(self.home), self.record)
 
 
@@ -293,3 +295,164 @@ def test_a_job_that_was_not_launched_from_here_keeps_the_gate_shut(site: Site) -
     site.teardown("--others-agree")
     assert site.stopped.exists()
     assert site.read_record().notes[-1].endswith("teardown --others-agree")
+
+
+def lose_box(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the box be one that no ssh reaches."""
+    (site.folder / "bin" / "ssh").write_text("#!/bin/sh\necho no route to host >&2\nexit 255\n")
+    (site.folder / "bin" / "ssh").chmod(0o755)
+    monkeypatch.setattr("perdure.launch.channel.ATTEMPTS", 1)
+    launch = msgspec.structs.replace(site.record.profile.launch, host="gpu-box")
+    site.set_profile(launch=launch)
+
+
+def test_a_box_that_is_gone_with_nothing_pulled_can_be_forgotten(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: `--box-is-gone` with nothing pulled refused for ever, and the name was taken for ever."""
+    refused = site.run("forget", "gpt", "--yes", code=4)
+    assert "answers, and says ended" in refused
+    lose_box(site, monkeypatch)
+    refused = site.teardown("--box-is-gone", code=4)
+    assert "perdure forget gpt" in refused
+    refused = site.run("forget", "gpt", code=4)
+    assert "nothing of it was ever brought home" in refused
+    assert "this stops no meter" in refused
+    told = json.loads(site.run("forget", "gpt", "--yes", "--json").splitlines()[0])
+    assert Path(told["record"]).exists()
+    assert "unknown job" in site.run("status", "gpt", code=2)
+    assert "was not launched from here" in site.run("forget", "gpt", "--yes", code=2)
+
+
+def test_what_was_written_after_the_pull_is_said_to_be_lost(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: forgetting says what there is at home."""
+    write_tensors(site.job / "project" / "best.safetensors")
+    site.pull()
+    lose_box(site, monkeypatch)
+    said = site.run("forget", "gpt", "--yes")
+    assert "whatever was written after the pull of" in said
+    assert "never verified" in said
+
+
+def test_a_process_with_torch_that_is_not_the_jobs_is_named(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: a colleague trains on the same box; an ssh that is played runs there what it is given."""
+    ssh = site.folder / "bin" / "ssh"
+    ssh.write_text(
+        "#!/bin/sh\n"
+        'while [ "$1" != gpu-box ]; do shift; [ $# -gt 0 ] || exit 0; done; shift\n'
+        'exec sh -c "$*"\n'
+    )
+    ssh.chmod(0o755)
+    site.set_profile(launch=msgspec.structs.replace(site.record.profile.launch, host="gpu-box"))
+    library = site.folder / "libtorch_cpu.so"
+    library.write_bytes(b"\0" * 4096)
+    code = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); "
+    code += "print('mapped', flush=True); sys.stdin.read()"
+    theirs = subprocess.Popen(
+        [sys.executable, "-c", code, str(library)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert theirs.stdout is not None
+        assert theirs.stdout.readline() == b"mapped\n"
+        write_tensors(site.job / "project" / "best.safetensors")
+        site.pull()
+        site.verify()
+        refused = site.teardown(code=4)
+        assert f"gpu-box: process {theirs.pid} of " in refused
+        assert "has torch in its memory" in refused
+        assert not site.stopped.exists()
+    finally:
+        theirs.communicate()
+    site.teardown("--others-agree")
+    assert site.stopped.exists()
+
+
+CRONTAB = """#!/bin/sh
+# Plays crontab, of which the file `table` is what there is.
+cd "$(dirname "$0")"
+case "$1" in
+  -l)
+    [ ! -e broken ] || { echo "crontab: can't open spool: Permission denied" >&2; exit 1; }
+    [ -e table ] || { echo "no crontab for person" >&2; exit 1; }
+    cat table ;;
+  -) cat > table ;;
+esac
+"""
+
+
+def run_cron(folder: Path, *args: str) -> "subprocess.CompletedProcess[str]":
+    env = dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}")
+    command = ["sh", str(folder / "launch" / "relaunch.sh"), *args]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=30)
+
+
+def test_a_crontab_that_cannot_be_read_is_left_as_it_is(tmp_path: Path) -> None:
+    """P6: `crontab -l` that failed was taken for an empty one, and the user's lines were lost."""
+    launch = tmp_path / "launch"
+    launch.mkdir()
+    (launch / "env.sh").write_text(f"JOB_DIR={tmp_path}\n")
+    (launch / "relaunch.sh").write_text(fill("cron.sh", job="gpt"))
+    (tmp_path / "crontab").write_text(CRONTAB)
+    (tmp_path / "crontab").chmod(0o755)
+    table = tmp_path / "table"
+    assert run_cron(tmp_path).returncode == 0, "there was none"
+    assert table.read_text().count("\n") == 1
+    table.write_text("17 3 * * * backup\n")
+    (tmp_path / "broken").touch()
+    done = run_cron(tmp_path)
+    assert done.returncode == 1
+    assert "nothing was changed: crontab: can't open spool: Permission denied" in done.stderr
+    assert table.read_text() == "17 3 * * * backup\n"
+    (tmp_path / "broken").unlink()
+    assert run_cron(tmp_path).returncode == 0
+    assert run_cron(tmp_path).returncode == 0
+    lines = table.read_text().splitlines()
+    assert lines[0] == "17 3 * * * backup"
+    assert len(lines) == 2
+    assert run_cron(tmp_path, "off").returncode == 0
+    assert table.read_text() == "17 3 * * * backup\n"
+
+
+def test_launches_at_once_make_an_environment_one_after_the_other(tmp_path: Path) -> None:
+    """P6: two launches shared an environment's folder without a lock."""
+    launch, base = tmp_path / "launch", tmp_path / "python3"
+    launch.mkdir()
+    (launch / "env.sh").write_text(f"JOB_DIR={tmp_path}; DATA_DIR={tmp_path}\n")
+    # It makes no environment, and says when it begins and ends.
+    base.write_text(f"""#!/bin/sh
+if [ "$2" = venv ]; then
+  echo begin >> {tmp_path}/log; sleep 0.6; echo end >> {tmp_path}/log
+  mkdir -p "$4/bin"; ln -sf {base} "$4/bin/python"; exit 0
+fi
+[ "$1" = - ] && exec {sys.executable} "$@"
+[ "$1" = -c ] && echo {tmp_path}
+exit 0
+""")
+    base.chmod(0o755)
+
+    def make(wait: str) -> "subprocess.Popen[str]":
+        script = fill(
+            "setup.sh", digest="d", mode="create", python=str(base), wishes="", plain="yes",
+            lists="/dev/null", name="e", wheel="w.whl", native=":", wait=wait,
+        )  # fmt: skip
+        path = launch / f"setup-{wait}.sh"
+        path.write_text(script)
+        return subprocess.Popen(["sh", str(path)], stderr=subprocess.PIPE,
+                                stdout=subprocess.DEVNULL, text=True)  # fmt: skip
+
+    both = [make("20"), make("20.0")]
+    for each in both:
+        assert each.communicate(timeout=30)[1] == ""
+        assert each.returncode == 0
+    log = (tmp_path / "log").read_text().split()
+    assert log == ["begin", "end"], "the second one finds it made"
+    lock = box_program.take_lock(str(tmp_path / "envs" / ".e.lock"))
+    late = make("0.3")
+    assert "for 0.3 s another launch has been making" in late.communicate(timeout=30)[1]
+    assert late.returncode == 1
+    assert lock is not None
+    os.close(lock)
