@@ -113,6 +113,7 @@ for command in (
     remote.tunnel,
     pull.pull,
     teardown.teardown,
+    teardown.forget,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)

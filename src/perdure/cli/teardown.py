@@ -33,7 +33,7 @@ from perdure.launch.pulling import (
     read_manifest,
     read_verified,
 )
-from perdure.launch.records import list_records, write_record
+from perdure.launch.records import forget_record, list_records, write_record
 from perdure.launch.sources import open_sources
 from perdure.launch.ssh import box as box_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
@@ -132,6 +132,68 @@ def teardown(
     else:
         print(f"{job}: torn down; still billed, if you have any: {_left(record)}")
     return 0
+
+
+def forget(
+    job: JobName,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="What was never brought home is lost, and you know it.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Forget a job whose box is gone, with whatever was never brought home.
+
+    Nothing is stopped by it. The record is set aside, and the name is free again.
+    """
+    home = resolve_home()
+    place, record = here(home), find_record(home, job)
+    if record.profile.kind == "local":
+        raise ConfigError(f"job `{job}` is on this machine, which answers")
+    for box in record.boxes:
+        try:
+            state = find_state(box, place)
+        except PlatformError as error:
+            place.tell(str(error))
+            continue
+        raise SafetyError(f"not forgotten: {box.box} answers, and says {state.state}",
+                          hint=f"perdure pull {job} DIR, then perdure teardown {job}")  # fmt: skip
+    lines = describe_lost(record)
+    if not as_json:
+        for line in lines:
+            note(line)
+    if not yes and is_terminal():
+        yes = input(f"type the job's name ({job}) to forget it: ").strip() == job
+    if not yes:
+        raise SafetyError(f"job `{job}` was not forgotten: {lines[0]}", hint="--yes")
+    at_s = time.time()
+    said = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at_s))} forget"
+    write_record(home, msgspec.structs.replace(record, notes=(*record.notes, said)))
+    aside = forget_record(home, job, at_s)
+    if as_json:
+        print_json({"job": job, "lost": lines, "record": str(aside)})
+    else:
+        print(f"{job}: forgotten; its record is {aside}")
+    return 0
+
+
+def describe_lost(record: LaunchRecord) -> list[str]:
+    """Return what was never brought home of a job whose box is gone, line by line."""
+    pulled = read_manifest(Path(record.pulled_to)) if record.pulled_to else None
+    if pulled is None:
+        lines = ["nothing of it was ever brought home"]
+    else:
+        size = sum(file.bytes for file in pulled.files)
+        at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pulled.pulled_s))
+        proof = "verified" if read_verified(Path(record.pulled_to)) else "never verified"
+        lines = [f"whatever was written after the pull of {at} is lost; in {record.pulled_to} are "
+                 f"{len(pulled.files)} files, {size / 1e6:.1f} MB, {proof}"]  # fmt: skip
+        if pulled.left:
+            size = sum(file.bytes for file in pulled.left)
+            lines.append(f"left there were {len(pulled.left)} files, {size / 1e6:.1f} MB")
+    if not record.profile.ends_by_itself:
+        lines.append(f"this stops no meter: {_how(record)}; still billed, if you have any: "
+                     f"{_left(record)}")  # fmt: skip
+    return lines
 
 
 def _foretell(
@@ -349,8 +411,8 @@ def _clean(record: LaunchRecord) -> None:
     """Take secrets and what starts the job again off the box; it may be about to be deleted."""
     from perdure.launch.ssh.ask import in_job
 
-    script = "if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off; fi; "
-    script += 'rm -rf "$CRED_FILE" launch/credentials'
+    script = "rc=0; if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off || rc=1; fi; "
+    script += 'rm -rf "$CRED_FILE" launch/credentials || rc=1; exit $rc'
     channel = Channel(record.profile.launch)
     sent = (
         f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.

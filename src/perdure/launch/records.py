@@ -33,6 +33,22 @@ def write_record(home: str, record: LaunchRecord) -> None:
         raise PlatformError(f"cannot write {path}: {error.strerror}") from error
 
 
+def forget_record(home: str, job: str, at_s: float) -> Path:
+    """Set the record of `job` aside, so that its name is free; return where it is.
+
+    Raises:
+        PlatformError: the disk is full, read-only or not ours.
+    """
+    path = _path(home, job)
+    aside = path.parent / "forgotten" / f"{job}-{at_s:.0f}.json"
+    try:
+        aside.parent.mkdir(mode=0o700, exist_ok=True)
+        os.replace(path, aside)
+    except OSError as error:
+        raise PlatformError(f"cannot move {path}: {error.strerror}") from error
+    return aside
+
+
 def read_record(home: str, job: str) -> LaunchRecord | None:
     """Return what is remembered of `job`; None where it was never launched from here."""
     try:

@@ -26,6 +26,9 @@ INVITATION = "credentials/invitation.json"
 DOOR = "credentials/door.json"
 """Below the first box's `launch`: what lets invitations outlive its reboot. Secret, not pulled."""
 
+_MAKE_WAIT_S = 1800.0
+"""Waited for another launch that makes the same environment."""
+
 _WAYS = {
     "tmux": """\
 if command -v tmux >/dev/null; then
@@ -258,6 +261,7 @@ def _render_setup(spec: JobSpec, profile: Profile) -> str:
         name=f"{spec.name}-{digest[:12]}" if wishes else digest[:12],
         wheel=name_wheel(),
         native=native if launch.native else ":",
+        wait=f"{_MAKE_WAIT_S:g}",
     )
 
 

@@ -31,6 +31,24 @@ venv="$DATA_DIR/envs/@name@"
 python="$venv/bin/python"
 pip() { "$python" -m pip install -q --disable-pip-version-check "$@"; }
 purelib() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
+# Launches at once may share it: each is made by one, under a lock that ends with its holder.
+mkdir -p "$(dirname "$venv")"
+exec 9> "$(dirname "$venv")/.@name@.lock"
+"$base" - 9 @wait@ <<'PY' || fail "for @wait@ s another launch has been making $venv: wait for it, or end it"
+import errno, fcntl, sys, time
+until = time.monotonic() + float(sys.argv[2])
+while True:
+    try:
+        fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        break
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            print("setup: no lock can be had there: %s" % error)
+            break
+    if time.monotonic() > until:
+        sys.exit(1)
+    time.sleep(0.2)
+PY
 stamp="$want $(cat @lists@ | cksum)"
 if [ "$(cat "$venv/.ready" 2>/dev/null)" != "$stamp" ]; then
   say "making $venv from $base"
