@@ -167,6 +167,7 @@ class Laptop:
             f'python = "{sys.executable}"\nconnect_timeout_s = 5\n'
             f'environment = "{profile.get("environment", "auto")}"\nnative = false\n'
             f'[teardown]\nstop_command = ["touch", "{told}"]\n'
+            f'gone_command = ["test", "-e", "{told}"]\n'
             f'[interruption]\nrelaunch = "{profile.get("relaunch", "none")}"\n'
             f"[daemon]\ntools = {json.dumps(profile.get('tools', ['tmux', 'setsid']))}\n"
             f'[overrides]\nDETACH = "{profile.get("detach", "")}"\n'

@@ -88,7 +88,8 @@ class Ssh:
             'base = "generic-ssh"\n[launch]\nhost = "gpu-box"\n'
             f'ssh_config = "{self.box.folder}/ssh_config"\nnative = false\n'
             f'python = "{sys.executable}"\n'
-            f'[teardown]\nstop_command = ["touch", "{stopped}"]\n',
+            f'[teardown]\nstop_command = ["touch", "{stopped}"]\n'
+            f'gone_command = ["test", "-e", "{stopped}"]\n',
         )
 
     def find_journals(self) -> Path:
@@ -242,7 +243,7 @@ def test_one_job_file_trains_the_same_everywhere(platform: Place, undisturbed: P
     assert "was not verified" in refused
     person.perdure("verify", "pulled")
     assert "was not typed" in person.perdure("teardown", "gpt", code=4).stderr
-    person.perdure("teardown", "gpt", "--confirm", "gpt")
+    person.perdure("teardown", "gpt", "--confirm", "gpt", "--others-agree")
 
     pulled = person.folder / "pulled"
     assert len(list(pulled.rglob("journal.jsonl"))) == 1 + len(INTERRUPTIONS)
