@@ -5,9 +5,7 @@ and once more afterwards, while nothing can be started there.
 """
 
 import contextlib
-import os
 import shlex
-import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,8 +21,10 @@ from perdure.cli.options import Json
 from perdure.cli.profiles import here, is_terminal
 from perdure.cli.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.say import note, print_json
+from perdure.launch import gone
 from perdure.launch.channel import Channel, UnreachedError
 from perdure.launch.gate import find_changes, find_neighbours, find_obstacles, is_destroyed
+from perdure.launch.gone import ask_gone, fill_words
 from perdure.launch.platforms import Here
 from perdure.launch.pulling import (
     compare_files,
@@ -38,9 +38,8 @@ from perdure.launch.sources import open_sources
 from perdure.launch.ssh import box as box_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.launching import BoxState, Finding, LaunchRecord, PullManifest, PullVerified
+from perdure.model.profile import TeardownSection
 from perdure.service.jobfiles import resolve_home
-
-_STOP_S = 900.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,18 +85,27 @@ def teardown(
     by_hand: Annotated[
         bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
     ] = False,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="ID", help="What the platform calls the box; one for each."),
+    ] = None,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
     """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
     home = resolve_home()
-    place, record = here(home), find_record(home, job)
+    place, record = here(home), name_boxes(find_record(home, job), ids or [])
     if with_volume and record.profile.kind != "kubernetes":
         raise ConfigError("--with-volume is for jobs on Kubernetes")
+    if not dry_run and _is_gone(record):
+        return _close(home, record, {"job": job}, as_json=as_json)
     waived = Waived(tuple(leave or ()), nothing_to_keep, others_agree, box_is_gone)
     look = check_gate(record, place, waived)
     obstacles = look.obstacles
-    commands = {box.box: fill_command(box) for box in (record, *record.others)}
+    commands = {
+        box.box: fill_words(box, box.profile.teardown.stop_command)
+        for box in (record, *record.others)
+    }
     deletion = _find_deletion(record, with_volume)
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
     told |= {"commands": commands} if record.others else {}
@@ -111,26 +119,79 @@ def teardown(
     if obstacles:
         raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
     if not (any(commands.values()) or deletion or by_hand or record.profile.ends_by_itself):
+        lack = "id" if record.profile.teardown.stop_command else "stop_command"
         raise SafetyError(
-            f"the profile has no stop command; {_how(record)}",
-            hint=f"then: perdure teardown {job} --by-hand; or set teardown.stop_command",
+            f"the profile has no teardown.{lack}; {_how(record)}",
+            hint=f"then: perdure teardown {job} --by-hand; or "
+            + ("--id ID, which the platform calls it" if lack == "id" else f"set teardown.{lack}"),
         )
+    _ask_platform(record, place, waived)
     _ask_name(job, confirm, record)
+    record = _stop_under_lock(record, place, waived, look, deletion, by_hand=by_hand)
+    _await_end(record, place, by_hand=by_hand)
+    return _close(home, record, told, as_json=as_json)
+
+
+def name_boxes(record: LaunchRecord, ids: list[str]) -> LaunchRecord:
+    """Return a job's record with what the platform calls its boxes, the first one first.
+
+    Raises:
+        ConfigError: they are not as many as the boxes, or cannot be ids.
+    """
+    boxes = (record, *record.others)
+    if not ids:
+        return record
+    if len(ids) != len(boxes):
+        raise ConfigError(f"--id: {len(ids)} for {len(boxes)} boxes")
+    named = []
+    for box, name in zip(boxes, ids, strict=True):
+        fields = msgspec.to_builtins(box.profile.teardown) | {"id": name}
+        try:
+            section = msgspec.convert(fields, TeardownSection)
+        except msgspec.ValidationError:
+            raise ConfigError(f"--id {name!r} cannot be an id of a platform") from None
+        profile = msgspec.structs.replace(box.profile, teardown=section)
+        named.append(msgspec.structs.replace(box, profile=profile))
+    return msgspec.structs.replace(named[0], others=tuple(named[1:]))
+
+
+def _stop_under_lock(
+    record: LaunchRecord,
+    place: Here,
+    waived: Waived,
+    look: Look,
+    deletion: tuple[str, ...],
+    *,
+    by_hand: bool,
+) -> LaunchRecord:
+    """Look at the boxes once more and stop them, while nothing can start there; return the record.
+
+    Raises:
+        SafetyError: something is otherwise than it was.
+        PlatformError: a stop command failed.
+    """
     with _hold(record, waived, by_hand=by_hand):
         _look_again(record, place, waived, look)
-        record = _note_waived(home, record, waived, look)
-        if not box_is_gone and record.profile.kind in ("ssh", "slurm"):
+        record = _note_waived(place.home, record, waived, look)
+        if not waived.box_is_gone and record.profile.kind in ("ssh", "slurm"):
             for box in record.boxes:
                 _clean(box)
         if deletion and not by_hand:
-            _stop(deletion, place)
-        if any(commands.values()) and not by_hand:
-            _stop_all(commands, place)
+            place.tell(f"running: {shlex.join(deletion)}")
+            gone.run(deletion)
+        ways = [fill_words(b, b.profile.teardown.stop_command) for b in (record, *record.others)]
+        if any(ways) and not by_hand:
+            record = _stop_all(place.home, record, place)
+    return record
+
+
+def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bool) -> int:
+    """Write down that a job is torn down, and say so."""
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
     if as_json:
         print_json({**told, "torn_down": True})
     else:
-        print(f"{job}: torn down; still billed, if you have any: {_left(record)}")
+        print(f"{record.job}: torn down; still billed, if you have any: {_left(record)}")
     return 0
 
 
@@ -377,17 +438,6 @@ def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
     return make_deletion(record, with_volume=with_volume)
 
 
-def fill_command(record: LaunchRecord) -> tuple[str, ...]:
-    """Return the profile's stop command for this job; empty where it has none."""
-    values = {"{job}": record.job, "{host}": record.profile.launch.host}
-    words = []
-    for word in record.profile.teardown.stop_command:
-        for name, value in values.items():
-            word = word.replace(name, value)
-        words.append(word)
-    return tuple(words)
-
-
 def _how(record: LaunchRecord) -> str:
     return record.profile.teardown.how or "see your provider"
 
@@ -423,29 +473,67 @@ def _clean(record: LaunchRecord) -> None:
     channel.disconnect()
 
 
-def _stop_all(commands: dict[str, tuple[str, ...]], place: Here) -> None:
-    """Stop every box, also where one of them cannot be."""
+def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:
+    """Say what the platform says of each box before anything is stopped.
+
+    Raises:
+        SafetyError: it does not know one: it is another's name, or another account's.
+    """
+    for box in (record, *record.others):
+        answer = ask_gone(box)
+        if answer is None:
+            continue
+        place.tell(f"{box.profile.platform} says of {box.profile.teardown.id or box.box}: "
+                   f"{answer.said}")  # fmt: skip
+        if answer.gone and not waived.box_is_gone and not record.stop_asked_s and not box.gone:
+            raise SafetyError(
+                f"not torn down: {box.box} answers, and {box.profile.platform} says that there is "
+                f"no {box.profile.teardown.id or box.box}",
+                hint="is teardown.id the box's own, and the key of that account?",
+            )
+
+
+def _stop_all(home: str, record: LaunchRecord, place: Here) -> LaunchRecord:
+    """Stop every box, also where one of them cannot be; return the record."""
+    record = msgspec.structs.replace(record, stop_asked_s=time.time())
+    write_record(home, record)  # Before it is: whatever breaks now, somebody looks after it.
     failed: list[PlatformError] = []
-    for words in commands.values():
+    for box in (record, *record.others):
         try:
-            _stop(words, place)
+            gone.stop(box, place.tell)
         except PlatformError as error:
             failed.append(error)
     if failed:
         raise failed[0]
+    return record
 
 
-def _stop(command: tuple[str, ...], place: Here) -> None:
-    place.tell(f"running: {shlex.join(command)}")
-    try:
-        done = subprocess.run(command, timeout=_STOP_S, env=dict(os.environ), check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PlatformError(
-            f"the stop command did not run to its end: {error}",
-            hint="THE METER MAY STILL RUN: look at the provider",
-        ) from error
-    if done.returncode:
-        raise PlatformError(
-            f"the stop command ended with {done.returncode}",
-            hint="THE METER MAY STILL RUN: look at the provider",
-        )
+def _await_end(record: LaunchRecord, place: Here, *, by_hand: bool) -> None:
+    """Wait until the platform says of every box that it is gone.
+
+    Raises:
+        PlatformError: it does not, or cannot be asked; the meter may still run.
+    """
+    for box in (record, *record.others):
+        answer = gone.wait_gone(box, place.tell)
+        if answer is not None and not answer.gone:
+            raise PlatformError(
+                f"stop was asked for; {box.profile.platform} does not say that {box.box} is gone: "
+                f"{answer.said or 'it says nothing'}",
+                hint="THE METER MAY STILL RUN: look at the provider; the same command asks again",
+            )
+        if answer is None and not by_hand and fill_words(box, box.profile.teardown.stop_command):
+            raise PlatformError(
+                f"stop was asked for; nobody says that {box.box} is gone: the profile has no "
+                "teardown.gone_command",
+                hint=f"look at the provider; once it is gone: perdure teardown {record.job} "
+                "--by-hand",
+            )
+
+
+def _is_gone(record: LaunchRecord) -> bool:
+    """Return whether a stop was asked for, and the platform says by now that all is gone."""
+    if not record.stop_asked_s:
+        return False
+    answers = [ask_gone(box) for box in (record, *record.others)]
+    return all(answer is not None and answer.gone for answer in answers)

@@ -113,7 +113,10 @@ def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
 def _check_meter(profile: Profile) -> list[Finding]:
     if profile.ends_by_itself:
         return []
-    by_hand = not profile.teardown.stop_command
-    hint = f"by hand: {profile.teardown.how}" if by_hand else "perdure teardown JOB"
+    teardown = profile.teardown
+    lacks = not (teardown.id or teardown.ids) and any("{id}" in w for w in teardown.stop_command)
+    hint = f"by hand: {teardown.how}" if not teardown.stop_command else "perdure teardown JOB"
+    if lacks:
+        hint = f"teardown.id, for perdure teardown JOB; or by hand: {teardown.how}"
     text = f"nothing stops the meter but a person ({profile.meter_stop_verb})"
     return [Finding("warning", text, hint, "GEN1")]

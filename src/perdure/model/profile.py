@@ -22,6 +22,7 @@ Kind = Literal["local", "ssh", "slurm", "kubernetes", "notebook"]
 HostDependent = Literal["host-dependent"]
 Survives = Literal["yes", "no", "provider"]
 """`provider`: it depends on the contract; look before anything is destroyed."""
+PlatformId = Annotated[str, Meta(pattern=r"^([A-Za-z0-9][A-Za-z0-9_.:-]*)?$")]
 Place = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_./~$@%+=:{},-]*$")]
 """A path on the box; `$HOME`, `$USER` and the like are expanded there."""
 
@@ -98,8 +99,20 @@ class TeardownSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """5. How the meter is stopped; only ever by `perdure teardown`."""
 
     stop_command: tuple[str, ...] = ()
-    """Run here once all is pulled, verified and confirmed; `{job}` and `{host}` are filled in.
-    Empty: it is done by hand, as `how` says."""
+    """Run here once all is pulled, verified and confirmed; `{job}`, `{host}` and `{id}` are filled
+    in. Empty, or without an `id` that it needs: it is done by hand, as `how` says."""
+    id: PlatformId = ""
+    """What the platform itself calls the box, for `{id}`."""
+    ids: tuple[PlatformId, ...] = ()
+    """Of `launch.hosts`, in their order."""
+    gone_command: tuple[str, ...] = ()
+    """Asks the platform about the box; filled in like `stop_command`. Before the stop it has to
+    know it, and only once it says that it is gone is the job torn down."""
+    gone_when: str = ""
+    """A regular expression that is found in its output once the box is gone; empty: its exit code
+    is 0 then."""
+    gone_wait_s: Annotated[float, Meta(ge=0)] = 600.0
+    """It is asked for so long."""
     how: str = ""
     """What a person has to do."""
     keeps_billing: str = ""
@@ -108,6 +121,8 @@ class TeardownSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Of the whole box; 0: not known."""
     currency: str = "USD"
     """Of the price."""
+    budget: Annotated[float, Meta(ge=0)] = 0
+    """A job that has cost so much is called to mind; 0: none. Nothing is stopped by it."""
 
 
 class DaemonSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

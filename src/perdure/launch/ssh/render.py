@@ -89,7 +89,11 @@ def name_box(host: str) -> str:
 def _place_profile(profile: Profile, host: str) -> Profile:
     """Return the profile of one of its boxes."""
     launch = msgspec.structs.replace(profile.launch, host=host)
-    return msgspec.structs.replace(profile, launch=launch)
+    teardown = profile.teardown
+    if teardown.ids:
+        own = dict(zip(profile.launch.hosts, teardown.ids, strict=True))
+        teardown = msgspec.structs.replace(teardown, id=own[host])
+    return msgspec.structs.replace(profile, launch=launch, teardown=teardown)
 
 
 def _check_hosts(spec: JobSpec, profile: Profile) -> None:
@@ -103,6 +107,8 @@ def _check_hosts(spec: JobSpec, profile: Profile) -> None:
         raise ConfigError("launch.hosts names a box twice", hint="a node is a box of its own")
     if launch.addresses and len(launch.addresses) != count:
         raise ConfigError(f"launch.addresses: {len(launch.addresses)} for {count} boxes")
+    if profile.teardown.ids and len(profile.teardown.ids) != count:
+        raise ConfigError(f"teardown.ids: {len(profile.teardown.ids)} for {count} boxes")
     if spec.num_nodes != count:
         raise ConfigError(
             f"launch.hosts names {count} boxes, and the job has {spec.num_nodes} nodes",
