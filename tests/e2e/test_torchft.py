@@ -152,7 +152,10 @@ def drain_and_restore(training: Training) -> None:
 
 
 def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path: Path) -> None:
-    env = ("--env", "STEP_PAUSE_S=0.05", "--env", "LIVE_LR=1")
+    # The one that hangs is not to come back as the spare before the test is through.
+    patience = "[torchft]\nhung_s = 1.0\n[detect]\nquiet_action_s = 600.0\n"
+    (tmp_path / "job.toml").write_text(patience)
+    env = ("--env", "STEP_PAUSE_S=0.05", "--env", "LIVE_LR=1", "-c", str(tmp_path / "job.toml"))
     training = Training(start, tmp_path, "--spares", "1", *env)
     training.wait_trusted()
     asks = "of group 3, generation 3 asks"
@@ -189,6 +192,65 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     assert training.check_settings() == {0.001, 0.002, 0.003}
     training.job.process.send_signal(signal.SIGTERM)
     training.job.wait()
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once(
+    start: Start, tmp_path: Path, declared: bool
+) -> None:
+    """Row T9: a validation of 3 s cost both groups their commits, and the report was silent."""
+    patience = "hung_s = 1.0" if declared else ""
+    (tmp_path / "job.toml").write_text(f"[torchft]\n{patience}\n")
+    pauses = ("--env", "PAUSES=1:25:3,2:45:10", "--env", "PAUSES_INSIDE=0:35:3")
+    busy = ("--env", "BUSY=1") if declared else ()
+    training = Training(start, tmp_path, *pauses, *busy, "-c", str(tmp_path / "job.toml"))
+    job = training.job
+    if declared:
+        job.wait_until((training.log / "pause-2-45").exists, "the pause of 10 s")
+        job.wait_until(
+            lambda: "is busy: evaluate, at most 60 s" in job.cli("status", "ft").stdout,
+            "a picture with the busy phase",
+        )
+    job.wait_until((training.log / "pause-1-50").exists, "a third pause")
+    assert not [row for g in range(3) for row in training.rows(g) if "failed" in row]
+    assert "left out" not in training.lighthouse_log()
+    assert ("is late: the others have waited" in training.lighthouse_log()) is not declared
+    assert {row["n"] for row in training.rows(0)} == {3}
+
+    killed = time.time()
+    os.kill(training.pid(2), signal.SIGKILL)
+    job.wait_until(lambda: "of group 2 is left out: rank 2" in training.lighthouse_log(), "word")
+    assert time.time() - killed < 2.0, "the pause of group 1 lasts for longer"
+    training.wait_members(2, killed, 0, 1)
+    training.wait_members(3, killed, 0, 1, 2)
+    assert not [row for g in (0, 1) for row in training.rows(g) if "failed" in row]
+    training.check()
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    told = [(r["culprit"], r["rung"]) for r in job.report()["recoveries"]]
+    assert told == [("group 2, rank 2", "restart")]
+
+
+def test_a_group_that_was_left_out_and_came_back_is_an_incident(
+    start: Start, tmp_path: Path
+) -> None:
+    """Row T9: with a patience of a second, which the job file may ask for, both are told of."""
+    (tmp_path / "job.toml").write_text("[torchft]\nhung_s = 1.0\n")
+    config = ("--env", "PAUSES=1:25:4", "-c", str(tmp_path / "job.toml"))
+    training = Training(start, tmp_path, *config)
+    job = training.job
+    job.wait_until((training.log / "pause-1-25").exists, "a pause")
+    paused = time.time()
+    training.wait_members(2, paused, 0, 2)
+    training.wait_members(3, paused, 0, 1, 2)
+    job.process.send_signal(signal.SIGTERM)
+    job.wait()
+    (told,) = job.report()["recoveries"]
+    assert (told["culprit"], told["rung"], told["lost_steps"]) == ("group 1", "left out", 1)
+    assert told["at_step"] == 25
+    assert "the others have waited for it" in told["cause"]
+    assert "came back by itself and healed" in told["reason"]
+    assert 2.0 < told["total_s"] < 10.0
 
 
 @pytest.mark.timeout(300)

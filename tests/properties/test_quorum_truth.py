@@ -5,11 +5,19 @@ the answer, take the step together, and any of them may fail to commit it.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from perdure.control.groups.outputs import Answered, Formed, Output, QuorumConfig
+from perdure.control.groups.outputs import (
+    Answered,
+    Fenced,
+    Formed,
+    LeftOut,
+    Output,
+    QuorumConfig,
+)
 from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import Member, encode_request, make_member, parse_request
@@ -43,7 +51,7 @@ class Player:
 class World:
     def __init__(self) -> None:
         self.now, self.tokens, self.lives = 100.0, 0, GROUPS
-        self.config = QuorumConfig(startup_s=3.0, alone_s=8.0)
+        self.config = QuorumConfig(hung_s=1.0, startup_s=3.0, alone_s=8.0)
         self.machine = Quorums(self.config)
         self.players = {g: Player(f"t_{g}:{g}", g, state=(-1, g)) for g in range(GROUPS)}
         self.kept: Formed | None = None
@@ -238,3 +246,78 @@ def test_training_goes_on_once_all_is_well(acts: list[tuple[int, int]]) -> None:
     states = {player.training for player in world.players.values()}
     assert len(states) == 1
     assert states != {-1}
+
+
+class Pausing:
+    """Healthy groups under the default patience: each makes steps and pauses, none dies."""
+
+    def __init__(self) -> None:
+        self.now, self.tokens = 100.0, 0
+        self.machine = Quorums(QuorumConfig())
+        self.out: list[Output] = []
+        self.done = [0] * GROUPS
+        """Committed steps."""
+        self.asks = [False] * GROUPS
+        groups = tuple(ReplicaGroup(g, g, f"store:{g}") for g in range(GROUPS))
+        self.take(self.machine.regroup(self.now, groups))
+        for _ in range(4):  # The first steps are given more time than later ones.
+            self.step({})
+
+    def take(self, outputs: list[Output]) -> None:
+        self.out += outputs
+
+    def step(self, pauses: dict[int, tuple[float, bool, bool]]) -> None:
+        """Make one step; `pauses` are seconds, whether in a collective, whether declared."""
+        arrive_s = {g: self.now + pauses.get(g, (0.0, False, False))[0] for g in range(GROUPS)}
+        inside = {g for g, (_, within, _) in pauses.items() if within}
+        for group in sorted(inside):
+            self.ask(group)
+        waiting: set[int] = set()
+        while len(self.done) != sum(self.asks) or any(arrive_s[g] > self.now for g in inside):
+            for group in range(GROUPS):
+                pause = pauses.get(group, (0.0, False, False))
+                until_s = arrive_s[group] if pause[2] and arrive_s[group] > self.now else 0.0
+                if self.now % 0.2 < 0.1:
+                    self.take(
+                        self.machine.note_process(
+                            self.now, group, stopped=False, busy_until_s=until_s
+                        )
+                    )
+                if not self.asks[group] and self.now >= arrive_s[group]:
+                    self.ask(group)
+            if all(self.asks) and inside:  # The quorum is there, and those inside do not come.
+                for group in set(range(GROUPS)) - inside - waiting:
+                    waiting.add(group)
+                    self.take(self.machine.wait(self.now, group, 1, self.now, timeout_s=60.0))
+            self.now = round(self.now + 0.1, 3)
+            for group in range(GROUPS):
+                self.take(self.machine.hear(self.now, f"t_{group}"))
+            self.take(self.machine.tick(self.now))
+        for group in sorted(waiting):
+            self.take(self.machine.wait(self.now, group, 1, self.now, over=True))
+        self.asks = [False] * GROUPS
+        self.done = [step + 1 for step in self.done]
+
+    def ask(self, group: int) -> None:
+        self.tokens += 1
+        self.asks[group] = True
+        member = make_member(f"t_{group}", f"store:{group}", self.done[group])
+        self.take(self.machine.ask(self.now, self.tokens, member))
+
+
+PAUSE = st.one_of(
+    st.tuples(st.floats(0.0, 55.0), st.booleans(), st.booleans()),
+    st.tuples(st.floats(55.0, 200.0), st.just(False), st.just(True)),
+)
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.lists(st.dictionaries(st.integers(0, GROUPS - 1), PAUSE, max_size=GROUPS), max_size=6))
+def test_healthy_groups_that_pause_stay_together(plan: list[dict[int, Any]]) -> None:
+    """Row T9: any pauses below torchft's own patience, or declared, in a step or between two."""
+    world = Pausing()
+    for pauses in plan:
+        world.step(pauses)
+        world.step({})
+    assert not [o for o in world.out if isinstance(o, LeftOut | Fenced)]
+    assert sum(isinstance(o, Formed) for o in world.out) == 1

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from perdure.adapters.rings import read_ring
 from perdure.model.codec import encode
 from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.worker import attach
 from perdure.worker import run as run_module
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
@@ -29,3 +31,27 @@ def join(home: Path, patch: pytest.MonkeyPatch, every_steps: int, generation: in
     run = Run(Config(), Attachment(ring))
     patch.setattr(run_module, "_run", (os.getpid(), run))
     return run
+
+
+class DeclaredPhases:
+    """What the ring says of busy phases at moments that have a name."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.phases: dict[str, set[str]] = {}
+
+    def __call__(self, moment: str) -> None:
+        self.phases.setdefault(moment, set()).add(self.phase())
+
+    def phase(self) -> str:
+        reading = read_ring(self.path, 0.0)
+        assert reading is not None
+        phase = reading.busy_phase
+        return "" if phase is None else f"{phase.name} {phase.until_s - phase.since_s:.0f}"
+
+
+def declared_phases(path: Path, patch: pytest.MonkeyPatch, run: Run) -> DeclaredPhases:
+    """Let this process be the rank of `run`, with the ring at `path`."""
+    assert run.loop is not None
+    patch.setattr(attach, "_attachment", run.loop._attachment)
+    return DeclaredPhases(path)

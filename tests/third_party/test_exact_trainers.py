@@ -25,10 +25,10 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Return a function that starts a job; afterwards nothing of it may be left."""
     jobs: list[Job] = []
 
-    def start_job(script: str, name: str, every: int, pace_s: float) -> Job:
+    def start_job(script: str, name: str, every: int, pace_s: float, *more: str) -> Job:
         trail = tmp_path / name
         trail.mkdir()
-        words = ["--trail", str(trail), "--steps", str(STEPS), "--pace-s", str(pace_s)]
+        words = ["--trail", str(trail), "--steps", str(STEPS), "--pace-s", str(pace_s), *more]
         spec = tmp_path / f"{name}.toml"
         spec.write_text(
             f'script = "{SCRIPTS / script}"\nargs = {json.dumps(words)}\n'
@@ -70,6 +70,30 @@ def test_a_kill_changes_no_bit_of_a_trainers_losses(
     assert report["steps_committed"] == STEPS
     assert 0 < recovery["lost_steps"] < STEPS, "the ledger does not know what was lost"
     assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
+
+
+@pytest.mark.parametrize(
+    ("library", "script"),
+    [
+        ("transformers", "resumable_hf.py"),
+        pytest.param("lightning", "resumable_lightning.py", marks=pytest.mark.long),
+    ],
+)
+def test_a_silent_evaluation_on_rank_0_is_no_verdict(
+    start: Callable[..., Job], library: str, script: str
+) -> None:
+    """Row T5: the adapter declares it. It is several times as long as the detector's floor."""
+    if importlib.util.find_spec(library) is None:
+        pytest.skip(f"{library} is not installed: pip install -e .[thirdparty]")
+    job = start(script, "evaluates", 0, 0.05, "--steps", "12", "--evaluate-s", "6")
+    job.wait_until(
+        lambda: "rank 0 is busy: evaluate, at most" in job.cli("status", "evaluates").stdout,
+        "a picture with the evaluation",
+    )
+    assert job.wait() == 0, job.text()[-4000:]
+    assert "finished at step 12" in job.text()
+    assert json.loads(job.cli("diagnose", "evaluates", "--json").stdout)["verdicts"] == []
+    assert job.report()["recoveries"] == []
 
 
 def check_samples(home: Path) -> None:

@@ -25,7 +25,7 @@ import perdure.huggingface  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.settings import Change  # noqa: E402
 from perdure.worker.boundary import Agreed  # noqa: E402
-from tests.third_party.lone import Killed, join  # noqa: E402
+from tests.third_party.lone import Killed, declared_phases, join  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 SPEEDS = ("runtime", "per_second", "total_flos")
@@ -230,3 +230,32 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delattr(Trainer, "get_batch_samples")
     with pytest.raises(ConfigError, match="has no get_batch_samples"):
         make(tmp_path)
+
+
+def test_evaluation_prediction_and_saving_are_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row T5: what a Trainer does in silence is no hang; later ones have learned the length."""
+    run = join(tmp_path, monkeypatch, 100)
+    seen = declared_phases(tmp_path / "0.ring", monkeypatch, run)
+
+    class Look(TrainerCallback):  # type: ignore[misc]
+        def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen("predicting")
+
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen("saved")
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen("training")
+
+    options = {"save_strategy": "steps", "save_steps": 6, "eval_strategy": "steps", "eval_steps": 6}
+    trainer, _ = make(tmp_path / "out", callbacks=[Look()], max_steps=12, **options)
+    saved = trainer._save
+    monkeypatch.setattr(trainer, "_save", lambda *a, **k: (seen("saving"), saved(*a, **k)))
+    trainer.train()
+    trainer.predict(trainer.eval_dataset)
+    assert seen.phases["training"] == {""}
+    assert seen.phases["saving"] == {"save 3600", "save 600"}
+    assert seen.phases["predicting"] == {"evaluate 3600", "evaluate 600", "predict 3600"}
+    assert seen.phase() == ""

@@ -19,7 +19,7 @@ import perdure.lightning  # noqa: E402
 from perdure.model.errors import ConfigError  # noqa: E402
 from perdure.model.settings import Change  # noqa: E402
 from perdure.worker.boundary import Agreed  # noqa: E402
-from tests.third_party.lone import Killed, join  # noqa: E402
+from tests.third_party.lone import Killed, declared_phases, join  # noqa: E402
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("default")]
 BATCHES = 7
@@ -232,3 +232,45 @@ def test_what_cannot_be_resumed_is_refused(tmp_path: Path, monkeypatch: pytest.M
     run.world_size = 2
     with pytest.raises(ConfigError, match="has 1 processes, the job 2"):
         make(tmp_path, Tiny())
+
+
+def test_evaluation_prediction_and_saving_are_declared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row T5: what a Trainer does in silence is no hang; later ones have learned the length."""
+    run = join(tmp_path, monkeypatch, 100)
+    seen = declared_phases(tmp_path / "0.ring", monkeypatch, run)
+
+    class Looking(Tiny):
+        def training_step(self, batch: Any, number: int) -> torch.Tensor:
+            seen("training")
+            return super().training_step(batch, number)
+
+        def validation_step(self, batch: Any, number: int) -> None:
+            seen("evaluating")
+            super().validation_step(batch, number)
+
+        def test_step(self, batch: Any, number: int) -> None:
+            seen("testing")
+
+        def predict_step(self, batch: Any, _: int) -> torch.Tensor:
+            seen("predicting")
+            return torch.zeros(1)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            seen("saving")
+
+    model = Looking()
+    trainer = make(tmp_path, model, **VALIDATED, max_epochs=2)
+    trainer.fit(model)
+    loader = model.val_dataloader()
+    trainer.test(model, loader, verbose=False)
+    trainer.predict(model, loader)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.save_checkpoint(tmp_path / "b.ckpt")
+    assert seen.phases["training"] == {""}
+    assert seen.phases["evaluating"] == {"evaluate 3600", "evaluate 600"}
+    assert seen.phases["testing"] == {"evaluate 600"}
+    assert seen.phases["predicting"] == {"predict 3600"}
+    assert {"save 3600", "save 600"} <= seen.phases["saving"]
+    assert seen.phase() == ""

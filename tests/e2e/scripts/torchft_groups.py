@@ -3,11 +3,15 @@
 usage: torchft_groups.py STEPS LOG_DIR
 Each line of LOG_DIR/group-G.jsonl is a step: time, step, quorum, members, and at every tenth step
 the hash of parameters and moments, which has to be the same in all groups. A file LOG_DIR/hang-G
-makes the training thread of group G hang, once, in the middle of a step. MEND_HOOK mends the
+makes the training thread of group G hang, once, in the middle of a step. PAUSES, such as
+`1:20:3,2:30:10`, has group 1 do nothing for 3 s after every 20 steps, as in a validation, and group
+2 for 10 s after every 30; PAUSES_INSIDE is the same in the middle of a step. With BUSY pauses are
+declared. MEND_HOOK mends the
 fault of torchft 0.2.0 with gloo and nothing else, to measure torchft by itself. LIVE_LR makes the
 learning rate a live setting, the one thing of perdure.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,6 +28,22 @@ STEPS, LOG_DIR = int(sys.argv[1]), Path(sys.argv[2])
 GROUP = int(os.environ["REPLICA_GROUP_ID"])
 PAUSE_S = float(os.environ.get("STEP_PAUSE_S", "0.02"))
 WIDTH = int(os.environ.get("WIDTH", "64"))
+BUSY = bool(os.environ.get("BUSY"))
+if BUSY:
+    import perdure.torchft
+
+
+def pause(name: str, step: int) -> None:
+    for word in filter(None, os.environ.get(name, "").split(",")):
+        group, every, seconds = word.split(":")
+        if int(group) == GROUP and step % int(every) == 0 and step:
+            (LOG_DIR / f"pause-{GROUP}-{step}").touch()
+            with (
+                contextlib.nullcontext()
+                if not BUSY
+                else perdure.torchft.busy("evaluate", at_most_s=60)
+            ):
+                time.sleep(float(seconds))
 
 
 def find_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -82,6 +102,7 @@ def main() -> None:
         y = torch.randint(0, 10, (16,), generator=data)
         optimizer.zero_grad()
         time.sleep(PAUSE_S)
+        pause("PAUSES_INSIDE", manager.current_step())
         if (hang := LOG_DIR / f"hang-{GROUP}").exists():
             hang.rename(LOG_DIR / f"hung-{GROUP}")
             time.sleep(3600)
@@ -96,6 +117,8 @@ def main() -> None:
         elif step % 10 == 0:
             row["hash"] = find_hash(model, inner)
         log.write(json.dumps(row) + "\n")
+        if step != before:
+            pause("PAUSES", step)
     print(f"group {GROUP}: {manager.current_step()} steps", flush=True)
     manager.shutdown(wait=False)
     os._exit(0)

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--trail", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--evaluate-s", type=float, default=0.0, help="rank 0, every 8 steps")
     args = parser.parse_args()
     set_seed(1)
     model = GPT2LMHeadModel(
@@ -60,8 +61,18 @@ def main() -> None:
         use_cpu=True,
         disable_tqdm=True,
         ddp_backend="gloo" if "RANK" in os.environ else None,
+        eval_strategy="steps" if args.evaluate_s else "no",
+        eval_steps=8,
     )
-    trainer = Trailing(args.trail, args.pace_s, model=model, args=training, train_dataset=Tokens())
+
+    def measure(_) -> dict[str, float]:
+        time.sleep(args.evaluate_s if training.process_index == 0 else 0.0)
+        return {"measured": 1.0}
+
+    trainer = Trailing(
+        args.trail, args.pace_s, model=model, args=training, train_dataset=Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(8)), compute_metrics=measure,
+    )  # fmt: skip
     perdure.huggingface.attach(trainer)
     trainer.train()
     if trainer.is_world_process_zero():

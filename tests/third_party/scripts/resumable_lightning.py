@@ -41,6 +41,9 @@ class Small(lightning.LightningModule):
         self.log("loss", loss)
         return loss
 
+    def validation_step(self, batch, _):
+        time.sleep(self.evaluate_s if self.global_rank == 0 else 0.0)
+
     def configure_optimizers(self):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
@@ -50,6 +53,7 @@ def main() -> None:
     parser.add_argument("--trail", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--pace-s", type=float, default=0.0)
+    parser.add_argument("--evaluate-s", type=float, default=0.0, help="rank 0, every 8 steps")
     args = parser.parse_args()
     lightning.seed_everything(1, verbose=False)
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -63,10 +67,16 @@ def main() -> None:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        val_check_interval=8 if args.evaluate_s else None,
+        num_sanity_val_steps=0,
     )
     perdure.lightning.attach(trainer)
     model = Small(args.trail, args.pace_s)
-    trainer.fit(model, torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True))
+    model.evaluate_s = args.evaluate_s
+    loaders = [torch.utils.data.DataLoader(Rows(), batch_size=4, shuffle=True)]
+    if args.evaluate_s:
+        loaders.append(torch.utils.data.DataLoader(Rows(), batch_size=48))
+    trainer.fit(model, *loaders)
     if trainer.is_global_zero:
         print(f"finished at step {trainer.global_step}", flush=True)
 

@@ -6,6 +6,7 @@ from perdure.control.groups.outputs import (
     Answered,
     Fenced,
     Formed,
+    Late,
     LeftOut,
     Output,
     QuorumConfig,
@@ -20,7 +21,9 @@ class Lab:
     """Three groups and a clock; heartbeats come every 0.1 s from those that are alive."""
 
     def __init__(self, count: int = 3, spare: int = 0, **config: float) -> None:
-        self.machine = Quorums(QuorumConfig(**config))  # type: ignore[arg-type]
+        # Some of what follows is about patience that the job file gives; the default is below.
+        given = {"hung_s": 1.0, **config}
+        self.machine = Quorums(QuorumConfig(**given))  # type: ignore[arg-type]
         self.now, self.token = 100.0, 0
         self.alive = {f"train_{group}" for group in range(count + spare)}
         self.out: list[Output] = []
@@ -50,6 +53,11 @@ class Lab:
             for name in sorted(self.alive):
                 self.take(self.machine.hear(self.now, name))
             self.take(self.machine.tick(self.now))
+
+    def beat(self, group: int, *, stopped: bool = False, busy_s: float = 0.0) -> None:
+        """What the agent says of a group: in state T, or in a busy phase for so long."""
+        until_s = self.now + busy_s if busy_s else 0.0
+        self.take(self.machine.note_process(self.now, group, stopped=stopped, busy_until_s=until_s))
 
     def steps(self, count: int, groups: tuple[int, ...] = (0, 1, 2), first: int = 0) -> None:
         for step in range(first, first + count):
@@ -125,15 +133,29 @@ def test_one_that_leaves_in_good_order_interrupts_nobody() -> None:
     assert not any(isinstance(o, Fenced) for o in out)
 
 
-def test_silence_leaves_out_and_fences() -> None:
-    lab = Lab()
-    lab.steps(3)
+@pytest.mark.parametrize(
+    ("known", "after_s"),
+    [("stopped", 0.5), ("broken", 0.5), ("nothing", 5.0), ("lives", 60.0)],
+)
+def test_silence_leaves_out_and_fences(known: str, after_s: float) -> None:
+    """Rows T4 and T9: half a second of silence proves nothing by itself, on a busy machine."""
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    if known == "broken":  # Collectives with it broke.
+        lab.ask(0, 5, failures=1)
     lab.alive.discard("train_1")
-    lab.wait(1.0)
+    waited_s = 0.0
+    while not any(isinstance(o, LeftOut) for o in lab.out):
+        if known in ("stopped", "lives"):
+            lab.beat(1, stopped=known == "stopped")
+        lab.wait(0.1)
+        waited_s += 0.1
+        assert waited_s < 100
+    assert waited_s == pytest.approx(after_s, abs=0.4)
     left = lab.last(LeftOut)
     assert isinstance(left, LeftOut)
     assert left.group == 1
-    assert "no heartbeat" in left.reason
+    assert ("(state T)" if known == "stopped" else "no heartbeat") in left.reason
     assert lab.last(Fenced) == Fenced(1, (0, 1, 2), f"train_1: {left.reason}"), "itself as well"
 
 
@@ -240,6 +262,7 @@ def test_one_stopped_while_it_asks_is_answered_once_it_goes_on() -> None:
     lab.steps(5)
     lab.ask(1, 5)
     lab.alive.discard("train_1")
+    lab.beat(1, stopped=True)
     lab.wait(1.0)
     lab.ask(0, 5)
     lab.ask(2, 5)
@@ -432,3 +455,164 @@ def test_one_of_them_that_died_is_replaced_without_a_wait():
     ]
     (answered,) = [o for o in outputs if isinstance(o, Answered)]
     assert [member.replica for member in answered.members] == ["train_0", "train_2"]
+
+
+# --- groups that pause (row T9) -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pause_s", [3.0, 10.0, 55.0])
+@pytest.mark.parametrize("where", ["between steps", "in a collective"])
+def test_a_group_that_pauses_loses_nobody_anything(pause_s: float, where: str) -> None:
+    """A validation or a save of one group: the others wait for it, from the first time on."""
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    for step in range(5, 45):
+        pauses = step % 10 == 0
+        if where == "between steps" or not pauses:
+            lab.ask(0, step)
+            lab.ask(2, step)
+            lab.wait(pause_s if pauses else 0.1)
+            lab.ask(1, step)
+            continue
+        for group in range(3):
+            lab.ask(group, step)
+        since_s = lab.now
+        lab.wait(0.5)
+        for group in (0, 2):
+            lab.take(lab.machine.wait(lab.now, group, 1, since_s, timeout_s=60.0))
+        lab.wait(pause_s - 0.5)
+        lab.take(lab.machine.wait(lab.now, 0, 1, since_s, over=True))
+    assert not any(isinstance(o, LeftOut | Fenced) for o in lab.out)
+    assert sum(isinstance(o, Formed) for o in lab.out) == 1, "one quorum from the first step on"
+
+
+def test_it_is_told_of_at_once_and_only_while_it_is_new() -> None:
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    for step in range(5, 45):
+        lab.ask(0, step)
+        lab.ask(2, step)
+        lab.wait(3.0 if step % 10 == 0 else 0.1)
+        lab.ask(1, step)
+    first, over = [o for o in lab.out if isinstance(o, Late)]
+    assert (first.group, first.over, over.over) == (1, False, True)
+    assert first.waited_s == pytest.approx(1.1, abs=0.2)
+    assert over.waited_s == pytest.approx(3.0, abs=0.2)
+    assert "waited for it" in first.reason
+
+
+def test_one_that_dies_during_the_pause_of_another_is_left_at_once() -> None:
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    lab.ask(0, 5)
+    lab.wait(2.0)  # Group 1 validates, and group 2 dies.
+    out = lab.take(lab.machine.end(lab.now, 2, "rank 2: signal 9 (SIGKILL)", fence=True))
+    assert [o.group for o in out if isinstance(o, LeftOut)] == [2]
+    lab.wait(3.0)
+    assert not any(isinstance(o, LeftOut) and o.group == 1 for o in lab.out)
+    answer = lab.ask(1, 5)[-1]
+    assert isinstance(answer, Answered)
+    assert [m.replica for m in answer.members] == ["train_0", "train_1"]
+
+
+@pytest.mark.parametrize("where", ["between steps", "in a collective"])
+def test_a_group_that_hangs_is_told_of_at_once_and_left_out_when_torchft_would(where: str) -> None:
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    for group in (0, 2):
+        if where == "between steps":
+            lab.ask(group, 5)
+        else:
+            lab.take(lab.machine.wait(lab.now, group, 1, lab.now, timeout_s=20.0))
+    lab.wait(1.5)
+    assert isinstance(lab.out[-1], Late)
+    patience_s = 60.0 if where == "between steps" else 20.0
+    lab.wait(patience_s - 2.0)
+    assert not any(isinstance(o, LeftOut) for o in lab.out)
+    lab.wait(1.0)
+    left = lab.last(LeftOut)
+    assert isinstance(left, LeftOut)
+    assert left.group == 1
+
+
+def test_a_declared_busy_phase_outlasts_any_patience() -> None:
+    lab = Lab()  # Even the short one that a job file gives.
+    lab.steps(5)
+    lab.ask(0, 5)
+    lab.ask(2, 5)
+    for _ in range(1000):
+        lab.beat(1, busy_s=600.0)
+        lab.wait(0.2)
+    lab.beat(1)  # It is over before it might have been: from now on the usual time is allowed.
+    lab.wait(0.8)
+    assert not any(isinstance(o, LeftOut | Late) for o in lab.out)
+    lab.wait(0.5)
+    assert isinstance(lab.last(LeftOut), LeftOut)
+
+
+def test_after_its_longest_time_a_busy_phase_counts_as_nothing() -> None:
+    lab = Lab()
+    lab.steps(5)
+    lab.ask(0, 5)
+    lab.ask(2, 5)
+    until_s = lab.now + 20.0
+    lab.take(lab.machine.note_process(lab.now, 1, stopped=False, busy_until_s=until_s))
+    lab.wait(20.5)  # The agent has died meanwhile: what was declared holds.
+    assert not any(isinstance(o, LeftOut) for o in lab.out)
+    lab.wait(1.0)
+    assert isinstance(lab.last(LeftOut), LeftOut)
+
+
+@pytest.mark.parametrize("until_s", [float("nan"), float("inf"), 1e300, -1.0])
+def test_a_lie_about_the_end_of_a_busy_phase_harms_nobody(until_s: float) -> None:
+    lab = Lab()
+    lab.steps(5)
+    lab.take(lab.machine.note_process(lab.now, 1, stopped=False, busy_until_s=until_s))
+    lab.ask(0, 5)
+    lab.wait(0.3)
+    assert lab.machine.next_deadline() is not None
+    lab.take(lab.machine.end(lab.now, 1, "rank 1 died", fence=True))
+    answer = lab.ask(2, 5)[-1]
+    assert isinstance(answer, Answered)
+    assert len(answer.members) == 2
+
+
+def test_a_patience_from_the_job_file_learns_the_pauses_too() -> None:
+    """Left out once, for the first pause was longer than ever; from then on it is waited for."""
+    lab = Lab(hung_s=1.0)
+    lab.steps(5)
+    for step in range(5, 65):
+        groups = [0, 2] if step % 20 == 0 else [0, 1, 2]
+        for group in groups:
+            lab.ask(group, step)
+        if step % 20 == 0:
+            lab.wait(3.0)
+            lab.ask(1, step)
+        lab.wait(0.1)
+    assert sum(isinstance(o, LeftOut) for o in lab.out) == 1
+
+
+def test_word_of_a_wait_that_came_too_late_breaks_nothing() -> None:
+    """Group 0 had told of its wait; the collective ended, and group 1 is the first to ask."""
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    lab.take(lab.machine.wait(lab.now, 0, 1, lab.now - 0.6))
+    lab.ask(1, 6)
+    lab.ask(2, 6)
+    lab.wait(0.3)
+    lab.ask(0, 6)
+    assert not any(isinstance(o, Fenced | LeftOut) for o in lab.out)
+
+
+def test_what_is_due_lies_ahead() -> None:
+    """A deadline that has passed and changes nothing would have the lighthouse turn for nothing."""
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    lab.ask(0, 5)
+    lab.beat(1, busy_s=30.0)
+    lab.beat(2, busy_s=300.0)
+    for _ in range(500):
+        lab.wait(0.2)
+        due_s = lab.machine.next_deadline()
+        assert due_s is not None
+        assert due_s > lab.now
