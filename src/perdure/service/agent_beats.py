@@ -4,6 +4,8 @@ import os
 import re
 from collections.abc import Iterable
 
+import msgspec
+
 from perdure.adapters.host import ProcSampler
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_ring
@@ -67,18 +69,8 @@ class RankReader:
         mark = (reading.heartbeat_s, reading.phase_since_s)
         moved, self._marks[rank] = mark != self._marks.get(rank), mark
         proc = self._sampler.sample(pid, now, HEALTHY_S if moved else 0.0)
-        return RankProgress(
-            rank=rank,
-            pid=pid,
-            phase=reading.phase,
-            phase_since_s=reading.phase_since_s,
-            heartbeat_s=reading.heartbeat_s,
-            account=reading.account,
-            comms=reading.comms,
-            proc=proc,
-            spans=look.spans,
-            stages=look.stages,
-            recorder=reading.recorder,
+        return msgspec.structs.replace(
+            reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
         )
 
     def read_end(self, record: ExitRecord) -> RankEnded:

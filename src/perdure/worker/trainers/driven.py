@@ -1,10 +1,49 @@
-"""Steps of a loop that belongs to a library, and calls back."""
+"""Steps of a loop that belongs to a library, and calls back; what it does between them."""
 
+import functools
+import time
 from collections.abc import Iterable
 from typing import Any
 
 from perdure.model.errors import ConfigError
+from perdure.worker.busy import declare_busy
 from perdure.worker.loop import StepLoop
+
+FIRST_S = 3600.0
+"""At most so long is the first evaluation, or save, of which nothing is known."""
+LEAST_S = 600.0
+LONGER = 10.0
+"""Later ones are at most so many times as long as the longest so far, and `LEAST_S` at least."""
+
+
+class BusyCalls:
+    """Declares calls of a library's methods as busy phases, by how long they took so far."""
+
+    def __init__(self) -> None:
+        """Know of none."""
+        self._longest_s: dict[str, float] = {}
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        """Make each call of `owner.method` a busy phase called `name`."""
+        original = getattr(owner, method)
+
+        @functools.wraps(original)
+        def call(*args: Any, **options: Any) -> Any:
+            with declare_busy(name, at_most_s=self.find_limit(name)):
+                began_s = time.monotonic()
+                result = original(*args, **options)
+                self._note(name, time.monotonic() - began_s)
+                return result
+
+        setattr(owner, method, call)
+
+    def find_limit(self, name: str) -> float:
+        """Return how long the next phase of this name may take at most, in seconds."""
+        longest_s = self._longest_s.get(name)
+        return FIRST_S if longest_s is None else min(FIRST_S * 24, max(LEAST_S, LONGER * longest_s))
+
+    def _note(self, name: str, took_s: float) -> None:
+        self._longest_s[name] = max(self._longest_s.get(name, 0.0), took_s)
 
 
 class DrivenSteps:

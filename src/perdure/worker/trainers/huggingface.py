@@ -9,7 +9,8 @@ Where its loop is met, and why there:
   which perdure restores once DDP has wrapped them.
 - The random state is put back after those batches were skipped and the next were read.
 
-Sums that a later log line is made of (`_tr_loss` and its like) are kept as well.
+Sums that a later log line is made of (`_tr_loss` and its like) are kept as well. Evaluation,
+prediction and saving are declared as busy phases.
 """
 
 import dataclasses
@@ -25,11 +26,15 @@ from perdure.model.errors import ConfigError
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
-from perdure.worker.trainers.driven import DrivenSteps, check_names
+from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
 from perdure.worker.trainers.learning_rate import LearningRate
 
 _STATE = "trainer_state.json"
 _METHODS = ("get_batch_samples", "_load_from_checkpoint", "_finalize_training")
+_LONG = {
+    "evaluate": "evaluate", "predict": "predict", "_save_checkpoint": "save", "save_model": "save",
+}  # fmt: skip
+"""Methods that may be silent for long, and what they are declared as."""
 _SUMS = ("_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "current_flos")
 
 
@@ -45,7 +50,7 @@ def attach(trainer: Any) -> Any:
     if run.loop is not None:
         if not isinstance(trainer, Trainer):
             raise ConfigError(f"attach: a {type(trainer).__name__} is no transformers.Trainer")
-        check_names("transformers", trainer, _METHODS)
+        check_names("transformers", trainer, (*_METHODS, *_LONG))
         _refuse(trainer)
         _Attached(trainer, run, run.loop).install()
     return trainer
@@ -90,6 +95,9 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         trainer.get_batch_samples = self.get_batch_samples
         trainer._load_from_checkpoint = self.load_from_checkpoint
         trainer._finalize_training = self.finalize_training
+        calls = BusyCalls()
+        for method, name in _LONG.items():
+            calls.wrap(trainer, method, name)
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
         """Train from perdure's newest checkpoint on, or as asked where there is none yet.

@@ -7,6 +7,7 @@ Where its loops are met, and why there:
 - Everything is restored as the fit loop starts: DDP has wrapped the model by then, and nothing
   has run. Lightning's own restart, which repeats or leaves out parts of an epoch by what it finds
   half done, is not used. Counters are put back to where the step ended, so there is no such part.
+- Evaluation, prediction and saving are declared as busy phases.
 - An epoch's order may be drawn from the global random state. So three states are put back: that
   in which the epoch's iterator was made, that of its first batch, that of the batch to come.
 """
@@ -26,10 +27,13 @@ from perdure.model.errors import ConfigError
 from perdure.worker.loop import StepLoop
 from perdure.worker.rng import capture_rng, restore_rng
 from perdure.worker.run import Run, init
-from perdure.worker.trainers.driven import DrivenSteps, check_names
+from perdure.worker.trainers.driven import BusyCalls, DrivenSteps, check_names
 from perdure.worker.trainers.learning_rate import LearningRate
 
-_OF_TRAINER = ("fit_loop", "_signal_connector", "_logger_connector", "strategy")
+_OF_TRAINER = (
+    "fit_loop", "_signal_connector", "_logger_connector", "strategy", "validate_loop", "test_loop",
+    "predict_loop", "save_checkpoint",
+)  # fmt: skip
 _OF_FIT_LOOP = ("run", "setup_data", "on_run_end", "epoch_loop", "epoch_progress", "_data_fetcher")
 _OF_EPOCH_LOOP = ("advance", "on_run_start", "batch_progress", "val_loop", "global_step")
 _FLAGS = ("_restarting", "_loaded_from_state_dict", "_resuming_from_checkpoint")
@@ -92,6 +96,11 @@ class _Attached:
         self._on_run_start, self._advance = epoch.on_run_start, epoch.advance
         fit.run, fit.setup_data, fit.on_run_end = self.run, self.setup_data, self.on_run_end
         epoch.on_run_start, epoch.advance = self.on_run_start, self.advance
+        calls, trainer = BusyCalls(), self._trainer
+        for loop in (epoch.val_loop, trainer.validate_loop, trainer.test_loop):
+            calls.wrap(loop, "run", "evaluate")
+        calls.wrap(trainer.predict_loop, "run", "predict")
+        calls.wrap(trainer, "save_checkpoint", "save")
 
     # --- from the first batch to the last -----------------------------------------------------
 
