@@ -175,6 +175,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
         lines += ["", render_table(head, rows)]
     if busy := render_busy(snapshot):
         lines += ["", *busy]
+    lines += [f"group {r.group} is late: {r.late}" for r in snapshot.replicas if r.late]
     if snapshot.world is not None:
         lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
     if snapshot.checkpoints:

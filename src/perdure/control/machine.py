@@ -123,6 +123,7 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
+    ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
     RoomNoted,
@@ -250,7 +251,7 @@ class Controller:
                 return []
             case ActionWithheld() | QuorumFormed() | QuorumIdsReserved():
                 return []
-            case ReplicaSeen() | ReplicaWaiting():
+            case ReplicaSeen() | ReplicaWaiting() | ReplicaLate():
                 return []
             case NodeCordoned() | NodeRestored():
                 return note_cordon(self.state, event)

@@ -241,8 +241,9 @@ def _render_replicas(snapshot: Snapshot) -> list[Line]:
     return [
         Line(
             f"group {r.group}  node {r.node}  {r.state:<9}step {r.step if r.step >= 0 else '-'}"
-            + (f"  quorum {r.quorum_id}" if r.quorum_id >= 0 else ""),
-            "" if r.state in ("training", "spare") else "yellow",
+            + (f"  quorum {r.quorum_id}" if r.quorum_id >= 0 else "")
+            + (f"  late: {r.late}" if r.late else ""),
+            "" if r.state in ("training", "spare") and not r.late else "yellow",
         )
         for r in snapshot.replicas[:8]
     ]

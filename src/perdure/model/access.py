@@ -116,6 +116,7 @@ BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
         events.JobResumed: _CONTROLLER,
         events.QuorumFormed: _LIGHTHOUSE,
         events.QuorumIdsReserved: _LIGHTHOUSE,
+        events.ReplicaLate: _LIGHTHOUSE,
         events.ReplicaSeen: _LIGHTHOUSE,
         events.ReplicaWaiting: _RANK,
         events.DeviceReported: _CONTROLLER,

@@ -403,6 +403,7 @@ class ReplicaSeen(Event, frozen=True, kw_only=True):
     """It has ended its step and asks to begin `step`, but is held by order number `hold`."""
     hold: int = -1
     step: int = -1
+    """With `gone` the last step that the members had committed."""
 
 
 class ReplicaWaiting(Event, frozen=True, kw_only=True):
@@ -414,6 +415,26 @@ class ReplicaWaiting(Event, frozen=True, kw_only=True):
     quorum_id: int
     step: int
     since_s: float
+    timeout_s: float = 0.0
+    """How long its manager waits in a collective before it gives it up; 0: unknown."""
+    over: bool = False
+    """The wait has ended by itself: whoever was missing has come."""
+
+
+class ReplicaLate(Event, frozen=True, kw_only=True):
+    """A replica group lets the others wait for longer than it ever did (torchft).
+
+    It is told at once and proves nothing: the group may validate or save, and is waited for.
+    """
+
+    replica: str
+    group: int
+    at_s: float
+    waited_s: float
+    """For how long by now, its busy phases left out; with `over`, in all."""
+    reason: str = ""
+    over: bool = False
+    """It has come."""
 
 
 class DeviceReported(Event, frozen=True, kw_only=True):
@@ -519,6 +540,7 @@ AnyEvent = (
     | QuorumIdsReserved
     | ReplicaSeen
     | ReplicaWaiting
+    | ReplicaLate
     | DeviceReported
     | ControllerLost
     | PreemptionNoticed

@@ -159,11 +159,13 @@ class TorchftConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     """Fewer members than this make no quorum."""
     lighthouse: str = "perdure"
     """`perdure`, `stock` (torchft's own, started here), or a URL of one that runs already."""
-    hung_s: Seconds = 1.0
-    """How long members that are ready wait for one whose step does not come, beyond the usual
-    time between quorums."""
+    hung_s: Annotated[float, Meta(ge=0)] = 0.0
+    """How long members that are ready wait for one whose step does not come, beyond the longest
+    silence that was seen to end; 0: as long as torchft would, 60 s or its Manager's time-out, or
+    longer where its own pauses were longer."""
     silent_s: Seconds = 0.5
-    """A member without a heartbeat (it sends ten a second) is left out after this long."""
+    """A member without a heartbeat (it sends ten a second) is left out after this long, where its
+    process is stopped or its connections ended; after 5 s where nothing else is known of it."""
 
 
 class NatsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -53,7 +53,8 @@ class Recovery(msgspec.Struct, frozen=True):
     rung: str
     """`restart`, `give up`, or `none` where training did not stop (a part of perdure died). Of an
     elastic world, in place: `retry`, `shrink`, `replace` (spares stood in at once), `morph`, and
-    `join`, which ends no incident."""
+    `join`, which ends no incident. Of a replica group `left out`: it lived, and healed if it came
+    back."""
     reason: str = ""
 
     @property
@@ -135,6 +136,8 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     """starting, healing, training, held, spare, evicted."""
     step: int
     quorum_id: int
+    late: str = ""
+    """In what way it is late, where the others wait for it for longer than ever before."""
 
 
 class IncidentRow(msgspec.Struct, frozen=True):

@@ -32,6 +32,7 @@ from perdure.control.groups.outputs import (
     Answered,
     Fenced,
     Formed,
+    Late,
     LeftOut,
     Output,
     QuorumConfig,
@@ -48,6 +49,7 @@ from perdure.model.events import (
     QuorumFormed,
     QuorumIdsReserved,
     RankExited,
+    ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
 )
@@ -147,6 +149,7 @@ class LighthouseService:
             self.machine.restore(self._clock() + 1.0, known.quorum_id, known.members, known.homes)
             self.machine.regroup(self._clock(), known.groups)
             self.machine.next_id = known.ids_until
+            self.machine.silences.long.extend(known.silences)
         until = self.machine.next_id + IDS
         self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
         self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
@@ -238,7 +241,11 @@ class LighthouseService:
                     self._do(self.machine.end(now, generation, "its keeper died", fence=True))
                 case ReplicaWaiting() if self._is_home(event.generation, sender):
                     generation, quorum_id = event.generation, event.quorum_id
-                    self._do(self.machine.wait(now, generation, quorum_id, event.since_s))
+                    waits = self.machine.wait(
+                        now, generation, quorum_id, event.since_s,
+                        timeout_s=event.timeout_s, over=event.over,
+                    )  # fmt: skip
+                    self._do(waits)
                 case _:
                     pass
 
@@ -251,10 +258,17 @@ class LighthouseService:
     def _take_beat(self, sender: str, data: bytes, _: Reply) -> None:
         beat: NodeBeat | None = self._decode(data, NodeBeat)
         if beat is not None and self._is_home(beat.generation, sender):
-            stopped = any(rank.proc.state in ("T", "t") for rank in beat.ranks)
-            self.machine.note_stopped(beat.generation, stopped)
-            if stopped:
-                self._wake.set()  # Its silence counts sooner now.
+            states = {rank.proc.state for rank in beat.ranks}
+            phases = [rank.busy_phase for rank in beat.ranks if rank.busy_phase is not None]
+            outputs = self.machine.note_process(
+                self._clock(),
+                beat.generation,
+                stopped=bool(states & {"T", "t"}),
+                lives=bool(states) and not states & {"Z", "X", "?"},
+                busy_until_s=max((phase.until_s for phase in phases), default=0.0),
+            )
+            if outputs:
+                self._do(outputs)
 
     def _decode(self, data: bytes, type_: Any) -> Any:
         """Return the message in `data`; None where it is none."""
@@ -283,6 +297,8 @@ class LighthouseService:
                 case Seen(replica=replica, group=group, generation=generation):
                     log.info("%s of group %d, generation %d asks", replica, group, generation)
                     self._emit(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
+                case Late():
+                    self._tell_late(output)
                 case LeftOut():
                     self._tell_left_out(output)
                 case Stands(replica=replica, group=group, step=step):
@@ -305,6 +321,7 @@ class LighthouseService:
                 quorum_id=formed.quorum_id,
                 members=formed.members,
                 homes=self.machine.find_homes(),
+                silences=tuple(self.machine.silences.long),
             )
         )
         names = tuple(member.replica for member in formed.members)
@@ -353,8 +370,26 @@ class LighthouseService:
                 gone=True,
                 reason=left.reason,
                 stopped=left.stopped,
+                step=self.machine.step,
             )
         )
+
+    def _tell_late(self, late: Late) -> None:
+        words = "" if late.over else "is late: "
+        log.info("%s of group %d %s%s", late.replica, late.group, words, late.reason)
+        event = ReplicaLate(
+            replica=late.replica,
+            group=late.group,
+            at_s=self._clock(),
+            waited_s=late.waited_s,
+            reason=late.reason,
+            over=late.over,
+        )
+        self._emit(event)
+        if late.over:
+            self._keep(
+                msgspec.structs.replace(self._file, silences=tuple(self.machine.silences.long))
+            )
 
     def _emit(self, event: AnyEvent) -> None:
         if self._outbox is None:

@@ -29,6 +29,8 @@ class LighthouseFile(msgspec.Struct, frozen=True):
     """Member -> its group, and the generation of its processes."""
     groups: tuple[ReplicaGroup, ...] = ()
     """The controller's newest word on who is held, so that no spare slips in meanwhile."""
+    silences: tuple[float, ...] = ()
+    """How long members were late so far, seconds: what is patience for."""
 
 
 def needs_lighthouse(spec: JobSpec) -> bool:

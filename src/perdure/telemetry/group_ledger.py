@@ -48,6 +48,19 @@ class RankEnd:
 
 
 @dataclass(slots=True)
+class Eviction:
+    """A time for which a group was left out while it lived."""
+
+    at_s: float
+    why: str
+    step: int
+    """The others' last committed step then."""
+    back_s: float | None = None
+    """When it trained with them again."""
+    back_step: int = -1
+
+
+@dataclass(slots=True)
 class Life:
     """One generation of one group."""
 
@@ -64,6 +77,7 @@ class Life:
     gone_s: float | None = None
     """Since when it is left out while it lives."""
     gone_why: str = ""
+    evictions: list[Eviction] = field(default_factory=list)
     lost_s: float | None = None
     """Its keeper died."""
     stopped_s: float | None = None
@@ -151,6 +165,8 @@ class GroupLedger:
         if event.gone:
             if event.replica == life.replica and life.joined_s is not None:
                 life.gone_s, life.gone_why = event.at_s, event.reason
+                step = max(event.step, self.step)
+                life.evictions.append(Eviction(event.at_s, event.reason, step))
             return
         life.replica = event.replica
         life.asked_s = life.asked_s or event.at_s
@@ -165,6 +181,9 @@ class GroupLedger:
             if life.replica and life.replica in event.members:
                 life.joined_s = life.joined_s or event.at_s
                 life.gone_s = None
+                if life.evictions and life.evictions[-1].back_s is None:
+                    life.evictions[-1].back_s = event.at_s
+                    life.evictions[-1].back_step = event.step
 
     def _stop(self, event: GenerationStopped) -> None:
         mine = [n for n, e in self.lives.items() if e.group == event.node and n <= event.generation]
@@ -202,13 +221,20 @@ class GroupLedger:
         return times[len(times) // 2] if times else None
 
     def recoveries(self, end_s: float) -> tuple[Recovery, ...]:
-        """Return what became of each group that was lost."""
+        """Return what became of each group that was lost, or was left out while it lived."""
         found = []
         for life in self.lives.values():
+            found += [_describe_eviction(life, one, end_s) for one in self._find_evictions(life)]
             loss = self._describe(life, end_s)
             if loss is not None:
                 found.append(loss)
         return tuple(sorted(found, key=lambda r: (r.at_s, r.culprit)))
+
+    def _find_evictions(self, life: Life) -> list[Eviction]:
+        """Return those that no end of the group accounts for: not its death, nor its restart."""
+        over_s = min((e.record.at_s for e in life.ends.values()), default=life.lost_s)
+        alive = [e for e in life.evictions if over_s is None or e.at_s < over_s]
+        return [e for e in alive if e.back_s is not None or over_s is None]
 
     def _describe(self, life: Life, end_s: float) -> Recovery | None:
         failure = life.failure
@@ -248,11 +274,37 @@ class GroupLedger:
             state_s=heal_s,
             warmup_s=0.0,
             total_s=max(0.0, (back_s or end_s) - at_s),
-            lost_steps=0,
+            lost_steps=int(life.away_s is not None),
             lost_microbatches=None,
             rung="restart" if after is not None else "give up",
             reason="the others trained on" + ("; it stands by as a spare" if spare else ""),
         )
+
+
+def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery:
+    """Return it as an incident: the step that the group was in is void, and it heals."""
+    over_s = end_s if eviction.back_s is None else eviction.back_s
+    reason = "it lives, and has not come back"
+    if eviction.back_s is not None:
+        without = max(0, eviction.back_step - max(0, eviction.step))
+        reason = f"it came back by itself and healed; {without} steps were made without it"
+    return Recovery(
+        cause=eviction.why,
+        culprit=f"group {life.group}",
+        at_step=eviction.step,
+        at_s=eviction.at_s,
+        detect_s=0.0,
+        decide_s=0.0,
+        abort_s=0.0,
+        communicator_s=max(0.0, over_s - eviction.at_s),
+        state_s=0.0,
+        warmup_s=0.0,
+        total_s=max(0.0, over_s - eviction.at_s),
+        lost_steps=1,
+        lost_microbatches=None,
+        rung="left out",
+        reason=reason,
+    )
 
 
 @dataclass(slots=True)

@@ -17,6 +17,7 @@ from perdure.model.events import (
     QuorumFormed,
     RankExited,
     RanksStarted,
+    ReplicaLate,
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
@@ -43,6 +44,8 @@ class GroupView:
     away: str = ""
     """Why it is not waited for: `evicted`, `failed`, `finished`, `left`."""
     exits: int = 0
+    late: str = ""
+    """In what way the others wait for it now, where that was told."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,10 @@ class ReplicaFold:
                 self.groups[node] = GroupView(generation)
             case ReplicaSeen():
                 self._note_replica(event)
+            case ReplicaLate():
+                view = self.groups.get(event.group)
+                if view is not None and view.replica == event.replica:
+                    view.late = "" if event.over else event.reason
             case QuorumFormed():
                 self.quorum_id, self.members = event.quorum_id, event.members
                 self.recovering, self.step = event.recovering, max(self.step, event.step)
@@ -110,6 +117,7 @@ class ReplicaFold:
     def _lose(self, view: GroupView, away: str, why: str) -> None:
         if not view.away:
             self.losses += 1
+        view.late = ""
         view.away, self.last_loss = away, why
 
     def complete(self, spec: JobSpec, picture: Snapshot) -> Snapshot:
@@ -169,6 +177,7 @@ class ReplicaFold:
             state=state,
             step=step,
             quorum_id=self.quorum_id if inside else -1,
+            late=view.late if view is not None else "",
         )
 
 

@@ -24,8 +24,11 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
+
+import msgspec
 
 from perdure.model.actions import FenceAbort
 from perdure.model.errors import ProtocolError
@@ -41,6 +44,10 @@ from perdure.worker.spec import read_spec
 
 _LOOK_S = 0.1
 _WAITS = 15
+_LATE_S = 0.5
+"""A wait so much longer than those before is told of."""
+_LONG_KEPT = 64
+_SLACK = 1.5
 _MARK = "_perdure_wrapped"
 
 
@@ -54,11 +61,15 @@ class Replica:
         self._emit: Callable[[AnyEvent], object] | None = None
         self._now: Callable[[], float] = time.monotonic
         self._ring: RingWriter | None = None
-        self._hung_s = 1.0
         self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._long: deque[float] = deque(maxlen=_LONG_KEPT)
+        """Long waits that ended well: a group that validates lets the others wait again."""
         self._since: dict[int, float] = {}
         """Thread -> since when it waits in a collective."""
         self._told: tuple[int, int] = (-1, -1)
+        """Quorum and step of the wait that was told of last."""
+        self._open: ReplicaWaiting | None = None
+        """What was told of a wait that goes on."""
         self.account = ReplicaAccount()
         self._watching = False
         self._commits = 0
@@ -68,10 +79,9 @@ class Replica:
         ring: RingWriter,
         emit: Callable[[AnyEvent], object],
         now: Callable[[], float],
-        hung_s: float,
     ) -> None:
         """Report by `emit` in job time `now`, and show steps in `ring`."""
-        self._ring, self._emit, self._now, self._hung_s = ring, emit, now, hung_s
+        self._ring, self._emit, self._now = ring, emit, now
 
     # --- what the manager does ----------------------------------------------------------------
 
@@ -99,10 +109,16 @@ class Replica:
         self._since[threading.get_ident()] = now
         return now
 
-    def end_wait(self, since_s: float) -> None:
-        """It has ended."""
+    def end_wait(self, since_s: float, *, well: bool) -> None:
+        """It has ended, `well` if with a result."""
         self._since.pop(threading.get_ident(), None)
-        self._waits.append(self._now() - since_s)
+        waited_s = self._now() - since_s
+        self._waits.append(waited_s)
+        told, self._open = self._open, None
+        if well and waited_s >= _LATE_S:
+            self._long.append(waited_s)
+        if well and told is not None and self._emit is not None:
+            self._emit(msgspec.structs.replace(told, over=True))
 
     def find_quorum_id(self) -> int:
         """Return the id of the quorum that this rank is in; -1 before the first."""
@@ -133,22 +149,23 @@ class Replica:
         manager = self._manager()
         if since is None or manager is None or self._emit is None or self._ring is None:
             return
-        usual = statistics.median(self._waits) if self._waits else 0.0
-        if self._now() - since < self._hung_s / 2 + 2 * usual:
+        usual_s = 2 * statistics.median(self._waits) if self._waits else 0.0
+        usual_s = max(usual_s, _SLACK * max(self._long, default=0.0))
+        if self._now() - since < _LATE_S + usual_s:
             return
         quorum_id, step = int(manager._quorum_id), int(manager.current_step())
         if (quorum_id, step) != self._told:
             self._told = (quorum_id, step)
             ring = self._ring
-            self._emit(
-                ReplicaWaiting(
-                    generation=ring.generation,
-                    rank=ring.rank,
-                    quorum_id=quorum_id,
-                    step=step,
-                    since_s=since,
-                )
+            self._open = ReplicaWaiting(
+                generation=ring.generation,
+                rank=ring.rank,
+                quorum_id=quorum_id,
+                step=step,
+                since_s=since,
+                timeout_s=_find_timeout(manager),
             )
+            self._emit(self._open)
 
 
 replica = Replica()
@@ -239,14 +256,15 @@ def _waiting(original: Callable[..., None]) -> Callable[..., None]:
 
 def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
     def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
-        since_s = replica.begin_wait()
+        since_s, ended = replica.begin_wait(), False
         try:
             if replica.fences.outlast(self._manager._pg, self._work):
-                return original(self, *args, **kwargs)
+                ended = original(self, *args, **kwargs)
+                return ended
             self._manager.report_error(RuntimeError("a collective of a void quorum was given up"))
             return False
         finally:
-            replica.end_wait(since_s)
+            replica.end_wait(since_s, well=bool(ended) and self._manager.errored() is None)
 
     return wait
 
@@ -261,6 +279,12 @@ def _noting_connections(original: Callable[..., Any]) -> Callable[..., Any]:
             replica.fences.end(self)
 
     return _create_pg
+
+
+def _find_timeout(manager: Any) -> float:
+    """Return how long a collective of `manager` may take before it gives it up; 0 if unknown."""
+    times = [getattr(owner, "_timeout", None) for owner in (manager, manager._pg)]
+    return min((t.total_seconds() for t in times if isinstance(t, timedelta)), default=0.0)
 
 
 def _find_quorum(group: Any) -> int:
@@ -314,7 +338,7 @@ def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
     spec = _find_spec()
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
-    replica.join(ring, attachment.emit, attachment.now, spec.torchft.hung_s)
+    replica.join(ring, attachment.emit, attachment.now)
     attachment.control.on_fence = replica.take_fence
     settings.join(
         rank=ring.rank,

@@ -9,8 +9,17 @@ class QuorumConfig(msgspec.Struct, frozen=True):
     """Bounds of patience."""
 
     min_replicas: int = 1
-    hung_s: float = 1.0
+    hung_s: float = 0.0
+    """How long beyond its usual silences a member is waited for; 0: as long as torchft would."""
     silent_s: float = 0.5
+    """Silence after which one is left out of whom something else is known as well."""
+    heartbeat_s: float = 5.0
+    """Silence after which one is left out of whom nothing else is known; torchft's default."""
+    timeout_s: float = 60.0
+    """How long torchft itself waits: its lighthouse for a member that asks late, and its managers
+    in a collective, unless they say otherwise."""
+    late_s: float = 1.0
+    """Beyond its usual silences a member is told of as late after so long."""
     startup_s: float = 60.0
     """How long the first quorum waits for groups that are starting, and any quorum for a member
     in its first steps."""
@@ -52,6 +61,17 @@ class Stands(msgspec.Struct, frozen=True):
     step: int
 
 
+class Late(msgspec.Struct, frozen=True):
+    """The others wait for a replica for longer than they ever did, or have waited for it."""
+
+    replica: str
+    group: int
+    reason: str
+    waited_s: float
+    over: bool = False
+    """It has come."""
+
+
 class LeftOut(msgspec.Struct, frozen=True):
     """A replica is not waited for any more."""
 
@@ -69,4 +89,4 @@ class Fenced(msgspec.Struct, frozen=True):
     reason: str
 
 
-Output = Answered | Formed | Seen | Stands | LeftOut | Fenced
+Output = Answered | Formed | Seen | Stands | Late | LeftOut | Fenced

@@ -3,11 +3,16 @@
 Every step each replica group asks for a quorum and waits for the answer. `Quorums` takes these
 requests, heartbeats, deaths and what the controller orders, and returns who is answered what. A
 quorum is formed as soon as everyone who is waited for has asked. Waited for are the members of
-the last one, unless they are dead, silent, or late:
+the last one, unless they are dead, stopped, silent, or late for longer than can be:
 
-- *silent*: no heartbeat for `silent_s` (of one that its agent has seen run, for `hung_s`);
-- *late*: its heartbeats go on, but it neither asks nor waits in a collective while others have
-  waited for `hung_s` beyond the usual time between quorums.
+- *stopped*: its process is in state T, and no heartbeat came for `silent_s`;
+- *silent*: no heartbeat for `silent_s` after a collective broke that it took part in, for
+  `heartbeat_s` where nothing else is known, and for as long as a late one's where its agent has
+  just seen it run: heartbeats come from a thread that needs nothing but a CPU;
+- *late*: its heartbeats go on, but it neither asks nor waits in a collective while others wait.
+  That is told of at once, and proves nothing: it may validate or save. It is waited for as long as
+  torchft itself would, and longer where its own pauses were longer; `hung_s` in the job file makes
+  it so much beyond the longest silence that was seen to end. A declared busy phase does not count.
 
 Who is left out while it lives may come back. It may have committed a step that nobody else has,
 and the others may have redone that step without it: two replicas at one step with unlike
@@ -21,11 +26,10 @@ quorum, and nobody waits for them, save before the first.
 Pure: time is an argument. There is one lighthouse, so no majority is asked for.
 """
 
+import math
 import re
-from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
 
 import msgspec
 
@@ -33,24 +37,28 @@ from perdure.control.groups.outputs import (
     Answered,
     Fenced,
     Formed,
+    Late,
     LeftOut,
     Output,
     QuorumConfig,
     Seen,
     Stands,
 )
+from perdure.control.groups.silences import Silences
 from perdure.model.actions import ReplicaGroup
 from perdure.model.lighthouse import Member, set_step
 
 _KEPT_EVICTED = 1000
-_INTERVALS = 15
 _GAP_KEPT = 0.95
 _GAPS = 3.0
 """A member is silent after so many times the longest gap between its heartbeats of late."""
 _TRUSTED_AFTER = 2
 """Quorums after which a member's steps are no longer its first, which take longer."""
 _DEADLOCK = 5.0
-"""All wait for one another: broken up after this many times `hung_s`."""
+"""All wait for one another: broken up after this many times `hung_s`, where that is given."""
+_FRESH_S = 2.0
+"""What an agent has said of a process holds for so long."""
+_BUSY_S_MAX = 7 * 86400.0
 
 
 @dataclass(slots=True)
@@ -69,11 +77,22 @@ class Replica:
     """Formed with it."""
     out: bool = False
     """Left out while it lives; it heals when it comes back."""
+    missed_s: float | None = None
+    """Since when the others had waited for it in vain, where it was left out for that."""
     waiting_s: float | None = None
     """Since when it waits in a collective of the quorum in force, where it said so."""
     stopped: bool = False
     """Its process is in state T."""
-    lives: bool = False  # Its agent sees it run.
+    lives_s: float = -math.inf
+    """When its agent has last seen it run."""
+    busy_until_s: float = 0.0
+    """When the busy phase ends that it has declared; 0 without one."""
+    busy_s: float = 0.0
+    """When it was last known to be in one."""
+    timeout_s: float = 0.0
+    """How long its manager waits in a collective; 0: not told yet."""
+    late: bool = False
+    """It was told of as late."""
     gap_s: float = 0.0
     """The longest time between two of its heartbeats, of late: a busy machine is no silent one."""
     told: bool = False
@@ -101,7 +120,8 @@ class Quorums:
     _evicted: dict[str, None] = field(default_factory=dict)
     _last: tuple[Member, ...] = ()
     _formed_s: float | None = None
-    _intervals: deque[float] = field(default_factory=lambda: deque(maxlen=_INTERVALS))
+    silences: Silences = field(default_factory=Silences)
+    """How long members have waited for one another so far."""
 
     # --- in -----------------------------------------------------------------------------------
 
@@ -117,8 +137,11 @@ class Quorums:
             if known is not None:
                 replica.home = (known.group, known.generation)
             outputs.append(Seen(member.replica, self.group_of(replica), replica.home[1]))
+        outputs += self._arrive(now, replica)
         replica.heard_s = max(replica.heard_s, now)
-        replica.asked, replica.asked_s, replica.token = member, now, token
+        waited = replica.waiting_s if member.commit_failures else None
+        replica.asked, replica.token = member, token
+        replica.asked_s = now if waited is None else min(waited, now)  # It has given it up.
         replica.waiting_s, replica.stopped = None, False
         again = (member.step, member.commit_failures) == replica.took
         if again and member.replica in self.members and not replica.out and self._last:
@@ -132,7 +155,7 @@ class Quorums:
             return []
         replica = self._meet(now, name)
         gap_s = now - replica.heard_s
-        back = gap_s > self._silent_s(replica)
+        back = now > self._silence_due(replica)
         replica.gap_s = max(_GAP_KEPT * replica.gap_s, min(gap_s, self.config.silent_s))
         replica.heard_s = max(replica.heard_s, now)
         return self._advance(now) if back and replica.asked is not None else []
@@ -144,19 +167,55 @@ class Quorums:
                 replica.asked, replica.token = None, -1
         return self._advance(now)
 
-    def wait(self, now: float, generation: int, quorum_id: int, since_s: float) -> list[Output]:
-        """A group says that it has waited in a collective of `quorum_id` since then."""
+    def wait(
+        self,
+        now: float,
+        generation: int,
+        quorum_id: int,
+        since_s: float,
+        *,
+        timeout_s: float = 0.0,
+        over: bool = False,
+    ) -> list[Output]:
+        """A group says that it has waited in a collective of `quorum_id` since then.
+
+        Its manager would for `timeout_s`. With `over` the wait has ended by itself.
+        """
         replica = self._find(generation)
         if replica is None or quorum_id != self.quorum_id or replica.asked is not None:
             return []
-        replica.waiting_s = since_s
-        return self._advance(now)
+        replica.timeout_s = timeout_s or replica.timeout_s
+        if not over:
+            replica.waiting_s = min(since_s, now)
+            return self._arrive(now, replica) + self._advance(now)
+        outputs: list[Output] = []
+        for other in self._find_idle():  # Whoever it waited for has come, and all go on.
+            outputs += self._arrive(now, other)
+        for member in self._present():
+            member.waiting_s = None
+        return outputs
 
-    def note_stopped(self, generation: int, stopped: bool) -> None:
-        """Note whether the process of a group is in state T."""
+    def note_process(
+        self,
+        now: float,
+        generation: int,
+        *,
+        stopped: bool,
+        lives: bool = True,
+        busy_until_s: float = 0.0,
+    ) -> list[Output]:
+        """Note what its agent says of a group's processes: in state T, alive, busy until then."""
         replica = self._find(generation)
-        if replica is not None:
-            replica.stopped, replica.lives = stopped, not stopped
+        if replica is None:
+            return []
+        was_busy = now < replica.busy_until_s
+        replica.stopped = stopped
+        replica.lives_s = now if lives and not stopped else -math.inf
+        busy = busy_until_s > now and not stopped
+        replica.busy_until_s = min(busy_until_s, now + _BUSY_S_MAX) if busy else 0.0
+        if busy or was_busy:
+            replica.busy_s = now
+        return self._advance(now) if stopped else []
 
     def end(self, now: float, generation: int, reason: str, *, fence: bool) -> list[Output]:
         """A rank of this generation has ended: its replica is gone for good."""
@@ -229,18 +288,22 @@ class Quorums:
 
     def next_deadline(self) -> float | None:
         """Return when `tick` is wanted."""
-        times = [r.heard_s + self._silent_s(r) for r in self._awaited()]
+        times = [self._silence_due(r) for r in self._awaited()]
         asking = [r.asked_s for r in self.replicas.values() if r.asked is not None]
         impatient_s = self._impatient_since()
         waiting = [r.waiting_s for r in self._present() if r.waiting_s is not None]
         if impatient_s is not None:
-            times += [impatient_s + self._patience(r) for r in self._awaited() if r.asked is None]
-        if asking:
+            for replica in self._awaited():
+                if replica.asked is None:
+                    overdue_s, told_s = self._late_times(replica, impatient_s)
+                    times += [overdue_s] if told_s is None else [overdue_s, told_s]
+        if asking and not self._present():
             times += [min(asking) + self.config.startup_s, min(asking) + self.config.alone_s]
         if waiting:
             first = min(waiting)
-            times += [first + self._patience(r) for r in self._present()]
-            times += [first + _DEADLOCK * self.config.hung_s]
+            late = [self._late_times(r, first, collective=True) for r in self._find_idle()]
+            times += [max(overdue for overdue, _ in late)] if late else [first + self._deadlock_s()]
+            times += [told for _, told in late if told is not None]
         return min(times, default=None)
 
     # --- the decision -------------------------------------------------------------------------
@@ -249,12 +312,59 @@ class Quorums:
         outputs: list[Output] = []
         for replica in self._awaited():
             silent_s = now - replica.heard_s
-            if silent_s > self._silent_s(replica):
+            if now > self._silence_due(replica):
                 stopped = replica.stopped
                 why = "its process is stopped (state T)" if stopped else "no heartbeat"
                 outputs += self._leave_out(replica, f"{why}, silent for {silent_s:.2f} s")
         outputs += self._find_hung(now)
-        return outputs + self._find_standing() + self._form(now)
+        return outputs + self._find_standing() + self._form(now) + self._find_late(now)
+
+    def _find_late(self, now: float) -> list[Output]:
+        """Tell, once each, of those whom others wait for for longer than they ever did."""
+        waits = [r.waiting_s for r in self._present() if r.waiting_s is not None]
+        impatient_s = self._impatient_since()
+        since = min(waits) if waits else impatient_s
+        outputs: list[Output] = []
+        if since is None:
+            return outputs
+        for replica in self._find_idle():
+            if replica.late or not self._may_join(replica):
+                continue
+            waited_s = self._waited_s(now, replica, since)
+            if waited_s >= self.config.late_s + self.silences.expected_s and self._knows(replica):
+                replica.late = True
+                where = " in a collective" if waits else ""
+                why = f"the others have waited for it{where} for {waited_s:.2f} s"
+                outputs.append(Late(replica.name, self.group_of(replica), why, waited_s))
+        return outputs
+
+    def _arrive(self, now: float, replica: Replica) -> list[Output]:
+        """It asks, or waits with the others: what they have waited for it is learned."""
+        since = self._waits_since(replica)
+        outputs: list[Output] = []
+        waited_s = 0.0 if since is None else now - since
+        busy = since is not None and replica.busy_s >= since
+        if self._knows(replica) and not replica.stopped and not busy:
+            self.silences.add(waited_s)
+        if replica.late:
+            replica.late = False
+            why = f"has come after {waited_s:.2f} s" if since is not None else "has come"
+            outputs.append(Late(replica.name, self.group_of(replica), why, waited_s, over=True))
+        return outputs
+
+    def _waits_since(self, replica: Replica) -> float | None:
+        """Return since when a member of the last quorum waits for this one; None if nobody does.
+
+        Nobody waits for one that was left out; but since when somebody had is not forgotten.
+        """
+        if replica.asked is not None or replica.missed_s is not None:
+            return replica.missed_s
+        if replica.name not in self.members:
+            return None
+        others = [r for r in self._present() if r is not replica]
+        since = [r.waiting_s for r in others if r.waiting_s is not None]
+        since += [r.asked_s for r in others if r.asked is not None]
+        return min(since, default=None)
 
     def _find_standing(self) -> list[Output]:
         """Tell, once after each order about holds, of those who are held and ask."""
@@ -268,7 +378,7 @@ class Quorums:
 
     def _form(self, now: float) -> list[Output]:
         ready = [r for r in self.replicas.values() if r.asked is not None and self._may_join(r)]
-        ready = [r for r in ready if now - r.heard_s <= self._silent_s(r)]
+        ready = [r for r in ready if now <= self._silence_due(r)]
         present = {r.name for r in self._present()}
         if any(r.asked.shrink_only for r in ready if r.asked is not None):
             ready = [r for r in ready if r.name in present]
@@ -279,12 +389,12 @@ class Quorums:
         outputs: list[Output] = []
         if present:
             since_s = self._impatient_since()
-            waited_s = 0.0 if since_s is None else now - since_s
             missing = [r for r in self._awaited() if r.asked is None]
-            late = [r for r in missing if waited_s >= self._patience(r)]
+            late = [] if since_s is None else self._find_overdue(now, missing, since_s)
             for replica in late:
+                waited_s = now - (since_s or now)
                 why = f"the others have waited for it for {waited_s:.2f} s"
-                outputs += self._leave_out(replica, why)
+                outputs += self._leave_out(replica, why, missed_s=since_s)
             if len(late) < len(missing):
                 names = ", ".join(r.name for r in missing if not r.out)
                 self.reason = f"waiting for {names}"
@@ -327,7 +437,7 @@ class Quorums:
             recovering = tuple(m.replica for m in members if m.step != top)
             outputs.append(Formed(self.quorum_id, top, members, recovering))
         elif self._formed_s is not None:
-            self._intervals.append(now - self._formed_s)
+            self.silences.add_interval(now - self._formed_s)
         self._formed_s, self.members, self._last, self.step = now, names, members, top
         self.reason = f"quorum {self.quorum_id} of {len(members)}"
         tokens = tuple(r.token for r in ready)
@@ -336,6 +446,7 @@ class Quorums:
             replica.took = (member.step, member.commit_failures)
             replica.asked, replica.token, replica.waiting_s = None, -1, None
             replica.out, replica.told, replica.quorums = False, False, replica.quorums + 1
+            replica.missed_s = None
         for replica in self.replicas.values():
             replica.waiting_s = None
         return [*outputs, Answered(tokens, self.quorum_id, members)]
@@ -346,19 +457,20 @@ class Quorums:
         since = [r.waiting_s for r in present if r.waiting_s is not None]
         if not since:
             return []
-        idle = [r for r in present if r.waiting_s is None and r.asked is None]
+        idle = self._find_idle()
         waited_s = now - min(since)
         if idle:
-            hung = [r for r in idle if waited_s >= self._patience(r)]
+            hung = self._find_overdue(now, idle, min(since), collective=True)
             if len(hung) < len(idle):
                 return []
             outputs: list[Output] = []
             for replica in hung:
                 why = f"the others have waited for it in a collective for {waited_s:.2f} s"
-                outputs += self._leave_out(replica, why)
+                outputs += self._leave_out(replica, why, missed_s=min(since))
             return outputs
-        alone = len(since) < len(present)
-        if not alone and waited_s < _DEADLOCK * self.config.hung_s:
+        # Who has not committed has given the collective up; else word of its end is on its way.
+        alone = any(r.asked is not None and r.asked.commit_failures > 0 for r in present)
+        if not alone and waited_s < self._deadlock_s():
             return []
         groups = tuple(sorted(self.group_of(r) for r in present if r.waiting_s is not None))
         for replica in present:
@@ -366,8 +478,16 @@ class Quorums:
         why = "a peer has given the collective up" if alone else "all wait for one another"
         return [Fenced(self.quorum_id, groups, why)]
 
-    def _leave_out(self, replica: Replica, reason: str, *, fence: bool = True) -> list[Output]:
+    def _leave_out(
+        self,
+        replica: Replica,
+        reason: str,
+        *,
+        fence: bool = True,
+        missed_s: float | None = None,
+    ) -> list[Output]:
         replica.out, replica.waiting_s = True, None
+        replica.late, replica.missed_s = False, missed_s
         group = self.group_of(replica)
         left = LeftOut(replica.name, group, reason, replica.stopped)
         if replica.name not in self.members or not fence:
@@ -437,15 +557,23 @@ class Quorums:
         found = (self.replicas.get(name) for name in self.members)
         return [replica for replica in found if replica is not None and not replica.out]
 
+    def _find_idle(self) -> list[Replica]:
+        """Return those of them that neither ask nor wait for others."""
+        return [r for r in self._present() if r.waiting_s is None and r.asked is None]
+
     def _awaited(self) -> list[Replica]:
         """Return those of them that the next quorum waits for."""
         return [replica for replica in self._present() if self._may_join(replica)]
 
-    def _silent_s(self, replica: Replica) -> float:
+    def _silence_due(self, replica: Replica) -> float:
+        """Return when its silence is enough, should it last until then."""
+        heard_s, config = replica.heard_s, self.config
         if replica.stopped:
-            return self.config.silent_s
-        least_s = max(self.config.silent_s, self.config.hung_s if replica.lives else 0.0)
-        return max(least_s, _GAPS * replica.gap_s)
+            return heard_s + config.silent_s
+        broken = any(r.asked and r.asked.commit_failures > 0 for r in self._present())
+        least_s = config.silent_s if broken else config.heartbeat_s
+        due_s = heard_s + max(least_s, _GAPS * replica.gap_s)
+        return min(max(due_s, replica.lives_s + _FRESH_S), heard_s + self._patience(replica))
 
     def _impatient_since(self) -> float | None:
         """Return since when somebody waits whose waiting counts: a member, or else a newcomer.
@@ -460,7 +588,47 @@ class Quorums:
         since_s = max(min(others, default=0.0), self._formed_s or 0.0)
         return since_s + self.config.alone_s if others else None
 
-    def _patience(self, replica: Replica) -> float:
-        if replica.quorums <= _TRUSTED_AFTER:
-            return self.config.startup_s
-        return self.config.hung_s + (median(self._intervals) if self._intervals else 0.0)
+    def _knows(self, replica: Replica) -> bool:
+        """Return whether its first steps are over, which take longer than others."""
+        return replica.quorums > _TRUSTED_AFTER
+
+    def _patience(self, replica: Replica, *, collective: bool = False) -> float:
+        """Return how long it is waited for; in a collective its peers' managers have their say."""
+        config, expected_s = self.config, self.silences.expected_s
+        if config.hung_s:
+            patience_s = config.hung_s + expected_s
+        else:
+            told = [r.timeout_s for r in self._present() if r.timeout_s] if collective else []
+            patience_s = max(*told, expected_s) if told else max(config.timeout_s, expected_s)
+        return patience_s if self._knows(replica) else max(patience_s, config.startup_s)
+
+    def _deadlock_s(self) -> float:
+        config = self.config
+        if config.hung_s:
+            return _DEADLOCK * config.hung_s + self.silences.expected_s
+        told = [r.timeout_s for r in self._present()]
+        return max([config.timeout_s, self.silences.expected_s, *told])
+
+    def _waited_s(self, now: float, replica: Replica, since_s: float) -> float:
+        """Return for how long others have waited for it since then, its busy phases left out."""
+        return now - max(since_s, replica.busy_s, min(now, replica.busy_until_s))
+
+    def _find_overdue(
+        self, now: float, missing: Iterable[Replica], since_s: float, *, collective: bool = False
+    ) -> list[Replica]:
+        """Return those of whom nobody would wait for longer."""
+        return [
+            r
+            for r in missing
+            if self._waited_s(now, r, since_s) >= self._patience(r, collective=collective)
+        ]
+
+    def _late_times(
+        self, replica: Replica, since_s: float, *, collective: bool = False
+    ) -> tuple[float, float | None]:
+        """Return when it is waited for no longer, and when it is to be told of as late."""
+        begin_s = max(since_s, replica.busy_s, replica.busy_until_s)
+        overdue_s = begin_s + self._patience(replica, collective=collective)
+        if replica.late or replica.waiting_s is not None or not self._knows(replica):
+            return overdue_s, None
+        return overdue_s, begin_s + self.config.late_s + self.silences.expected_s
