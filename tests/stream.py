@@ -104,7 +104,7 @@ class FakeRank:
 
 @contextlib.asynccontextmanager
 async def open_stream(
-    path: str, stream: FakeStream | None = None, *buses: Bus
+    path: str, stream: JournalStream | None = None, *buses: Bus
 ) -> AsyncIterator[
     tuple[Stream, Callable[[int], "contextlib.AbstractAsyncContextManager[FakeRank]"]]
 ]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer
+from perdure.adapters.nats.server import server_config
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.wire import Endpoint
 from perdure.service.ports import Bus, FakeBus, FakeServer, Reply
@@ -24,9 +25,12 @@ class Server:
         self.log = folder / "nats.log"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> Endpoint:
+    def start(self, payload_max: int = 8 << 20) -> Endpoint:
+        command = self.files.command()
+        path = Path(server_config(self.files.folder))
+        path.write_text(path.read_text().replace(str(8 << 20), str(payload_max)))
         with open(self.log, "ab") as log:
-            self.process = subprocess.Popen(self.files.command(), stdout=log, stderr=log)
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
         self.files.wait_ready()
         return Endpoint(url=self.files.url, token="s3cr3t", clock_offset_s=0.0)
 

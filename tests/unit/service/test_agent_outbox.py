@@ -9,10 +9,14 @@ from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
+    ExitRecord,
     GenerationStopped,
     MessagesSetAside,
+    MetricsLogged,
+    RankExited,
     RankJoined,
 )
+from perdure.model.progress import RankAccount
 from perdure.model.wire import EventAck, EventBatch, EventMessage
 from perdure.service import agent_outbox
 from perdure.service.agent_outbox import Outbox
@@ -26,6 +30,7 @@ class Journal:
         self.bus = FakeBus(server)
         self.taken: dict[str, int] = {}
         self.got: list[tuple[str, int]] = []
+        self.events: list[AnyEvent] = []
         self.silent = self.messages = 0
 
     async def serve(self) -> None:
@@ -35,10 +40,11 @@ class Journal:
         message: EventMessage = decode(data, EventMessage)
         self.messages += 1
         for batch in message.batches:
-            for seq, _ in enumerate(batch.events, batch.first_seq):
+            for seq, event in enumerate(batch.events, batch.first_seq):
                 if seq == self.taken.get(batch.source, 0) + 1:
                     self.taken[batch.source] = seq
                     self.got.append((batch.source, seq))
+                    self.events.append(event)
         if self.silent:
             self.silent -= 1
             return
@@ -173,3 +179,59 @@ async def test_numbers_that_never_came_are_declared_skipped() -> None:
     task.cancel()
     assert taken == {"r": 10}
     assert {batch.first_seq: batch.skipped for batch in sent if batch.skipped} == {7: 3, 10: 1}
+
+
+def metrics(values: int) -> MetricsLogged:
+    return MetricsLogged(generation=0, rows=((1, {f"metric-{n}": 0.5 for n in range(values)}),))
+
+
+def crashed(text: str) -> RankExited:
+    record = ExitRecord(rank=1, generation=0, pid=7, at_s=1.0, code=1, traceback=text)
+    return RankExited(node=0, record=record, account=RankAccount(), detected_s=1.0)
+
+
+@pytest.mark.parametrize("payload_max", [64 << 10, 1 << 20, 8 << 20])
+async def test_no_message_is_larger_than_the_server_takes_it(payload_max: int) -> None:
+    """T3: 32 batches of metrics exceeded it, and a rank's end behind them was never journaled."""
+    server = FakeServer(payload_max=payload_max)
+    journal = Journal(server)
+    await journal.serve()
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    for rank in range(40):
+        outbox.put_from(f"r{rank}", 1, metrics(10_000), lambda: None)
+    outbox.put(crashed("x" * 20_000_000))
+    outbox.put(stopped(0))
+    task = asyncio.create_task(outbox.run())
+    assert await outbox.flush(10)
+    task.cancel()
+    assert journal.got == [*((f"r{rank}", 1) for rank in range(40)), ("a", 1), ("a", 2)]
+    (end,) = [event for event in journal.events if isinstance(event, RankExited)]
+    assert (end.record.rank, end.record.code) == (1, 1)
+    assert "characters, cut]" in end.record.traceback
+    told = [event for event in journal.events if isinstance(event, MetricsLogged)]
+    assert sum(event.dropped + len(event.rows) * 10_000 for event in told) == 400_000
+    assert any(event.dropped for event in told) == (payload_max < 1 << 18)
+
+
+async def test_while_nobody_answers_metrics_are_dropped_and_facts_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """T3: a queue is bounded in bytes."""
+    monkeypatch.setattr(agent_outbox, "QUEUE_BYTES_MAX", 1 << 20)
+    server = FakeServer()
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a")
+    task = asyncio.create_task(outbox.run())
+    for seq in range(1, 2001, 2):
+        outbox.put_from("r", seq, metrics(1000), lambda: None)
+        outbox.put_from("r", seq + 1, joined(seq), lambda: None)
+    assert sum(len(encode(queued.event)) for queued in outbox._queue) < 1 << 20
+    journal = Journal(server)
+    await journal.serve()
+    assert await outbox.flush(20)
+    task.cancel()
+    assert [e for e in journal.events if isinstance(e, RankJoined)] == [
+        joined(seq) for seq in range(1, 2001, 2)
+    ]
+    told = [event for event in journal.events if isinstance(event, MetricsLogged)]
+    assert sum(event.dropped + 1000 * len(event.rows) for event in told) == 1_000_000
+    assert told[-1].rows  # The newest are told.

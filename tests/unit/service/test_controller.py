@@ -15,6 +15,8 @@ from perdure.model.events import (
     ExitRecord,
     GenerationStopped,
     JobEnded,
+    MessagesSetAside,
+    MetricsLogged,
     NodeRegistered,
     RankExited,
     RanksStarted,
@@ -35,6 +37,7 @@ from perdure.model.wire import (
     subject_events,
     subject_orders,
 )
+from perdure.service import journal as journal_module
 from perdure.service.control_loop import ControllerService
 from perdure.service.jobfiles import parse_journal
 from perdure.service.journal import Journal
@@ -248,3 +251,65 @@ async def test_malformed_messages_are_refused(rig: Rig) -> None:
     data = await rig.agent.request(subject_events("job", 0), b"nonsense", timeout_s=5)
     assert "malformed" in decode(data, EventAck).refused
     await rig.form()
+
+
+async def test_an_entry_over_the_limit_is_cut_and_the_controller_goes_on(rig: Rig) -> None:
+    """T3: it stalled for ever, and the healthy server was killed for it every eight seconds."""
+    rig.stream.bytes_max = 64 << 10
+    rig.agent.server.payload_max = 8 << 20
+    await rig.form()
+    record = ExitRecord(rank=0, generation=0, pid=10, at_s=1002.0, code=1, traceback="x" * 500_000)
+    end = RankExited(node=0, record=record, account=RankAccount(), detected_s=1002.0)
+    await rig.send(end, MetricsLogged(generation=0, rows=(big_row(),)), registered())
+    bodies = rig.bodies()
+    (told,) = [body for body in bodies if isinstance(body, RankExited)]
+    assert "500,000 characters, cut]" in told.record.traceback
+    assert MetricsLogged(generation=0, rows=(), dropped=9000) in bodies
+    (note,) = [body for body in bodies if isinstance(body, MessagesSetAside)]
+    assert (note.door, note.source, note.example) == ("journal", "a1", "NodeRegistered")
+    assert max(map(len, rig.stream.messages)) <= 64 << 10
+    await rig.end_controller()
+    await rig.start_controller()  # What was decided from is what was journaled.
+    assert rig.assigned()[-1][1] == 1
+
+
+async def test_a_document_that_no_message_holds_is_refused(rig: Rig) -> None:
+    """T3: it cannot be cut, and without it there is no job."""
+    stream = FakeStream()
+    stream.bytes_max = 64 << 10
+    spec = JobSpec(name="job", script="train.py", args=("x" * 7000,) * 20)
+    service = ControllerService(
+        spec, FakeBus(), Journal(stream, writer="c"), clock=lambda: 1.0, incarnation="c",
+        submitted_s=0.0, show=lambda snapshot: None,
+    )  # fmt: skip
+    with pytest.raises(PlatformError, match="the job's document has"):
+        await asyncio.wait_for(service.run(), 5)
+
+
+async def test_nobody_is_killed_for_a_group_that_is_too_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """T3: a server started anew takes no larger messages."""
+    monkeypatch.setattr(journal_module, "_STUCK_S", 0.0)
+    stuck: list[int] = []
+    stream = FakeStream()
+    journal = Journal(stream, writer="c", on_stuck=lambda: stuck.append(1))
+    entries = journal.number([Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0)
+    stream.bytes_max = 1000
+    appending = asyncio.create_task(journal.append(entries))
+    await asyncio.sleep(0.1)
+    assert stuck == []
+    stream.bytes_max = 10_000
+    await asyncio.wait_for(appending, 5)
+    stream.failures = [(PlatformError("full"), False)] * 3
+    await journal.append(journal.number([Decision(action="a", summary="", reason="")], at_s=0.0))
+    assert stuck
+
+
+def big_row() -> tuple[int, dict[str, float]]:
+    return (1, {f"metric-{n}": 0.5 for n in range(9000)})
+
+
+def registered() -> NodeRegistered:
+    running = tuple(range(20_000))
+    return NodeRegistered(node=0, incarnation="a2", host="h", boot_id="b", slots=2, running=running)

@@ -7,9 +7,10 @@ import pytest
 
 from perdure.model.actions import InjectFault, SendBoundary
 from perdure.model.codec import decode, encode
-from perdure.model.events import RankJoined
+from perdure.model.events import CheckpointFailed, MetricsLogged, RankJoined
+from perdure.model.fitting import EVENT_BYTES_MAX
 from perdure.model.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
-from perdure.worker.control import Control
+from perdure.worker.control import METRICS_KEPT, Control
 
 
 class FakeAgent:
@@ -156,3 +157,29 @@ def test_a_forked_child_is_silent_and_lets_go_of_the_line(agent, control):
     os.close(release[1])
     os.close(release[0])
     assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_without_an_agent_metrics_are_bounded_and_facts_are_kept(agent, control):
+    """T3: a queue that nobody empties grows by a count, and not by what was logged."""
+    row = (1, {f"metric-{n}": 0.5 for n in range(1000)})
+    for rank in range(600):
+        control.emit(MetricsLogged(generation=2, rows=(row,)))
+        control.emit(joined(rank))
+    control.start()
+    agent.accept()
+    told = [agent.read() for _ in range(1200)]
+    assert [one.seq for one in told] == list(range(1, 1201))
+    assert [one.event for one in told[1::2]] == [joined(rank) for rank in range(600)]
+    dropped = [one.event.dropped for one in told[::2]]
+    assert dropped == [1000] * (600 - METRICS_KEPT) + [0] * METRICS_KEPT
+
+
+def test_a_fact_without_measure_is_cut_before_it_is_sent(agent, control):
+    """T3: a line that no agent reads whole would be lost."""
+    failed = CheckpointFailed(generation=2, step=1, error="x" * 20_000_000, at_s=1.0)
+    control.emit(failed)
+    control.start()
+    agent.accept()
+    event = agent.read().event
+    assert len(event.error) < EVENT_BYTES_MAX
+    assert event.step == 1

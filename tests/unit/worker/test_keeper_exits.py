@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from perdure.model.codec import decode
+from perdure.model.codec import decode, encode
 from perdure.model.events import ExitRecord
 from perdure.worker import exits
 from perdure.worker.failure import save_failure
@@ -92,3 +92,66 @@ def test_record_is_replaced_whole(tmp_path: Path) -> None:
     exits.write_record(str(path), record)
     assert decode(path.read_bytes(), ExitRecord) == record
     assert os.listdir(path.parent) == ["g2-r1.json"]
+
+
+class Unspeakable(Exception):
+    """Its text has half of a surrogate pair, as a file name that is not UTF-8 has."""
+
+    def __str__(self) -> str:
+        return "cannot open \udcff: " + "x" * 10_000_000
+
+
+def test_an_exception_that_cannot_be_encoded(tmp_path: Path) -> None:
+    """T2: it killed the keeper, and so every rank of the node."""
+    try:
+        raise Unspeakable
+    except Unspeakable as error:
+        save_failure(str(tmp_path / "traceback_file"), error, error.__traceback__)
+    assert (tmp_path / "traceback_file").stat().st_size < 200_000
+    record = make_record(make_evidence(tmp_path), 1 << 8)
+    assert "Unspeakable: cannot open \\udcff: xxx" in record.error
+    assert record.traceback.startswith("Traceback (most recent call last):")
+    assert decode(encode(record), ExitRecord) == record
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"message": {"message": "E: \\udcff", "extraInfo": {"py_callstack": "\\ud800"}}}',
+        b'{"message": "' + b"x" * 10_000_000 + b'"}',
+        b'{"message": [NaN, Infinity, {"a": "\\udcff"}]}',
+        b"[" * 1_000_000, b'{"message":' * 1_000_000, b"\xff\xfe\x00" * 1000, b"\x00" * 100_000,
+        b'{"message": ' + b"9" * 10_000 + b"}",
+    ],
+)  # fmt: skip
+def test_no_evidence_can_keep_a_record_from_being_made(tmp_path: Path, content: bytes) -> None:
+    """T2: that a rank ended, and how, is known whatever it left behind."""
+    evidence = make_evidence(tmp_path)
+    for name in ("error_file", "traceback_file", "stderr", "stdout"):
+        (tmp_path / name).write_bytes(content)
+    record = make_record(evidence, 7)
+    assert (record.signal, record.code) == (7, 0)
+    data = encode(record)
+    assert decode(data, ExitRecord) == record
+    assert len(data) < 1_000_000
+
+
+def test_a_pipe_in_the_place_of_evidence_holds_nobody_up(tmp_path: Path) -> None:
+    """T2: whoever opens a pipe to read waits for somebody who writes."""
+    for name in ("error_file", "traceback_file", "stderr", "stdout"):
+        os.mkfifo(tmp_path / name)
+    assert make_record(make_evidence(tmp_path), 1 << 8).code == 1
+
+
+def test_a_fault_of_our_own_costs_the_reason_and_not_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T2: the keeper holds all ranks of the node."""
+
+    def fail(*_: object) -> tuple[str, str]:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(exits, "find_error", fail)
+    record = make_record(make_evidence(tmp_path), 3 << 8)
+    assert record.code == 3
+    assert "a bug" in record.error
