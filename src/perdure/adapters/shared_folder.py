@@ -184,6 +184,9 @@ class FolderLease:
 class FolderStream:
     """`JournalStream`: a message is a number that is never free again."""
 
+    bytes_max = 8 << 20
+    """Bytes of a message."""
+
     def __init__(self, numbers: Numbers) -> None:
         """Use `numbers`."""
         self._numbers = numbers

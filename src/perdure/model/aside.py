@@ -1,13 +1,10 @@
 """What could not be read and was set aside, so that what lies behind it in a queue goes on."""
 
-import re
-
 from perdure.model.codec import make_encodable
 from perdure.model.event import Event
 
 TEXT_MAX = 200
 """Characters of a reason and of an example."""
-_UNPRINTABLE = re.compile(r"[^ -~\u00a1-\u00ac\u00ae-\u024f\u0370-\u03ff\u0400-\u04ff]")
 
 
 class MessagesSetAside(Event, frozen=True, kw_only=True):
@@ -34,9 +31,8 @@ def make_plain(text: str | bytes, limit: int = TEXT_MAX) -> str:
     """Return the first `limit` characters of `text` on one line, with all else escaped."""
     if isinstance(text, bytes):
         text = text[: 4 * limit].decode("utf-8", "backslashreplace")
-    plain = _UNPRINTABLE.sub(_escape, make_encodable(text[:limit]))
+    plain = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in make_encodable(text[:limit])
+    )
     return plain if len(text) <= limit and len(plain) <= limit else plain[: limit - 1] + "…"
-
-
-def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()

@@ -186,6 +186,8 @@ class MetricsLogged(Event, frozen=True, kw_only=True):
     generation: int
     rows: tuple[tuple[int, dict[str, float]], ...]
     """(step, values); a step logged again after a restart replaces the older row."""
+    dropped: int = 0
+    """Values that are not told: no numbers, or too many, or too large for the way here."""
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True):

@@ -129,7 +129,7 @@ class RankAccount(msgspec.Struct, frozen=True):
     """(committed step, `step_s` at that moment) at each snapshot taken, oldest first."""
 
 
-class RankProgress(msgspec.Struct, frozen=True):
+class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """One rank in a heartbeat."""
 
     rank: int
@@ -166,7 +166,7 @@ class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):
     """Kind, culprit and place of the verdicts that have restarted the world, oldest first."""
 
 
-class NodeBeat(msgspec.Struct, frozen=True):
+class NodeBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     """One heartbeat of one node. Not journaled; what is decided from it is."""
 
     node: int

@@ -48,6 +48,7 @@ from perdure.launch.environment import rank_environment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import TimerFired
+from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.wire import (
@@ -381,7 +382,8 @@ class AgentService:
             beat = self._reader.read_beat(
                 self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
             )
-            await self._bus.publish(subject, encode(self._devices.join(self._links.join(beat))))
+            beat = fit_beat(self._devices.join(self._links.join(beat)), self._bus.payload_max)
+            await self._bus.publish(subject, encode(beat))
             due_s = max(due_s + self._spec.detect.beat_s, loop.time())
             await asyncio.sleep(due_s - loop.time())
 

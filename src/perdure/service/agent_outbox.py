@@ -8,6 +8,10 @@ What a rank says keeps the rank's own numbers (source `gG-rR-pPID`), so that an 
 between passing an event on and telling the rank so loses nothing and doubles nothing: the rank
 repeats it to the next agent, and the controller knows the number.
 
+A message is as large as the server takes it (`max_payload`). What waits is bounded in bytes too:
+of metrics that cannot be sent only the count is kept in the end. Facts are never dropped; one that
+is larger than any message is cut in its free texts.
+
 Nothing stays at the head for ever. A message that the controller cannot read is sent again in
 parts, until the event that it cannot read is found and a note takes its place. Numbers that never
 came (of what the agent itself could not read) are declared skipped once the controller says that
@@ -19,12 +23,13 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
-from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached, MetricsLogged
+from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.model.wire import EventAck, EventBatch, EventMessage
 from perdure.service.ports import Bus
 
@@ -34,17 +39,31 @@ ACK_TIMEOUT_S = 0.5
 _RETRY_S = 0.05
 _EVENTS_MAX = 32
 """In a message."""
+QUEUE_BYTES_MAX = 32 << 20
+"""Above it the oldest metrics are dropped, and counted; facts never are."""
+_ENVELOPE = 1024
+"""Bytes of a message beside its batches."""
+_BATCH = 512
+"""Bytes of a batch beside its events, with the name of its source."""
 _COMPANY_S = 0.001
 """How long an answer waits for those of the node's other ranks."""
 
 
-class _Queued(NamedTuple):
+@dataclass(slots=True)
+class _Queued:
     source: str
     seq: int
     event: AnyEvent
     done: Callable[[], None] | None
+    size: int = 0
+    """Bytes of the event."""
     skipped: int = 0
     """So many numbers before `seq` nobody will ever fill."""
+
+    def replace(self, event: AnyEvent) -> int:
+        """Have `event` stand here; return by how many bytes it is larger."""
+        before, self.event, self.size = self.size, event, len(encode(event))
+        return self.size - before
 
 
 class Outbox:
@@ -56,6 +75,10 @@ class Outbox:
         self._queue: deque[_Queued] = deque()
         self._queued: dict[str, int] = {}
         self._taken: dict[str, int] = {}
+        self._bytes = 0
+        """Of everything queued."""
+        self._metrics: deque[_Queued] = deque()
+        """What may be dropped, oldest first, or has been sent already."""
         self._events_max = _EVENTS_MAX
         """In the next message: fewer, while what cannot be read is looked for."""
         self._wake = asyncio.Event()
@@ -101,9 +124,23 @@ class Outbox:
 
     def _append(self, queued: _Queued) -> None:
         self._queued[queued.source] = queued.seq
+        self._bytes += queued.replace(queued.event)
+        if queued.size > EVENT_BYTES_MAX:
+            cut = fit_event(queued.event, EVENT_BYTES_MAX)
+            self._bytes += queued.replace(cut or queued.event)
         self._queue.append(queued)
+        if isinstance(queued.event, MetricsLogged):
+            self._metrics.append(queued)
+        while self._bytes > QUEUE_BYTES_MAX and self._metrics:
+            self._drop(self._metrics.popleft())
         self._empty.clear()
         self._wake.set()
+
+    def _drop(self, queued: _Queued) -> None:
+        """Count the values of metrics that wait, in their place."""
+        waits = queued.seq > self._taken.get(queued.source, 0)
+        if waits and isinstance(queued.event, MetricsLogged):
+            self._bytes += queued.replace(drop_values(queued.event))
 
     async def _await_company(self) -> None:
         """Give the node's other ranks the time to answer as well, if nothing else is to be told."""
@@ -115,8 +152,8 @@ class Outbox:
 
     async def _send(self) -> bool:
         batches: list[EventBatch] = []
-        sent = list(itertools.islice(self._queue, self._events_max))
-        for source, seq, event, _, skipped in sent:
+        sent = self._select()
+        for source, seq, event, skipped in ((q.source, q.seq, q.event, q.skipped) for q in sent):
             last = batches[-1] if batches else None
             follows = last and last.source == source and last.first_seq + len(last.events) == seq
             if last and follows and not skipped:
@@ -142,6 +179,21 @@ class Outbox:
         self._events_max = min(2 * self._events_max, _EVENTS_MAX)
         return self._settle(ack.seqs)
 
+    def _select(self) -> list[_Queued]:
+        """Return the next events that fit into a message, and at least one, made to fit."""
+        room = self._bus.payload_max - _ENVELOPE
+        head = self._queue[0]
+        if head.size + _BATCH > room:
+            log.error("event %d of %s: %d bytes are cut", head.seq, head.source, head.size)
+            self._bytes += head.replace(_fit(head, room - _BATCH))
+        sent: list[_Queued] = []
+        for queued in itertools.islice(self._queue, self._events_max):
+            room -= queued.size + _BATCH
+            if sent and room < 0:
+                break
+            sent.append(queued)
+        return sent
+
     def _narrow(self, sent: int, why: str) -> bool:
         """Send less at a time; once it is one event, a note takes its place."""
         if sent > 1:
@@ -151,8 +203,7 @@ class Outbox:
         if isinstance(head.event, MessagesSetAside):
             return False  # This controller does not even understand that.
         log.error("event %d of %s set aside: %s", head.seq, head.source, why)
-        note = MessagesSetAside(at_s=0.0, door="event", source=head.source, reason=why)
-        self._queue[0] = head._replace(event=note)
+        self._bytes += head.replace(_make_note(head, why))
         return True
 
     def _settle(self, seqs: dict[str, int]) -> bool:
@@ -161,10 +212,13 @@ class Outbox:
             self._taken[source] = max(seq, self._taken.get(source, 0))
         progress = False
         while self._queue and self._queue[0].seq <= self._taken.get(self._queue[0].source, 0):
-            done = self._queue.popleft().done
+            settled = self._queue.popleft()
+            self._bytes -= settled.size
             progress = True
-            if done is not None:
-                done()
+            if settled.done is not None:
+                settled.done()
+        while self._metrics and self._metrics[0].seq <= self._taken.get(self._metrics[0].source, 0):
+            self._metrics.popleft()
         return self._skip_missing(seqs) or progress
 
     def _skip_missing(self, seqs: dict[str, int]) -> bool:
@@ -180,5 +234,21 @@ class Outbox:
         if missing <= 0:
             return False
         log.error("%d events before number %d of %s never came", missing, head.seq, head.source)
-        self._queue[0] = head._replace(skipped=head.skipped + missing)
+        head.skipped += missing
         return True
+
+
+def _fit(queued: _Queued, bytes_max: int) -> AnyEvent:
+    """Return the event as it fits, or a note in its place."""
+    why = f"{queued.size} bytes are more than {bytes_max}"
+    return fit_event(queued.event, bytes_max) or _make_note(queued, why)
+
+
+def _make_note(queued: _Queued, why: str) -> MessagesSetAside:
+    return MessagesSetAside(
+        at_s=0.0,
+        door="event",
+        source=queued.source,
+        reason=why,
+        example=type(queued.event).__name__,
+    )

@@ -29,7 +29,7 @@ from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
 from perdure.model.codec import encode
-from perdure.model.errors import FencedError
+from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
@@ -38,7 +38,9 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    MessagesSetAside,
 )
+from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.wire import (
@@ -284,19 +286,22 @@ class ControllerService:
         match command.kind:
             case "ping":
                 result = {"controller": self._incarnation, "pid": os.getpid()}
-                answer = CommandReply(id=command.id, ok=True, result=result)
-                turn.replies.append((reply, encode(answer)))
+                answer = encode(CommandReply(id=command.id, ok=True, result=result))
+                turn.replies.append((reply, answer))
             case "status":
                 result = msgspec.to_builtins(self._memory.fold.snapshot(turn.now))
-                answer = CommandReply(id=command.id, ok=True, result=result)
-                turn.replies.append((reply, encode(answer)))
+                answer = encode(CommandReply(id=command.id, ok=True, result=result))
+                if len(answer) > self._bus.payload_max:
+                    why = f"its {len(answer):,} bytes are too many for the server: see state.json"
+                    answer = encode(CommandReply(id=command.id, ok=False, reason=why))
+                turn.replies.append((reply, answer))
             case kind:
                 state = self._memory.machine.state
                 known = state.answered.get(command.id) or preview_verb(state, kind, command.args)
                 if known is not None:
                     ok, reason, result = known
-                    answer = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
-                    turn.replies.append((reply, encode(answer)))
+                    told = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
+                    turn.replies.append((reply, encode(told)))
                     return
                 self._waiting.setdefault(command.id, []).append(reply)
                 if command.id not in state.commands:
@@ -312,6 +317,7 @@ class ControllerService:
 
     def _add(self, turn: _Turn, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
         """Take one event through the machines: its entry, then its decisions, then what follows."""
+        event = self._fit(event, source)
         self._enter(turn, event, source, source_seq)
         self._orders.note(event)
         for action in self._memory.machine.handle(turn.now, event):
@@ -321,7 +327,7 @@ class ControllerService:
                 summary=describe_action(action),
                 reason=action.reason,
             )
-            self._enter(turn, decision)
+            self._enter(turn, fit_event(decision, self._journal.body_max) or decision)
             turn.sendings += self._orders.take(action)
             if isinstance(action, AnswerCommand):
                 turn.answers.append(action)
@@ -340,6 +346,27 @@ class ControllerService:
         self._devices.note(event)
         self._derive(turn, self._detector.note(turn.now, event))
         self._derive(turn, self._links.note(turn.now, event))
+
+    def _fit(self, event: AnyEvent, source: str) -> AnyEvent:
+        """Return `event` as the journal can hold it, before anything is made of it.
+
+        Raises:
+            PlatformError: it is the job's document, and the server takes no message so large.
+        """
+        limit = self._journal.body_max
+        fitting = fit_event(event, limit)
+        if fitting is not None:
+            return fitting
+        size = len(encode(event))
+        if isinstance(event, JobSubmitted):
+            raise PlatformError(
+                f"the job's document has {size:,} bytes, of which the journal takes {limit:,}",
+                hint="raise max_payload of the NATS server, or shorten [env] and the arguments",
+            )
+        return MessagesSetAside(
+            at_s=self._clock(), door="journal", source=source or "the controller",
+            reason=f"{size:,} bytes are more than {limit:,}", example=type(event).__name__,
+        )  # fmt: skip
 
     def _enter(
         self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0

@@ -47,6 +47,9 @@ log = logging.getLogger("perdure.journal")
 
 _GROUP_BYTES = 500_000
 """A group is split above this: NATS refuses messages over 1 MB unless told otherwise."""
+_ENTRY_BYTES = 4 << 20
+_ENTRY_ROOM = 2048
+"""For what is around the body: its number, its time, and the name of its source."""
 _RETRY_S = 0.02
 _STUCK_S = 8.0
 _MIRROR_RETRY_S = 1.0
@@ -259,6 +262,11 @@ class Journal:
         size, digest = self._mirror.position() if self._mirror is not None else (0, "")
         return Position(self.last_seq, self._groups, self._digest, size, digest)
 
+    @property
+    def body_max(self) -> int:
+        """How many bytes an entry's body may have, so that the entry is one message."""
+        return min(self._stream.bytes_max, _ENTRY_BYTES) - _ENTRY_ROOM
+
     def number(self, bodies: Sequence[AnyEvent | Decision], *, at_s: float) -> list[JournalEntry]:
         """Return `bodies` as the next entries; they count once they were appended."""
         return [
@@ -278,7 +286,7 @@ class Journal:
             if entry.seq != self.last_seq + 1 + len(lines):
                 raise AssertionError(f"entry {entry.seq} after {self.last_seq + len(lines)}")
             line = encode(entry) + b"\n"
-            if lines and size + len(line) > _GROUP_BYTES:
+            if lines and size + len(line) > min(_GROUP_BYTES, self._stream.bytes_max):
                 await self._append_group(lines)
                 lines, size = [], 0
             lines.append(line)
@@ -303,7 +311,8 @@ class Journal:
                 failures += 1
                 if failures == 1:
                     log.warning("%s; nothing is decided until it can be written", error)
-                if asyncio.get_running_loop().time() > stuck_at_s:
+                fits = len(data) <= self._stream.bytes_max  # Else the server is not to blame.
+                if fits and asyncio.get_running_loop().time() > stuck_at_s:
                     stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
                     self._on_stuck()
                 await asyncio.sleep(_RETRY_S)

@@ -42,6 +42,11 @@ class Bus(Protocol):
         """How many times the connection was lost and came back."""
         ...
 
+    @property
+    def payload_max(self) -> int:
+        """How many bytes a message may have, by the word of the server."""
+        ...
+
     async def publish(self, subject: str, data: bytes) -> None:
         """Send `data` to whoever listens. Dropped without an error while not connected."""
         ...
@@ -76,6 +81,11 @@ class Bus(Protocol):
 
 class JournalStream(Protocol):
     """A durable log of byte strings, numbered from 1 without gaps, with fenced appends."""
+
+    @property
+    def bytes_max(self) -> int:
+        """How many bytes a message may have now."""
+        ...
 
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first."""
@@ -137,6 +147,7 @@ class FakeServer:
     down: bool = False
     refuses: bool = False
     """While it is down another one is there, which takes nobody's login."""
+    payload_max: int = 8 << 20
     listeners: dict[str, list[tuple["FakeBus", OnMessage]]] = field(default_factory=dict)
     servers: dict[str, tuple["FakeBus", OnRequest]] = field(default_factory=dict)
     patterns: dict[str, list[tuple["FakeBus", OnEach]]] = field(default_factory=dict)
@@ -163,9 +174,14 @@ class FakeBus:
         """Whether another server is there."""
         return self.server.down and self.server.refuses
 
+    @property
+    def payload_max(self) -> int:
+        """What the server says."""
+        return self.server.payload_max
+
     async def publish(self, subject: str, data: bytes) -> None:
         """Send to every listener on the next turn of the loop."""
-        if not self.connected:
+        if not self.connected or len(data) > self.payload_max:
             return
         self.published.append((subject, data))
         loop = asyncio.get_running_loop()
@@ -191,6 +207,8 @@ class FakeBus:
         entry, patterns = self.server.servers.get(subject), self._find_patterns(subject)
         if not self.connected or not (patterns or (entry and not entry[0]._closed)):
             raise RequestError(f"nobody serves {subject}")
+        if len(data) > self.payload_max:
+            raise RequestError("nats: maximum payload exceeded")
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
         async def reply(data: bytes) -> None:
@@ -237,6 +255,7 @@ class FakeStream:
     def __init__(self, messages: Sequence[bytes] = ()) -> None:
         """Start with `messages`."""
         self.messages = list(messages)
+        self.bytes_max = 8 << 20
         self.ids: dict[str, int] = {}
         self.failures: list[tuple[PlatformError, bool]] = []
         """(error, whether the message is stored all the same: the answer was lost)."""
@@ -252,6 +271,8 @@ class FakeStream:
     async def append(self, data: bytes, *, expected_last: int, message_id: str) -> int:
         """Append, or fail as told."""
         await asyncio.sleep(0)
+        if len(data) > self.bytes_max:
+            raise PlatformError("cannot append to the journal: maximum payload exceeded")
         failure, stored = self.failures.pop(0) if self.failures else (None, True)
         number = self.ids.get(message_id, 0)
         if stored and not number:

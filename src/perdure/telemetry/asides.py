@@ -1,11 +1,11 @@
-"""How many messages were set aside, from whom, and what the first of them was."""
+"""How many messages were set aside and values dropped, from whom, and what the first was."""
 
 from collections.abc import Iterable
 
 import msgspec
 
 from perdure.model.aside import MessagesSetAside, make_plain
-from perdure.model.events import JournalEntry
+from perdure.model.events import JournalEntry, MetricsLogged
 
 ROWS_MAX = 64
 _OTHERS = "others"
@@ -30,6 +30,11 @@ def find_asides(entries: Iterable[JournalEntry]) -> tuple[AsideRow, ...]:
     rows: dict[tuple[str, str], AsideRow] = {}
     for entry in entries:
         note = entry.body
+        if isinstance(note, MetricsLogged) and note.dropped:
+            note = MessagesSetAside(
+                at_s=entry.at_s, door="metrics", source=entry.source, count=note.dropped,
+                reason="values of run.log: no numbers, or too many or too large",
+            )  # fmt: skip
         if not isinstance(note, MessagesSetAside) or not note.count:
             continue
         key = (make_plain(note.door), make_plain(note.source))

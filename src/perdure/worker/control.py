@@ -27,7 +27,8 @@ from perdure.model.actions import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import AnyEvent
+from perdure.model.events import AnyEvent, MetricsLogged
+from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.model.wire import (
     DumpTraces,
     FromWorker,
@@ -41,6 +42,8 @@ from perdure.model.wire import (
 
 RETRY_S = 0.2
 _SEND_TIMEOUT_S = 10.0
+METRICS_KEPT = 256
+"""Batches of metrics that wait for an agent; of older ones only the count is kept."""
 _REFUSED_S = 10.0
 """Between two complaints about what the agent says."""
 
@@ -56,6 +59,8 @@ class Control:
         self._changed = threading.Condition()
         self._unacked: deque[WorkerEvent] = deque()
         self._seq = 0
+        self._metrics: deque[int] = deque()
+        """Numbers of the metrics among them, or that were."""
         self._sent = 0
         """Newest event sent on this connection."""
         self._asides: deque[FromWorker] = deque()
@@ -87,9 +92,20 @@ class Control:
         with self._changed:
             self._seq += 1
             self._unacked.append(WorkerEvent(self._seq, event))
+            if isinstance(event, MetricsLogged):
+                self._metrics.append(self._seq)
+                self._drop_metrics()
             seq = self._seq
         self._wake()
         return seq
+
+    def _drop_metrics(self) -> None:
+        """While no agent takes anything: keep the facts, and count what the oldest metrics held."""
+        if len(self._metrics) <= METRICS_KEPT:
+            return
+        index = self._metrics.popleft() - self._unacked[0].seq
+        if index >= 0 and isinstance(event := self._unacked[index].event, MetricsLogged):
+            self._unacked[index] = WorkerEvent(self._unacked[index].seq, drop_values(event))
 
     def query(self, boundary_id: str) -> None:
         """Ask what became of a prepared boundary."""
@@ -180,8 +196,11 @@ class Control:
 
     def _send_queued(self, connection: socket.socket) -> None:
         with self._changed:
-            messages: list[FromWorker] = [m for m in self._unacked if m.seq > self._sent]
+            events = [message for message in self._unacked if message.seq > self._sent]
             self._sent = self._seq
+        messages: list[FromWorker] = [
+            WorkerEvent(m.seq, fit_event(m.event, EVENT_BYTES_MAX) or m.event) for m in events
+        ]
         while self._asides:
             messages.append(self._asides.popleft())
         if messages:

@@ -4,17 +4,25 @@ import contextlib
 import json
 import os
 import signal
+import stat
+from collections.abc import Iterator
 from resource import struct_rusage
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord
+from perdure.model.fitting import cut_text
 from perdure.model.wire import RankLaunch
 
 _TAIL_BYTES = 1 << 16
 _LAST_LINES = 20
+_LINE_MAX = 4096
+_ERROR_MAX = 4096
+_TRACEBACK_MAX = 65_536
+_JSON_BYTES_MAX = 64 << 20
+"""Of a script's own error file: a larger one is not read."""
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -74,14 +82,20 @@ def make_record(
 ) -> ExitRecord:
     """Return the record of a rank that ended with wait status `status`.
 
-    `oom_kills` is by how much the kernel's counter has grown that no other rank accounts for.
+    `oom_kills` is by how much the kernel's counter has grown that no other rank accounts for. That
+    it ended, and how, is known for certain: whatever is wrong with what it left behind, this much
+    is recorded.
     """
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     code = 0 if number else os.waitstatus_to_exitcode(status)
-    error, traceback = "", ""
-    if code or number:
-        error, traceback = find_error(evidence)
-    last = _read_lines(evidence.stderr, evidence.stderr_from)
+    error, traceback, last = "", "", _read_lines("", 0)
+    try:
+        last = _read_lines(evidence.stderr, evidence.stderr_from)
+        last = last or _read_lines(evidence.stdout, evidence.stdout_from)
+        if code or number:
+            error, traceback = find_error(evidence)
+    except Exception as fault:
+        error = f"what it left behind cannot be read: {fault!r}"
     return ExitRecord(
         rank=rank,
         generation=generation,
@@ -91,9 +105,9 @@ def make_record(
         signal=number,
         oom=number == signal.SIGKILL and not asked and oom_kills > 0,
         asked=asked,
-        error=error,
-        traceback=traceback,
-        last_output=tuple(last or _read_lines(evidence.stdout, evidence.stdout_from)),
+        error=cut_text(error, _ERROR_MAX),
+        traceback=cut_text(traceback, _TRACEBACK_MAX),
+        last_output=tuple(cut_text(line, _LINE_MAX) for line in last),
         cpu_s=usage.ru_utime + usage.ru_stime,
         max_rss_bytes=usage.ru_maxrss * 1024,
     )
@@ -149,18 +163,32 @@ def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:
     return str(message.get("message", "")).strip().split("\n")[0], str(traceback)
 
 
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    """Open a file that a script may have replaced by anything; a pipe must hold nobody up.
+
+    Raises:
+        OSError: it is not there, or no plain file.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(f"{path} is no plain file")
+        yield file
+
+
 def _read_json(path: str) -> dict[str, Any] | None:
     try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            found = json.load(file)
-    except (OSError, ValueError):
+        with _open(path) as file:
+            data = file.read(_JSON_BYTES_MAX + 1)
+        found = json.loads(data[:_JSON_BYTES_MAX].decode("utf-8", "replace"))
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
 
 def _read_tail(path: str, start: int) -> str:
     try:
-        with open(path, "rb") as file:
+        with _open(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(start, size - _TAIL_BYTES))
             return file.read().decode("utf-8", "replace")

@@ -17,16 +17,31 @@ ENV = "PERDURE_TRACEBACK"
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
+_ERROR_MAX = 4096
+_TRACEBACK_MAX = 65_536
+
+
+def _make_text(text: str, limit: int) -> str:
+    """Return `text` as it can be encoded, of a long one a quarter from its beginning, then its end.
+
+    Half of a surrogate pair (of a file name that is not UTF-8, or of cut JSON) becomes its escape.
+    """
+    if len(text) > limit:
+        mark = f" … [{len(text):,} characters, cut] … "
+        text = f"{text[: limit // 4]}{mark}{text[len(text) - limit + limit // 4 :]}"
+    return text.encode("utf-8", "backslashreplace").decode()
+
 
 def save_failure(path: str, value: BaseException, trace: TracebackType | None) -> None:
-    """Write `value` to `path`; a disk that is full or gone must not hide the exception."""
+    """Write `value` to `path`; nothing that goes wrong here may hide the exception."""
     try:
         lines = traceback.format_exception_only(type(value), value)
         error = lines[-1] if isinstance(value, SyntaxError) else lines[0]
         text = "".join(traceback.format_exception(type(value), value, trace))
-        with open(path, "w", encoding="utf-8", errors="backslashreplace") as file:
-            json.dump({"error": error.strip().split("\n")[0], "traceback": text}, file)
-    except (OSError, RecursionError, MemoryError, ValueError):
+        first = _make_text(error.strip().split("\n")[0], _ERROR_MAX)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"error": first, "traceback": _make_text(text, _TRACEBACK_MAX)}, file)
+    except Exception:  # A full disk, no memory, an exception of somebody's that cannot be told.
         return
 
 

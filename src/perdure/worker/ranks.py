@@ -452,17 +452,24 @@ class Ranks:
             status=status,
             usage=usage,
             asked=rank.asked,
-            oom_kills=self._oom_kills.find(rank.generation, rank.rank),
+            oom_kills=self._find_oom_kills(rank),
             evidence=rank.evidence,
         )
-        if record.oom:
-            self._oom_kills.claim()
         rank.record = record
         try:
+            if record.oom:
+                self._oom_kills.claim()
             exits.write_record(self._paths.exit_record(rank.generation, rank.rank), record)
-        except OSError as error:
-            self._log(f"exit record of rank {rank.rank}: {error}")
+        except Exception as error:  # What died is one rank, and the others live by this process.
+            self._log(f"exit record of rank {rank.rank}: {error!r}")
         self._send(KeeperExited(record))
+
+    def _find_oom_kills(self, rank: Rank) -> int:
+        try:
+            return self._oom_kills.find(rank.generation, rank.rank)
+        except Exception as error:
+            self._log(f"kills for memory of rank {rank.rank}: {error!r}")
+            return 0
 
     def _advance_ending(self, ending: Ending, now: float) -> None:
         """Warn, kill, look again; when nothing is left, answer."""

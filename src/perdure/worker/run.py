@@ -165,9 +165,13 @@ class Run:
             stream.close()
 
     def log(self, **metrics: SupportsFloat) -> None:
-        """Note values of the step under way. Rank 0's are shown; the others' are ignored."""
+        """Note values of the step under way. Rank 0's are shown; the others' are ignored.
+
+        A value that is not finite is one like any other. What is no number is left out, said on
+        standard error and counted in `perdure diagnose`; nothing that is logged ends a script.
+        """
         if self._metrics is not None and self.rank == 0:
-            self._metrics.add(self.step, {name: float(v) for name, v in metrics.items()})
+            self._metrics.add(self.step, metrics)
 
     def busy(self, name: str, *, at_most_s: float) -> Busy:
         """Declare that this rank is about to do something long, such as an evaluation.

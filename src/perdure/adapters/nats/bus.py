@@ -231,11 +231,18 @@ class NatsBus:
         """How many times the connection was lost and came back."""
         return self._reconnects + int(self.client.stats["reconnects"])
 
+    @property
+    def payload_max(self) -> int:
+        """How many bytes a message may have, by the word of the server."""
+        return int(self.client.max_payload)
+
     async def publish(self, subject: str, data: bytes) -> None:
         """Send `data`; dropped while not connected."""
         if self.client.is_connected:
             try:
                 await self.client.publish(subject, data)
+            except nats.errors.MaxPayloadError:
+                log.error("%d bytes for %s are too many for the server", len(data), subject)
             except _LOST:
                 return
 

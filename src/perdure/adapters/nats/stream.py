@@ -34,6 +34,8 @@ _BATCH = 500
 _DIRECT_S = 0.5
 """For one batch from one replica."""
 _MISSED_MAX = 10
+_HEADERS = 512
+"""Bytes of an append's headers, at the most: they count as payload."""
 
 
 class NatsStream:
@@ -47,6 +49,11 @@ class NatsStream:
         """
         self._bus, self._direct = bus, direct
         self._name, self._subject = stream_journal(job), subject_journal(job)
+
+    @property
+    def bytes_max(self) -> int:
+        """How many bytes a message may have now, beside its headers."""
+        return self._bus.payload_max - _HEADERS
 
     @property
     def _js(self) -> JetStreamContext:
