@@ -37,9 +37,9 @@ SCRIPT = Path(__file__).parent / "scripts" / "harmed.py"
 TIMEOUT_S = 60.0
 FOR_S = 40.0
 LIMIT_S = 150.0
-WAITS = ("sleep", "spin", "SIGSTOP", "desync")
+WAITS = ("sleep", "spin", "SIGSTOP", "desync", "circle")
 """Faults at which torchrun, or perdure, waits for the process group's time-out."""
-FAULTS = ("SIGKILL", "SIGSTOP", "desync", "exit", "sleep", "spin", "silent", "evaluate")
+FAULTS = ("SIGKILL", "SIGSTOP", "desync", "circle", "exit", "sleep", "spin", "silent", "evaluate")
 DEPTHS = ("supervised", "resumable")
 PIECES = [
     *(f"{fault} / {depth}" for fault in FAULTS for depth in DEPTHS),

@@ -44,6 +44,8 @@ def harm(fault: str, for_s: float) -> None:
             os._exit(0)
         case "desync":
             dist.broadcast(torch.ones(1000), src=0)
+        case "circle":
+            dist.all_reduce(torch.ones(1000), group=pair)
         case "sleep":
             time.sleep(FOR_EVER_S)
         case "spin":
@@ -77,6 +79,7 @@ options = {"timeout": timedelta(seconds=args.timeout_s)} if args.timeout_s else 
 dist.init_process_group("gloo", **options)
 marker = f"{args.trail}.harmed"
 harmed = os.path.exists(marker)
+pair = dist.new_group([0, 1], **options)
 dist.barrier()
 for step in count(args.steps, args.declare):
     time.sleep(0.04)
@@ -86,6 +89,8 @@ for step in count(args.steps, args.declare):
         note("fault", step)
         harm(args.fault, args.for_s)
     dist.all_reduce(torch.ones(1000))
+    if step == args.at and args.fault == "circle" and rank == 0 and not harmed:
+        dist.all_reduce(torch.ones(1000), group=pair)
     note("step", step)
 note("end")
 sys.exit(0)

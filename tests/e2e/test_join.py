@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,39 @@ def events(job: Job, kind: str) -> list[dict[str, Any]]:
     lines = (job.folder / "journal.jsonl").read_text().splitlines()
     bodies = [json.loads(line)["body"] for line in lines if line.endswith("}")]
     return [body for body in bodies if body["type"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_a_machine_whose_agent_is_silent_for_seconds_trains_on(
+    start: Callable[..., Job], join: Callable[[str], Machine], tmp_path: Path
+) -> None:
+    """T4: steps of 3 s, so that the peers' collectives say nothing of it for as long."""
+    trail = tmp_path / "trail"
+    job = start(
+        "far", "-n", "1", "--nodes", "2", "--remote", "1",
+        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "3",
+        timeout_s=200,
+    )  # fmt: skip
+    job.wait_until((job.folder / "credentials" / "joiner.json").exists, "credentials")
+    machine = join(job.cli("invite", "far").stdout)
+    job.wait_until(lambda: len(read(trail, 1)) >= 2, "training on both")
+    (agent,) = (
+        process
+        for process in psutil.Process(machine.process.pid).children(recursive=True)
+        if "perdure agent" in " ".join(process.cmdline())
+    )
+    for gap_s in (1.5, 2.5):
+        before = len(read(trail, 1))
+        agent.suspend()
+        time.sleep(gap_s)
+        agent.resume()
+        job.wait_until(lambda before=before: len(read(trail, 1)) > before, "the next step")
+    assert events(job, "NodeLost") == []
+    assert read(trail, 0)[-1]["world"] == [0, 1]
+    assert len(events(job, "WorldReformed")) == 2, "of both ranks, and no other epoch"
+    job.cli("stop", "far", "--now")
+    job.wait()
 
 
 @pytest.mark.slow

@@ -259,6 +259,8 @@ def _blame_circle(
     if not all(r in silent for r in graph.circle):
         return None
     evidence: dict[str, object] = {"waits": graph.show(), "inside": list(graph.circle[:SHOWN])}
+    if len(graph.circle) <= SHOWN:
+        evidence["circle"] = list(graph.circle)
     reason = f"ranks {', '.join(str(r) for r in graph.circle[:4])} wait for one another"
     place = links.place(now, links.find_stuck(now), "stuck")
     if place is not None:

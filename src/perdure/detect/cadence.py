@@ -5,6 +5,7 @@ own steps are the only yardstick that always fits. Two memories, because they fo
 `Cadence` follows the last steps, `Habits` keeps every silence that once ended by itself.
 """
 
+import math
 from collections import deque
 
 from perdure.model.progress import JobHabits
@@ -102,7 +103,7 @@ class Habits:
 
     def end_silence(self, phase: str, duration_s: float) -> None:
         """A silence of a rank that declares steps, in `phase`, ended by itself."""
-        if duration_s > self._longest.get(phase, 0.0):
+        if self._longest.get(phase, 0.0) < duration_s < math.inf:
             self._longest[phase] = duration_s
 
     def longest_s(self, phase: str) -> float:
@@ -111,6 +112,8 @@ class Habits:
 
     def end_phase(self, phase: str, duration_s: float) -> None:
         """A phase ended by itself."""
+        if not math.isfinite(duration_s):
+            return  # A rank that lies shall not be what is journaled.
         self._phases[phase] = max(self._phases.get(phase, 0.0), duration_s)
 
     def phase_s(self, phase: str) -> float | None:
@@ -119,6 +122,8 @@ class Habits:
 
     def end_gap(self, position: int, duration_s: float) -> None:
         """A silence at `position` (step, or collectives so far) ended by itself."""
+        if not math.isfinite(duration_s):
+            return
         self._gaps[position] = max(self._gaps.pop(position, 0.0), duration_s)
         while len(self._gaps) > self.KEPT:
             del self._gaps[next(iter(self._gaps))]

@@ -25,6 +25,8 @@ LINK_S = 10.0
 TIMEOUT_S = 1800.0
 """torch's own time-out of a process group, where the rank could not tell it: the longest default
 (gloo's; NCCL's is 600 s)."""
+LONGEST_S = 10 * 365 * 86400.0
+"""No time-out is longer, whatever a rank tells: a time without end cannot be journaled."""
 SOONEST_S = 600.0
 """Silence is never acted upon sooner by what the job has taught: a first download, a failover of
 Lustre or NFS and a first evaluation are quiet, healthy, and end within this time."""
@@ -70,7 +72,7 @@ def find_stillness(
     """
     comms = [c for w in suspects for c in w.comms if c.size > 1 and c.timeout_s > 0]
     named = [c.timeout_s for c in comms if c.name == communicator]
-    timeout_s = max(named or [c.timeout_s for c in comms], default=0.0)
+    timeout_s = min(max(named or [c.timeout_s for c in comms], default=0.0), LONGEST_S)
     since_s = max(w.changed_s for w in suspects)
     return Stillness(max(since_s, stack_changed_s), timeout_s or TIMEOUT_S, timeout_s > 0)
 

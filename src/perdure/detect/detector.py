@@ -46,6 +46,8 @@ SLOW = ("CommSlow", "Straggler")
 HANGS = ("CommHang", "ComputeHang")
 LOOK_S = 5.0
 """A second look at a suspect's stack is waited for no longer than this."""
+PLACE_MAX = 200
+"""Characters of a place: a communicator's name is what a rank says it is."""
 ACTED_KEPT = 8
 """Verdicts that have restarted the world, and are remembered."""
 EARLY = 0.5
@@ -434,7 +436,7 @@ class Detector:
                 return []
             reason = f"better explained: {finding.reason}"
             out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
-        self._waiting, self._second_s = finding.waiting, None
+        self._waiting, self._second_s, self._stacks = finding.waiting, None, {}
         self._open = self._make_verdict(now, finding, culprit)
         return [*out, VerdictReached(verdict=self._open)]
 
@@ -544,7 +546,12 @@ class Detector:
         """Return what records, or the kernel, prove about `verdict` as things look now."""
         if verdict.kind == "EarlyExit" and verdict.evidence.get("certain"):
             return "ended"
-        if verdict.kind != "CommHang" or verdict.confidence < SURE:
+        if verdict.kind != "CommHang":
+            return ""
+        circle = verdict.evidence.get("circle", ())
+        if circle and all(is_blocked(self._stacks.get(rank, "")) for rank in circle):
+            return "circle"
+        if verdict.confidence < SURE:
             return ""
         if "probed" in verdict.evidence:
             return "link"
@@ -562,7 +569,7 @@ class Detector:
         if verdict.step < 0:
             seen = verdict.evidence
             place = f"#{seen.get('collective', '?')} of {seen.get('communicator', '?')}"
-        return f"{verdict.kind} of {verdict.culprit} at {place}"
+        return f"{verdict.kind} of {verdict.culprit} at {place}"[:PLACE_MAX]
 
 
 def find_main_stack(text: str) -> str:
@@ -572,6 +579,14 @@ def find_main_stack(text: str) -> str:
     threads = text.split("\n\n")
     main = next((t for t in threads if "MainThread" in t), text)
     return "\n".join(line.strip() for line in main.splitlines() if line.startswith(" "))
+
+
+def is_blocked(stack: str) -> bool:
+    """Return whether a main thread's innermost frame is a call of torch.distributed.
+
+    Who computes, or waits for a disk with a collective under way, is elsewhere.
+    """
+    return "torch/distributed/" in stack.partition("\n")[0]
 
 
 def _put(verdict: Verdict, grounds: Grounds) -> Verdict:

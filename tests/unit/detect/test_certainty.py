@@ -1,5 +1,6 @@
 """T5: what is silent or busy for long is reported at once, and left alone until it is certain."""
 
+import msgspec
 import pytest
 from tests.unit.detect.drive import inject
 
@@ -8,6 +9,7 @@ from perdure.detect.cadence import Habits
 from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, find_grounds, find_stillness
 from perdure.model.events import ControllerStarted, StacksTaken, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig
+from perdure.model.progress import CommProgress
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.sim.collectives import Layout
 
@@ -229,3 +231,59 @@ def test_facts_are_acted_upon_as_fast_as_ever(kind, ground, within_s, lay):
     acted = [e.verdict for _, e in run.said if isinstance(e, VerdictReached)][-1]
     assert (acted.actionable, acted.ground, acted.certain) == (True, ground, True)
     assert acted.acts_why
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_circle_of_waiting_is_proven_by_the_stacks_of_all_that_are_in_it(make_world, blocked):
+    """Whoever has a collective under way may still be computing; its stack tells."""
+    world = make_world()
+    world.run(20)
+    plain = world.progress
+
+    def crossed(r):
+        shown = plain(r)
+        entered = [r.ended + (r.rank == at) for at in (0, 1)]
+        comms = tuple(
+            CommProgress(name, 2, entered[at], r.ended, "allreduce", world.now, (0, 1))
+            for at, name in enumerate(("first", "second"))
+        )
+        return msgspec.structs.replace(shown, comms=comms)
+
+    world.progress = crossed
+    for r in world.ranks:
+        r.busy = False
+    world.run(3, hold=lambda rank: True)
+    verdict = world.verdicts[-1]
+    assert (verdict.kind, verdict.evidence["circle"]) == ("CommHang", [0, 1])
+    frames = ("all_reduce (torch/distributed/distributed_c10d.py:2970)", "read (data.py:1)")
+    stacks = {
+        rank: 'Thread 7 (idle): "MainThread"\n    '
+        + frames[0 if blocked or rank == 0 else 1]
+        + "\n    train (train.py:3)"
+        for rank in (0, 1)
+    }
+    world.take(StacksTaken(generation=0, at_s=world.now, stacks=stacks))
+    world.run(15, hold=lambda rank: True)
+    expected = [("circle", True)] if blocked else []
+    assert [(v.ground, v.certain) for v in world.actionable] == expected
+
+
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_rank_that_lies_about_its_time_out_puts_no_endless_time_into_the_journal(
+    make_world, timeout_s
+):
+    world = make_world(resumable=False, timeout_s=timeout_s)
+    world.run(20)
+    world.ranks[1].busy = False
+    world.run(5, hold=hold_one)
+    (verdict,) = world.verdicts
+    assert world.now + 500 < verdict.acts_s < 1e9
+
+
+def test_silences_without_end_are_not_learned():
+    habits = Habits()
+    for duration_s in (float("nan"), float("inf")):
+        habits.end_gap(5, duration_s)
+        habits.end_phase("step", duration_s)
+        habits.end_silence("step", duration_s)
+    assert habits.note() == Habits().note()

@@ -14,10 +14,14 @@ _STACKS_TIMEOUT_S = 2.0
 
 
 def ask_stacks(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction]:
-    """Ask for the stacks of the culprit and of one rank that waits for it."""
+    """Ask for the stacks of the culprit and of one rank that waits for it.
+
+    Of ranks that wait in a circle for the stacks of all: whether they are blocked settles it.
+    """
     culprit = verdict.culprit.rank
     living = [rank for rank in state.asked if rank not in state.exits]
-    ranks = (
+    circle = verdict.evidence.get("circle", ())
+    ranks = tuple(rank for rank in living if rank in circle) or (
         *(rank for rank in living if rank == culprit),
         *[rank for rank in living if rank != culprit][:1],
     )
