@@ -68,11 +68,12 @@ def find_stillness(
     """Return since when nothing has changed about `suspects`, and how long it may be so.
 
     `communicator` is the one in which others wait for them; where it is not known, the longest
-    time-out of theirs counts.
+    time-out of theirs counts, and no short one.
     """
     comms = [c for w in suspects for c in w.comms if c.size > 1 and c.timeout_s > 0]
     named = [c.timeout_s for c in comms if c.name == communicator]
-    timeout_s = min(max(named or [c.timeout_s for c in comms], default=0.0), LONGEST_S)
+    others = [max(c.timeout_s, SOONEST_S) for c in comms]  # Nobody is seen to wait in them.
+    timeout_s = min(max(named or others, default=0.0), LONGEST_S)
     since_s = max(w.changed_s for w in suspects)
     return Stillness(max(since_s, stack_changed_s), timeout_s or TIMEOUT_S, timeout_s > 0)
 
