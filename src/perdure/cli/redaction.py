@@ -22,20 +22,24 @@ SECRET_NAME = (
 )
 VALUE_LEAST = 4
 """A shorter value of `[env]`, such as 1 or on, is no secret that could be told from other words."""
+_NAMES_MAX = 2000
 _LINE_LEAST = 12
 """Of a value in several lines, those of so many characters are looked for on their own."""
 _WORD = r"[A-Za-z0-9]"
-_VALUE = r"""(?:(?P<quote>\\*["'])(?:(?!(?P=quote)|\n).)+|(?P<bare>)[^\s"',;}\])\\]+)"""
+_VALUE = r"""(?:(?P<quote>\\{0,8}["'])(?:(?!(?P=quote)|\n).)+|(?P<bare>)[^\s"',;}\])\\]+)"""
 """A value in quotes, which may be escaped, or a bare word."""
 _NAMED = re.compile(
-    rf"(?P<name>(?<![A-Za-z])[\w.-]*{SECRET_NAME}s?\d*(?:[_.-][\w.-]*)?[\\\"']*\s*(?:=>|[:=])\s*)"
-    rf"(?![\\\"']*<|None\b|null\b|true\b|false\b|[\[{{(]){_VALUE}",
+    rf"(?P<name>{SECRET_NAME}s?\d{{0,9}}(?:[_.-][\w.-]{{0,64}})?[\\\"']{{0,8}}\s{{0,8}}(?:=>|[:=])\s{{0,8}})"
+    rf"(?![\\\"']{{0,8}}<|None\b|null\b|true\b|false\b|[\[{{(]){_VALUE}",
     re.IGNORECASE,
 )
 _OPTION = re.compile(
-    rf"(?P<name>--?[\w.-]*{SECRET_NAME}[\w.-]*[\\\"']*(?:\s*,\s*|[ \t]+))(?![\\\"']*[<-]){_VALUE}",
-    re.IGNORECASE,
+    r"(?P<name>(?<![\w-])--?(?P<word>\w[\w.-]{0,80})[\\\"']{0,8}(?:\s{0,8},\s{0,8}|[ \t]{1,8}))"
+    rf"(?![\\\"']{{0,8}}[<-]){_VALUE}"
 )
+_PARAMETER = re.compile(r"(?P<name>[?&;](?P<word>[\w.-]{1,80})=)(?P<quote>)[^&\s\"'<]+")
+_SECRET_WORD = re.compile(SECRET_NAME, re.IGNORECASE)
+_SECRET_PARAMETER = re.compile(rf"{SECRET_NAME}|sig|key|code", re.IGNORECASE)
 _ENV = re.compile(r'"env":\s*\{(?:\s*"(?:[^"\\]|\\.)*"\s*:\s*"(?:[^"\\]|\\.)*"\s*,?)*\s*\}')
 _ENV_VALUE = re.compile(r'("(?:[^"\\]|\\.)*"\s*:\s*)"(?:[^"\\]|\\.)*"')
 _SHAPES: tuple[tuple[str, re.Pattern[str], str], ...] = (
@@ -44,26 +48,22 @@ _SHAPES: tuple[tuple[str, re.Pattern[str], str], ...] = (
         re.compile(r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY.*?(?:-----END [A-Z0-9 ]*-----|\Z)", re.S),
         "<private key>",
     ),
-    ("URL with a login", re.compile(r"([a-zA-Z][\w+.-]*://)[^/\s\"'<>@]+@"), r"\1<login>@"),
     (
-        "webhook",
-        re.compile(r"(https?://[^\s\"']*?/(?:services|webhooks?)/)[^\s\"']+"),
-        r"\1<secret>",
+        "URL with a login",
+        re.compile(r"([a-zA-Z][\w+.-]{0,20}://)[^/\s\"'<>@]{1,2048}@"),
+        r"\1<login>@",
     ),
     (
-        "secret of a URL",
-        re.compile(
-            rf"([?&;][\w.-]*(?:{SECRET_NAME}|sig|key|code)[\w.-]*=)[^&\s\"'<]+", re.IGNORECASE
-        ),
+        "webhook",
+        re.compile(r"(https?://[^\s\"']{0,200}?/(?:services|webhooks?)/)[^\s\"']+"),
         r"\1<secret>",
     ),
     (
         "authorization",
-        re.compile(r"\b(Bearer|Basic|Digest|Token)(\s+|%20)[\w.~+/=:-]{6,}", re.IGNORECASE),
+        re.compile(r"\b(Bearer|Basic|Digest|Token)(\s{1,8}|%20)[\w.~+/=:-]{6,}", re.IGNORECASE),
         r"\1\2<secret>",
     ),
     ("named secret", _NAMED, r"\g<name>\g<quote><secret>"),
-    ("secret option", _OPTION, r"\g<name>\g<quote><secret>"),
     (
         "token",
         re.compile(
@@ -76,7 +76,7 @@ _SHAPES: tuple[tuple[str, re.Pattern[str], str], ...] = (
     (
         "long random word",
         re.compile(
-            rf"(?<!{_WORD})(?=[A-Za-z+]*\d)(?=[a-z0-9+]*[A-Z])(?=[A-Z0-9+]*[a-z])[A-Za-z0-9+]{{28,}}={{0,2}}"
+            rf"(?<!{_WORD})(?=[A-Za-z+]{{0,99}}\d)(?=[a-z0-9+]{{0,99}}[A-Z])(?=[A-Z0-9+]{{0,99}}[a-z])[A-Za-z0-9+]{{28,}}={{0,2}}"
         ),
         "<random>",
     ),
@@ -84,13 +84,17 @@ _SHAPES: tuple[tuple[str, re.Pattern[str], str], ...] = (
 _CONTROL = re.compile(
     r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|[\x00-\x08\x0b-\x1f\x7f]"
 )
-_URL_HOST = re.compile(r"(?<=://)(?:(<login>)@)?([A-Za-z0-9][A-Za-z0-9.-]*)(?=[:/?\s\"',)]|$)")
-_AT = re.compile(r"\b([A-Za-z0-9][\w.+-]*)@([A-Za-z0-9][A-Za-z0-9.-]*[A-Za-z0-9])")
+_URL_HOST = re.compile(
+    r"(?<=://)(?:(<login>)@)?([A-Za-z0-9][A-Za-z0-9.-]{0,252})(?=[:/?\s\"',)]|$)"
+)
+_AT = re.compile(
+    r"(?<![\w.+-])([A-Za-z0-9][\w.+-]{0,63})@([A-Za-z0-9][A-Za-z0-9.-]{0,252}[A-Za-z0-9])"
+)
 _IPV4 = re.compile(r"(?<![\d.])(?:\d{1,3}\.){3}\d{1,3}(?![\d.]*\d)")
-_IPV6 = re.compile(r"(?<![\w:.])[0-9a-fA-F:]*:[0-9a-fA-F:]*:[0-9a-fA-F:]+(?![\w:])")
-_HOME = re.compile(r"(/(?:home|Users|export/home)/)([^/\s\"':,]+)")
+_IPV6 = re.compile(r"(?<![\w:.])[0-9a-fA-F:]{3,45}(?![\w:])")
+_HOME = re.compile(r"(/(?:home|Users|export/home)/)([^/\s\"':,]{1,64})")
 _INNER_HOST = re.compile(
-    r"\b[A-Za-z0-9][A-Za-z0-9-]*(?:\.[A-Za-z0-9-]+)*"
+    r"(?<![\w.-])[A-Za-z0-9][A-Za-z0-9-]{0,62}(?:\.[A-Za-z0-9-]{1,63}){0,8}"
     r"\.(?:internal|local|localdomain|lan|corp|intra|intranet|home|cluster)\b"
 )
 _PLAIN_HOSTS = frozenset({"localhost", "pytorch.org", "github.com", "docs.nats.io", "nats.io"})
@@ -138,18 +142,20 @@ class Redactor:
             self._add_word(name, "user name", self._name("user", name.lower()))
 
     def _add_word(self, word: str, kind: str, stand_in: str) -> None:
-        if word.lower() not in self._words:
+        if word.lower() not in self._words and not self._is_full:
             self._words[word.lower()] = (kind, stand_in)
             self._word = None
 
     def redact(self, text: str) -> str:
         """Return `text` without all that; no control characters are left in it either."""
-        text = _CONTROL.sub("", text)
+        text = _CONTROL.sub("", text.encode("utf-8", "replace").decode())
         text = self._sub(_ENV, "[env]", text, lambda m: _ENV_VALUE.sub(r'\1"<env>"', m[0]))
         text = self._sub_known(text)
         for kind, pattern, stand_in in _SHAPES:
             text, count = pattern.subn(stand_in, text)
             self._count(kind, count)
+        text = self._sub(_OPTION, "secret option", text, _hide_if(_SECRET_WORD))
+        text = self._sub(_PARAMETER, "secret of a URL", text, _hide_if(_SECRET_PARAMETER))
         text = self._sub(_AT, "address", text, self._mail)
         text = self._sub(_URL_HOST, "host name", text, self._url_host)
         text = self._sub(_INNER_HOST, "host name", text, self._inner_host)
@@ -157,6 +163,11 @@ class Redactor:
         text = self._sub(_IPV4, "IP address", text, self._address)
         text = self._sub(_IPV6, "IP address", text, self._address)
         return self._sub_words(text)
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether so many names are known that further ones are taken out where they stand only."""
+        return len(self._words) >= _NAMES_MAX
 
     # --- one at a time ------------------------------------------------------------------------
 
@@ -208,22 +219,24 @@ class Redactor:
         """Of `user@host`, both; `<login>@` has gone before."""
         self.add_host(match[2])
         self.add_user(match[1])
-        return match[0]  # The words are taken out in the end.
+        return "<address>" if self._is_full else match[0]  # The words are taken out in the end.
 
     def _url_host(self, match: re.Match[str]) -> str:
         name = match[2]
         if not _is_address(name) and name.lower() not in _PLAIN_HOSTS:
             self.add_host(name)
+            return "<host>" if self._is_full else match[0]
         return match[0]
 
     def _inner_host(self, match: re.Match[str]) -> str:
         if not match[0].startswith("torch."):
             self.add_host(match[0])
+            return "<host>" if self._is_full else match[0]
         return match[0]
 
     def _home(self, match: re.Match[str]) -> str:
         self.add_user(match[2])
-        return match[0]
+        return f"{match[1]}<user>" if self._is_full else match[0]
 
     def _address(self, match: re.Match[str]) -> str:
         """Of what looks like one: `19:41:53` and a version in four parts too big are none."""
@@ -253,6 +266,16 @@ def find_secrets_in_args(args: Iterable[str]) -> list[str]:
             found.append(arg)
         before = arg
     return found
+
+
+def _hide_if(pattern: re.Pattern[str]) -> Callable[[re.Match[str]], str]:
+    """Return what takes out the value of a match whose `word` has `pattern` in it."""
+
+    def hide(match: re.Match[str]) -> str:
+        found = pattern.search(match["word"])
+        return f"{match['name']}{match['quote'] or ''}<secret>" if found else match[0]
+
+    return hide
 
 
 def _is_address(name: str) -> bool:

@@ -165,5 +165,6 @@ def unread_streams() -> Iterator[None]:
         yield
     finally:
         for stream in standing:
-            stream.finish()
+            with contextlib.suppress(KeyboardInterrupt):
+                stream.finish()
         sys.stdout, sys.stderr = before

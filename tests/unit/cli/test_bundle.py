@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import tarfile
+import time
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,6 +17,7 @@ import pytest
 
 from perdure.cli import bundle
 from perdure.cli.app import run_command
+from perdure.cli.redaction import Redactor
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord, JobSubmitted, JournalEntry, NodeRegistered, RankExited
 from perdure.model.job import AlertsConfig, JobSpec
@@ -267,3 +269,27 @@ def test_a_link_out_of_the_folder_is_not_followed(home: Path, tmp_path: Path, qu
     assert run_command(["bundle", "job", "--yes", "--out", "b.tar.gz"]) == 0
     files: Any = read_archive(tmp_path / "b.tar.gz")
     assert b"not the job's" not in b"".join(files.values())
+
+
+MAD = (
+    "1", "x", "_", "+", "-", ":", "a.", "https://", '\\"', '"env":{"a":"b",', "\ud800", "a1B",
+    "token ", "-----BEGIN PRIVATE KEY-----", "/home/", "\x1b]", "--a", "?a", "token=", "a@",
+)  # fmt: skip
+
+
+def test_no_text_makes_it_think_for_ever() -> None:
+    """Lines of a program that has gone mad are read in time that grows with their length."""
+    for unit in MAD:
+        began_s = time.process_time()
+        Redactor().redact(unit * (100_000 // len(unit)) + "!")
+        assert time.process_time() - began_s < 2.0, unit
+
+
+def test_any_number_of_names_is_taken_out() -> None:
+    text = " ".join(f"user{n}@host{n}.example.org https://h{n}.corp/x" for n in range(3000))
+    redactor = Redactor()
+    redactor.redact(text)
+    left = redactor.redact(text)
+    assert "example.org" not in left
+    assert "h2999.corp" not in left
+    assert "user2999@" not in left
