@@ -1,0 +1,104 @@
+"""T1 end to end in one process: whatever is sent, the next good fact comes into the journal.
+
+A rank's socket, agent, outbox, bus, inbox, controller, journal; then all that is made of a journal.
+"""
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.poison import make_poison, make_values
+from tests.stream import SPEC, open_stream
+
+from perdure.control import Memory
+from perdure.dash import render_html
+from perdure.dash.text import render_text
+from perdure.model.codec import encode
+from perdure.model.errors import RequestError
+from perdure.model.events import AnyEvent, JournalEntry, RankJoined
+from perdure.model.progress import NodeBeat
+from perdure.model.wire import (
+    Command,
+    EventMessage,
+    FromWorker,
+    JoinRequest,
+    Notice,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_joins,
+    subject_notices,
+)
+from perdure.service.ports import FakeBus, FakeServer
+from perdure.telemetry import LedgerFold, find_delay_matrix, find_verdicts, make_series
+from perdure.telemetry.asides import find_asides
+
+FACT = RankJoined(generation=0, rank=1, start_step=7)
+POISON = make_poison(FromWorker)
+ELSEWHERE = st.one_of(
+    st.tuples(st.just(subject_events("job", 0)), make_poison(EventMessage)),
+    st.tuples(st.just(subject_beats("job", 0)), make_poison(NodeBeat)),
+    st.tuples(st.just(subject_commands("job")), make_poison(Command)),
+    st.tuples(st.just(subject_notices("job")), make_poison(Notice)),
+    st.tuples(st.just(subject_joins("job")), make_poison(JoinRequest)),
+)
+
+
+def read_everything(entries: list[JournalEntry]) -> None:
+    """Make of the journal whatever is ever made of one."""
+    memory, fold = Memory(SPEC), LedgerFold()
+    for entry in entries:
+        memory.replay(entry)
+        fold.add(entry)
+    now = entries[-1].at_s + 1
+    report, series, matrix = fold.report(now), make_series(entries, now), find_delay_matrix(entries)
+    snapshot = memory.fold.snapshot(now)
+    render_text(report, series, width=100)
+    render_html(report, snapshot, series, matrix)
+    for shown in (report, snapshot, find_verdicts(entries), find_asides(entries)):
+        json.loads(encode(shown), parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
+
+
+async def send_all(
+    path: str, lines: list[bytes], events: list[AnyEvent], others: list[tuple[str, bytes]]
+) -> None:
+    server = FakeServer()
+    bus = FakeBus(server)
+    async with (
+        open_stream(path, None, FakeBus(server), FakeBus(server)) as (stream, connect),
+        connect(1) as rank,
+    ):
+        random = Random(len(lines) + 10 * len(events))
+        seq = 0
+        for event in random.sample(events, len(events)):
+            seq += 1
+            await rank.emit(seq, event)
+            for line in lines:
+                await rank.send(line.replace(b"\n", b" "))
+            for subject, data in others:
+                with contextlib.suppress(RequestError):
+                    await bus.request(subject, data, timeout_s=0.01)
+                await bus.publish(subject, data)
+        seq += 1
+        await rank.emit(seq, FACT)
+        await rank.until_acked(seq)
+        assert FACT in await stream.bodies()
+        read_everything(await stream.entries())
+
+
+@given(
+    st.lists(POISON, max_size=3),
+    st.lists(make_values(AnyEvent), min_size=1, max_size=6),
+    st.lists(ELSEWHERE, max_size=3),
+)
+@settings(max_examples=15, deadline=None)
+def test_the_next_fact_is_journaled_and_all_is_read(
+    lines: list[bytes], events: list[AnyEvent], others: list[tuple[str, bytes]]
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(asyncio.wait_for(send_all(f"{folder}/a", lines, events, others), 30))
