@@ -7,12 +7,13 @@ library, the driver or a single counter is missing, that number is missing and n
 import hashlib
 import importlib
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from perdure.model.devices import DeviceSample, Xid
+from perdure.model.devices import DeviceSample, Xid, share_devices
 from perdure.model.job import JobSpec
 
 XID_KEPT_S = 600.0
@@ -265,6 +266,35 @@ def list_device_ids(
         found[(first + slot) % len(found)] if found else f"cpu-{machine}-{node}-{slot}"
         for slot in range(spec.nproc)
     )
+
+
+def find_group_devices(spec: JobSpec, node: int, environ: Mapping[str, str]) -> str:
+    """Return CUDA_VISIBLE_DEVICES of the replica group on `node`; empty where nothing is divided.
+
+    All groups of a torchft job are on one machine. What the environment, or the job's own, says
+    already is what they divide; otherwise every GPU of the machine, by CUDA's own numbers.
+    """
+    if not spec.groups:
+        return ""
+    merged = {**environ, **spec.env}
+    given = merged.get("CUDA_VISIBLE_DEVICES")
+    found = list_gpus(merged)
+    if given is None and any(one.startswith("MIG-") for one in found):
+        words = list(found)  # Instances have no numbers.
+    elif given is None:
+        words = [str(index) for index in range(len(found) or len(_list_nodes()))]
+    else:
+        words = [word.strip() for word in given.split(",") if word.strip()]
+        words = words[: len(found)] if found else words
+    return ",".join(share_devices(words, node, spec.groups, spec.nproc))
+
+
+def _list_nodes(folder: str = "/dev") -> list[str]:
+    """Return the device files of NVIDIA GPUs, for a machine without NVML's library."""
+    try:
+        return [name for name in os.listdir(folder) if re.fullmatch(r"nvidia\d+", name)]
+    except OSError:
+        return []
 
 
 def find_machine_id() -> str:

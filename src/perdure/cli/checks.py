@@ -151,10 +151,12 @@ def check_devices(spec: JobSpec, environ: dict[str, str]) -> list[str]:
 
     Nothing is refused: whether a script needs a GPU for each rank only the script knows.
     """
-    ranks, gpus = spec.nproc * spec.nodes, len(find_gpus({**environ, **spec.env}))
+    ranks, gpus = spec.machine_ranks, len(find_gpus({**environ, **spec.env}))
     threads = find_default_threads(spec, environ)
     notes = [threads] if threads else []
-    if gpus and ranks > gpus:
+    if gpus and ranks > gpus and spec.groups:
+        notes.append(f"{spec.groups} replica groups of {spec.nproc} share {gpus} visible GPUs")
+    elif gpus and ranks > gpus:
         notes.append(
             f"{ranks} ranks and {gpus} visible GPUs: "
             "a script that takes one GPU by LOCAL_RANK will fail"

@@ -92,6 +92,12 @@ def start(options: o.RunOptions) -> int:
     check_outside(spec)
     open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
     shown = find_shown(spec, options)
+    if options.placement and spec.torchft.replicas:
+        raise ConfigError(
+            "--placement: torchft's replica groups are all on this machine, where their lighthouse "
+            "is; no other machine reaches it yet",
+            hint="leave --placement out, or perdure.elastic over several machines",
+        )
     if not named:
         spec = choose_name(spec, home)
     elif is_alive(paths_of(home, spec.name)):

@@ -14,7 +14,10 @@ from perdure.model.settings import Steering
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 """Where an agent finds the URL of the lighthouse (`service.lighthouse_part`)."""
 
-INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, "SPT_NOENV")
+GROUP_DEVICES = "PERDURE_GROUP_DEVICES"
+"""Where an agent leaves what CUDA_VISIBLE_DEVICES is to be in its replica group."""
+
+INTERNAL = ("PERDURE_RUN_PID", LIGHTHOUSE_URL, GROUP_DEVICES, "SPT_NOENV")
 """Variables of perdure's own parts that no rank inherits."""
 
 
@@ -51,7 +54,8 @@ def _replica_environment(
 ) -> dict[str, str]:
     """Return what is different in a replica group: a world of its own, and torchft's variables.
 
-    torchft lets its variables win over what the script says. A quorum may take as long as it
+    torchft lets its variables win over what the script says. The groups of a machine divide its
+    GPUs, since LOCAL_RANK begins at 0 in each. A quorum may take as long as it
     takes: who is late or dead is the lighthouse's business, and it may itself be restarted.
     """
     env = _world_environment(rank - assignment.replica * spec.nproc, spec.nproc, spec.nproc)
@@ -60,6 +64,8 @@ def _replica_environment(
         "NUM_REPLICA_GROUPS": str(spec.groups),
         "TORCHFT_LIGHTHOUSE": base.get(LIGHTHOUSE_URL, ""),
     }
+    if base.get(GROUP_DEVICES):
+        env["CUDA_VISIBLE_DEVICES"] = base[GROUP_DEVICES]
     if spec.torchft.lighthouse == "perdure":
         patience = {
             "TORCHFT_QUORUM_TIMEOUT_SEC": "86400",

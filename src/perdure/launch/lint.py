@@ -25,6 +25,7 @@ def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
         *_check_durable(spec, profile),
         *_check_meter(profile),
         *_check_room(spec, profile),
+        *_check_groups(spec, profile),
     )
 
 
@@ -108,6 +109,26 @@ def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
         return []
     text = f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs"
     return [Finding("error", text, "nodes alone, or spares")]
+
+
+def _check_groups(spec: JobSpec, profile: Profile) -> list[Finding]:
+    """Return what torchft's groups need: one machine, and devices for each of them."""
+    if not spec.torchft.replicas:
+        return []
+    found = []
+    machines = {"slurm": spec.nodes, "kubernetes": spec.num_nodes}.get(profile.kind, 1)
+    if machines > 1:
+        text = (f"torchft on {machines} machines: all replica groups are on one, where their "
+                "lighthouse is; no other machine reaches it yet")  # fmt: skip
+        hint = "nodes = 1, and on Kubernetes no spares; or an elastic job over several machines"
+        found.append(Finding("error", text, hint))
+    wanted = spec.machine_ranks
+    if 0 < spec.launch.gpus < wanted:
+        text = (
+            f"launch.gpus = {spec.launch.gpus}, and the groups have {wanted} ranks on one machine"
+        )
+        found.append(Finding("error", text, f"launch.gpus = {wanted}: nproc x (replicas + spares)"))
+    return found
 
 
 def _check_meter(profile: Profile) -> list[Finding]:

@@ -3,6 +3,7 @@
 GPU-Util is not among them: it says that some kernel ran, not that the device is well.
 """
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -73,3 +74,22 @@ def name_throttle(bits: int) -> str:
     'hardware slowdown, hardware thermal slowdown'
     """
     return ", ".join(name for bit, name in THROTTLE_NAMES.items() if bits & bit)
+
+
+def share_devices(visible: Sequence[str], group: int, groups: int, nproc: int) -> tuple[str, ...]:
+    """Return the devices of one of several replica groups of `nproc` ranks on one machine.
+
+    Each has as many as any other, and none that another has, so that LOCAL_RANK, which begins at 0
+    in every group, is a device of its own. What cannot be divided is left over. Where there are
+    fewer devices than ranks, groups share them in turn.
+
+    >>> share_devices("01234567", 1, 3, 2), share_devices("01", 2, 3, 1)
+    (('2', '3'), ('0',))
+    """
+    if not visible:
+        return ()
+    each = len(visible) // groups
+    if each >= nproc:
+        return tuple(visible[group * each : (group + 1) * each])
+    first = group * nproc
+    return tuple(visible[(first + slot) % len(visible)] for slot in range(min(nproc, len(visible))))

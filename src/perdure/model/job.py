@@ -427,6 +427,16 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return self.slot_of(rank) - self.node_of(rank) * self.nproc
 
     @property
+    def machine_ranks(self) -> int:
+        """Ranks, and so GPUs, of one machine on which all nodes are; of torchft, all its groups.
+
+        Groups that are spare hold their devices as well.
+        """
+        if self.torchft.replicas:
+            return self.nproc * (self.torchft.replicas + self.spare_nodes)
+        return self.nproc * self.nodes
+
+    @property
     def groups(self) -> int:
         """Replica groups of a torchft job, spare ones among them."""
         return self.num_nodes if self.torchft.replicas else 0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from secrets import token_hex
 from typing import Any, assert_never
 
-from perdure.adapters.devices import Nvml, list_device_ids
+from perdure.adapters.devices import Nvml, find_group_devices, list_device_ids
 from perdure.adapters.host import pick_free_port, read_boot_id, read_state
 from perdure.adapters.nats import NatsBus
 from perdure.adapters.nccl import has_nvidia_gpu
@@ -44,7 +44,7 @@ from perdure.agent.messages import (
     TellWorker,
     TermHeard,
 )
-from perdure.launch.environment import rank_environment
+from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import TimerFired
@@ -81,7 +81,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_steering,
 )
-from perdure.service.placement import find_address
+from perdure.service.placement import find_address, find_gloo_interface
 from perdure.service.ports import Bus
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
 
@@ -117,7 +117,11 @@ class AgentService:
         self._env = {name: value for name, value in env.items() if name not in RANK_ONLY}
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
         offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
-        nvml = Nvml.open(env)
+        if share := find_group_devices(spec, node, env):
+            self._env[GROUP_DEVICES] = share
+        if interface := find_gloo_interface(spec, env):
+            self._env["GLOO_SOCKET_IFNAME"] = interface
+        nvml = Nvml.open({**env, "CUDA_VISIBLE_DEVICES": share} if share else env)
         self._devices = DeviceTelemetry(clock_offset_s, nvml)
         identity = NodeIdentity(
             node=node,

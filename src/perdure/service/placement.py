@@ -15,7 +15,9 @@ from collections.abc import Mapping
 
 import msgspec
 
+from perdure.launch.ssh.door import list_interfaces
 from perdure.model.errors import ConfigError
+from perdure.model.job import JobSpec
 
 LOOPBACK = "127.0.0.1"
 _CLOSED = "an address of a lab or of a private network, such as 10.77.0.1"
@@ -94,6 +96,18 @@ def load_placement(path: str, nodes: int) -> Placement:
 def find_address(env: Mapping[str, str]) -> str:
     """Return where other nodes reach this one, from the environment of its agent."""
     return env.get("PERDURE_NODE_ADDRESS") or LOOPBACK
+
+
+def find_gloo_interface(spec: JobSpec, env: Mapping[str, str]) -> str:
+    """Return the interface by which other nodes reach this one; empty where gloo finds it.
+
+    Left alone, gloo takes the address of the host's own name. On Debian and Ubuntu that is
+    127.0.1.1, at which no other node is.
+    """
+    address = env.get("PERDURE_NODE_ADDRESS", "")
+    if not address or address.startswith("127.") or "GLOO_SOCKET_IFNAME" in {**env, **spec.env}:
+        return ""
+    return next((name for name, own in list_interfaces() if own == address), "")
 
 
 def _is_closed(address: str) -> bool:

@@ -31,9 +31,6 @@ def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:
     if spec.room and section.shape != "job":
         text = f"nodes_max: pods are added beside a Job, and not to a {section.shape}"
         found.append(Finding("error", text, 'kubernetes.shape = "job"'))
-    if spec.torchft.replicas and spec.num_nodes > 1:
-        text = "replica groups of torchft are all started in one pod"
-        found.append(Finding("error", text, "nodes = 1, or depth elastic"))
     if section.project and spec.launch.outputs:
         text = f"launch.outputs are in the image, at {section.project}: they go with the pod"
         found.append(Finding("warning", text, "write them to DURABLE_DIR, or send the project "

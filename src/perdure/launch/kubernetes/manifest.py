@@ -370,7 +370,8 @@ def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
 
     Cores are requested and not limited: a quota would throttle ranks in the middle of a step.
     """
-    requests = {"cpu": section.cpu or str(spec.nproc)}
+    ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
+    requests = {"cpu": section.cpu or str(ranks)}
     limits = {"ephemeral-storage": section.ephemeral_storage}
     if section.memory:
         limits["memory"] = section.memory

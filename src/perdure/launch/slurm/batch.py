@@ -16,12 +16,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
 from perdure.launch.slurm.chain import RUNS, Chain, Run, decide
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths, job_paths
 from perdure.model.report import Snapshot
@@ -165,15 +166,15 @@ def requeue(job: str) -> int:
 
 def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list[str]:
     """Return the option of `perdure run` that puts an agent on each node of the allocation."""
-    if spec.num_nodes < 2:
+    if spec.num_nodes < 2 or spec.torchft.replicas:
         return []
     listed = os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", listed],
         capture_output=True, text=True, timeout=_CALL_S, check=True,
     ).stdout.split()  # fmt: skip
-    addresses = [find_address(host) for host in hosts]
-    here = all(address.startswith("127.") for address in addresses)
+    addresses = find_addresses(hosts)
+    here = all(_is_loopback(address) for address in addresses)
     step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
             f"--cpus-per-task={chain.cpus}", "--kill-on-bad-exit=0", "--input=none"]  # fmt: skip
     step += [f"--gres={chain.gres}"] if chain.gres else []
@@ -187,17 +188,72 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
     return ["--placement", str(path)]
 
 
+def find_addresses(hosts: Sequence[str]) -> list[str]:
+    """Return the addresses at which the nodes of an allocation reach one another.
+
+    Where all are loopback, all are on this machine (a cluster of tests).
+
+    Raises:
+        PlatformError: a node has none that the others could use.
+    """
+    found = {host: find_address(host) for host in dict.fromkeys(hosts)}
+    outside = [address for address in found.values() if not _is_loopback(address)]
+    for host, address in found.items():
+        if outside and _is_loopback(address) and is_here(host):
+            found[host] = find_route(outside[0])
+    lost = next((host for host in found if outside and _is_loopback(found[host])), "")
+    if lost or "" in found.values():
+        host = lost or next(host for host, address in found.items() if not address)
+        raise PlatformError(
+            f"node {host} has no address for the others: its name is {found[host] or 'unknown'}",
+            hint=f"scontrol show node {host}: NodeAddr; or the name's line in /etc/hosts",
+        )
+    return [found[host] for host in hosts]
+
+
 def find_address(host: str) -> str:
-    """Return the address of a node of the allocation, as Slurm reaches it."""
-    try:
-        return socket.gethostbyname(host)
-    except OSError:
+    """Return the address of a node, as Slurm reaches it; a loopback one where there is no other.
+
+    On Debian and Ubuntu a machine's own name is 127.0.1.1 to itself.
+    """
+    answers = resolve(host)
+    if not answers or all(_is_loopback(answer) for answer in answers):
         done = subprocess.run(
             ["scontrol", "-o", "show", "node", host],
-            capture_output=True, text=True, timeout=_CALL_S, check=True,
+            capture_output=True, text=True, timeout=_CALL_S, check=False,
         )  # fmt: skip
         fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
-        return socket.gethostbyname(fields["NodeAddr"])
+        answers += resolve(fields.get("NodeAddr", ""))
+    return min(answers, key=_is_loopback, default="")
+
+
+def resolve(name: str) -> list[str]:
+    """Return the IPv4 addresses of a name, in the resolver's order; none where it knows none."""
+    try:
+        rows = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM) if name else []
+    except (OSError, UnicodeError):
+        return []
+    return [str(row[4][0]) for row in rows]
+
+
+def find_route(other: str) -> str:
+    """Return this machine's address on its way to `other`; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        try:
+            asking.connect((other, 9))
+        except OSError:
+            return ""
+        return str(asking.getsockname()[0])
+
+
+def is_here(host: str) -> bool:
+    """Return whether a node is the one that runs this."""
+    names = {os.environ.get("SLURMD_NODENAME", ""), socket.gethostname()}
+    return host in names or host in {name.partition(".")[0] for name in names}
+
+
+def _is_loopback(address: str) -> bool:
+    return address.startswith("127.")
 
 
 def say(text: str) -> None:
@@ -206,4 +262,8 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:3]))
+    try:
+        sys.exit(main(*sys.argv[1:3]))
+    except PlatformError as error:
+        say(f"error: {error}; {error.hint}")
+        sys.exit(error.exit_code)

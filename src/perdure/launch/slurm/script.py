@@ -73,7 +73,7 @@ def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
     """Return the options of sbatch, without `#SBATCH`."""
     lines = [
         f"--job-name={spec.name}",
-        f"--nodes={spec.local_nodes}",
+        f"--nodes={1 if spec.torchft.replicas else spec.local_nodes}",
         "--ntasks-per-node=1",
         f"--cpus-per-task={find_cpus(spec, section)}",
         f"--time={section.time_limit}",
@@ -99,7 +99,8 @@ def find_python(profile: Profile) -> str:
 
 def find_cpus(spec: JobSpec, section: SlurmSection) -> int:
     """Return the cores of a node."""
-    return section.cpus_per_task or max(1, spec.nproc)
+    ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
+    return section.cpus_per_task or max(1, ranks)
 
 
 def find_gres(spec: JobSpec, section: SlurmSection) -> str:

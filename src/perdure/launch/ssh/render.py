@@ -115,7 +115,10 @@ def _check_hosts(spec: JobSpec, profile: Profile) -> None:
             hint=f"nodes = {count}, or fewer and whole nodes of spares",
         )
     if spec.torchft.replicas or spec.bus.replicas > 1:
-        raise ConfigError("launch.hosts: torchft's groups and bus.replicas are on one box only")
+        raise ConfigError(
+            "launch.hosts: torchft's groups and bus.replicas are on one box only",
+            hint="their lighthouse and servers are reached by nobody else: name one box",
+        )
 
 
 def _list_run(spec: JobSpec) -> list[str]:
@@ -238,11 +241,11 @@ def expand_tilde(place: str) -> str:
 
 def _render_settings(spec: JobSpec, profile: Profile, command: list[str]) -> str:
     """Return what the supervisor runs; variables are those of env.sh."""
-    nodes_here = 1 if len(profile.launch.hosts) > 1 else spec.nodes
+    ranks = spec.nproc if len(profile.launch.hosts) > 1 else spec.machine_ranks
     settings = {
         "command": command,
         "cwd": "$JOB_DIR/project",
-        "gpus": spec.launch.gpus or spec.nproc * nodes_here,
+        "gpus": spec.launch.gpus or ranks,
     }
     return msgspec.json.format(msgspec.json.encode(settings)).decode() + "\n"
 
