@@ -11,7 +11,15 @@ import typer
 
 from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
-from perdure.launch.catalog import SECTIONS, Resolved, flatten, list_profiles, load_profile, overlay
+from perdure.launch.catalog import (
+    SECTIONS,
+    Resolved,
+    find_source,
+    flatten,
+    list_profiles,
+    load_profile,
+    overlay,
+)
 from perdure.launch.platforms import Here, find_platform
 from perdure.model.profile import HOST_DEPENDENT, Profile, find_unmeasured
 from perdure.service.jobfiles import resolve_home
@@ -49,8 +57,13 @@ def profiles(
     if as_json:
         flat = flatten(_document(profile))
         values = {
-            key: {"value": value, "from": resolved.origins.get(key, "default")}
+            key: {
+                "value": value,
+                "from": resolved.origins.get(key, "default"),
+                "source": find_source(resolved, key),
+            }
             for key, value in flat.items()
+            if key != "sources"
         }
         print_json(
             {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)}
@@ -59,6 +72,8 @@ def profiles(
     print(render_profile(resolved))
     print()
     print(render_danger(profile))
+    if facts := render_sources(resolved):
+        print(f"\n{facts}")
 
 
 def here(home: str) -> Here:
@@ -135,11 +150,21 @@ def render_profile(resolved: Resolved) -> str:
     notes = find_meanings()
     rows: list[tuple[Any, ...]] = []
     for key, value in flatten(_document(resolved.profile)).items():
-        if key == "storage.tiers" or key in ("danger", "base"):
-            continue  # The matrix and the danger clock stand below.
+        if key in ("storage.tiers", "danger", "base", "sources"):
+            continue  # The matrix, the danger clock and where facts were read stand below.
         shown = "host-dependent (--measure)" if value == HOST_DEPENDENT else _show(value)
         rows.append((key, shown, resolved.origins.get(key, "default"), notes.get(key, "")))
     return render_table(("key", "value", "from", "meaning"), rows)
+
+
+def render_sources(resolved: Resolved) -> str:
+    """Return where each fact of a platform was read and when; empty where there is no fact."""
+    facts: dict[str, list[str]] = {}
+    for key in flatten(_document(resolved.profile)):
+        if source := find_source(resolved, key):
+            facts.setdefault(source, []).append(key)
+    rows: list[tuple[Any, ...]] = [(", ".join(keys), source) for source, keys in facts.items()]
+    return render_table(("fact", "read"), rows) if rows else ""
 
 
 def _list(home: str, as_json: bool) -> None:

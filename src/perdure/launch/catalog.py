@@ -34,6 +34,28 @@ class Resolved(msgspec.Struct, frozen=True):
     """Dotted key -> `generic-ssh`, a path, `measured`, `--host`; defaults have none."""
 
 
+NO_FACTS = ("platform", "base", "kind", "launch", "daemon", "gotchas", "overrides", "slurm",
+            "notebook", "kubernetes", "detach_primitive", "network", "sources")  # fmt: skip
+"""What a profile chooses; the rest says what a platform is like."""
+
+
+def find_source(resolved: Resolved, key: str) -> str:
+    """Return where a fact was read and when, or that this is not known; empty for what is no fact.
+
+    Only a shipped profile's facts have one: what a person writes is their own, and what is
+    `host-dependent` is measured.
+    """
+    origin = resolved.origins.get(key, "")
+    shipped = (SHIPPED / f"{origin}.toml").is_file() and "/" not in origin
+    if not shipped or origin == BASELINE or key.split(".")[0] in NO_FACTS:
+        return ""
+    for one in resolved.profile.sources:
+        mine = any(key == fact or key.startswith(f"{fact}.") for fact in one.facts)
+        if one.profile == origin and mine:
+            return f"{one.where} ({one.read})"
+    return "source not known"
+
+
 def list_profiles(home: str) -> list[str]:
     """Return the names of all profiles, the user's own among them."""
     files = [*SHIPPED.glob("*.toml"), *Path(home, "profiles").glob("*.toml")]
@@ -59,8 +81,11 @@ def load_profile(name: str, home: str) -> Resolved:
         wanted = "" if is_baseline else document.get("base", BASELINE)
     merged: dict[str, Any] = {}
     origins: dict[str, str] = {}
+    sources: list[dict[str, Any]] = []
     for source, document in reversed(chain):
+        sources += [{**one, "profile": source} for one in document.pop("sources", ())]
         _overlay(merged, document, origins, source, "")
+    merged["sources"] = sources
     return Resolved(msgspec.convert(merged, Profile), origins)
 
 
@@ -144,7 +169,7 @@ def _check(document: dict[str, Any], text: str, path: Path) -> None:
         hint = "perdure profiles generic-ssh shows every key with its meaning"
         if "unknown field" in what:
             wrong = what.split("`")[1]
-            known = (SECTIONS[keys[0]] if keys else Profile).__struct_fields__
+            known = SECTIONS.get(keys[0] if keys else "", Profile).__struct_fields__
             near = get_close_matches(wrong, known, n=1)
             hint = f"did you mean `{near[0]}`?" if near else f"keys: {', '.join(known)}"
             keys.append(wrong)

@@ -162,6 +162,19 @@ class OverridesSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
     """Another detach primitive than the profile's."""
 
 
+class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Where facts about a platform were read; what platforms do changes without a word."""
+
+    facts: tuple[str, ...]
+    """Keys, or sections with all of their keys."""
+    where: str
+    """An address, or what else was looked at."""
+    read: Annotated[str, Meta(pattern=r"^\d{4}-\d{2}(-\d{2})?$")]
+    """The day, or the month, on which it was read."""
+    profile: str = ""
+    """The profile whose facts these are; filled in where it is loaded."""
+
+
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One platform, whole: the diffs of its bases applied."""
 
@@ -217,6 +230,9 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """What is asked of Colab or Kaggle, where `kind` is notebook."""
     kubernetes: KubernetesSection = KubernetesSection()
     """What is asked of a cluster, where `kind` is kubernetes."""
+
+    sources: tuple[Source, ...] = ()
+    """Where its facts were read, and when."""
 
     @property
     def ends_by_itself(self) -> bool:

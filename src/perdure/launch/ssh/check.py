@@ -1,5 +1,6 @@
 """The box looked at before anything is sent: what it has, who holds it, what would go wrong."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -14,8 +15,9 @@ import msgspec
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.programs import ASK, read_program
+from perdure.model.errors import ConfigError
 from perdure.model.launching import Finding, Plan
-from perdure.model.profile import Profile
+from perdure.model.profile import LaunchSection, Profile
 from perdure.model.supported import TESTED_TORCH, read_version
 
 _SHARED = (
@@ -31,6 +33,7 @@ _SHARED = (
     "glusterfs",
 )
 _PLAIN = {"LC_ALL": "C"}
+RUNPOD_PROXY = "ssh.runpod.io"
 LIVING = ("running", "orphaned")
 _FREE_MIN = 2 << 30
 _INODES_MIN = 20_000
@@ -136,6 +139,7 @@ def check_banner(plan: Plan) -> list[Finding]:
 def probe(plan: Plan) -> dict[str, Any]:
     """Return what `box.py probe` tells of the box."""
     profile = plan.profile
+    refuse_proxy(profile.launch)
     overrides = profile.overrides
     places = {"DATA_DIR": overrides.DATA_DIR, "DURABLE_DIR": overrides.DURABLE_DIR}
     if overrides.CRED_FILE:
@@ -153,6 +157,32 @@ def probe(plan: Plan) -> dict[str, Any]:
         script, dict[str, Any], stdin=read_program("box.py").encode(), timeout_s=120
     )
     return answer
+
+
+def refuse_proxy(section: LaunchSection) -> None:
+    """Refuse RunPod's proxy, which gives a terminal and neither commands nor files.
+
+    Its documentation ("Connect to a Pod with SSH", read 2026-11-22) says so of basic SSH.
+
+    Raises:
+        ConfigError: the box's name, or the address that ssh's configuration has for it, is that.
+    """
+    host = section.host
+    if not host:
+        return
+    names = [host]
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        config = ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
+        done = subprocess.run(["ssh", *config, "-G", host], capture_output=True, text=True,
+                              timeout=10, stdin=subprocess.DEVNULL)  # fmt: skip
+        names += [line.split()[1] for line in done.stdout.splitlines()
+                  if line.startswith("hostname ")]  # fmt: skip
+    if any(name.rpartition("@")[2].lower() == RUNPOD_PROXY for name in names):
+        raise ConfigError(
+            f"{host} is RunPod's proxy ({RUNPOD_PROXY}): it carries a terminal, but no files and "
+            "no commands",
+            hint="SSH over exposed TCP: the pod's public IP and port of 22, in ~/.ssh/config",
+        )
 
 
 def _quote(place: str) -> str:
