@@ -5,15 +5,17 @@ import math
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 from tests.journals import Story, tell
 
 from perdure.cli.app import run_command
-from perdure.dash.svg import render_curve
-from perdure.dash.text import render_chart
+from perdure.dash.svg import render_curve, render_stack
+from perdure.dash.text import render_chart, render_text
 from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import encode
 from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.telemetry import LedgerFold, make_series
 
 
 @pytest.fixture(autouse=True)
@@ -87,3 +89,21 @@ def test_values_that_can_hardly_be_drawn() -> None:
     svg = render_curve(list(enumerate(values)), x_label="step", y_label="loss")
     assert not re.search(r'="[^"]*(nan|inf)[^"]*"', svg.replace("loss by step", ""))
     assert render_chart([math.nan] * 2, height=1) == ["xx"]
+
+
+@pytest.mark.parametrize("seconds", [math.nan, math.inf, -math.inf, 1e300, -5.0])
+def test_a_ledger_of_lies_is_drawn_all_the_same(seconds: float) -> None:
+    """T1: a rank that lies about its seconds makes a strange report, and not none."""
+    story = tell(Story(now=1_700_000_000.0))
+    fold = LedgerFold()
+    for entry in story.entries:
+        fold.add(entry)
+    report = fold.report(story.now)
+    ledger = {
+        name: msgspec.structs.replace(account, s=seconds, fraction=seconds)
+        for name, account in report.ledger.items()
+    }
+    report = msgspec.structs.replace(report, ledger=ledger)
+    assert "Ledger" in render_text(report, make_series(story.entries, story.now), width=100)
+    bar = render_stack((name, account.fraction) for name, account in ledger.items())
+    assert not re.search(r'="[^"]*(nan|inf)[^"]*"', bar)

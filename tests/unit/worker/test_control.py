@@ -183,3 +183,23 @@ def test_a_fact_without_measure_is_cut_before_it_is_sent(agent, control):
     event = agent.read().event
     assert len(event.error) < EVENT_BYTES_MAX
     assert event.step == 1
+
+
+def test_an_order_that_fails_costs_the_line_nothing(agent, control, capfd):
+    """T1: the thread that hears orders also sends what the rank has to say."""
+
+    def fail(order):
+        raise LookupError("nobody has this")
+
+    control.on_boundary = fail
+    control.start()
+    agent.accept()
+    order = SendBoundary(
+        id="b", move="prepare", kind="stop", step=9, ranks=(1,), generation=2, reason="asked"
+    )
+    agent.say(order)
+    control.emit(joined(1))
+    assert agent.read() == WorkerEvent(1, joined(1))
+    agent.say(WorkerAck(1))
+    assert control.drain(10)
+    assert "SendBoundary could not be carried out" in capfd.readouterr().err
