@@ -99,7 +99,7 @@ def render_stack(parts: Iterable[tuple[str, float]], *, height: int = 34) -> str
     """Return one bar of (account, fraction) parts from 0 to 1."""
     out, x = [_open(height, "ledger")], 0.0
     for account, fraction in parts:
-        width = fraction * _W
+        width = min(max(clip_value(fraction) or 0.0, 0.0), 1.0) * _W
         if width > 0:
             ink = INKS[account]
             out.append(

@@ -109,7 +109,8 @@ def _render_ledger(report: Report, width: int) -> str:
     lines = [f"Ledger ({report.slot_s:.1f} slot-seconds)"]
     room = max(10, min(40, width - 52))
     for name, account in report.ledger.items():
-        full = account.fraction * room
+        share = clip_value(account.fraction) or 0.0
+        full = min(max(share, 0.0), 1.0) * room
         bar = "█" * int(full) + (_BLOCKS[round(full % 1 * 8)] if full % 1 >= 0.0625 else "")
         line = f"{name:<29}{account.s:>11.2f} s{account.fraction:>9.2%}  {bar}"
         lines.append(line.rstrip())

@@ -215,7 +215,11 @@ class Control:
                 self._refused_at_s = now
                 print(f"perdure: the agent sent what it may not: {error}", file=sys.stderr)
             return
-        self._handle(message)
+        try:
+            self._handle(message)
+        except Exception as error:  # What the order asks for; the line outlives it.
+            what = type(message).__name__
+            print(f"perdure: {what} could not be carried out: {error!r}", file=sys.stderr)
 
     def _handle(self, message: ToWorker) -> None:
         match message:

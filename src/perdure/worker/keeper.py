@@ -199,7 +199,10 @@ class Keeper:
         if agent is None:
             return
         for message in agent.read(ToKeeper, lambda why: _log(f"agent: set aside: {why}")):
-            self._obey(message)
+            try:
+                self._obey(message)
+            except Exception as error:  # All ranks of the node live by this process.
+                _log(f"{type(message).__name__} could not be carried out: {error!r}")
         if agent.closed and agent is self._agent:
             self._close_agent()
 
