@@ -24,6 +24,7 @@ from perdure.cli import (
     prune,
     pull,
     queue,
+    remind,
     remote,
     run,
     scale,
@@ -114,6 +115,7 @@ for command in (
     pull.pull,
     teardown.teardown,
     teardown.forget,
+    remind.remind,
 ):
     app.command(name=NAMES.get(command))(command)
 app.command(context_settings=run.CONTEXT)(run.run)

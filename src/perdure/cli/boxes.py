@@ -25,8 +25,8 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
     when it last did, and as which boot.
     """
     platform = find_platform(record.profile.kind)
-    path = Path(place.home, "launches", "seen", f"{record.job}.json")
-    seen = {row.host: row for row in read_document(str(path), list[BoxRow]) or []}
+    path = _find_seen(place.home, record.job)
+    seen = {row.host: row for row in read_seen(place.home, record.job)}
 
     def look(box: LaunchRecord) -> BoxRow:
         try:
@@ -42,6 +42,15 @@ def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
     return rows
 
 
+def read_seen(home: str, job: str) -> list[BoxRow]:
+    """Return how a job's boxes were when they were last asked."""
+    return read_document(str(_find_seen(home, job)), list[BoxRow]) or []
+
+
+def _find_seen(home: str, job: str) -> Path:
+    return Path(home, "launches", "seen", f"{job}.json")
+
+
 def _describe(box: LaunchRecord, state: BoxState) -> BoxRow:
     return BoxRow(
         host=box.box,
@@ -52,6 +61,8 @@ def _describe(box: LaunchRecord, state: BoxState) -> BoxRow:
         started_s=state.started_s,
         attempt=state.attempt,
         address=box.address,
+        ended_s=state.ended_s,
+        load=state.load,
     )
 
 

@@ -23,7 +23,7 @@ from perdure.launch.platforms import Here, Platform, find_platform
 from perdure.launch.records import read_record, read_remote, write_record
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding, Plan
+from perdure.model.launching import Finding, LaunchRecord, Plan
 from perdure.model.profile import Profile, find_unmeasured
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 
@@ -98,7 +98,8 @@ def launch(
         return 0
     if stop:
         return 128 + signal.SIGTERM
-    record = platform.submit(plan, place)
+    before = read_record(home, plan.job)
+    record = _keep_account(spec, platform.submit(plan, place), before)
     write_record(home, record)
     if as_json:
         print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
@@ -106,6 +107,16 @@ def launch(
         how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
         print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
     return _follow(plan.job, stop) if follow else 0
+
+
+def _keep_account(spec: JobSpec, record: LaunchRecord, before: LaunchRecord | None) -> LaunchRecord:
+    """Return a record with what reminders need; a launch that goes on is billed from the first."""
+    since_s = record.launched_s
+    if before and not before.torn_down_s and _place(before.profile) == _place(record.profile):
+        since_s = before.billed_since_s or before.launched_s
+    return msgspec.structs.replace(
+        record, billed_since_s=since_s, budget=spec.launch.budget, alerts=spec.alerts
+    )
 
 
 def _runs_there(plan: Plan, place: Here) -> bool:

@@ -19,6 +19,7 @@ from perdure.adapters.stacks import dump_stack
 from perdure.cli.act import JobName
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
 from perdure.cli.options import Json
+from perdure.cli.remind import list_reminders
 from perdure.cli.say import note, print_json, render_table
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import (
@@ -29,6 +30,7 @@ from perdure.dash.verdicts import (
 )
 from perdure.dash.watch import find_telling, render_busy
 from perdure.detect.traps import find_trap, name_symptoms
+from perdure.launch.reminding import find_cost
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.launching import LaunchRecord
@@ -104,6 +106,8 @@ def ps(
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
         print(f"{row['job']}: launched to {row['where']} ({row['profile']}) "
               f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}")  # fmt: skip
+        for reminder in row["reminders"]:
+            print(f"  {reminder.text}")
 
     _print_left(left, ended)
 
@@ -129,7 +133,7 @@ def _render_age(age_s: float) -> str:
 
 def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
     """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
-    hours = max(0.0, time.time() - record.launched_s) / 3600
+    hours, cost = find_cost(record, time.time())
     teardown = record.profile.teardown
     return {
         "job": record.job,
@@ -137,9 +141,10 @@ def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
         "where": ", ".join(b.profile.launch.host for b in record.boxes) or record.profile.kind,
         "launched_s": record.launched_s,
         "hours": hours,
-        "cost": hours * teardown.price_per_hour * len(record.boxes),
+        "cost": cost,
         "currency": teardown.currency,
         "pulled_to": record.pulled_to,
+        "reminders": list_reminders(record, resolve_home()),
     }
 
 

@@ -12,6 +12,7 @@ from perdure.cli.boxes import describe_row, find_box, print_status, tell_boxes
 from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
 from perdure.cli.options import Json
 from perdure.cli.profiles import here
+from perdure.cli.remind import list_reminders
 from perdure.cli.say import note, print_json
 from perdure.launch.platforms import Here, find_platform
 from perdure.model.errors import ConfigError, PlatformError
@@ -35,6 +36,9 @@ def run_there(record: LaunchRecord, argv: Sequence[str]) -> int:
             _tell_pods(record, place)
         elif told:
             tell_boxes(record, place)
+        if told:
+            for reminder in list_reminders(record, place.home):
+                note(reminder.text)
 
 
 def _tell_pods(record: LaunchRecord, place: Here) -> None:

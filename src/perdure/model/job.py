@@ -262,6 +262,7 @@ AlertKind = Literal[
     "storage",
     "part",
     "ended",
+    "meter",
 ]
 
 
@@ -282,8 +283,10 @@ class AlertsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         "preemption",
         "storage",
         "ended",
+        "meter",
     )
-    """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well."""
+    """Which kinds; `checkpoint-failed` and `part` (one of perdure's own died) are there as well.
+    `meter` is what `perdure remind` finds."""
     per_minute: Positive = 12
     """More than this are counted and told of in one."""
     timeout_s: Seconds = 10.0
@@ -307,6 +310,9 @@ class LaunchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Folders in the project that are results: pulled and verified like the checkpoints."""
     gpus: Count = 0
     """GPUs that the job holds alone on a machine; 0: `nproc`, where there are any."""
+    budget: Annotated[float, Meta(ge=0)] = 0
+    """A launched job that has cost so much (hours by the profile's `price_per_hour`) is called to
+    mind; 0: as the profile's `teardown.budget` has it. Nothing is stopped by it."""
 
 
 class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

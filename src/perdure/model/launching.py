@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.model.job import AlertsConfig
 from perdure.model.profile import Kind, Profile
 
 
@@ -97,6 +98,12 @@ class LaunchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time at which the stop verb had run; the platform may not yet say that it is gone."""
     notes: tuple[str, ...] = ()
     """What a person has let go of by a flag, with the time."""
+    billed_since_s: float = 0.0
+    """Unix time of the first launch to this very place; 0 in records of an older perdure."""
+    budget: float = 0.0
+    """What the job may cost before it is called to mind; 0: as the profile has it."""
+    alerts: AlertsConfig = AlertsConfig()
+    """Whom the job's file names for alerts: reminders go there as well."""
 
     @property
     def box(self) -> str:
@@ -131,6 +138,8 @@ class BoxState(msgspec.Struct, frozen=True, kw_only=True):
     """CUDA_VISIBLE_DEVICES that it holds."""
     reason: str = ""
     """In one sentence."""
+    load: float = -1.0
+    """The machine's load over a quarter of an hour; -1: not told."""
 
     @property
     def over(self) -> bool:
@@ -155,6 +164,18 @@ class BoxRow(msgspec.Struct, frozen=True, kw_only=True):
     """How often that was started."""
     address: str = ""
     """Where the job's other boxes reach it."""
+    ended_s: float = 0.0
+    """Unix time there at which its part of the job ended; 0 while it runs."""
+    load: float = -1.0
+    """As in `BoxState`."""
+
+
+class Reminder(msgspec.Struct, frozen=True):
+    """What a person should look after, since it costs money: a row of `perdure remind --json`."""
+
+    job: str
+    kind: Literal["budget", "ended", "idle", "stop-asked"]
+    text: str
 
 
 class PulledFile(msgspec.Struct, frozen=True):

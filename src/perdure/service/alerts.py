@@ -112,6 +112,10 @@ class Alerter:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout_s)
 
+    async def send(self, alert: Alert) -> None:
+        """Deliver one alert that is not of the journal; `dropped` counts those that were lost."""
+        await self._deliver(alert)
+
     async def _deliver(self, alert: Alert) -> None:
         data = encode(alert)
         if self._config.command:

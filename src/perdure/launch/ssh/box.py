@@ -141,7 +141,7 @@ def end(folder: str, started: dict[str, Any], how: dict[str, Any]) -> None:
 def find_state(folder: str) -> dict[str, Any]:
     """Return how the job of `folder` is: what was written down, and who of it still lives."""
     start, exited = read(folder, "start.json"), read(folder, "exit.json")
-    now = {"boot_id": boot_id(), "now": time.time()}
+    now = {"boot_id": boot_id(), "now": time.time(), "load": os.getloadavg()[2]}
     if not start:
         return {**now, "state": "not-started", "reason": "its supervisor has written nothing yet"}
     told = {**now, "attempt": start["attempt"], "started_s": start["at"],

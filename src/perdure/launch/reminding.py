@@ -1,0 +1,68 @@
+"""What a launched job costs, and when a person is reminded of it: after its end, idle, by budget.
+
+Pure: what is remembered goes in, sentences come out. Nothing is ever stopped for it.
+"""
+
+from collections.abc import Sequence
+
+from perdure.model.launching import BoxRow, LaunchRecord, Reminder
+
+IDLE_LOAD = 0.1
+"""A machine whose load over a quarter of an hour is below this does nothing."""
+_WARN = 0.8
+_OVER = ("ended", "killed", "rebooted", "not-started")
+
+
+def find_cost(record: LaunchRecord, now_s: float) -> tuple[float, float]:
+    """Return the hours since a job was first launched to its boxes, and what they cost; 0: unknown.
+
+    A box that was taken away counts as well, for nobody has said since when.
+    """
+    hours = max(0.0, now_s - (record.billed_since_s or record.launched_s)) / 3600
+    return hours, hours * record.profile.teardown.price_per_hour * (1 + len(record.others))
+
+
+def find_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float) -> list[Reminder]:
+    """Return what a person should look after, by how the boxes were when they were last asked."""
+    if record.torn_down_s or record.profile.ends_by_itself or record.profile.kind == "local":
+        return []
+    teardown, job = record.profile.teardown, record.job
+    found = []
+    if record.stop_asked_s:
+        hours = (now_s - record.stop_asked_s) / 3600
+        text = f"stop was asked for {hours:.1f} h ago, and {record.profile.platform} has not said "
+        text += f"that {record.box} is gone: perdure teardown {job} asks again"
+        found.append(Reminder(job, "stop-asked", text))
+    price = f", {teardown.price_per_hour:g} {teardown.currency} an hour" if (
+        teardown.price_per_hour) else ""  # fmt: skip
+    if rows and all(row.state in _OVER for row in rows) and not record.stop_asked_s:
+        ended_s = max(row.ended_s or row.seen_s for row in rows)
+        text = f"it has ended {max(0.0, now_s - ended_s) / 3600:.1f} h ago, and {record.box} is "
+        text += f"billed on{price}: perdure pull {job} DIR, verify, teardown"
+        found.append(Reminder(job, "ended", text))
+    for row in rows:
+        if row.state in ("running", "orphaned") and 0 <= row.load < IDLE_LOAD:
+            text = f"it runs, and {row.host} has done nothing for a quarter of an hour "
+            text += f"(load {row.load:.2f}){price}: perdure diagnose {job}"
+            found.append(Reminder(job, "idle", text))
+    return [*found, *_find_budget(record, now_s)]
+
+
+def _find_budget(record: LaunchRecord, now_s: float) -> list[Reminder]:
+    teardown = record.profile.teardown
+    budget = record.budget or teardown.budget
+    if not budget:
+        return []
+    hours, cost = find_cost(record, now_s)
+    money = f"{budget:.2f} {teardown.currency}"
+    if not teardown.price_per_hour:
+        text = f"its budget is {money}, and the profile has no price: teardown.price_per_hour"
+    elif cost >= budget:
+        text = f"its budget of {money} is spent: {cost:.2f} in {hours:.1f} h; nothing is stopped "
+        text += f"for it: perdure stop {record.job}, pull, verify, teardown"
+    elif cost >= _WARN * budget:
+        left = (budget - cost) / (cost / hours)
+        text = f"{cost:.2f} of its budget of {money} are spent; the rest lasts {left:.1f} h"
+    else:
+        return []
+    return [Reminder(record.job, "budget", text)]
