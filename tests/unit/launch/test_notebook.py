@@ -15,7 +15,14 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.notebook import cells, payload, render
-from perdure.launch.notebook.sitting import decide_next, find_newest, find_time_left, record
+from perdure.launch.notebook.sitting import (
+    decide_next,
+    find_newest,
+    find_stamps,
+    find_time_left,
+    keep,
+    record,
+)
 from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import Manifest
 from perdure.model.errors import ConfigError
@@ -360,3 +367,25 @@ def test_sessions_that_get_nowhere_are_given_up() -> None:
     )  # fmt: skip
     assert decide_next(run(4, 90), runs, 99)[0] == "requeue"
     assert decide_next(run(4, 90), runs, 5) == ("give up", "5 sessions; notebook.sessions_max")
+
+
+def test_what_a_script_writes_into_its_project_outlives_the_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: a notebook's project is gone with its session; only named outputs were kept."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path / "home"))
+    project, folder = tmp_path / "data" / "project", tmp_path / "durable" / "session-1"
+    for name in ("train.py", "notes.txt", "runs/old.log"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("sent")
+    sent = find_stamps(project)
+    for name in ("checkpoints/best.pth", "notes.txt", "runs/new.log", "__pycache__/train.pyc"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text("written by the script")
+    (project / "latest").symlink_to("nowhere")
+    keep("gpt", folder, ["runs"], tmp_path / "data", sent)
+    kept = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert kept == {
+        "project/checkpoints/best.pth", "project/notes.txt",
+        "outputs/runs/old.log", "outputs/runs/new.log",
+    }  # fmt: skip

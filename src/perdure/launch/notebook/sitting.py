@@ -23,8 +23,10 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.pulling import EXCLUDED
 from perdure.launch.slurm.batch import follow, look_at_job, read_runs, say
 from perdure.launch.slurm.chain import RUNS, STUCK_RUNS, Run, decide
+from perdure.launch.ssh.results import walk_area
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
 from perdure.model.paths import job_paths
 
@@ -57,13 +59,14 @@ def main(path: str) -> int:
     signal.setitimer(signal.ITIMER_REAL, max(left_s, 1.0))
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(data / "job.json")]
     began_s = time.time()
+    sent = find_stamps(data / "project")
     # The lock goes along: it is held for as long as either of the two lives.
     process = subprocess.Popen(
         command, cwd=data / "project", pass_fds=(lock,), preexec_fn=end_with_parent
     )
 
     def keep_all() -> None:
-        keep(name, durable / f"session-{session}", settings["outputs"], data)
+        keep(name, durable / f"session-{session}", settings["outputs"], data, sent)
 
     with repeat(keep_all, KEEP_S):
         code = follow(process, told, _WORDS)
@@ -140,12 +143,34 @@ def find_newest(durable: Path) -> int:
     return max((s for n in names if (s := parse_checkpoint_name(n)) is not None), default=-1)
 
 
-def keep(name: str, folder: Path, outputs: list[str], data: Path) -> None:
-    """Copy what is newer of the job's records and outputs to the durable place."""
+def find_stamps(project: Path) -> dict[str, tuple[int, int]]:
+    """Return name -> size and time of change of each file of a project, caches left out."""
+    told: dict[str, list[str]] = {"excluded": [], "unread": [], "others": []}
+    paths = walk_area(str(project), set(), EXCLUDED, told | {"roots": {}})
+    stamps = {}
+    for path in paths:
+        with contextlib.suppress(OSError):  # A link that leads nowhere, or a file that went.
+            stat = os.stat(path)
+            stamps[os.path.relpath(path, project)] = (stat.st_size, stat.st_mtime_ns)
+    return stamps
+
+
+def keep(
+    name: str, folder: Path, outputs: list[str], data: Path, sent: dict[str, tuple[int, int]]
+) -> None:
+    """Copy what is newer of the job's records and outputs to the durable place.
+
+    So is what the script has written into its project and nobody named: whatever is there now and
+    was not, or not so, when it was `sent`. The session takes the rest with it.
+    """
     root = Path(job_paths(os.environ["PERDURE_HOME"], name, os.getuid()).root)
     wanted = {root / part: folder / part for part in _KEPT}
     wanted |= {data / "project" / out: folder / "outputs" / out for out in outputs}
     wanted[data / "run.out"] = folder / "run.out"
+    named = tuple(f"{os.path.normpath(out)}/" for out in outputs)
+    for path, stamp in find_stamps(data / "project").items():
+        if sent.get(path) != stamp and not path.startswith(named):
+            wanted[data / "project" / path] = folder / "project" / path
     for source, target in wanted.items():
         try:
             copy_newer(source, target)
