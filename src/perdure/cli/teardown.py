@@ -23,7 +23,13 @@ from perdure.cli.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.say import note, print_json
 from perdure.launch import gone
 from perdure.launch.channel import Channel, UnreachedError
-from perdure.launch.gate import find_changes, find_neighbours, find_obstacles, is_destroyed
+from perdure.launch.gate import (
+    find_changes,
+    find_known,
+    find_neighbours,
+    find_obstacles,
+    is_destroyed,
+)
 from perdure.launch.gone import ask_gone, fill_words
 from perdure.launch.platforms import Here
 from perdure.launch.pulling import (
@@ -276,7 +282,7 @@ def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
     """
     rosters: dict[str, PullManifest] = {}
     records = list_records(place.home)
-    known = frozenset(other.job for other in records)
+    known = find_known(record, records)
     found = _look(record, place, waived, rosters, known)
     if waived.box_is_gone:
         return Look(found, rosters)

@@ -107,6 +107,20 @@ def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> li
     ]
 
 
+def find_known(record: LaunchRecord, records: Iterable[LaunchRecord]) -> frozenset[str]:
+    """Return the jobs that were launched from here to the boxes of `record`, torn down or not.
+
+    A job of the same name elsewhere is another one.
+    """
+    hosts = _list_hosts(record)
+    return frozenset(
+        other.job
+        for other in records
+        if other.profile.kind == record.profile.kind
+        and (not hosts.isdisjoint(_list_hosts(other)) or not (hosts or _list_hosts(other)))
+    )
+
+
 def _list_hosts(record: LaunchRecord) -> set[str]:
     boxes = (record, *record.others)
     return {box.profile.launch.host for box in boxes if box.profile.launch.host}

@@ -44,8 +44,7 @@ SKIPPED = (
 Of perdure's own folders only: in a user's a folder may well be called so."""
 EXCLUDED = (
     "__pycache__", "*.pyc", ".cache", ".hf", ".mypy_cache", ".ruff_cache", ".pytest_cache",
-    ".ipynb_checkpoints", "node_modules", "lost+found", ".ssh", ".gnupg", ".perdure-credentials*",
-    ".perdure-locks", PARTIAL,
+    ".ipynb_checkpoints", "node_modules", "lost+found", ".ssh", ".gnupg", ".perdure-*", PARTIAL,
 )  # fmt: skip
 """What is not brought home from where nobody named it: caches, and secrets. Environments of
 Python's are left out as well."""
@@ -183,7 +182,7 @@ def _list_files(
         label: (*EXCLUDED, *scratch) if "outputs/" in label else (*SKIPPED, *scratch)
         for label in roots
     }
-    hidden = [box.home, os.path.join(os.path.dirname(box.place), "envs")] if areas else []
+    hidden = [box.home] if areas else []
     if overrides.HF_HOME and "$DATA_DIR" not in overrides.HF_HOME:
         hidden.append(overrides.HF_HOME)
     wanted = msgspec.json.encode(

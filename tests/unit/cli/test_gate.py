@@ -16,9 +16,12 @@ import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
 from perdure.cli import teardown as command
+from perdure.launch.catalog import load_profile
+from perdure.launch.pulling import find_areas
 from perdure.launch.records import write_record
 from perdure.launch.ssh import box as box_program
 from perdure.launch.ssh.render import fill
+from perdure.model.launching import LaunchRecord
 
 pytestmark = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
 
@@ -188,6 +191,31 @@ def test_a_link_that_leads_elsewhere_and_a_folder_that_cannot_be_read_keep_it_sh
     site.teardown("--leave", "project/out", "--leave", "project/w*", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("name", "host", "areas"),
+    [
+        ("generic-ssh", "box", {"project": "/d/gpt/project", "data": "/d", "durable": "/v"}),
+        ("slurm", "login", {"project": "/d/gpt/project", "folder": "/d/gpt"}),
+        ("slurm", "", {}),
+        ("kubernetes", "",
+         {"project": "/d/gpt/project", "folder": "/d/gpt", "durable": "/checkpoints"}),
+        ("kaggle", "", {"output": "/v/state"}),
+        ("local", "", {}),
+    ],
+)  # fmt: skip
+def test_every_platform_is_looked_at_by_the_same_means(
+    name: str, host: str, areas: dict[str, str]
+) -> None:
+    """P1: what a platform's job may have written is looked at, wherever it is."""
+    profile = load_profile(name, "/nonexistent").profile
+    launch = msgspec.structs.replace(profile.launch, host=host)
+    record = LaunchRecord(
+        job="gpt", profile=msgspec.structs.replace(profile, launch=launch), place="/d/gpt",
+        home="/v/state", python="python3",
+    )  # fmt: skip
+    assert find_areas(record) == areas
+
+
 def test_a_job_that_was_not_launched_from_here_keeps_the_gate_shut(site: Site) -> None:
     """P6: a colleague's job on the same box is named, and its files are not brought along."""
     write_tensors(site.job / "project" / "best.safetensors")
@@ -200,6 +228,10 @@ def test_a_job_that_was_not_launched_from_here_keeps_the_gate_shut(site: Site) -
     state.mkdir(parents=True)
     for name in ("job.json", "journal.jsonl"):
         (state / name).write_text("{}")
+    launch = msgspec.structs.replace(site.record.profile.launch, host="another-box")
+    profile = msgspec.structs.replace(site.record.profile, launch=launch)
+    namesake = msgspec.structs.replace(site.record, job="bert", profile=profile)
+    write_record(str(site.home), namesake)  # One of ours elsewhere is not theirs here.
     site.pull()
     assert not (site.pulled / "data" / "bert").exists()
     site.verify()
@@ -364,7 +396,7 @@ exit 0
         assert each.returncode == 0
     log = (tmp_path / "log").read_text().split()
     assert log == ["begin", "end"], "the second one finds it made"
-    lock = box_program.take_lock(str(tmp_path / "envs" / ".e.lock"))
+    lock = box_program.take_lock(str(tmp_path / "envs" / ".perdure-e.lock"))
     late = make("0.3")
     assert "for 0.3 s another launch has been making" in late.communicate(timeout=30)[1]
     assert late.returncode == 1

@@ -33,7 +33,7 @@ pip() { "$python" -m pip install -q --disable-pip-version-check "$@"; }
 purelib() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 # Launches at once may share it: each is made by one, under a lock that ends with its holder.
 mkdir -p "$(dirname "$venv")"
-exec 9> "$(dirname "$venv")/.@name@.lock"
+exec 9> "$(dirname "$venv")/.perdure-@name@.lock"
 "$base" - 9 @wait@ <<'PY' || fail "for @wait@ s another launch has been making $venv: wait for it, or end it"
 import errno, fcntl, sys, time
 until = time.monotonic() + float(sys.argv[2])
