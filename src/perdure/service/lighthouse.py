@@ -263,7 +263,7 @@ class LighthouseService:
             outputs = self.machine.note_process(
                 self._clock(),
                 beat.generation,
-                stopped=bool(states & {"T", "t"}),
+                stopped="T" in states,  # A debugger's `t` ends by itself; py-spy makes it, too.
                 lives=bool(states) and not states & {"Z", "X", "?"},
                 busy_until_s=max((phase.until_s for phase in phases), default=0.0),
             )

@@ -616,3 +616,32 @@ def test_what_is_due_lies_ahead() -> None:
         due_s = lab.machine.next_deadline()
         assert due_s is not None
         assert due_s > lab.now
+
+
+@pytest.mark.parametrize("since_s", [float("nan"), float("-inf"), -1e18, float("inf"), 0.0])
+@pytest.mark.parametrize("timeout_s", [float("nan"), float("inf"), -1.0, 1e-9, 60.0])
+def test_a_lie_about_a_wait_leaves_nobody_out(since_s: float, timeout_s: float) -> None:
+    lab = Lab(hung_s=0.0)
+    lab.steps(5)
+    lab.take(lab.machine.wait(lab.now, 0, 1, since_s, timeout_s=timeout_s))
+    lab.wait(0.5)
+    due_s = lab.machine.next_deadline()
+    assert due_s is not None
+    assert due_s > lab.now
+    assert not any(isinstance(o, LeftOut | Fenced) for o in lab.out)
+    lab.take(lab.machine.wait(lab.now, 0, 1, since_s, over=True))
+    lab.steps(2, first=5)
+    assert not any(isinstance(o, LeftOut | Fenced) for o in lab.out)
+
+
+def test_what_a_group_waits_for_while_it_is_held_is_nobodys_lateness() -> None:
+    """An operator holds group 0 for an hour; group 1 did not let it wait."""
+    lab = Lab(hung_s=1.0)
+    lab.steps(5)
+    lab.regroup(3)
+    groups = tuple(ReplicaGroup(g, g, f"store:{g}", g == 0) for g in range(3))
+    lab.take(lab.machine.regroup(lab.now, groups))
+    lab.ask(0, 5)
+    lab.wait(3600.0)
+    lab.ask(1, 5)
+    assert lab.machine.silences.expected_s < 1.0

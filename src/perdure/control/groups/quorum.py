@@ -58,7 +58,8 @@ _DEADLOCK = 5.0
 """All wait for one another: broken up after this many times `hung_s`, where that is given."""
 _FRESH_S = 2.0
 """What an agent has said of a process holds for so long."""
-_BUSY_S_MAX = 7 * 86400.0
+_TOLD_S_MAX = 7 * 86400.0
+"""No group's word reaches further ahead."""
 
 
 @dataclass(slots=True)
@@ -184,9 +185,11 @@ class Quorums:
         replica = self._find(generation)
         if replica is None or quorum_id != self.quorum_id or replica.asked is not None:
             return []
-        replica.timeout_s = timeout_s or replica.timeout_s
+        if 0 < timeout_s <= _TOLD_S_MAX:
+            replica.timeout_s = timeout_s
         if not over:
-            replica.waiting_s = min(since_s, now)
+            begun_s = now if self._formed_s is None else self._formed_s  # Never before its quorum.
+            replica.waiting_s = min(max(begun_s, since_s), now)
             return self._arrive(now, replica) + self._advance(now)
         outputs: list[Output] = []
         for other in self._find_idle():  # Whoever it waited for has come, and all go on.
@@ -212,7 +215,7 @@ class Quorums:
         replica.stopped = stopped
         replica.lives_s = now if lives and not stopped else -math.inf
         busy = busy_until_s > now and not stopped
-        replica.busy_until_s = min(busy_until_s, now + _BUSY_S_MAX) if busy else 0.0
+        replica.busy_until_s = min(busy_until_s, now + _TOLD_S_MAX) if busy else 0.0
         if busy or was_busy:
             replica.busy_s = now
         return self._advance(now) if stopped else []
@@ -361,7 +364,7 @@ class Quorums:
             return replica.missed_s
         if replica.name not in self.members:
             return None
-        others = [r for r in self._present() if r is not replica]
+        others = [r for r in self._awaited() if r is not replica]
         since = [r.waiting_s for r in others if r.waiting_s is not None]
         since += [r.asked_s for r in others if r.asked is not None]
         return min(since, default=None)
@@ -599,7 +602,8 @@ class Quorums:
             patience_s = config.hung_s + expected_s
         else:
             told = [r.timeout_s for r in self._present() if r.timeout_s] if collective else []
-            patience_s = max(*told, expected_s) if told else max(config.timeout_s, expected_s)
+            least_s = config.late_s + expected_s
+            patience_s = max(*told, least_s) if told else max(config.timeout_s, least_s)
         return patience_s if self._knows(replica) else max(patience_s, config.startup_s)
 
     def _deadlock_s(self) -> float:
