@@ -1,5 +1,6 @@
 """T15: what a test run or a bench has started ends with it, however it ends."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -46,7 +47,12 @@ def run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator["subprocess.
 
 
 def find_family(pid: int) -> list[psutil.Process]:
-    return [p for p in psutil.Process(pid).children(recursive=True) if "sleep" in p.name()]
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # It may have been asked for a moment only.
+            if "sleep" in process.name():
+                found.append(process)
+    return found
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ TESTS: dict[str, dict[str, str]] = {
     "U37": {"prevented": "unit/dash/test_screens.py::"
                          "test_a_long_curve_is_thinned_but_keeps_its_spike"},
     "U38": {"watched": f"{_DETECTOR}::"
-                       "test_a_rank_that_did_not_arrive_is_named_and_acted_upon_by_what_it_does"},
+                       "test_a_rank_that_did_not_arrive_is_named_and_acted_upon_as_the_job_file_says"},
     "U39": {"prevented": f"{_DETECTOR}::test_a_script_that_shows_nothing_and_is_stopped_is_found"},
     "U40": {"prevented": f"{_LAUNCH}/test_environment.py::test_threads_are_the_users_where_set"},
     "U41": {"diagnosed": _OOM},

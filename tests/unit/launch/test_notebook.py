@@ -1,5 +1,7 @@
 """A rendered notebook: its cells are run as they are, in folders that stand for a service's."""
 
+import ast
+import inspect
 import json
 import os
 import subprocess
@@ -295,6 +297,20 @@ def test_a_project_too_large_is_refused(project: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(payload, "PROJECT_MAX", 5)
     with pytest.raises(ConfigError, match="larger than"):
         payload.read_project(project, ())
+
+
+def test_docstrings_stay_behind_and_every_line_keeps_its_number() -> None:
+    source = inspect.getsource(payload)
+    stripped = payload.strip_docstrings(source)
+    assert "A notebook is one file" not in stripped
+    assert len(stripped.splitlines()) == len(source.splitlines())
+    for node in ast.walk(ast.parse(stripped)):
+        if isinstance(node, ast.FunctionDef):
+            assert f"def {node.name}(" in source.splitlines()[node.lineno - 1]
+    one_line = (
+        'class A:\n    """Some text — of two lines,\n\n    and a third."""\n\nb = "kept"  # so\n'
+    )
+    assert payload.strip_docstrings(one_line) == 'class A:\n\n\n    ...\n\nb = "kept"  # so\n'
 
 
 def test_what_is_excluded_as_rsync_reads_it_does_not_go_along(tmp_path: Path) -> None:
