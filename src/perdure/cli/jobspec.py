@@ -61,6 +61,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
     spec = place_replicas(spec)
+    _check_observed(spec)
     check_bus(spec)
     _check_remote(spec)
     cwd = os.path.abspath(spec.cwd)
@@ -82,7 +83,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     spec = msgspec.structs.replace(
         spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
     )
-    return spec, "name" in document, _find_notes(options)
+    return spec, "name" in document, _find_notes(options, spec)
 
 
 def _check_remote(spec: JobSpec) -> None:
@@ -106,6 +107,19 @@ def _check_remote(spec: JobSpec) -> None:
         raise ConfigError("--remote: replica groups of torchft are all started here", hint=hint)
 
 
+def _check_observed(spec: JobSpec) -> None:
+    """Refuse to observe a world that is to grow: every machine that joins is an action.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    if spec.observe and spec.room:
+        raise ConfigError(
+            f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
+            hint="leave nodes_max or --observe out",
+        )
+
+
 def place_replicas(spec: JobSpec) -> JobSpec:
     """Return a torchft job with a node for each replica group.
 
@@ -119,6 +133,10 @@ def place_replicas(spec: JobSpec) -> JobSpec:
         raise ConfigError(f"--nodes {spec.nodes}: each of the {replicas} replica groups is a node")
     if spec.no_python:
         raise ConfigError("--torchft and --no-python exclude one another")
+    if spec.observe and spec.torchft.lighthouse == "perdure":
+        # Perdure's own holds and evicts; torchft's does what it would do without perdure.
+        stock = msgspec.structs.replace(spec.torchft, lighthouse="stock")
+        spec = msgspec.structs.replace(spec, torchft=stock)
     if spec.torchft.lighthouse == "perdure" and find_spec("grpc") is None:
         raise ConfigError("--torchft needs grpcio", hint="pip install 'perdure[torchft]'")
     if spec.spares and spec.torchft.lighthouse != "perdure":
@@ -187,6 +205,7 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         "module": options.module or None,
         "no_python": options.no_python or None,
         "cold": options.cold or None,
+        "observe": options.observe or None,
     }
     document.update({key: value for key, value in plain.items() if value is not None})
     if options.nproc is not None:
@@ -262,7 +281,7 @@ def _find_line(source: str, keys: list[str]) -> str:
     return f", line {number}" if number else ""
 
 
-def _find_notes(options: RunOptions) -> list[str]:
+def _find_notes(options: RunOptions, spec: JobSpec) -> list[str]:
     notes = find_rdzv_notes(
         {
             "--rdzv-backend": options.rdzv_backend,
@@ -273,6 +292,8 @@ def _find_notes(options: RunOptions) -> list[str]:
             "--node-rank": options.node_rank,
         }
     )
+    if spec.observe:
+        notes.append("observed only: nothing is acted upon; a rank that fails ends the job")
     if options.monitor_interval is not None:
         notes.append("--monitor-interval ignored: the kernel tells of every exit at once")
     if options.start_method is not None:

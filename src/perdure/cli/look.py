@@ -27,6 +27,7 @@ from perdure.dash.verdicts import (
     render_aside,
     render_evidence,
     render_verdict,
+    render_withheld,
 )
 from perdure.dash.watch import find_telling, render_busy
 from perdure.detect.traps import find_trap, name_symptoms
@@ -168,6 +169,8 @@ def render_snapshot(snapshot: Snapshot) -> str:
     ]
     if snapshot.reason:
         lines.append(snapshot.reason)
+    if snapshot.observed:
+        lines += render_withheld(snapshot.withheld)
     if snapshot.metrics:
         lines.append("  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items())))
     if snapshot.ranks:
@@ -310,6 +313,9 @@ def diagnose(
             f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
         )
     start_s = find_start(entries[0]) if entries else 0.0
+    snapshot = found.snapshot()
+    if snapshot.observed:
+        print("\n".join(render_withheld(snapshot.withheld)) + "\n")
     if verdicts:
         print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))
     else:

@@ -97,6 +97,9 @@ Replicas = Annotated[
     int | None, _option("--replicas", min=1, help="Replica groups, each of -n ranks (default 2).")
 ]
 Cold = Annotated[bool, _option("--cold", help="Start ranks by exec instead of from a warm image.")]
+Observe = Annotated[
+    bool, _option("--observe", help="See, record and report everything; never act upon it.")
+]
 Nats = Annotated[
     str | None, _option("--nats", metavar="URL", help="Your own NATS server with JetStream.")
 ]
@@ -168,6 +171,7 @@ class RunOptions:
     torchft: bool = False
     replicas: int | None = None
     cold: bool = False
+    observe: bool = False
     nats: str | None = None
     nats_creds: str | None = None
     nats_tls_cert: str | None = None

@@ -40,6 +40,7 @@ def run(
     replicas: o.Replicas = None,
     env: o.Env = None,
     cold: o.Cold = False,
+    observe: o.Observe = False,
     nats: o.Nats = None,
     nats_creds: o.NatsCreds = None,
     nats_tls_cert: o.NatsTlsCert = None,

@@ -10,6 +10,7 @@ from perdure.control import preemption
 from perdure.control.answers import answer, answer_open
 from perdure.control.elastic import reform
 from perdure.control.groups.replicas import find_group_deadline, handle_replicas
+from perdure.control.observing import is_observed, note_withheld, withhold_verdict
 from perdure.control.progress import (
     after_boundary,
     note_checkpoint,
@@ -54,7 +55,6 @@ from perdure.control.recovery.response import (
     blame,
     blame_device,
     weigh_verdict,
-    withhold,
 )
 from perdure.control.reissue import issue_again
 from perdure.control.state import ControllerState, OpenNotice
@@ -350,11 +350,16 @@ class Controller:
             return []
         if taken is None:
             state.blames[event.node] = state.blames.get(event.node, 0) + 1
-        if state.phase == "forming" and state.spares:
+        if state.phase == "forming" and state.spares and not is_observed(state):
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
         why = f"node lost: {event.reason}"
+        if is_observed(state):
+            would, node = "restarted the world", f"node {event.node}"
+            return note_withheld(
+                state, now, cause="NodeLost", culprit=node, reason=why, would=would
+            )
         return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
@@ -371,7 +376,7 @@ class Controller:
             state.standing[f"{verdict.kind} {verdict.culprit}"] = verdict
         reaction = weigh_verdict(state, verdict, now)
         if reaction.rung == "none":
-            return withhold(state, now, verdict, reaction)
+            return withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
         waiting = hold_action(state, now, verdict) if verdict.kind in STACKS_FOR else None
         return self._act_upon(now, verdict) if waiting is None else waiting
 
@@ -388,7 +393,9 @@ class Controller:
             reaction = weigh_verdict(state, verdict, now)
             if reaction.rung != "none":
                 return [*actions, *self._act_upon(now, verdict)]
-            actions += withhold(state, now, verdict, reaction)
+            actions += withhold_verdict(
+                state, now, verdict, reaction.reason, ground=reaction.ground
+            )
         return actions
 
     def _act_upon(self, now: float, verdict: Verdict) -> list[AnyAction]:
@@ -396,6 +403,11 @@ class Controller:
         state = self.state
         state.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
         reaction = weigh_verdict(state, verdict, now)
+        if is_observed(state):
+            if state.stacks is not None:
+                state.stacks.held = None
+            would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
+            return withhold_verdict(state, now, verdict, reaction.reason, would=would)
         if reaction.rung == "stop":
             return end_job(state, now, "failed", 1, reaction.reason)
         actions, node = blame(state, now, verdict, reaction)
@@ -461,6 +473,8 @@ class Controller:
         state.failures.append(failure)
         state.first_exit_s = exit_s
         reason = f"{decision.reason}; {why}" if why else decision.reason
+        if is_observed(state):
+            return self._end_observed(now, failure, decision.rung, reason, code or 1, exit_s)
         if decision.rung != "give up":
             state.failed_s = now
             in_place = reform.reform_world(state, now, reason)
@@ -472,6 +486,23 @@ class Controller:
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]
+
+    def _end_observed(
+        self, now: float, failure: Failure, rung: str, reason: str, code: int, exit_s: float | None
+    ) -> list[AnyAction]:
+        """A world that is only observed cannot go on: it ends, as it would without perdure."""
+        noted = note_withheld(
+            self.state,
+            now,
+            cause=failure.cause if exit_s is None else "Crash",
+            culprit=failure.culprit,
+            reason=reason,
+            would="restarted the world" if rung == "restart" else "ended the job as well",
+            step=failure.step,
+            first_seen_s=exit_s or 0.0,
+        )
+        why = f"{failure.culprit}: {failure.cause}; observed only: nothing is restarted"
+        return [*noted, *end_job(self.state, now, "failed", code, why)]
 
     # --- time --------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ import math
 from perdure.control.elastic.leaving import end_spares, find_leavers
 from perdure.control.elastic.members import fill_slots, find_living, find_spares
 from perdure.control.elastic.reform import is_elastic
+from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
 from perdure.control.state import ControllerState, OpenMove, OpenNotice
 from perdure.control.steering.boundary import open_boundary
@@ -29,6 +30,12 @@ from perdure.model.notices import LATE_S, is_explained
 from perdure.model.steering import LEAVE_DEADLINE_S
 from perdure.policy import HandOver, Outlook, decide_hand_over
 
+_WOULD = {
+    "drain": "left it at a step that all agree on",
+    "evict": "left it at once",
+    "checkpoint": "saved a checkpoint",
+    "mark": "noted it",
+}
 _MARGIN = 0.1
 _MARGIN_S_MAX = 2.0
 """A platform's grace is not used up to its end: the ranks have to be gone before the machine."""
@@ -210,6 +217,18 @@ def _hand_over(state: ControllerState, now: float, notices: list[OpenNotice]) ->
     """Decide on `notices`, and begin what was decided."""
     actions: list[AnyAction] = []
     busy: list[OpenNotice] = []
+    if is_observed(state):
+        nodes = sorted({n.node for n in notices})
+        decided = decide_hand_over(_look(state, now, nodes, notices), state.the_spec().preemption)
+        return note_withheld(
+            state,
+            now,
+            cause="Preemption",
+            culprit=", ".join(f"node {node}" for node in nodes),
+            reason=f"{_describe(state, now, notices)}; {decided.reason}",
+            would=_WOULD[decided.way],
+            first_seen_s=notices[0].at_s,
+        )
     for notice in notices:
         if not _runs(state, notice.node):
             actions += _cordon(state, notice.node, _describe(state, now, [notice]))

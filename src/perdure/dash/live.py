@@ -29,6 +29,8 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     'demo running  step 120  8.1 steps/s  2 ranks  1 restart'
     """
     parts = [f"{snapshot.job} {snapshot.state}"]
+    if snapshot.observed:
+        parts.append("observed only")
     if snapshot.step >= 0:
         parts.append(f"step {snapshot.step}")
     if snapshot.steps_per_s > 0:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 from perdure.dash.svg import clip_value
+from perdure.dash.verdicts import render_withheld
 from perdure.model.report import Recovery, Report
 from perdure.telemetry.series import Series
 
@@ -30,7 +31,10 @@ def _render_head(report: Report) -> str:
         f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
         f"goodput {report.goodput:.1%}"
     )
-    return line + (f"\n{report.reason}" if report.reason else "")
+    lines = [line, report.reason] if report.reason else [line]
+    if report.observed:
+        lines += render_withheld(report.withheld)
+    return "\n".join(lines)
 
 
 def _render_recoveries(report: Report, series: Series | None, width: int) -> str:

@@ -1,9 +1,10 @@
 """Verdicts as text: culprit, evidence, who waits for whom, and stacks that stand alike together."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from perdure.model.codec import encode
+from perdure.model.report import WithheldRow
 from perdure.model.verdicts import Slowness, Verdict
 from perdure.telemetry import render_stacks
 from perdure.telemetry.asides import AsideRow
@@ -61,6 +62,15 @@ def describe_slowness(slow: Slowness) -> str:
         f"{slow.lost_s_per_hour:.0f} s an hour; {slow.ratio:.2f} times as slow "
         f"({slow.ratio_low:.2f} to {slow.ratio_high:.2f})"
     )
+
+
+def render_withheld(rows: Sequence[WithheldRow]) -> list[str]:
+    """Return in lines that a job is only observed, and what would have been done."""
+    lines = ["Observed only: nothing was ever acted upon."]
+    for row in rows:
+        where = f" at step {row.step}" if row.step >= 0 else ""
+        lines.append(f"  would have {row.would}{where}: {row.cause} of {row.culprit}: {row.reason}")
+    return lines
 
 
 def render_evidence(name: str, value: Any) -> list[str]:

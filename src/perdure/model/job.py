@@ -350,6 +350,9 @@ class JobSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     """Where the ranks' streams go; empty means `logs/` in the job's own directory."""
     tee: Literal["all", "none"] = "all"
     """Whether the ranks' streams are also shown, prefixed, on the terminal of `perdure run`."""
+    observe: bool = False
+    """Everything is seen, recorded and reported, and nothing is ever acted upon: no restart, no
+    eviction, no probe. What would have been done is journaled. A rank that dies ends the job."""
     run_id: str = ""
     """TORCHELASTIC_RUN_ID; empty means the job's name."""
     role: str = "default"

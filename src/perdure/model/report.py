@@ -63,6 +63,18 @@ class Recovery(msgspec.Struct, frozen=True):
         return self.rung not in ("none", "join")
 
 
+class WithheldRow(msgspec.Struct, frozen=True):
+    """What would have been done in a job that is only observed."""
+
+    at_s: float
+    step: int
+    would: str
+    """Such as `restarted the world`."""
+    cause: str
+    culprit: str
+    reason: str
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -80,6 +92,10 @@ class Report(msgspec.Struct, frozen=True):
     recoveries: tuple[Recovery, ...]
     reason: str = ""
     """Why it ended, or what it does now."""
+    observed: bool = False
+    """It was only observed (`--observe`): nothing was ever acted upon."""
+    withheld: tuple[WithheldRow, ...] = ()
+    """What would have been done, had it not been."""
 
 
 class RankRow(msgspec.Struct, frozen=True):
@@ -217,4 +233,8 @@ class Snapshot(msgspec.Struct, frozen=True):
     """Changes of configuration that are agreed for steps yet to come, the next one first."""
     world: WorldShape | None = None
     """Of a pipelined elastic job."""
+    observed: bool = False
+    """Nothing is ever acted upon (`--observe`)."""
+    withheld: tuple[WithheldRow, ...] = ()
+    """The newest things that would have been done, had it not been."""
     schema: int = SNAPSHOT_SCHEMA

@@ -7,6 +7,7 @@ have explained ends up as `unattributed` and somebody asks why.
 from dataclasses import dataclass, field, replace
 
 from perdure.model.events import (
+    ActionWithheld,
     CheckpointRestored,
     CheckpointSaved,
     ControllerLost,
@@ -35,6 +36,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
+from perdure.model.report import WithheldRow
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold
@@ -42,6 +44,8 @@ from perdure.telemetry.presence import Presence
 from perdure.telemetry.reforms import BROKEN, Reform
 from perdure.telemetry.stalls import Stall, make_stall
 
+WITHHELD_MAX = 100
+"""The newest are kept of what would have been done."""
 _WEIGHED = frozenset({"CommSlow", "Straggler", "UnhealthyDevice"})
 """Training goes on in spite of them, unless the policy decides otherwise."""
 
@@ -186,6 +190,8 @@ class History:
     notices: NoticeFold = field(default_factory=NoticeFold)
     machines: MachineFold = field(default_factory=MachineFold)
     presence: Presence = field(default_factory=Presence)
+    withheld: list[WithheldRow] = field(default_factory=list)
+    """What would have been done, the newest last, in a job that is only observed."""
     weighed: tuple[float, Verdict] | None = None
     """A verdict that ends nothing by itself, and when: it is an incident if the policy acts."""
 
@@ -226,6 +232,8 @@ class History:
                     self.reason = ""  # It trains: nothing is left to be explained.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
+            case ActionWithheld() as event:
+                self._withhold(event)
             case ProgressNoted() as event:
                 self._note(event)
             case CheckpointSaved() as event:
@@ -279,6 +287,20 @@ class History:
             return
         if acts:
             newest.decided_s = newest.incident.decided_s = at_s
+
+    def _withhold(self, event: ActionWithheld) -> None:
+        """Nothing is done: what was an incident by its verdict is none, for training was left."""
+        generation = self.generations.get(event.generation)
+        incident = generation.incident if generation is not None else None
+        if generation is not None and incident is not None:
+            same = incident.cause.partition(" (")[0] == event.cause
+            if same and incident.culprit == event.culprit:
+                generation.incident = generation.decided_s = None
+        if event.would:
+            row = WithheldRow(
+                event.at_s, event.step, event.would, event.cause, event.culprit, event.reason
+            )
+            self.withheld = [*self.withheld[-WITHHELD_MAX + 1 :], row]
 
     def _reform(self, event: WorldReformed) -> None:
         """A member is in a new epoch: the incident that it ends did not end its generation."""

@@ -81,6 +81,8 @@ class LedgerFold:
             step_s=step_s,
             recoveries=recoveries,
             reason=history.reason,
+            observed=spec.observe,
+            withheld=tuple(history.withheld),
         )
 
     def segments(self, now: float) -> tuple[Segment, ...]:

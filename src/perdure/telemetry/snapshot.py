@@ -36,6 +36,7 @@ from perdure.telemetry.steering import SteeringFold
 from perdure.telemetry.verdicts import VerdictFold, is_withdrawn
 
 VERDICTS_SHOWN = 20
+_WITHHELD_SHOWN = 20
 CHECKPOINTS_SHOWN = 20
 _OVER = ("exited", "failed")
 CONDENSE_EVERY = 1000
@@ -214,6 +215,8 @@ class SnapshotFold:
             recent=self.certain.recent.find_rows(history, now),
             cordoned=tuple(sorted(self.certain.cordoned)),
             world=self.certain.shapes.find(number),
+            observed=self._spec.observe,
+            withheld=tuple(history.withheld[-_WITHHELD_SHOWN:]),
         )
         return self.certain.replicas.complete(self._spec, picture)
 

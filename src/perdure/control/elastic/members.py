@@ -115,7 +115,7 @@ def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
     the number of slots. A slot whose node is gone stays empty until the node is back.
     """
     elastic, spec = state.elastic, state.the_spec()
-    if state.assignment is None or elastic.given_up or elastic.finished:
+    if state.assignment is None or elastic.given_up or elastic.finished or spec.observe:
         return []
     new: dict[int, int] = {}
     for slot in range(spec.slots):

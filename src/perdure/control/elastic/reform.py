@@ -23,6 +23,7 @@ from perdure.control.elastic.members import (
     order_following,
     split_called,
 )
+from perdure.control.observing import is_observed
 from perdure.control.state import ControllerState
 from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction, ReformWorld
@@ -235,6 +236,9 @@ def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
         elastic.deadline_s = elastic.retry_s = None
         return elastic.given_up
     if elastic.retry_s is not None and now >= elastic.retry_s:
+        if is_observed(state):
+            elastic.retry_s = None
+            return "the world broke, and is not formed again"
         elastic.retries += 1
         if elastic.retries > RETRIES_MAX:
             elastic.given_up = f"the world broke {elastic.retries} times at step {elastic.step}"

@@ -6,6 +6,7 @@ import msgspec
 
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.state import GroupState
+from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.formation import end_job
 from perdure.control.state import ControllerState
 from perdure.control.steering.pauses import find_steering
@@ -80,8 +81,12 @@ def fail_group(
     error: str = "",
     code: int = 1,
     signal: int = 0,
+    silent: bool = False,
 ) -> list[AnyAction]:
-    """End what is left of a group and start it again; the others go on without it."""
+    """End what is left of a group and start it again; the others go on without it.
+
+    It is `silent` where it may live: nothing of it is known to have ended.
+    """
     if state.phase != "running" or not group.alive:
         return []
     failure = Failure(
@@ -95,6 +100,8 @@ def fail_group(
         code=code,
         signal=signal,
     )
+    if is_observed(state):
+        return _note_loss(state, now, group, failure, silent=silent)
     actions = let_go(state, group, f"{failure.culprit}: {cause}")
     done = any(other.phase == "done" for other in state.groups.values())
     decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
@@ -111,6 +118,29 @@ def fail_group(
         actions += [assign_group(state, group, "stop", why), hold_groups(state, why)]
         return [*actions, *finish_if_over(state, now)]
     return [*actions, *start_group(state, now, group, decision.reason)]
+
+
+def _note_loss(
+    state: ControllerState, now: float, group: GroupState, failure: Failure, *, silent: bool
+) -> list[AnyAction]:
+    """A group of a job that is only observed stays away: what torchrun would do is all there is.
+
+    One that is merely silent is left alone; what is left of one that has ended is ended as well.
+    """
+    decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
+    would = "restarted the group" if decision.rung == "restart" else "given the group up"
+    actions = note_withheld(
+        state, now, cause=failure.cause, culprit=failure.culprit, reason=decision.reason,
+        would=would, generation=group.generation,
+    )  # fmt: skip
+    group.deadline_s = None
+    if silent:
+        return actions
+    group.failures.append(failure)
+    state.failures.append(failure)
+    group.phase, group.active, group.absent = "failed", False, failure.cause
+    actions.append(assign_group(state, group, "stop", f"{failure.culprit}: {failure.cause}"))
+    return [*actions, *finish_if_over(state, now)]
 
 
 def _note_outage(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:

@@ -6,6 +6,7 @@ waiting for what comes with it.
 
 from perdure.control.groups.moves import count_left, take_back
 from perdure.control.groups.state import GroupMove
+from perdure.control.observing import is_observed, note_withheld
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import PreemptionNoticed, PreemptionWithdrawn
@@ -46,6 +47,12 @@ def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> list[
         return []  # The groups save by themselves, as often as pays.
     source = f"{event.source}: {event.reason}" if event.reason else event.source
     why = f"node {event.node} goes away ({source}); {decided.reason}"
+    if is_observed(state):
+        would, node = "had its group leave the quorum", f"node {event.node}"
+        return note_withheld(
+            state, now, cause="Preemption", culprit=node, reason=why, would=would,
+            first_seen_s=event.at_s,
+        )  # fmt: skip
     state.quorum.moves[id_] = GroupMove(
         id=id_,
         kind="drain" if decided.way == "drain" else "evict",

@@ -115,7 +115,7 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
             return [] if group is None else fail_group(state, now, group, f"its keeper died{why}")
         case NodeLost():
             group = state.groups.get(event.node)
-            return [] if group is None else fail_group(state, now, group, event.reason)
+            return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
         case QuorumFormed():
             return _note_quorum(state, event)
         case ReplicaSeen():
@@ -295,7 +295,7 @@ def _fire(state: ControllerState, now: float) -> list[AnyAction]:
         if group.deadline_s is None or now < group.deadline_s:
             continue
         cause = group.absent or f"{group.phase} took too long"
-        actions += fail_group(state, now, group, cause)
+        actions += fail_group(state, now, group, cause, silent=bool(group.absent))
     return actions
 
 

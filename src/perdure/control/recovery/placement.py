@@ -5,6 +5,7 @@ every other node keeps its ranks, and what it has warm.
 """
 
 from perdure.control.elastic.members import find_home
+from perdure.control.observing import is_observed
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
@@ -80,7 +81,7 @@ def find_shortage(state: ControllerState, leaving: set[int]) -> int:
 
 def cordon(state: ControllerState, node: int, reason: str) -> list[AnyAction]:
     """Leave `node` out from now on, while another can stand in."""
-    if node in state.cordoned:
+    if node in state.cordoned or is_observed(state):
         return []
     state.cordoned[node] = reason
     return [CordonNode(node=node, reason=reason)]

@@ -6,6 +6,7 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 
 from perdure.control.answers import answer
 from perdure.control.elastic.members import find_home
+from perdure.control.observing import is_observed, withhold_verdict
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, NoteFinding, RunProbe
 from perdure.model.events import ProbeEnded
@@ -25,6 +26,8 @@ def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[
         src, dst = (find_home(state, r) for r in verdict.culprit.link)
         links = [(src, dst)] if src != dst else []
     why = f"{verdict.kind} of {verdict.culprit} leaves open what is slow"
+    if is_observed(state):
+        return withhold_verdict(state, now, verdict, why, would="probed the links")
     return _begin(state, now, nodes, links, why)
 
 

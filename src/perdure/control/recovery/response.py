@@ -2,8 +2,8 @@
 
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.events import ActionWithheld, ExitRecord
+from perdure.model.actions import AnyAction
+from perdure.model.events import ExitRecord
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
 
@@ -42,27 +42,6 @@ def _is_replaced(state: ControllerState, verdict: Verdict, node: int | None) -> 
 def _name_place(state: ControllerState, verdict: Verdict, node: int | None) -> str:
     group = state.placement.index(node) if node is not None and node in state.placement else -1
     return f"{verdict.kind} {group}"
-
-
-def withhold(
-    state: ControllerState, now: float, verdict: Verdict, reaction: Reaction
-) -> list[AnyAction]:
-    """Return the record that nothing is done about `verdict`, once for each ground."""
-    key = f"{verdict.kind} {verdict.culprit} {verdict.first_seen_s!r} {reaction.ground}"
-    if key in state.withheld:
-        return []
-    state.withheld.add(key)
-    event = ActionWithheld(
-        at_s=now,
-        generation=verdict.generation,
-        cause=verdict.kind,
-        culprit=str(verdict.culprit),
-        reason=reaction.reason,
-        step=verdict.step,
-        first_seen_s=verdict.first_seen_s,
-    )
-    why = f"nothing was done about {verdict.kind} of {verdict.culprit}: {reaction.reason}"
-    return [RecordEvent(event=event, reason=why)]
 
 
 def blame(

@@ -1,0 +1,72 @@
+"""Jobs that are only observed: every decision is made and journaled, and none becomes an action.
+
+Each place in `control` where a decision would become an action asks `is_observed` first, and
+`note_withheld` in place of acting. What an operator asks for is done all the same: it is the
+operator's own. A world that cannot go on without an action ends, as torchrun would end it.
+"""
+
+from perdure.control.state import ControllerState
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.events import ActionWithheld
+from perdure.model.verdicts import Verdict
+
+
+def is_observed(state: ControllerState) -> bool:
+    """Return whether nothing may be done about what is found."""
+    return state.the_spec().observe
+
+
+def note_withheld(
+    state: ControllerState,
+    now: float,
+    *,
+    cause: str,
+    culprit: str,
+    reason: str,
+    would: str = "",
+    ground: str = "",
+    step: int | None = None,
+    first_seen_s: float = 0.0,
+    generation: int | None = None,
+) -> list[AnyAction]:
+    """Return the record that nothing is done, and what would have been; once for each ground."""
+    key = f"{cause} {culprit} {first_seen_s!r} {ground or would}"
+    if key in state.withheld:
+        return []
+    state.withheld.add(key)
+    event = ActionWithheld(
+        at_s=now,
+        generation=state.generation if generation is None else generation,
+        cause=cause,
+        culprit=culprit,
+        reason=reason,
+        would=would,
+        step=state.step if step is None else step,
+        first_seen_s=first_seen_s,
+    )
+    lead = f"observed only: would have {would}" if would else "nothing was done"
+    return [RecordEvent(event=event, reason=f"{lead}, about {cause} of {culprit}: {reason}")]
+
+
+def withhold_verdict(
+    state: ControllerState,
+    now: float,
+    verdict: Verdict,
+    reason: str,
+    *,
+    would: str = "",
+    ground: str = "",
+) -> list[AnyAction]:
+    """Return the record that nothing is done about `verdict`, once for each ground."""
+    return note_withheld(
+        state,
+        now,
+        cause=verdict.kind,
+        culprit=str(verdict.culprit),
+        reason=reason,
+        would=would,
+        ground=ground,
+        step=verdict.step,
+        first_seen_s=verdict.first_seen_s,
+        generation=verdict.generation,
+    )

@@ -1,0 +1,95 @@
+"""T6: a node twice as slow gives its place to the spare one; observed, it is only told of."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.worker.native.build import BuildError, build
+from tests.e2e.exact import Start
+from tests.e2e.harness import SCRIPTS, Job
+
+pytestmark = pytest.mark.serial
+
+
+def launch(start: Start, home: Path, name: str, *options: str) -> Job:
+    """Start a plain script on two nodes of a rank each, and a spare node, all on this machine."""
+    try:
+        build()
+    except BuildError as error:
+        pytest.skip(f"the compiled recorder cannot be built here: {error}")
+    (home / name).mkdir()
+    script = [str(SCRIPTS / "train_plain.py"), str(home / name)]
+    job = start(
+        name, "-n", "1", "--nodes", "2", "--spares", "1", *options, *script, timeout_s=150.0
+    )
+    job.wait_until(lambda: told(job, "ProgressNoted", least=2), "progress")
+    return job
+
+
+def perdure(job: Job, *words: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-m", "perdure", *words],
+        env=job.env, cwd=job.home, capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+
+
+def entries(job: Job, kind: str) -> list[dict[str, Any]]:
+    """Return the journal's events of a kind."""
+    try:
+        lines = (job.folder / "journal.jsonl").read_text().splitlines()
+    except OSError:
+        return []
+    found = [json.loads(line) for line in lines if f'"{kind}"' in line and line.endswith("}")]
+    return [entry for entry in found if entry["body"]["type"] == kind]
+
+
+def told(job: Job, kind: str, least: int = 1) -> bool:
+    return len(entries(job, kind)) >= least
+
+
+def test_a_node_twice_as_slow_is_replaced_within_a_minute(start: Start, tmp_path: Path) -> None:
+    job = launch(start, tmp_path, "slow")
+    perdure(job, "inject", "slow", "slow-forward", "--rank", "1", "--arg", "factor=2.2")
+    struck_s = entries(job, "FaultInjected")[0]["at_s"]
+    job.wait_until(lambda: job.state().get("generation") == 1, "the next world")
+    job.wait_until(lambda: told(job, "GenerationStepping", least=2), "steps of the next world")
+    assert entries(job, "GenerationStepping")[1]["at_s"] - struck_s < 60.0
+    started = [e["body"]["node"] for e in entries(job, "RanksStarted")]
+    assert sorted(started) == [0, 0, 1, 2], "node 2 stands in for node 1"
+    assert "stands in for node 1" in perdure(job, "events", "slow")
+    assert "% of every step" in perdure(job, "diagnose", "slow")
+    (tmp_path / "slow" / "hurry").touch()
+    assert job.wait() == 0
+
+
+def test_what_is_only_observed_is_told_of_and_left_alone(start: Start, tmp_path: Path) -> None:
+    """A slow rank, a stopped one and a killed one: nothing is done, and the report says what."""
+    job = launch(start, tmp_path, "seen", "--observe")
+    perdure(
+        job, "inject", "seen", "slow-forward", "--rank", "1", "--arg", "factor=2.2",
+        "--arg", "for_s=25",
+    )  # fmt: skip
+    job.wait_until(lambda: told(job, "ActionWithheld"), "what is not done about the slow rank")
+    pids = {rank["rank"]: rank["pid"] for rank in job.state()["ranks"]}
+    os.kill(pids[0], signal.SIGSTOP)
+    job.wait_until(lambda: told(job, "ActionWithheld", least=2), "what is not done about the stop")
+    os.kill(pids[0], signal.SIGCONT)
+    job.wait_until(lambda: told(job, "VerdictWithdrawn"), "progress again")
+    assert job.state()["generation"] == 0
+    assert job.state()["state"] == "running"
+    assert "would have restarted the world" in perdure(job, "status", "seen")
+    os.kill(pids[1], signal.SIGKILL)
+    assert job.wait() == 128 + signal.SIGKILL
+    report = json.loads(perdure(job, "report", "seen", "--json"))
+    assert report["observed"]
+    assert [row["cause"] for row in report["withheld"]][-1] == "Crash"
+    assert {row["would"] for row in report["withheld"]} == {"restarted the world"}
+    assert "Observed only: nothing was ever acted upon." in perdure(job, "report", "seen")
+    assert "nothing was done: would have restarted the world" in perdure(job, "diagnose", "seen")
+    assert {e["body"]["generation"] for e in entries(job, "RanksStarted")} == {0}

@@ -1,0 +1,172 @@
+"""`--observe`: every decision is made and journaled, and none becomes an action."""
+
+from typing import Any
+
+import pytest
+from tests.slowness import find_slowness, move_verdict
+from tests.unit.control.driver import Driver, one
+from tests.unit.control.test_placement import run, start
+
+from perdure.model.actions import (
+    AnyAction,
+    AssignNodes,
+    CordonNode,
+    EndJob,
+    InterruptCollectives,
+    RecordEvent,
+    ReformWorld,
+    RunProbe,
+)
+from perdure.model.events import (
+    ActionWithheld,
+    CommandReceived,
+    DeviceReported,
+    ExitRecord,
+    GenerationStopped,
+    KeeperLost,
+    NodeLost,
+    PreemptionNoticed,
+    RankExited,
+    RankJoined,
+    StacksTaken,
+    TimerFired,
+    VerdictReached,
+    WorldBroken,
+)
+from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Culprit, Verdict
+
+ACTS = (AssignNodes, CordonNode, InterruptCollectives, ReformWorld, RunProbe, EndJob)
+
+
+def withheld(actions: list[AnyAction]) -> list[ActionWithheld]:
+    events = [a.event for a in actions if isinstance(a, RecordEvent)]
+    return [event for event in events if isinstance(event, ActionWithheld)]
+
+
+def acted(actions: list[AnyAction]) -> list[AnyAction]:
+    return [action for action in actions if isinstance(action, ACTS)]
+
+
+def hang(driver: Driver, kind: str, culprit: Culprit, **how: Any) -> list[AnyAction]:
+    driver.now += 20.0
+    verdict = Verdict(
+        kind=kind, culprit=culprit, generation=0, first_seen_s=driver.now - 2,  # type: ignore[arg-type]
+        confirmed_s=driver.now - 1, confidence=0.9, reason="r", actionable=True,
+        activity="stopped", **how,
+    )  # fmt: skip
+    actions = driver.do(VerdictReached(verdict=verdict))
+    driver.now += 5.0
+    return [*actions, *driver.do(StacksTaken(generation=0, at_s=driver.now, stacks={2: "", 0: ""}))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "would"),
+    [
+        ("CommHang", "restarted the world"),
+        ("ComputeHang", "restarted the world"),
+        ("Desync", "stopped the job"),
+        ("UnhealthyDevice", "restarted the world"),
+    ],
+)
+def test_a_verdict_ends_nothing_and_says_what_it_would_have(kind: str, would: str) -> None:
+    driver = start(observe=True, policy={"interrupt_s": 2.0, "cordon_after": 1})
+    actions = hang(driver, kind, Culprit(rank=2))
+    assert acted(actions) == []
+    (event,) = withheld(actions)
+    assert (event.would, event.culprit) == (would, "rank 2")
+    assert driver.controller.state.phase == "running"
+    stacks = driver.controller.state.stacks
+    assert stacks is None or stacks.held is None, "nothing waits for what never comes"
+
+
+def test_slowness_is_told_once_however_long_it_lasts() -> None:
+    driver = start(observe=True)
+    driver.now += 20
+    verdict = move_verdict(find_slowness(2.5), driver.now, Culprit(rank=2))
+    actions: list[AnyAction] = []
+    for _ in range(5):
+        driver.now += 10
+        actions += driver.do(VerdictReached(verdict=verdict))
+    assert acted(actions) == []
+    (event,) = withheld(actions)
+    assert "node 2 stands in for node 1" in event.reason
+
+
+def test_a_rank_that_dies_ends_the_job_with_its_code() -> None:
+    driver = start(observe=True)
+    actions = driver.exit(2, code=7)
+    (event,) = withheld(actions)
+    assert (event.would, event.cause) == ("restarted the world", "Crash")
+    assert one(actions, AssignNodes).assignment.phase == "end"
+    for node in range(3):
+        actions = driver.do(GenerationStopped(node=node, generation=0, at_s=driver.now))
+    assert one(actions, EndJob).exit_code == 7
+
+
+def test_a_silent_node_is_left_alone_and_a_dead_keeper_ends_the_job() -> None:
+    driver = start(observe=True)
+    actions = driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    assert acted(actions) == []
+    assert [e.cause for e in withheld(actions)] == ["NodeLost"]
+    assert driver.controller.state.phase == "running"
+    actions = driver.do(KeeperLost(node=0, generation=0, at_s=driver.now))
+    assert one(actions, AssignNodes).assignment.phase == "end"
+
+
+def test_nobody_is_drained_cordoned_or_probed() -> None:
+    driver = start(observe=True)
+    driver.do(PreemptionNoticed(node=1, at_s=driver.now, grace_s=30.0, source="aws"))
+    driver.now += 5
+    actions = driver.do(TimerFired())
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["left it at a step that all agree on"]
+    sick = DeviceReported(device="node 2", node=2, at_s=driver.now, healthy=False, reason="XID 79")
+    assert acted(driver.do(sick)) == []
+    slow = find_slowness(6.0, "slow-nic", 2)
+    asks = {"probe": [0, 1]}
+    verdict = move_verdict(slow, driver.now, Culprit(node=1))
+    from msgspec.structs import replace
+
+    actions = driver.do(VerdictReached(verdict=replace(verdict, actionable=False, evidence=asks)))
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["probed the links"]
+
+
+def test_an_operator_s_word_is_done() -> None:
+    driver = start(observe=True)
+    evict = CommandReceived(id="c", kind="evict", args={"targets": ["node:1"], "force": True})
+    actions = driver.do(evict)
+    assert one(actions, CordonNode).node == 1
+    assert one(actions, AssignNodes).assignment.placement == (0, 2)
+    assert run(driver).group_of(2) == 1
+
+
+def test_an_elastic_world_is_not_formed_again() -> None:
+    driver = Driver(nodes=2, spares=2, observe=True)
+    for node in range(3):
+        driver.register(node)
+    driver.run()
+    for rank in range(4):
+        joined = RankJoined(generation=0, rank=rank, depth="elastic", store=f"h:{rank}")
+        assert acted(driver.do(joined)) == [], "no spare is started beside it"
+    assert driver.controller.state.elastic.members
+    driver.do(WorldBroken(generation=0, rank=0, epoch=0, error="reset", at_s=driver.now))
+    record = ExitRecord(rank=3, generation=0, pid=1, at_s=driver.now, signal=9)
+    account = RankAccount(step=4)
+    died = RankExited(node=1, record=record, account=account, detected_s=driver.now)
+    actions = driver.do(died)
+    assert one(actions, AssignNodes).assignment.phase == "end"
+    assert [e.would for e in withheld(actions)] == ["restarted the world"]
+
+
+def test_a_broken_elastic_world_whose_members_live_ends_as_well() -> None:
+    driver = Driver(nodes=2, observe=True)
+    for node in range(2):
+        driver.register(node)
+    driver.run()
+    for rank in range(4):
+        driver.do(RankJoined(generation=0, rank=rank, depth="elastic", store=f"h:{rank}"))
+    driver.do(WorldBroken(generation=0, rank=0, epoch=0, error="reset", at_s=driver.now))
+    driver.now += 1
+    assert one(driver.do(TimerFired()), AssignNodes).assignment.phase == "end"
