@@ -293,7 +293,9 @@ class StageWatch:
         suspect = self.suspects.get(rank)
         if suspect is None and excess >= least:
             began_s = now - min(mine[5], max(BACK_S_MAX, self.step_s))
-            suspect = Persistence(began_s, self._config.slow_confirm_s, least, self.step_s)
+            # From the first step on no step is usual yet: this one says how far apart they are.
+            every_s = self.step_s or mine[5]
+            suspect = Persistence(began_s, self._config.slow_confirm_s, least, every_s)
             self.suspects[rank] = suspect
         if suspect is not None:
             suspect.add(now, excess)
