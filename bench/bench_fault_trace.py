@@ -3,20 +3,28 @@
 Reads a trace of labelled faults (`[{"node_id", "event_time" in days, "event_type": "fault_start" |
 "fault_end", "fault_type": {"Level", "Class", "Desc"}}]`, as stepfun-ai/InfiniteHBD-Trace has it)
 and plays it to the real `Controller`: each fault as what perdure would have been told of it, each
-end as the node's return. One job on all servers but the spare ones. Nothing of the policy is
-modelled here; the costs of a restart are arguments. Prints one JSON document a configuration.
+end as the node's return. Slow and hanging nodes are verdicts that the product makes itself: the
+same fault in a simulated training, its heartbeats through the real detector, and the verdict that
+came of them moved to the node and hour of the trace. One job on all servers but the spare ones.
+Nothing of the policy is modelled here; the costs of a restart are arguments, and what the
+controller learns of them is what it weighs. Prints one JSON document a configuration.
 """
 
 import argparse
 import json
 import sys
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from perdure.control import Controller
-from perdure.model.actions import AnyAction, AssignNodes, CordonNode
+from perdure.detect import Detector
+from perdure.model.actions import AnyAction, AssignNodes, CordonNode, RecordEvent
 from perdure.model.events import (
+    ActionWithheld,
     AnyEvent,
     ControllerStarted,
     ExitRecord,
@@ -35,7 +43,8 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
 from perdure.model.progress import RankAccount
-from perdure.model.verdicts import Culprit, Verdict, VerdictKind
+from perdure.model.verdicts import Culprit, Verdict
+from perdure.sim.collectives import Fault, Layout, Noise, Training
 
 DAY_S = 86_400.0
 _FOREVER = RestartConfig(
@@ -55,6 +64,31 @@ def classify(fault: dict[str, str]) -> str:
     return "lost"
 
 
+@cache
+def find_verdict(kind: str, factor: float) -> Verdict:
+    """Return what the detector says of node 1 of four, struck by `kind`, once it may be acted upon.
+
+    Raises:
+        LookupError: it says nothing, or nothing to act upon.
+    """
+    fault = Fault(kind, 1018.0, 1, 2, factor)
+    training = Training(Layout(4), 1, fault=fault, noise=Noise(jitter=0.05))
+    detector = Detector(JobSpec(script="x.py", nodes=4))
+    for node in range(4):
+        began = RanksStarted(node=node, generation=0, pids={}, at_s=1000.0, warm=True)
+        detector.note(1000.0, began)
+    last = None
+    for now, beat in training.run(80.0):
+        for event in detector.observe(now, beat):
+            detector.note(now, event)
+            if isinstance(event, VerdictReached) and event.verdict.actionable:
+                last = event.verdict
+        training.close = detector.suspects()
+    if last is None:
+        raise LookupError(f"{kind} x{factor:g}: nothing to act upon")
+    return last
+
+
 class Replay:
     """One configuration's year."""
 
@@ -70,6 +104,7 @@ class Replay:
         self.faulty: set[int] = set()
         self.cordoned: list[tuple[float, int]] = []
         self.restarts = self.swaps = 0
+        self.withheld = Counter[str]()
         self.avoided = 0
         self.slow_days = self.waiting_days = self.last_day = 0.0
         self.slow: set[int] = set()
@@ -117,13 +152,22 @@ class Replay:
                 self.do(now, started)
             self.do(now, GenerationStepping(generation=generation, at_s=now + 5.0, step=1))
 
-    def tell(self, now: float, kind: VerdictKind, node: int, **evidence: Any) -> None:
-        verdict = Verdict(
-            kind=kind, culprit=Culprit(node=node), generation=self.state.generation,
-            first_seen_s=now, confirmed_s=now, confidence=0.9, reason="trace", actionable=True,
-            evidence=evidence,
+    def tell(self, now: float, kind: str, node: int) -> None:
+        """Tell of a fault as the detector would: its own verdict, of this node, at this hour."""
+        found = find_verdict(kind, self.factor)
+        place = self.state.placement.index(node)
+        culprit = Culprit(node=node)
+        if found.culprit.rank is not None:
+            culprit = Culprit(rank=place)
+        elif found.culprit.link is not None:
+            culprit = Culprit(link=(place, (place + 1) % len(self.state.placement)))
+        verdict = msgspec.structs.replace(
+            found, culprit=culprit, generation=self.state.generation, confirmed_s=now,
+            first_seen_s=now - (found.confirmed_s - found.first_seen_s),
         )  # fmt: skip
-        self.do(now, VerdictReached(verdict=verdict))
+        for action in self.do(now, VerdictReached(verdict=verdict)):
+            if isinstance(action, RecordEvent) and isinstance(action.event, ActionWithheld):
+                self.withheld[action.event.reason.partition("(")[0]] += 1
         if self.state.stacks is not None and self.state.stacks.held is not None:
             self.do(self.state.stacks.due_s, TimerFired())
 
@@ -137,7 +181,8 @@ class Replay:
             return
         match classify(fault):
             case "slow":
-                self.tell(now, "CommSlow", node, factor=self.factor)
+                heat = "Temperature" in fault["Desc"] + fault["Class"]
+                self.tell(now, "slow-host" if heat else "slow-nic", node)
                 if node in self.state.placement:
                     self.slow.add(node)
             case "hang":
@@ -158,7 +203,7 @@ class Replay:
             if not struck or self.state.phase != "running":
                 return
             if self.broken[struck[0]] == "hang":
-                self.tell(now, "CommHang", struck[0])
+                self.tell(now, "drop-nic", struck[0])
             else:
                 self.crash(now, struck[0])
 
@@ -218,6 +263,7 @@ def replay(trace: list[dict[str, Any]], args: argparse.Namespace, **how: Any) ->
     return {
         **how,
         "faults": dict(seen),
+        "nothing done": dict(run.withheld),
         "restarts": run.restarts,
         "spare stood in": run.swaps,
         "cordoned": len(run.cordoned),
@@ -247,7 +293,7 @@ def main() -> int:
         for cordon_after in (0, 2, 3):
             for restore in (True, False) if cordon_after else (True,):
                 row = replay(
-                    trace, args, spares=spares, cordon_after=cordon_after, evict_factor=2.0,
+                    trace, args, spares=spares, cordon_after=cordon_after, evict_factor=1.5,
                     restore=restore,
                 )  # fmt: skip
                 print(json.dumps(row), flush=True)
