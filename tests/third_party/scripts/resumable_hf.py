@@ -31,6 +31,8 @@ class Trailing(Trainer):
 
     def compute_loss(self, model, inputs, *args, **options):
         samples = inputs.pop("index").tolist()
+        if not model.training:
+            return super().compute_loss(model, inputs, *args, **options)
         loss = super().compute_loss(model, inputs, *args, **options)
         time.sleep(self.pace_s)
         row = {"rank": self.args.process_index, "step": self.state.global_step}
