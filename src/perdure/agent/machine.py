@@ -386,6 +386,7 @@ class Agent:
                 running=tuple(sorted(keeper.running)),
                 keeper_pid=keeper.pid,
                 device_ids=me.device_ids,
+                speaks=me.speaks,
             )
         )
 

@@ -6,6 +6,7 @@ import msgspec
 
 from perdure.model.actions import Assignment, InjectFault, ReformWorld, ResumeRanks, SendBoundary
 from perdure.model.verdicts import Verdict
+from perdure.model.version import PROTOCOL, PROTOCOL_MIN, Spoken
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,6 +18,7 @@ class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Where other nodes reach this one."""
     boot_id: str = ""
     device_ids: tuple[str, ...] = ()
+    speaks: Spoken = Spoken(PROTOCOL, PROTOCOL_MIN)
 
 
 @dataclass(slots=True)

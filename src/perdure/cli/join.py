@@ -1,19 +1,24 @@
 """`perdure invite`, `perdure join`: machines from elsewhere, as nodes of a job that runs."""
 
 import os
-from typing import Annotated
+import time
+from typing import Annotated, Any
 
 import typer
 
 from perdure.cli.act import JobName
-from perdure.cli.jobs import find_job
+from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.options import Json
-from perdure.cli.say import note, print_json
+from perdure.cli.say import note, print_json, render_table
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
+from perdure.model.invitations import EXPIRES_S
 from perdure.service.jobfiles import resolve_home, write_atomic
 from perdure.service.joining import join as join_job
 from perdure.service.joining import make_invitation, read_invitation, read_source
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_ANSWER_S = 30.0
 
 
 def invite(
@@ -21,24 +26,101 @@ def invite(
     out: Annotated[
         str | None, typer.Option("--out", metavar="FILE", help="Written there, for you alone.")
     ] = None,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="Such as 10m, 24h, 7d; or never.")
+    ] = f"{EXPIRES_S / 3600:g}h",
+    uses: Annotated[
+        int, typer.Option("--uses", min=0, help="Machines that it serves; 0: all that come.")
+    ] = 1,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the invitations that there are, and their use.")
+    ] = False,
+    revoke: Annotated[
+        str | None, typer.Option("--revoke", metavar="ID", help="Let nobody come by it any more.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print what a machine needs to join a job. It holds a secret: pass it over a pipe or a file.
 
-    The job has places for machines from elsewhere if it was started with --remote.
+    It serves one machine, which may come back with it, and can be used for the first time until it
+    expires. The job has places for machines from elsewhere if it was started with --remote.
     """
-    find_job(job)
-    home = resolve_home()
-    text = encode(make_invitation(job, home)) + b"\n"
+    found = find_job(job)
+    if list_all:
+        _list(found, as_json)
+        return
+    if revoke is not None:
+        _revoke(found, revoke, as_json)
+        return
+
+    def register(args: dict[str, Any]) -> dict[str, Any]:
+        return send_command(found, "invite", args, timeout_s=_ANSWER_S)
+
+    expires_s = parse_time(expires)
+    invitation = make_invitation(job, resolve_home(), register, expires_s=expires_s, uses=uses)
+    text = encode(invitation) + b"\n"
     if out is None:
         print(text.decode(), end="")
         return
     out = os.path.abspath(out)
     write_atomic(out, text, mode=0o600)
     if as_json:
-        print_json({"job": job, "file": out})
+        print_json({"job": job, "file": out, "id": invitation.id, "until_s": invitation.until_s})
     else:
-        print(f"{job}: the invitation is in {out}")
+        print(f"{job}: invitation {invitation.id} is in {out}")
+
+
+def parse_time(text: str) -> float:
+    """Return seconds: of `10m`, `24h`, `7d`, `90`; 0 of `never`.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    if text == "never":
+        return 0.0
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS_S else (text, "s")
+    try:
+        time_s = float(number) * _UNITS_S[unit]
+    except ValueError:
+        time_s = 0.0
+    if not 0 < time_s < 1e10:
+        raise ConfigError(f"--expires {text}: not a time", hint="such as 10m, 24h, 7d, or never")
+    return time_s
+
+
+def _list(found: Job, as_json: bool) -> None:
+    result = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)
+    rows = result["invitations"]
+    if as_json:
+        print_json({"job": found.name, "invitations": rows})
+        return
+    if not rows:
+        print(f"{found.name}: nobody is invited")
+        return
+    head = ("id", "state", "until", "uses", "machines", "nodes", "by")
+    cells = [
+        (
+            row["id"],
+            row["state"],
+            time.strftime("%F %T", time.localtime(row["until_s"])) if row["until_s"] else "never",
+            f"{len(row['machines'])} of {row['uses'] or 'any'}",
+            ", ".join(row["machines"].values()) or "-",
+            ", ".join(map(str, row["nodes"])) or "-",
+            row["who"],
+        )
+        for row in rows
+    ]
+    print(render_table(head, cells))
+
+
+def _revoke(found: Job, id_: str, as_json: bool) -> None:
+    result = send_command(found, "revoke", {"id": id_}, timeout_s=_ANSWER_S)
+    if as_json:
+        print_json({"job": found.name, **result})
+        return
+    print(f"{found.name}: nobody comes by invitation {id_} any more")
+    for node in result["nodes"]:
+        note(f"node {node} came by it and is there: perdure evict {found.name} {node}")
 
 
 def join(

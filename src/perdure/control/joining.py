@@ -8,8 +8,10 @@ that node, as any other does, and everything else follows from that.
 import math
 
 from perdure.control.answers import answer
+from perdure.control.invitations import refuse_use
 from perdure.control.state import ControllerState, OpenCommand
-from perdure.model.actions import AnyAction
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.invitations import InvitationUsed
 
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
@@ -19,6 +21,12 @@ def receive_join(state: ControllerState, now: float, command: OpenCommand) -> li
     """Give a machine a place, or say why there is none."""
     machine, spec = str(command.args["machine"]), state.the_spec()
     places = range(spec.local_nodes, spec.num_nodes)
+    id_ = command.args.get("invitation")  # None: of a run before invitations were told apart.
+    if id_ is not None:
+        proof = str(command.args["proof"])
+        why, more = refuse_use(state, now, str(id_), proof, machine)
+        if why:
+            return answer(state, command.id, False, why, dict(more))
     if not places:
         why = "no node of this job comes from elsewhere: perdure run --remote K"
         return answer(state, command.id, False, why, {})
@@ -33,7 +41,11 @@ def receive_join(state: ControllerState, now: float, command: OpenCommand) -> li
     state.claims[node] = (machine, now)
     host = str(command.args.get("host") or "a machine")
     state.hosts[host] = node
-    return answer(state, command.id, True, f"{host} is node {node}", {"node": node})
+    actions = answer(state, command.id, True, f"{host} is node {node}", {"node": node})
+    if id_ is None:
+        return actions
+    used = InvitationUsed(id=str(id_), machine=machine, host=host, node=node, at_s=now)
+    return [RecordEvent(event=used, reason=f"{host} is node {node}"), *actions]
 
 
 def _is_free(state: ControllerState, now: float, node: int) -> bool:

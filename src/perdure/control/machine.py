@@ -10,6 +10,7 @@ from perdure.control import preemption
 from perdure.control.answers import answer, answer_open
 from perdure.control.elastic import reform
 from perdure.control.groups.replicas import find_group_deadline, handle_replicas
+from perdure.control.invitations import note_invitation
 from perdure.control.observing import is_observed, note_withheld, withhold_verdict
 from perdure.control.progress import (
     after_boundary,
@@ -96,6 +97,9 @@ from perdure.model.events import (
     FaultInjected,
     GenerationStepping,
     GenerationStopped,
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
     JobEnded,
     JobPaused,
     JobResumed,
@@ -199,9 +203,7 @@ class Controller:
             case StoreReady():
                 return note_store(self.state, now, event)
             case GenerationStopped():
-                known = self.state.stopped.get(event.node, -1)
-                self.state.stopped[event.node] = max(known, event.generation)
-                return [*advance_formation(self.state, now), *advance_end(self.state, now)]
+                return self._note_stopped(now, event)
             case RanksStarted():
                 return note_started(self.state, event)
             case RankExited():
@@ -255,10 +257,17 @@ class Controller:
                 return []
             case NodeCordoned() | NodeRestored():
                 return note_cordon(self.state, event)
+            case InvitationMade() | InvitationUsed() | InvitationRevoked():
+                return note_invitation(self.state, event)
             case _:
                 assert_never(event)
 
     # --- nodes and ranks ---------------------------------------------------------------------
+
+    def _note_stopped(self, now: float, event: GenerationStopped) -> list[AnyAction]:
+        known = self.state.stopped.get(event.node, -1)
+        self.state.stopped[event.node] = max(known, event.generation)
+        return [*advance_formation(self.state, now), *advance_end(self.state, now)]
 
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state

@@ -144,6 +144,20 @@ class OpenNotice:
 
 
 @dataclass(slots=True)
+class Invited:
+    """An invitation, as far as it is known here: its secret is not."""
+
+    digest: str
+    at_s: float
+    until_s: float
+    uses: int
+    who: str = ""
+    machines: dict[str, str] = field(default_factory=dict)
+    """Machine -> its host, of those that have used it."""
+    revoked: bool = False
+
+
+@dataclass(slots=True)
 class StackRequest:
     """Stacks that were asked for in this generation, and what waits for them."""
 
@@ -199,6 +213,8 @@ class ControllerState:
     """Nodes that are given nothing to run for a notice, and for nothing else."""
     claims: dict[int, tuple[str, float]] = field(default_factory=dict)
     """Node from elsewhere -> the machine that was given its place, and when."""
+    invitations: dict[str, Invited] = field(default_factory=dict)
+    """By their ids, the oldest first."""
     hosts: dict[str, int] = field(default_factory=dict)
     """Name of every machine that was ever given a place -> the node that it was."""
     blames: dict[int, int] = field(default_factory=dict)

@@ -19,6 +19,7 @@ from perdure.model.events import (
     SettingsChanged,
     VerdictReached,
 )
+from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.links import ProbeFinding
 from perdure.model.settings import Change, Steering
 
@@ -291,6 +292,9 @@ class RecordEvent(Action, frozen=True, kw_only=True):
         | SettingsChanged
         | JobPaused
         | JobResumed
+        | InvitationMade
+        | InvitationUsed
+        | InvitationRevoked
     )
 
 

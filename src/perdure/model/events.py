@@ -13,6 +13,9 @@ from perdure.model.elastic import WorldBroken as WorldBroken
 from perdure.model.elastic import WorldReformed as WorldReformed
 from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
+from perdure.model.invitations import InvitationMade as InvitationMade
+from perdure.model.invitations import InvitationRevoked as InvitationRevoked
+from perdure.model.invitations import InvitationUsed as InvitationUsed
 from perdure.model.job import JobSpec
 from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.notices import MachineReported as MachineReported
@@ -40,6 +43,7 @@ from perdure.model.steering import (
     SettingsChanged as SettingsChanged,
 )
 from perdure.model.verdicts import Verdict
+from perdure.model.version import Spoken
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):
@@ -56,6 +60,8 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     incarnation: str
     term: int = 0
     """Its fencing token, where several could be controllers: it only grows along the journal."""
+    speaks: Spoken = Spoken()
+    """What it speaks: a controller that cannot does not go on with this journal."""
 
 
 class NodeRegistered(Event, frozen=True, kw_only=True):
@@ -72,6 +78,8 @@ class NodeRegistered(Event, frozen=True, kw_only=True):
     """Global ranks alive in the keeper."""
     keeper_pid: int = 0
     device_ids: tuple[str, ...] = ()
+    speaks: Spoken = Spoken()
+    """What the agent speaks; a controller that cannot talk to it gives it nothing to do."""
 
 
 class StoreReady(Event, frozen=True, kw_only=True):
@@ -550,6 +558,9 @@ AnyEvent = (
     | MachineReported
     | RoomNoted
     | MessagesSetAside
+    | InvitationMade
+    | InvitationUsed
+    | InvitationRevoked
     | TimerFired
     | JobEnded
 )

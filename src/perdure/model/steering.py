@@ -26,6 +26,8 @@ Verb = Literal[
     "restore",
     "notify",
     "join",
+    "invite",
+    "revoke",
 ]
 """What an operator may ask for."""
 

@@ -29,6 +29,7 @@ from perdure.model.actions import (
 from perdure.model.events import AnyEvent, ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.steering import Verb
+from perdure.model.version import Spoken
 
 
 def subject_events(job: str, node: int | str) -> str:
@@ -190,6 +191,11 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
     machine: str
     host: str = ""
     """Its name, for people."""
+    invitation: str = ""
+    """Id of the invitation that it has."""
+    secret: str = ""
+    """That of the invitation; the journal has its digest only."""
+    speaks: Spoken = Spoken()
 
 
 class Admission(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,6 +211,10 @@ class Invitation(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     endpoint: "Endpoint"
+    id: str = ""
+    secret: str = ""
+    until_s: float = 0.0
+    """When it can be used for the first time no more, in seconds since 1970; 0: never."""
 
 
 class CommandReply(msgspec.Struct, frozen=True):
@@ -416,3 +426,5 @@ class Endpoint(msgspec.Struct, frozen=True):
     tls_key: str = ""
     servers: tuple[str, ...] = ()
     """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""
+    speaks: Spoken = Spoken()
+    """What the job's controller speaks."""

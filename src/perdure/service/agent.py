@@ -81,6 +81,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_steering,
 )
+from perdure.service.neighbours import MINE, check_spoken
 from perdure.service.placement import find_address, find_gloo_interface
 from perdure.service.ports import Bus
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
@@ -125,6 +126,7 @@ class AgentService:
             host=find_address(env),
             boot_id=read_boot_id(),
             device_ids=list_device_ids(spec, node, nvml.ids if nvml else ()),
+            speaks=MINE,
         )
         self.machine = Agent(spec, identity)
         self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
@@ -162,8 +164,7 @@ class AgentService:
         )
         self._tasks: set[asyncio.Task[None]] = set()
         self._dumping: set[tuple[int, int]] = set()
-        self._nccl_plugin = find_plugin() if has_nvidia_gpu() else ""
-        self._told_exit = False
+        self._nccl_plugin, self._told_exit = find_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
         self._failed: BaseException | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -449,6 +450,7 @@ async def _main(job: str, node: int) -> None:
     home = resolve_home()
     paths = paths_of(home, job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
+    check_spoken(endpoint.speaks, f"the job {job}")
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.control import Memory
+from perdure.control.invitations import preview_invitations
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
 from perdure.control.senders import find_role, find_untrue
@@ -27,7 +28,7 @@ from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
-from perdure.model.actions import AnswerCommand, EndJob, WatchClosely
+from perdure.model.actions import AnswerCommand, Assignment, EndJob, WatchClosely
 from perdure.model.codec import encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
@@ -39,19 +40,23 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     MessagesSetAside,
+    NodeRegistered,
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
+from perdure.model.version import can_talk
 from perdure.model.wire import (
     Command,
     CommandReply,
     EventAck,
     EventMessage,
+    NodeOrder,
     subject_orders,
 )
 from perdure.service.inbox import Inbox
 from perdure.service.journal import Journal
+from perdure.service.neighbours import MINE, check_journal
 from perdure.service.ports import Bus, Reply
 from perdure.service.snapshots import EVERY, SnapshotFiles
 from perdure.telemetry import LinkFold
@@ -164,6 +169,8 @@ class ControllerService:
         if tail is None:
             tail = await self._journal.open()
         for entry in tail:
+            if isinstance(entry.body, ControllerStarted):
+                check_journal(entry.body.speaks)
             self._memory.replay(entry)
             if isinstance(entry.body, JobEnded):
                 self._ended = entry.body
@@ -190,7 +197,9 @@ class ControllerService:
         turn = _Turn(self._clock())
         if first:
             self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
-        self._add(turn, ControllerStarted(incarnation=self._incarnation, term=self._term))
+        self._add(
+            turn, ControllerStarted(incarnation=self._incarnation, term=self._term, speaks=MINE)
+        )
         turn.sendings += self._orders.start(turn.now)
         await self._finish(turn)
 
@@ -274,13 +283,29 @@ class ControllerService:
             skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
                 if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
-                    known, started = self._memory.machine.state, self._memory.started
-                    why = find_untrue(known, started, sender, batch.source, event)
+                    why = self._judge(turn, sender, batch.source, event)
                     note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
                     if note is None:
                         return  # Its sender repeats the rest, and by then there is room.
                     self._add(turn, note, batch.source, number)
                 skipped = 0
+
+    def _judge(self, turn: _Turn, sender: str, source: str, event: AnyEvent) -> str:
+        """Return why `event` is not taken; empty where it is."""
+        known, started = self._memory.machine.state, self._memory.started
+        why = find_untrue(known, started, sender, source, event)
+        if why or not isinstance(event, NodeRegistered) or not event.speaks.protocol:
+            return why  # An agent of 0.1 did not say, and does not come on this subject.
+        if can_talk(MINE, event.speaks):
+            return ""
+        # It would understand half of what it is told: it leaves, and says so on its machine.
+        why = f"node {event.node} runs {event.speaks}, and this job {MINE}"
+        log.error("%s: they do not work together; it is told to leave", why)
+        number = (known.assignment.number if known.assignment else 0) + 1
+        leave = Assignment(number=number, generation=event.generation + 1, phase="end", reason=why)
+        order = NodeOrder(controller=self._incarnation, term=self._term, assignment=leave)
+        turn.sendings.append((event.node, order))
+        return why
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
         match command.kind:
@@ -297,7 +322,11 @@ class ControllerService:
                 turn.replies.append((reply, answer))
             case kind:
                 state = self._memory.machine.state
-                known = state.answered.get(command.id) or preview_verb(state, kind, command.args)
+                known = (
+                    state.answered.get(command.id)
+                    or preview_verb(state, kind, command.args)
+                    or preview_invitations(state, turn.now, kind, command.args)
+                )
                 if known is not None:
                     ok, reason, result = known
                     told = CommandReply(id=command.id, ok=ok, reason=reason, result=result)

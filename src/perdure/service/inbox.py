@@ -11,6 +11,7 @@ from what the machines know, and is looked at where they are asked (`control/sen
 """
 
 import asyncio
+import hashlib
 import logging
 import time
 from collections import deque
@@ -21,6 +22,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from perdure import __version__
+from perdure.control.invitations import FINAL
 from perdure.control.senders import describe_sender, is_sender
 from perdure.model.access import ASKED_BY, Role
 from perdure.model.aside import MessagesSetAside, make_plain
@@ -29,6 +32,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, RankExited
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
+from perdure.model.version import can_talk, make_spoken
 from perdure.model.wire import (
     Admission,
     Command,
@@ -167,6 +171,14 @@ class Inbox:
         if asked is None:
             return
 
+        mine = make_spoken(__version__)
+        if not can_talk(mine, asked.speaks):
+            why = f"this machine's is {asked.speaks}, the job's is {mine}"
+            self.asides.note("command", f"a join of {asked.host}", why)
+            refusal = CommandReply(id=asked.id, ok=False, reason=why, result=dict(FINAL))
+            self._answer(reply, refusal)
+            return
+
         async def let_in(answer: bytes) -> None:
             told: CommandReply = decode(answer, CommandReply)
             admission = self.admit(told.result["node"]) if told.ok else None
@@ -177,8 +189,13 @@ class Inbox:
                 told = CommandReply(id=told.id, ok=False, reason="its credentials are gone")
             await reply(encode(told))
 
+        proof = hashlib.sha256(asked.secret.encode()).hexdigest()
         args = {"machine": asked.machine, "host": asked.host}
-        self.put(Command(id=f"join-{asked.id}", kind="join", args=args, who=asked.host), let_in)
+        args |= {"invitation": asked.invitation, "proof": proof}
+        # Who repeats another's request without its secret has not made the same request.
+        same = hashlib.sha256(encode([asked.id, asked.machine, asked.invitation, asked.secret]))
+        id_ = f"join-{same.hexdigest()[:16]}"
+        self.put(Command(id=id_, kind="join", args=args, who=asked.host), let_in)
 
     def take_beat(self, sender: str, data: bytes, _: Reply) -> None:
         """Take a heartbeat of the node `sender`."""

@@ -9,21 +9,23 @@ import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from perdure import __version__
 from perdure.model.actions import Assignment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.events import JournalEntry
+from perdure.model.events import ControllerStarted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.report import Snapshot
 from perdure.model.settings import Steering
 from perdure.model.slurm import Allocation
+from perdure.model.version import make_spoken
 from perdure.model.wire import Endpoint
 
 T = TypeVar("T")
@@ -149,17 +151,30 @@ def write_steering(paths: JobPaths, node: int, assignment: Assignment) -> None:
 
 
 def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
-    """Return the entries of `lines`; a torn last line (the writer was killed) is left out."""
+    """Return the entries of `lines`; a torn last line (the writer was killed) is left out.
+
+    Raises:
+        ProtocolError: a whole line is no entry, or one that only a newer version knows.
+    """
     entries: list[JournalEntry] = []
     for line in lines:
         if not line.strip():
             continue
         try:
             entries.append(decode(line, JournalEntry))
-        except ProtocolError:
+        except ProtocolError as error:
             if line.endswith(b"\n"):
-                raise
+                raise ProtocolError(f"{error}{_name_writer(entries)}") from error
     return entries
+
+
+def _name_writer(entries: Sequence[JournalEntry]) -> str:
+    """Return who has written what cannot be read here, where that was another version."""
+    started = [e.body.speaks for e in entries if isinstance(e.body, ControllerStarted)]
+    mine = make_spoken(__version__)
+    if not started or started[-1] == mine or started[-1].protocol < mine.protocol:
+        return ""
+    return f" (entry {len(entries) + 1} was written by {started[-1]}, and this is {mine})"
 
 
 def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:

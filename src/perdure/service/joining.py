@@ -12,16 +12,19 @@ leaves nothing behind.
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
-from secrets import token_hex
+from secrets import token_hex, token_urlsafe
+from typing import Any
 
 import msgspec
 
+from perdure import __version__
 from perdure.adapters.nats import NatsBus
 from perdure.model.codec import decode, encode
 from perdure.model.errors import (
@@ -33,6 +36,7 @@ from perdure.model.errors import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
+from perdure.model.version import make_spoken
 from perdure.model.wire import (
     Admission,
     CommandReply,
@@ -51,6 +55,7 @@ from perdure.service.jobfiles import (
     write_atomic,
     write_document,
 )
+from perdure.service.neighbours import check_spoken
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -81,8 +86,18 @@ def find_admission(spec: JobSpec, paths: JobPaths, node: int) -> Admission | Non
     return Admission(node=node, spec=spec, endpoint=endpoint)
 
 
-def make_invitation(job: str, home: str) -> Invitation:
-    """Return the invitation to a running job.
+def make_invitation(
+    job: str,
+    home: str,
+    register: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    expires_s: float,
+    uses: int,
+) -> Invitation:
+    """Return an invitation to a running job, of which `register` tells the controller.
+
+    It is good for the first time for `expires_s` seconds (0: always), and serves `uses` machines
+    (0: as many as there are places).
 
     Raises:
         ConfigError: no node of it comes from elsewhere, or its server is the user's own.
@@ -94,7 +109,11 @@ def make_invitation(job: str, home: str) -> Invitation:
             "the job's NATS server is your own, and so are its credentials",
             hint="perdure join invites to the server that perdure starts",
         )
-    return Invitation(job=job, endpoint=endpoint)
+    id_, secret = token_hex(4), token_urlsafe(24)
+    digest = hashlib.sha256(secret.encode()).hexdigest()
+    told = register({"id": id_, "digest": digest, "expires_s": expires_s, "uses": uses})
+    until_s = float(told.get("until_s", 0.0))
+    return Invitation(job=job, endpoint=endpoint, id=id_, secret=secret, until_s=until_s)
 
 
 def read_invitation(data: bytes) -> Invitation:
@@ -104,9 +123,11 @@ def read_invitation(data: bytes) -> Invitation:
         ConfigError: it is none.
     """
     try:
-        return decode(data, Invitation)
+        invitation: Invitation = decode(data, Invitation)
     except ProtocolError:
         raise ConfigError("not an invitation", hint="perdure invite JOB > FILE") from None
+    check_spoken(invitation.endpoint.speaks, f"the job {invitation.job}")
+    return invitation
 
 
 async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:
@@ -126,7 +147,14 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
     )
     try:
         while True:
-            asked = JoinRequest(id=token_hex(8), machine=machine, host=os.uname().nodename)
+            asked = JoinRequest(
+                id=token_hex(8),
+                machine=machine,
+                host=os.uname().nodename,
+                invitation=invitation.id,
+                secret=invitation.secret,
+                speaks=make_spoken(__version__),
+            )
             why: PlatformError | SafetyError
             try:
                 data = await bus.request(
@@ -136,6 +164,8 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
                 if told.ok:
                     return msgspec.convert(told.result["admission"], Admission)
                 why = SafetyError(f"no place in {invitation.job}: {told.reason}", hint="--wait S")
+                if told.result.get("final"):
+                    raise SafetyError(why.message, hint="ask for another: perdure invite JOB")
             except (RequestError, ProtocolError) as error:
                 why = PlatformError(
                     f"the controller of {invitation.job} gives no answer: {error}",

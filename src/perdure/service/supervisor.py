@@ -34,6 +34,7 @@ from perdure.service.cluster import (
     make_parts,
 )
 from perdure.service.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.invited import find_invitations
 from perdure.service.jobfiles import (
     JobLock,
     check_space,
@@ -107,13 +108,13 @@ def run(
     lock = JobLock(paths)
     try:
         end_family(spec.name, home, spare=frozenset(find_descendants(os.getpid())))
-        rerun = bool(set_previous_aside(paths))
+        previous = set_previous_aside(paths)
         make_folders(paths)
         check_space(paths)
         spec = prepare_arbiter(spec, time.time())
         write_document(paths.spec, spec)
         given = (spec, home, nats_url, on_line, on_snapshot)
-        supervisor = Supervisor(*given, command=command, placement=placement, rerun=rerun)
+        supervisor = Supervisor(*given, command=command, placement=placement, previous=previous)
         set_subreaper()
         return asyncio.run(supervisor.run())
     finally:
@@ -134,12 +135,13 @@ class Supervisor:
         *,
         command: Callable[..., list[str]] = part_command,
         placement: Placement = HERE,
-        rerun: bool = False,
+        previous: str = "",
     ) -> None:
-        """Prepare; nothing runs yet."""
+        """Prepare; nothing runs yet. `previous` is the folder of the run before, or empty."""
         self._command, self._placement = command, placement
         self._spec, self._home, self._nats_url = spec, home, nats_url
-        self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, rerun
+        self._on_line, self._on_snapshot, self._rerun = on_line, on_snapshot, bool(previous)
+        self._invited = find_invitations(previous) if previous and placement.door else []
         self._paths = paths_of(home, spec.name)
         self._offset_s = time.time() - time.monotonic()
         began_s = find_start_s()
@@ -239,6 +241,8 @@ class Supervisor:
         for lost in self._losses:
             self._outbox.put(lost)
         self._spawn(self._outbox.run())
+        for args in self._invited:
+            self._spawn(self._order("invite", "the run before", args))
         self._spawn(watch_room(self._spec, self._paths, self._now, self._note, self._outbox.put))
 
     async def _wait_servers(self) -> None:
@@ -427,12 +431,11 @@ class Supervisor:
     def _checkpoint(self) -> None:
         self._spawn(self._order("checkpoint", "SIGUSR1"))
 
-    async def _order(self, kind: str, who: str) -> None:
+    async def _order(self, kind: str, who: str, args: dict[str, Any] | None = None) -> None:
         """Repeat a command until the controller has answered it."""
-        command = msgspec.convert(
-            {"id": f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}", "kind": kind, "who": who},
-            Command,
-        )
+        id_ = f"run-{os.getpid()}-{kind}-{time.monotonic_ns()}"
+        given = {"id": id_, "kind": kind, "who": who, "args": args or {}}
+        command = msgspec.convert(given, Command)
         while True:
             try:
                 if self._bus is not None:

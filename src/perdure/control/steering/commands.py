@@ -1,6 +1,7 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
 from perdure.control.answers import answer
+from perdure.control.invitations import receive_invite, receive_revoke
 from perdure.control.joining import receive_join
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
@@ -97,6 +98,10 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return receive_notice(state, now, command)
         case "join":
             return receive_join(state, now, command)
+        case "invite":
+            return receive_invite(state, now, command)
+        case "revoke":
+            return receive_revoke(state, now, command)
         case "resume":
             return receive_resume(state, now, command)
         case "stop" | "checkpoint" | "set" | "pause":

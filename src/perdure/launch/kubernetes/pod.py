@@ -167,6 +167,7 @@ class Pod:
     def invite(self) -> bool:
         """Leave an invitation for the other pods; return whether the job was there to invite."""
         words = [*self.perdure, "invite", self.spec.name, "--out", str(self.invitation)]
+        words += ["--uses", "0", "--expires", "never"]  # Each pod, and each that comes for one.
         with contextlib.suppress(subprocess.TimeoutExpired):
             done = subprocess.run(words, env=self.env, capture_output=True, timeout=_CALL_S)
             return done.returncode == 0

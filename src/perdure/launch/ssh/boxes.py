@@ -164,9 +164,8 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
         started = start(plan, record, here)
         record = msgspec.structs.replace(record, boot_id=started.boot_id)
         wait_endpoint(plan, record)
-    invitation = _invite(plan)
     others = [
-        _let_join(each, other, invitation, here) if node in absent else other
+        _let_join(each, other, _invite(plan), here) if node in absent else other
         for node, (each, other) in enumerate(zip(plan.others, others, strict=True), start=1)
     ]
     return msgspec.structs.replace(record, others=tuple(others))
@@ -239,7 +238,7 @@ def _check_disk(plan: Plan, records: Sequence[LaunchRecord], here: Here) -> None
 
 
 def _invite(plan: Plan) -> bytes:
-    """Return the invitation to the job on its first box, once there is one. It is a secret."""
+    """Return an invitation to the job on its first box for one other box. It is a secret."""
     channel = Channel(plan.profile.launch)
     script = in_job(plan.place, f'"$PERDURE_PYTHON" -P -m perdure invite {plan.job}')
     deadline = time.monotonic() + _INVITE_S

@@ -1,0 +1,145 @@
+"""Who may take a place: invitations that expire, serve once, and can be revoked.
+
+An invitation serves the machine that used it first for as long as the job lives: after a reboot it
+asks with the same one, expired or not. Anybody else with a copy of it is refused. What is kept is
+the digest of its secret, so that the journal, which viewers read, invites nobody.
+"""
+
+from typing import Any
+
+from perdure.control.answers import answer
+from perdure.control.state import ControllerState, Invited, OpenCommand
+from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.invitations import (
+    KEPT_MAX,
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
+)
+
+FINAL = {"final": True}
+"""In the answer to a request that will be refused whenever it is made again."""
+
+
+def receive_invite(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Remember an invitation that its maker hands out once this is answered."""
+    args, spec = command.args, state.the_spec()
+    if not spec.remote:
+        why = "no node of this job comes from elsewhere: perdure run --remote K"
+        return answer(state, command.id, False, why, {})
+    id_, digest = str(args["id"]), str(args["digest"])
+    expires_s = float(args.get("expires_s", 0.0))
+    until_s = float(args.get("until_s", now + expires_s if expires_s else 0.0))
+    uses = int(args.get("uses", 1))
+    machines = {str(k)[:64]: str(v)[:64] for k, v in dict(args.get("machines", {})).items()}
+    if not (0 < len(id_) <= 32 and len(digest) == 64 and 0 <= expires_s < 1e12 and uses >= 0):
+        return answer(state, command.id, False, "not an invitation", {})
+    if id_ in state.invitations:
+        return answer(state, command.id, True, "known", {"id": id_})
+    event = InvitationMade(
+        id=id_, digest=digest, at_s=now, until_s=until_s, uses=uses, who=command.who,
+        machines=machines,
+    )  # fmt: skip
+    made = RecordEvent(event=event, reason=f"asked for by {command.who or 'an operator'}")
+    return [made, *answer(state, command.id, True, "", {"id": id_, "until_s": until_s})]
+
+
+def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Let nobody come by an invitation any more; who is there already is named."""
+    id_ = str(command.args["id"])
+    known = state.invitations.get(id_)
+    if known is None:
+        names = ", ".join(state.invitations) or "none"
+        return answer(state, command.id, False, f"there is no invitation {id_:.40}: {names}", {})
+    there = [n for n, (m, _) in state.claims.items() if m in known.machines and n in state.nodes]
+    there = sorted(node for node in there if node not in state.lost)
+    result = {"id": id_, "nodes": there}
+    revoked = InvitationRevoked(id=id_, at_s=now, who=command.who)
+    reason = f"asked for by {command.who or 'an operator'}"
+    return [RecordEvent(event=revoked, reason=reason), *answer(state, command.id, True, "", result)]
+
+
+def preview_invitations(
+    state: ControllerState, now: float, kind: str, args: dict[str, Any]
+) -> tuple[bool, str, dict[str, Any]] | None:
+    """Return the answer to a request for the list of invitations; None where it is none."""
+    if kind != "invite" or not args.get("list"):
+        return None
+    return True, "", {"invitations": _list_invitations(state, now)}
+
+
+def _list_invitations(state: ControllerState, now: float) -> list[dict[str, Any]]:
+    """Return all that are known, the oldest first, without what would let anybody in."""
+    return [
+        {
+            "id": id_,
+            "state": _describe(each, now),
+            "until_s": each.until_s,
+            "uses": each.uses,
+            "machines": dict(each.machines),
+            "nodes": sorted(n for n, (m, _) in state.claims.items() if m in each.machines),
+            "who": each.who,
+            "made_s": each.at_s,
+        }
+        for id_, each in state.invitations.items()
+    ]
+
+
+def note_invitation(
+    state: ControllerState, event: InvitationMade | InvitationUsed | InvitationRevoked
+) -> list[AnyAction]:
+    """Remember what has become of an invitation; nothing follows from it."""
+    known = state.invitations.get(event.id)
+    match event:
+        case InvitationMade():
+            state.invitations[event.id] = Invited(
+                digest=event.digest, at_s=event.at_s, until_s=event.until_s, uses=event.uses,
+                who=event.who, machines=dict(event.machines),
+            )  # fmt: skip
+            over = [
+                id_
+                for id_, each in state.invitations.items()
+                if _describe(each, event.at_s) in ("revoked", "expired") and not each.machines
+            ]
+            for id_ in over[: max(0, len(state.invitations) - KEPT_MAX)]:
+                del state.invitations[id_]
+        case InvitationUsed() if known is not None:
+            known.machines[event.machine] = event.host
+        case InvitationRevoked() if known is not None:
+            known.revoked = True
+        case _:
+            pass
+    return []
+
+
+def refuse_use(
+    state: ControllerState, now: float, id_: str, proof: str, machine: str
+) -> tuple[str, dict[str, Any]]:
+    """Return why `machine` may not come by invitation `id_`, and more for the answer; or ''."""
+    known = state.invitations.get(id_)
+    if known is None or known.digest != proof:
+        return "the invitation is not one of this job's", FINAL
+    if known.revoked:
+        return f"invitation {id_} was revoked", FINAL
+    if machine in known.machines:
+        return "", {}
+    if known.until_s and now >= known.until_s:
+        good_s = known.until_s - known.at_s
+        return f"invitation {id_} has expired: it was good for {good_s:.0f} s", FINAL
+    if known.uses and len(known.machines) >= known.uses:
+        hosts = ", ".join(sorted(known.machines.values()))
+        return f"invitation {id_} is spent: it has served {hosts:.80}", FINAL
+    for other, each in state.invitations.items():
+        if machine in each.machines and other != id_:
+            place = next((n for n, (m, _) in state.claims.items() if m == machine), None)
+            if place is not None and place in state.nodes and place not in state.lost:
+                return f"this machine is node {place} already, by another invitation", {}
+    return "", {}
+
+
+def _describe(invited: Invited, now: float) -> str:
+    if invited.revoked:
+        return "revoked"
+    if invited.uses and len(invited.machines) >= invited.uses:
+        return "spent"
+    return "expired" if invited.until_s and now >= invited.until_s else "open"
