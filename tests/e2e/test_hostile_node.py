@@ -1,0 +1,152 @@
+"""D3: a hostile machine with a real invitation to a free place, and a job that trains on."""
+
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from perdure.adapters.nats import NatsBus
+from perdure.model.codec import encode
+from perdure.model.errors import RequestError
+from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
+from perdure.model.exits import ExitRecord
+from perdure.model.progress import RankAccount
+from perdure.model.wire import (
+    Admission,
+    Command,
+    EventBatch,
+    EventMessage,
+    NodeOrder,
+    stream_journal,
+    subject_commands,
+    subject_events,
+    subject_journal,
+    subject_orders,
+)
+from perdure.service.joining import ask_place, read_invitation
+from tests.e2e.harness import SCRIPTS, Job
+
+JOB = "prey"
+
+
+def lies() -> list[AnyEvent]:
+    record = ExitRecord(rank=0, generation=0, pid=1, at_s=1.0, code=1)
+    return [
+        CommandReceived(id="x", kind="kill"),
+        JobEnded(status="failed", exit_code=1, reason="", at_s=1.0),
+        RankExited(node=0, record=record, account=RankAccount(), detected_s=1.0),
+    ]
+
+
+async def attack(admission: Admission) -> dict[str, Any]:
+    """Try everything with the login of node 1; return what came of it."""
+    heard: list[str] = []
+    bus = await NatsBus.connect(admission.endpoint, timeout_s=10)
+    try:
+        for subject in (">", "perdure.>", "_INBOX.>", "$JS.>", subject_orders(JOB, 0),
+                        subject_events(JOB, 0), subject_commands(JOB)):  # fmt: skip
+            await bus.subscribe(subject, lambda data, s=subject: heard.append(s))  # type: ignore[misc]
+        kill = encode(Command(id="k", kind="kill"))
+        stream = stream_journal(JOB)
+        asked = {
+            subject_commands(JOB): kill,
+            subject_events(JOB, 0): encode(EventMessage(0, (EventBatch("a0-1", 1, (lies()[0],)),))),
+            subject_orders(JOB, 0): encode(NodeOrder(controller="evil")),
+            subject_journal(JOB): b"{}\n",
+            f"$JS.API.STREAM.PURGE.{stream}": b"",
+            f"$JS.API.STREAM.DELETE.{stream}": b"",
+            f"$JS.API.CONSUMER.CREATE.{stream}": b"{}",
+            f"$JS.API.DIRECT.GET.{stream}": b'{"seq":1}',
+        }
+        answered = []
+        for subject, data in asked.items():
+            with contextlib.suppress(RequestError):
+                await bus.request(subject, data, timeout_s=0.2)
+                answered.append(subject)
+        told = []
+        for seq, event in enumerate(lies(), 1):
+            message = EventMessage(1, (EventBatch("a1-evil", seq, (event,)),))
+            told.append(await bus.request(subject_events(JOB, 1), encode(message), timeout_s=5))
+    finally:
+        await bus.close()
+    return {"heard": heard, "answered": answered, "told": told, "cut": send_too_much(admission)}
+
+
+def send_too_much(admission: Admission) -> bool:
+    """Return whether the server hangs up on a message of 9 MB."""
+    host, port = admission.endpoint.url.removeprefix("nats://").split(":")
+    endpoint = admission.endpoint
+    with socket.create_connection((host, int(port)), timeout=5) as raw:
+        login = json.dumps({"user": endpoint.user, "pass": endpoint.token, "verbose": False})
+        raw.sendall(f"CONNECT {login}\r\nPUB {subject_events(JOB, 1)} 9000000\r\n".encode())
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            while chunk := raw.recv(65536):
+                answer += chunk
+    return b"Maximum Payload Violation" in answer
+
+
+def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "perdure", "join", "-", "--wait", "5"],
+        input=invitation, env=dict(os.environ, PERDURE_HOME=str(home)), cwd=home.parent,
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_hostile_machine_with_an_invitation_is_no_operator(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    job = start(
+        JOB, "-n", "1", "--spares", "1", "--remote", "1", str(SCRIPTS / "train_paced.py"),
+        "--trail", str(tmp_path), "--steps", "100000", "--step-s", "0.05",
+    )  # fmt: skip
+    job.wait_step(3)
+    text = job.cli("invite", JOB).stdout
+    invitation = read_invitation(text.encode())
+    admission = asyncio.run(ask_place(invitation, "evil", wait_s=10))
+    assert (admission.node, admission.endpoint.user) == (1, "agent-1")
+    found = asyncio.run(attack(admission))
+    assert found["heard"] == []
+    assert found["answered"] == []
+    assert found["told"] == [b'{"seqs":{"a1-evil":%d}}' % seq for seq in (1, 2, 3)]
+    assert found["cut"]
+    job.wait_step(job.state()["step"] + 10)
+
+    log = (job.folder / "logs" / "nats-server.log").read_text()
+    assert 'user:agent-1" - Publish Violation' in log
+    assert 'user:agent-1" - Subscription Violation' in log
+    noted = json.loads(job.cli("diagnose", JOB, "--json").stdout)["set_aside"]
+    assert any("node 1" in note["source"] for note in noted)
+    assert "CommandReceived is not for the agent of node 1" in job.cli("diagnose", JOB).stdout
+
+    spent = join(tmp_path / "elsewhere", text)
+    assert spent.returncode == 4
+    assert f"invitation {invitation.id} is spent" in spent.stderr
+    assert "evil" not in spent.stderr, "who holds a copy does not learn the machine's name"
+    short = job.cli("invite", JOB, "--expires", "1s").stdout
+    other = job.cli("invite", JOB).stdout
+    job.cli("invite", JOB, "--revoke", json.loads(other)["id"])
+    time.sleep(1.0)
+    for one, word in ((short, "expired"), (other, "was revoked")):
+        refused = join(tmp_path / "elsewhere", one)
+        assert (refused.returncode, word in refused.stderr) == (4, True), refused.stderr
+    rows = json.loads(job.cli("invite", JOB, "--list", "--json").stdout)["invitations"]
+    assert [row["state"] for row in rows] == ["spent", "expired", "revoked"]
+    assert [row["nodes"] for row in rows] == [[1], [], []]
+    events = (job.folder / "journal.jsonl").read_text()
+    assert '"InvitationUsed"' in events
+    assert invitation.secret not in events
+    job.cli("stop", JOB)
+    assert job.wait() == 0, job.text()[-2000:]
