@@ -1,6 +1,8 @@
-"""T6: a node twice as slow gives its place to the spare one."""
+"""T6: a node twice as slow gives its place to the spare one; observed, it is only told of."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -64,3 +66,30 @@ def test_a_node_twice_as_slow_is_replaced_within_a_minute(start: Start, tmp_path
     assert "% of every step" in perdure(job, "diagnose", "slow")
     (tmp_path / "slow" / "hurry").touch()
     assert job.wait() == 0
+
+
+def test_what_is_only_observed_is_told_of_and_left_alone(start: Start, tmp_path: Path) -> None:
+    """A slow rank, a stopped one and a killed one: nothing is done, and the report says what."""
+    job = launch(start, tmp_path, "seen", "--observe")
+    perdure(
+        job, "inject", "seen", "slow-forward", "--rank", "1", "--arg", "factor=2.2",
+        "--arg", "for_s=25",
+    )  # fmt: skip
+    job.wait_until(lambda: told(job, "ActionWithheld"), "what is not done about the slow rank")
+    pids = {rank["rank"]: rank["pid"] for rank in job.state()["ranks"]}
+    os.kill(pids[0], signal.SIGSTOP)
+    job.wait_until(lambda: told(job, "ActionWithheld", least=2), "what is not done about the stop")
+    os.kill(pids[0], signal.SIGCONT)
+    job.wait_until(lambda: told(job, "VerdictWithdrawn"), "progress again")
+    assert job.state()["generation"] == 0
+    assert job.state()["state"] == "running"
+    assert "would have restarted the world" in perdure(job, "status", "seen")
+    os.kill(pids[1], signal.SIGKILL)
+    assert job.wait() == 128 + signal.SIGKILL
+    report = json.loads(perdure(job, "report", "seen", "--json"))
+    assert report["observed"]
+    assert [row["cause"] for row in report["withheld"]][-1] == "Crash"
+    assert {row["would"] for row in report["withheld"]} == {"restarted the world"}
+    assert "Observed only: nothing was ever acted upon." in perdure(job, "report", "seen")
+    assert "nothing was done: would have restarted the world" in perdure(job, "diagnose", "seen")
+    assert {e["body"]["generation"] for e in entries(job, "RanksStarted")} == {0}
