@@ -1,0 +1,174 @@
+"""Neighbours of other versions: what 0.1 has left is read, and who cannot work together says so."""
+
+import asyncio
+import json
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.older import DEPTHS, SAVED, find_spec, lay_down, read_journal
+from tests.unit.service.test_controller import Rig
+
+from perdure import __version__
+from perdure.adapters.checkpoints import verify_all
+from perdure.cli.app import run_command
+from perdure.control import Memory
+from perdure.control.memory import decode_memory, encode_memory
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.events import (
+    ControllerStarted,
+    Decision,
+    JobEnded,
+    JournalEntry,
+    MessagesSetAside,
+    NodeRegistered,
+)
+from perdure.model.version import PROTOCOL, Spoken, can_talk, make_spoken
+from perdure.model.wire import Endpoint, Invitation
+from perdure.service.agent import _main as run_agent
+from perdure.service.jobfiles import parse_journal, paths_of, write_atomic, write_document
+from perdure.service.joining import read_invitation
+
+NEWER = Spoken(PROTOCOL + 2, PROTOCOL + 1, "9.0.0")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_journal_of_0_1_is_replayed_to_its_end(depth: str) -> None:
+    entries = read_journal(depth)
+    memory = Memory(find_spec(entries))
+    for entry in entries:
+        memory.replay(entry)
+    ended = entries[-1].body
+    assert isinstance(ended, JobEnded)
+    assert memory.machine.state.closed
+    assert memory.seq == entries[-1].seq == len(entries)
+    assert any(isinstance(entry.body, Decision) for entry in entries)
+    snapshot = memory.fold.snapshot(entries[-1].at_s)
+    assert snapshot.state == ended.status
+    again = decode_memory(encode_memory(memory), find_spec(entries))
+    assert again.machine.state == memory.machine.state
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_commands_that_look_read_a_job_of_0_1(
+    depth: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    lay_down(depth, tmp_path)
+    told = {}
+    for command in ("status", "report", "diagnose"):
+        assert run_command([command, depth, "--json"]) == 0
+        told[command] = json.loads(capsys.readouterr().out)
+    ended = read_journal(depth)[-1].body
+    assert isinstance(ended, JobEnded)
+    assert told["report"]["state"] == told["status"]["state"] == ended.status
+    assert told["report"]["recoveries"], "a rank was killed in each"
+    assert told["diagnose"]["set_aside"] == []
+    assert run_command(["events", depth, "--json"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) >= 20
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("depth", SAVED)
+def test_a_checkpoint_of_0_1_verifies(depth: str, tmp_path: Path) -> None:
+    folder = lay_down(depth, tmp_path)
+    (found,) = verify_all(str(folder / "checkpoints"))
+    assert (found.ok, found.step, found.problems) == (True, SAVED[depth], ())
+    assert found.files >= 3
+    assert run_command(["verify", str(folder / "checkpoints")]) == 0
+
+
+def test_two_talk_where_they_share_a_number() -> None:
+    mine = Spoken(5, 3, "a")
+    spoken = [Spoken(high, low) for low, high in ((1, 2), (1, 3), (4, 4), (5, 9), (6, 9))]
+    assert [can_talk(mine, each) for each in spoken] == [False, True, True, True, False]
+    assert str(NEWER) == f"perdure 9.0.0 (protocols {PROTOCOL + 1} to {PROTOCOL + 2})"
+    assert str(Spoken()) == "perdure 0.1 (protocol 0)"
+
+
+def test_an_invitation_to_another_version_is_refused_in_a_line() -> None:
+    for speaks, where in ((Spoken(), "where the job far runs"), (NEWER, "here")):
+        endpoint = Endpoint(url="nats://h:1", token="t", clock_offset_s=0.0, speaks=speaks)
+        with pytest.raises(PlatformError, match="do not work together") as caught:
+            read_invitation(encode(Invitation(job="far", endpoint=endpoint)))
+        assert str(speaks) in caught.value.message
+        assert str(make_spoken(__version__)) in caught.value.message
+        assert where in caught.value.hint
+
+
+async def test_an_agent_of_a_job_of_another_version_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks before it connects: the file of its credentials says what the job speaks."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    lay_down("supervised", tmp_path)
+    paths = paths_of(str(tmp_path), "supervised")
+    credential = paths.credential("agent-0")
+    os.mkdir(os.path.dirname(credential))
+    old = {"url": "nats://127.0.0.1:1", "token": "t", "clock_offset_s": 0.0}  # As 0.1 wrote it.
+    write_atomic(credential, msgspec.json.encode(old))
+    with pytest.raises(PlatformError, match=r"perdure 0\.1 \(protocol 0\)"):
+        await asyncio.wait_for(run_agent("supervised", 0), 5)
+    newer = Endpoint(**old, speaks=NEWER)  # type: ignore[arg-type]
+    write_document(credential, newer)
+    with pytest.raises(PlatformError, match=r"perdure 9\.0\.0"):
+        await asyncio.wait_for(run_agent("supervised", 0), 5)
+
+
+@pytest.fixture
+async def rig():  # type: ignore[no-untyped-def]
+    rig = Rig()
+    await rig.start()
+    yield rig
+    await rig.end_controller()
+
+
+async def test_a_newer_agent_is_told_to_leave_and_is_in_the_journal(rig: Rig) -> None:
+    hello = NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=2, speaks=NEWER)
+    await rig.send(hello)
+    assert rig.assigned() == [("end", 0)]
+    (note,) = [body for body in rig.bodies() if isinstance(body, MessagesSetAside)]
+    assert note.reason == f"node 0 runs {NEWER}, and this job {make_spoken(__version__)}"
+    mine = msgspec.structs.replace(hello, speaks=make_spoken(__version__))
+    await rig.send(mine)
+    assert rig.assigned()[-1] == ("store", 0), "the one that fits is taken"
+
+
+async def test_what_a_newer_agent_adds_is_passed_over_or_set_aside(rig: Rig) -> None:
+    plain = json.loads(
+        encode(NodeRegistered(node=0, incarnation="a0-1", host="h", boot_id="b", slots=2))
+    )
+    told = [plain | {"colour": "blue"}, {"type": "NodeDreamt", "node": 0}]
+    message = {"node": 0, "batches": [{"source": "a0-1", "first_seq": 1, "events": told}]}
+    data = msgspec.json.encode(message)
+    answer = await rig.agent.request("perdure.job.events.0", data, timeout_s=5)
+    assert decode(answer, dict) == {"seqs": {"a0-1": 2}}
+    kinds = [type(body).__name__ for body in rig.bodies()]
+    assert "NodeRegistered" in kinds
+    assert "MessagesSetAside" in kinds
+
+
+async def test_a_controller_does_not_go_on_with_a_newer_ones_journal(rig: Rig) -> None:
+    await rig.form()
+    await rig.end_controller()
+    number = len(rig.bodies()) + 1
+    started = ControllerStarted(incarnation="c9", speaks=NEWER)
+    rig.stream.messages.append(encode(JournalEntry(number, 1000.0, started)) + b"\n")
+    rig.orders.clear()
+    messages = list(rig.stream.messages)
+    with pytest.raises(TimeoutError):  # No order of it is ever heard.
+        await asyncio.wait_for(rig.start_controller(), 0.3)
+    assert rig.task is not None
+    with pytest.raises(PlatformError, match=r"written by perdure 9\.0\.0"):
+        await rig.task
+    assert rig.stream.messages == messages
+    rig.controllers -= 1
+
+
+def test_an_entry_that_only_a_newer_version_knows_names_that_version() -> None:
+    started = JournalEntry(1, 1.0, ControllerStarted(incarnation="c", speaks=NEWER))
+    unknown = b'{"seq":2,"at_s":1.0,"body":{"type":"NodeDreamt"}}\n'
+    with pytest.raises(ProtocolError, match=r"entry 2 was written by perdure 9\.0\.0"):
+        parse_journal([encode(started) + b"\n", unknown])
