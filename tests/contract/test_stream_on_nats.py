@@ -40,9 +40,10 @@ async def test_everything_passes_a_server_of_small_messages(
             for seq in range(1, 33):
                 await rank.emit(seq, MetricsLogged(generation=0, rows=rows))
             await rank.send(b'{"type":"WorkerEvent","seq":33,"event":"\xff')
-            await rank.emit(34, end)
-            await rank.emit(35, RankJoined(generation=0, rank=1, start_step=5))
-            await rank.until_acked(35)
+            await rank.emit(34, RankJoined(generation=0, rank=1, start_step=5))
+            await rank.until_acked(34)
+            whole.outbox.put(end)
+            assert await whole.outbox.flush(10)
             bodies = await whole.bodies()
             (told,) = [body for body in bodies if isinstance(body, RankExited)]
             assert "characters, cut]" in told.record.traceback

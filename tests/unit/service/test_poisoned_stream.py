@@ -95,3 +95,16 @@ async def test_a_lying_agent_delays_nobody(tmp_path: Path) -> None:
         bodies = await stream.bodies()
         assert len([body for body in bodies if isinstance(body, MessagesSetAside)]) <= 20
         assert bodies.count(JOINED) <= 20
+
+
+async def test_a_number_that_lies_swallows_nothing(tmp_path: Path) -> None:
+    """T1: taken at its word, everything that the rank says afterwards would be old."""
+    async with open_stream(str(tmp_path / "a")) as (stream, connect), connect(1) as rank:
+        await rank.emit(1, JOINED)
+        for number in (2**64, 2**62, 40):
+            await rank.emit(number, JOINED)
+            bad = POISONS["an unknown event"].replace(b'"seq":1', b'"seq":%d' % (number % 10**18))
+            await rank.send(bad)
+        await check_alive(stream, rank, 2)
+        await check_alive(stream, rank, 3)
+        assert sum(note.count for note in await stream.notes()) == 6
