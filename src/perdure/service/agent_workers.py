@@ -39,6 +39,7 @@ from perdure.service.lines import LINE_MAX, read_line
 
 log = logging.getLogger("perdure.agent")
 
+_SEQ_MAX = 1 << 53
 _NOTE_S = 1.0
 """Between two notes that take the numbers of what one rank said and nobody could read."""
 _EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
@@ -49,6 +50,10 @@ _EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
 class _Line:
     hello: WorkerHello
     writer: asyncio.StreamWriter
+    newest: int = 0
+    """Number of the newest event that could be read; 0: none yet."""
+    gap: int = 0
+    """Lines since then that could not be read: so many numbers may be missing."""
     unread: int = 0
     """Number of the newest event that could not be read and is not yet acknowledged; 0: none."""
     noted_at_s: float = field(default=-_NOTE_S)
@@ -57,6 +62,10 @@ class _Line:
     def source(self) -> str:
         """Whose numbers its events carry."""
         return f"g{self.hello.generation}-r{self.hello.rank}-p{self.hello.pid}"
+
+    def is_next(self, seq: int) -> bool:
+        """Return whether an event may have this number: a rank counts, and says things again."""
+        return seq <= self.newest + 1 + self.gap if self.newest else 0 < seq <= _SEQ_MAX
 
     def send(self, message: ToWorker) -> None:
         if not self.writer.is_closing():
@@ -145,7 +154,9 @@ class WorkerServer:
     def _set_aside(self, line: _Line, text: bytes, error: ProtocolError) -> None:
         """Count what cannot be read; where it is an event, have its number taken all the same."""
         self._asides.note("rank", f"rank {line.hello.rank}", error, text)
-        if (match := _EVENT.match(text)) is None:
+        line.gap += 1
+        match = _EVENT.match(text)
+        if match is None or not line.is_next(int(match[1])):
             return
         loop = asyncio.get_running_loop()
         if not line.unread:
@@ -162,6 +173,11 @@ class WorkerServer:
     def _take(self, line: _Line, message: FromWorker) -> None:
         if isinstance(message, WorkerEvent):
             seq = message.seq
+            if not line.is_next(seq):  # Taken at its word, everything after it would be old.
+                why = f"an event says that it is number {seq}, after {line.newest}"
+                self._asides.note("rank", f"rank {line.hello.rank}", why)
+                return
+            line.newest, line.gap = max(seq, line.newest), 0
 
             def acknowledge() -> None:
                 newest = self._lines.get(line.hello.rank)
