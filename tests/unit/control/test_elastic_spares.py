@@ -1,6 +1,7 @@
 """Events in, orders out: spare slots, nodes that are lost and come back, and where members meet."""
 
 import pytest
+from tests.slowness import find_slowness, move_verdict
 
 from perdure.control import Controller
 from perdure.model.actions import AnyAction, AssignNodes, FollowWorld, InjectFault, ReformWorld
@@ -18,11 +19,13 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
     TimerFired,
+    VerdictReached,
     WorldBroken,
     WorldReformed,
 )
 from perdure.model.job import JobSpec
 from perdure.model.progress import RankAccount
+from perdure.model.verdicts import Culprit
 
 
 class Lab:
@@ -334,3 +337,68 @@ def test_a_node_lost_after_its_member_had_finished_starts_the_world_again() -> N
     lab.leave(0)
     lab.leave(1)
     assert restarts(lab.say(KeeperLost(node=2, generation=0, at_s=lab.now, begun=(2,))))
+
+
+def find_slow(lab: Lab, rank: int, *, after_s: float = 0.0) -> list[AnyAction]:
+    """The detector has found `rank` two and a half times as slow; return what is done."""
+    lab.now += after_s
+    verdict = move_verdict(find_slowness(2.5), lab.now, Culprit(rank=rank))
+    return lab.say(VerdictReached(verdict=verdict))
+
+
+def ended(actions: list[AnyAction]) -> list[int]:
+    return [a.rank for a in actions if isinstance(a, InjectFault)]
+
+
+def test_a_slow_rank_gives_its_place_to_a_spare_that_stands_ready() -> None:
+    """Row T6, in an elastic world."""
+    lab = Lab()
+    lab.ready(3)
+    assert ended(find_slow(lab, 1)) == [1]
+    assert order_of(lab.die(1)).ranks == (0, 2, 3)
+
+
+def test_a_slow_rank_is_not_ended_where_no_spare_stands_ready() -> None:
+    """Row T6: the spare is started yet, or lost; without one the world would only be smaller."""
+    lab = Lab()
+    assert ended(find_slow(lab, 1)) == []
+    lab.ready(3)
+    lab.say(NodeLost(node=0, at_s=lab.now, reason="silent"))  # Its member is in the world now.
+    lab.formed()
+    assert ended(find_slow(lab, 1)) == []
+    assert lab.machine.state.cordoned == {}
+
+
+def test_a_slow_node_is_the_last_to_be_called_upon_and_no_stand_in_for_itself() -> None:
+    """Row T6: its slot is filled again as a spare one, which counts as a last resort."""
+    lab = Lab(spares=2)
+    lab.ready(3)
+    lab.ready(4)
+    find_slow(lab, 1)
+    assert order_of(lab.die(1)).ranks == (0, 2, 3)
+    lab.formed()
+    lab.ready(6)  # In the slot of 1, on the slow node.
+    assert order_of(lab.die(2)).ranks == (0, 3, 4)
+    lab.formed()
+    assert order_of(lab.die(4)).ranks == (0, 3, 6), "a slow member is better than none"
+    lab.formed()
+    assert ended(find_slow(lab, 6, after_s=300.0)) == [], "no spare but those that start yet"
+    lab.ready(7)  # In the slot of 2.
+    actions = find_slow(lab, 6, after_s=300.0)
+    assert ended(actions) == [6]
+    assert list(lab.machine.state.cordoned) == [1]
+    actions = lab.die(6)
+    assert order_of(actions).ranks == (0, 3, 7)
+    assert 1 not in [home for rank, home in started(actions).items() if rank > 7]
+
+
+def test_a_rank_that_is_slow_by_its_work_is_not_handed_from_node_to_node() -> None:
+    """Row T6: who is as slow as the one that it has just stood in for has no slow node."""
+    lab = Lab()
+    lab.ready(3)
+    find_slow(lab, 1)
+    lab.die(1)
+    lab.formed()
+    lab.ready(5)
+    assert ended(find_slow(lab, 3, after_s=30.0)) == []
+    assert lab.machine.state.cordoned == {}
