@@ -243,7 +243,7 @@ class ControllerState:
     """Verdicts of this generation, each with a ground on which nothing was done about it."""
     replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Kind and group rank of a slow node that was left out -> the generation it was left out of,
-    and when."""
+    and when. In an elastic world: kind and each rank that might take the part of a slow one."""
     stacks: StackRequest | None = None
     probe: ProbeSession | None = None
     """The active probe that is running."""

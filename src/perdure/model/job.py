@@ -310,7 +310,7 @@ class LaunchConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """Folders in the project that are results: pulled and verified like the checkpoints."""
     gpus: Count = 0
     """GPUs that the job holds alone on a machine; 0: `nproc`, where there are any."""
-    budget: Annotated[float, Meta(ge=0)] = 0
+    budget: Annotated[float, Meta(ge=0)] = 0.0
     """A launched job that has cost so much (hours by the profile's `price_per_hour`) is called to
     mind; 0: as the profile's `teardown.budget` has it. Nothing is stopped by it."""
 

@@ -94,9 +94,9 @@ class Lab:
             actions += self.say(event)
         return actions
 
-    def die(self, rank: int, code: int = 0) -> list[AnyAction]:
+    def die(self, rank: int, code: int = 0, step: int = 5) -> list[AnyAction]:
         record = ExitRecord(rank, 0, 100 + rank, self.now, code=code, signal=0 if code else 9)
-        account = RankAccount(step=5)
+        account = RankAccount(step=step)
         return self.say(RankExited(node=0, record=record, account=account, detected_s=self.now))
 
     def leave(self, rank: int) -> list[AnyAction]:
@@ -378,16 +378,16 @@ def test_a_slow_node_is_the_last_to_be_called_upon_and_no_stand_in_for_itself() 
     assert order_of(lab.die(1)).ranks == (0, 2, 3)
     lab.formed()
     lab.ready(6)  # In the slot of 1, on the slow node.
-    assert order_of(lab.die(2)).ranks == (0, 3, 4)
+    assert order_of(lab.die(2, step=10)).ranks == (0, 3, 4)
     lab.formed()
-    assert order_of(lab.die(4)).ranks == (0, 3, 6), "a slow member is better than none"
+    assert order_of(lab.die(4, step=15)).ranks == (0, 3, 6), "a slow member is better than none"
     lab.formed()
     assert ended(find_slow(lab, 6, after_s=300.0)) == [], "no spare but those that start yet"
     lab.ready(7)  # In the slot of 2.
     actions = find_slow(lab, 6, after_s=300.0)
     assert ended(actions) == [6]
     assert list(lab.machine.state.cordoned) == [1]
-    actions = lab.die(6)
+    actions = lab.die(6, step=20)
     assert order_of(actions).ranks == (0, 3, 7)
     assert 1 not in [home for rank, home in started(actions).items() if rank > 7]
 

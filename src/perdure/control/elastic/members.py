@@ -44,13 +44,19 @@ def find_spares(
 ) -> list[int]:
     """Return who is ready and not a member, in the order in which they are called upon.
 
-    First those on nodes other than `far_from`, where somebody was just lost; none on `beside`.
+    First those on nodes other than `far_from`, where somebody was just lost, and then those on the
+    least blamed ones; none on `beside`.
     """
     elastic, world = state.elastic, set(state.world)
     gone = elastic.lost | set(state.exits) | set(elastic.members) | world
     away = {*state.cordoned, *state.leaving, *beside}
     ready = [m for m in elastic.ready if m not in gone and find_home(state, m) not in away]
-    return sorted(ready, key=lambda m: (find_home(state, m) in far_from, m))
+
+    def rank_spare(member: int) -> tuple[bool, int, int]:
+        home = find_home(state, member)
+        return home in far_from, state.blames.get(home, 0), member
+
+    return sorted(ready, key=rank_spare)
 
 
 def is_closed(state: ControllerState) -> bool:

@@ -1,5 +1,6 @@
 """From an actionable verdict to the policy's answer: what the controller knows, put before it."""
 
+from perdure.control.elastic.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
@@ -25,12 +26,30 @@ def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = 
         cost_s += max(0.0, now - state.saved_s)
     situation = Situation(
         node=node,
-        spares=state.spares,
+        spares=_find_stand_ins(state, verdict, node),
         blames=state.blames.get(node, 0) if node is not None else 0,
         restart_s=cost_s,
         replaced=_is_replaced(state, verdict, node),
     )
     return react(verdict, state.the_spec().policy, situation)
+
+
+def _find_stand_ins(state: ControllerState, verdict: Verdict, node: int | None) -> tuple[int, ...]:
+    """Return the nodes that could stand in, in the order in which they would.
+
+    A rank of an elastic world is followed by a member that is ready elsewhere; spare nodes run
+    such members, or have become part of the world.
+    """
+    if not _is_in_place(state, verdict) or node is None:
+        return state.spares
+    ready = find_spares(state, beside=(node,))
+    return tuple(dict.fromkeys(find_home(state, member) for member in ready))
+
+
+def _is_in_place(state: ControllerState, verdict: Verdict) -> bool:
+    """Return whether one process of an elastic world is concerned, and the others go on."""
+    elastic = state.elastic
+    return bool(elastic.members) and not elastic.given_up and verdict.culprit.rank is not None
 
 
 def _is_replaced(state: ControllerState, verdict: Verdict, node: int | None) -> bool:
@@ -40,6 +59,8 @@ def _is_replaced(state: ControllerState, verdict: Verdict, node: int | None) -> 
 
 
 def _name_place(state: ControllerState, verdict: Verdict, node: int | None) -> str:
+    if _is_in_place(state, verdict):
+        return f"{verdict.kind} rank {verdict.culprit.rank}"
     group = state.placement.index(node) if node is not None and node in state.placement else -1
     return f"{verdict.kind} {group}"
 
@@ -53,7 +74,10 @@ def blame(
         return [], None
     state.blames[node] = state.blames.get(node, 0) + 1
     actions: list[AnyAction] = []
-    if reaction.leave_out and verdict.kind in SLOW:
+    if reaction.leave_out and verdict.kind in SLOW and _is_in_place(state, verdict):
+        for member in find_spares(state, beside=(node,)):  # One of them takes its part.
+            state.replaced[f"{verdict.kind} rank {member}"] = (state.generation - 1, now)
+    elif reaction.leave_out and verdict.kind in SLOW:
         place = _name_place(state, verdict, node)
         state.replaced[place] = (state.generation, now)
     if reaction.cordon:
