@@ -134,7 +134,10 @@ class Groups:
 class Perdure(Groups):
     """`perdure run --torchft`."""
 
-    config = "[restart]\nwindow_max = 100000\n"
+    config = (
+        "[restart]\nwindow_max = 100000\n[detect]\nquiet_action_s = 30.0\n[torchft]\nhung_s = 1.0\n"
+    )
+    """A hung thread is left out, and ended, as soon as a user may ask for."""
 
     def start(self) -> None:
         job = self.folder / "job.toml"
@@ -170,7 +173,7 @@ class PerdureSpare(Perdure):
 class PerdureStock(Perdure):
     """The same at torchft's own lighthouse, as perdure starts it."""
 
-    config = Perdure.config + '[torchft]\nlighthouse = "stock"\n'
+    config = Perdure.config + 'lighthouse = "stock"\n'
 
 
 class Stock(Groups):

@@ -40,6 +40,7 @@ from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, 
 from perdure.control.recovery.placement import cordon_again, note_cordon
 from perdure.control.state import ControllerState
 from perdure.control.steering.changes import changes_again, note_change
+from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.actions import AnyAction, AssignNodes, NoteDraining
 from perdure.model.events import (
     AnyEvent,
@@ -72,9 +73,6 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-
-_QUIET_S = 30.0
-"""A group that merely hangs is ended after so long, where `quiet_action_s` says nothing."""
 
 
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -270,9 +268,9 @@ def _note_replica(state: ControllerState, now: float, event: ReplicaSeen) -> lis
         return []
     detect = state.the_spec().detect
     group.absent = event.reason
-    quiet_s = detect.quiet_action_s or _QUIET_S
-    wait_s = detect.stopped_action_s if event.stopped else quiet_s
-    group.deadline_s = now + wait_s
+    # It may validate or save for long: it costs the others nothing any more, and heals once back.
+    patience_s = detect.quiet_action_s or TIMEOUT_S
+    group.deadline_s = now + (detect.stopped_action_s if event.stopped else patience_s)
     return promote(state, f"group {group.group} was left out: {event.reason}")
 
 
