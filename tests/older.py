@@ -1,7 +1,7 @@
 """What perdure 0.1 has left: journals of every depth, checkpoints, and the losses that followed.
 
-`tests/data/0.1` was written by real jobs of that version, in each of which a rank was killed; the
-jobs with checkpoints were stopped, and `losses` are of runs that were not. Paths and names of
+`tests/written/0.1` was written by real jobs of that version, in each of which a rank was killed;
+the jobs with checkpoints were stopped, and `losses` are of runs that were not. Paths and names of
 people are made up.
 """
 
@@ -16,7 +16,7 @@ from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import parse_journal, write_document
 
-DATA = Path(__file__).parent / "data" / "0.1"
+DATA = Path(__file__).parent / "written" / "0.1"
 DEPTHS = ("supervised", "resumable", "torchft", "elastic", "sharded", "stages")
 SAVED = {"resumable": 43, "elastic": 34, "sharded": 34, "stages": 38}
 """Those with a checkpoint -> its step."""

@@ -121,7 +121,7 @@ class TeardownSection(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     """Of the whole box; 0: not known."""
     currency: str = "USD"
     """Of the price."""
-    budget: Annotated[float, Meta(ge=0)] = 0
+    budget: Annotated[float, Meta(ge=0)] = 0.0
     """A job that has cost so much is called to mind; 0: none. Nothing is stopped by it."""
 
 
