@@ -2,12 +2,14 @@
 
 import ast
 import inspect
+import io
 import json
 import os
 import subprocess
 import sys
 import time
 import types
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -405,3 +407,12 @@ def test_what_a_script_writes_into_its_project_outlives_the_session(
         "project/checkpoints/best.pth", "project/notes.txt",
         "outputs/runs/old.log", "outputs/runs/new.log",
     }  # fmt: skip
+
+
+def test_every_module_of_the_wheel_that_goes_along_compiles() -> None:
+    """A docstring's stand-in in front of `from __future__` broke each notebook at its start."""
+    with zipfile.ZipFile(io.BytesIO(payload._store_wheel())) as wheel:
+        names = [name for name in wheel.namelist() if name.endswith(".py")]
+        assert len(names) > 100
+        for name in names:
+            compile(wheel.read(name), name, "exec", dont_inherit=True)
