@@ -86,13 +86,18 @@ def _store_wheel() -> bytes:
 
 
 def strip_docstrings(source: str) -> str:
-    """Return Python source without its docstrings; every other line keeps its number."""
+    """Return Python source without its docstrings; every other line keeps its number.
+
+    Of a module's own nothing stays in its place: nothing may stand before `from __future__`.
+    """
     lines = [line.encode() for line in source.splitlines(keepends=True)]
-    for node in ast.walk(ast.parse(source)):
+    module = ast.parse(source)
+    for node in ast.walk(module):
         match node:
             case ast.Expr(value=ast.Constant(value=str()), end_lineno=int(last)):
                 first, last = node.lineno - 1, last - 1
                 before = lines[first][: node.col_offset]
                 after = lines[last][node.end_col_offset :]
-                lines[first : last + 1] = [b"\n"] * (last - first) + [before + b"..." + after]
+                stand_in = b"" if node in module.body else b"..."
+                lines[first : last + 1] = [b"\n"] * (last - first) + [before + stand_in + after]
     return b"".join(lines).decode()
