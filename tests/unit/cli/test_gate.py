@@ -9,14 +9,18 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
 from perdure.cli import teardown as command
+from perdure.launch import sources
 from perdure.launch.catalog import load_profile
+from perdure.launch.channel import Channel
 from perdure.launch.pulling import find_areas
 from perdure.launch.records import write_record
 from perdure.launch.ssh import box as box_program
@@ -194,7 +198,8 @@ def test_a_link_that_leads_elsewhere_and_a_folder_that_cannot_be_read_keep_it_sh
 @pytest.mark.parametrize(
     ("name", "host", "areas"),
     [
-        ("generic-ssh", "box", {"project": "/d/gpt/project", "data": "/d", "durable": "/v"}),
+        ("generic-ssh", "box", {"project": "/d/gpt/project", "data": "/d", "durable": "/v",
+                                 "elsewhere": "/"}),
         ("slurm", "login", {"project": "/d/gpt/project", "folder": "/d/gpt"}),
         ("slurm", "", {}),
         ("kubernetes", "",
@@ -402,3 +407,86 @@ exit 0
     assert late.returncode == 1
     assert lock is not None
     os.close(lock)
+
+
+def test_weights_outside_of_every_folder_of_the_platform_are_found(site: Site) -> None:
+    """P1: `--out=/mnt/runs`, `OUT=~/ckpt`: what the job wrote there is not destroyed unseen."""
+    named, home = site.folder / "mnt" / "runs", site.folder / "box-home"
+    write_tensors(named / "best.safetensors")
+    write_tensors(home / "ckpt" / "last.safetensors", b"\1")
+    write_tensors(home / ".cache" / "huggingface" / "base.safetensors")
+    spec = {"args": [f"--out={named}"], "env": {"PATH": "/usr/bin:/bin"}}
+    (site.job / "launch" / "job.json").write_text(json.dumps(spec))
+    site.pull()
+    assert "2 tensors" in site.verify()
+    below = site.pulled / "elsewhere" / str(site.folder)[1:]
+    assert (below / "mnt" / "runs" / "best.safetensors").exists()
+    assert (below / "box-home" / "ckpt" / "last.safetensors").exists()
+    assert not (below / "box-home" / ".cache").exists()
+    write_tensors(named / "later.safetensors")
+    refused = site.teardown(code=4)
+    assert "mnt/runs/later.safetensors on the box is not what was pulled" in refused
+    assert not site.stopped.exists()
+    site.pull()
+    site.verify()
+    site.teardown()
+    assert site.stopped.exists()
+
+
+def test_what_lay_in_a_home_before_the_launch_is_none_of_the_jobs(site: Site) -> None:
+    """P1: a home holds a person's own files as well."""
+    home = site.folder / "box-home"
+    write_tensors(home / "mine.safetensors")
+    target = site.folder / "disk"
+    target.mkdir()
+    (home / "ckpt").symlink_to(target)
+    record = msgspec.structs.replace(site.record, launched_s=time.time() + 7200.0)
+    write_record(str(site.home), record)
+    site.pull()
+    assert not (site.pulled / "elsewhere").exists()
+    write_record(str(site.home), site.record)
+    write_tensors(target / "new.safetensors")
+    assert "a link to" in site.pull()
+    assert (site.pulled / "elsewhere").exists()
+
+
+def test_a_link_into_a_folder_that_is_left_out_is_no_copy(site: Site) -> None:
+    """P1: checkpoints that a link of the project leads into a cache stay on the box: say so."""
+    hidden = site.box / ".cache" / "ckpt"
+    write_tensors(hidden / "best.safetensors")
+    write_tensors(site.job / "project" / "other.safetensors")
+    (site.job / "project" / "checkpoints").symlink_to(hidden)
+    assert "cannot be brought: project/checkpoints: a link to" in site.pull()
+    site.verify()
+    assert "project/checkpoints: a link to" in site.teardown(code=4)
+    assert not site.stopped.exists()
+
+
+def test_names_that_rsync_takes_for_comments_come_home(site: Site) -> None:
+    """P1: rsync leaves out listed names with `#` or `;` in front, and says nothing of it."""
+    for name in ("#best", ";best", "-best", " best", "be\nst", "\x1b]52;c;x\x07"):
+        write_tensors(site.job / "project" / f"{name}.safetensors", name[:1].encode())
+        write_tensors(site.job / "project" / name / "deep.safetensors", name[:1].encode())
+    site.pull()
+    assert "12 tensors" in site.verify()
+    site.teardown()
+
+
+def test_thousands_of_folders_are_brought_in_few_transfers(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P1: one folder a step must not cost one connection a step."""
+    for number in range(100):
+        write_tensors(site.job / "project" / f"step-{number}" / "a.safetensors")
+    brought: list[int] = []
+    real = sources.pull
+
+    def count(channel: Channel, source: str, target: Path, names: list[str], **more: Any) -> None:
+        brought.append(len(names))
+        real(channel, source, target, names, **more)
+
+    monkeypatch.setattr(sources, "pull", count)
+    site.pull()
+    assert max(brought) == 100
+    assert len(brought) < 10
+    assert "100 tensors" in site.verify()
