@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -50,6 +51,12 @@ EXCLUDED = (
 Python's are left out as well."""
 PROJECT = "project"
 """Label, and name on a box, of the folder that was sent."""
+ELSEWHERE = "elsewhere"
+"""Label of what a job has written where its platform keeps nothing; named from the root."""
+_GROUPS_MAX = 20
+"""Folders of a label that are transferred one by one."""
+_AGE_MARGIN_S = 3600.0
+"""What is older than the launch by more is not the job's."""
 _ROSTER_S = 3600.0
 _LOADABLE = (".pt", ".pth", ".ckpt")
 _UNKNOWN = (
@@ -133,6 +140,8 @@ def find_areas(box: LaunchRecord) -> dict[str, str]:
     """Return where a job may have left files that nobody named: label -> folder on its box.
 
     They are the project as it was sent, and the folders of the platform for code, data and state.
+    Of a machine that goes as a whole it is also whatever the job wrote in its user's home or where
+    its arguments and variables point to.
     What outlives a job's end by itself, such as a cluster's home, is looked at in the job's own
     folder only.
     """
@@ -142,6 +151,8 @@ def find_areas(box: LaunchRecord) -> dict[str, str]:
             home = PurePosixPath(box.home)
             durable = home.parent if home.name == "state" else home.parent.parent
             areas = {PROJECT: place / PROJECT, "data": place.parent, "durable": durable}
+            if not profile.ends_by_itself:
+                areas[ELSEWHERE] = PurePosixPath("/")
         case "slurm" if profile.launch.host:
             areas = {PROJECT: place / PROJECT, "folder": place}
         case "kubernetes":
@@ -154,7 +165,7 @@ def find_areas(box: LaunchRecord) -> dict[str, str]:
             areas = {}
     found: dict[str, str] = {}
     for label, folder in areas.items():
-        if str(folder) not in (*found.values(), "/"):
+        if label == ELSEWHERE or str(folder) not in (*found.values(), "/"):
             found[label] = str(folder)
     return found
 
@@ -185,11 +196,15 @@ def _list_files(
     hidden = [box.home] if areas else []
     if overrides.HF_HOME and "$DATA_DIR" not in overrides.HF_HOME:
         hidden.append(overrides.HF_HOME)
+    elsewhere = next((label for label in areas if label.split("/")[-1] == ELSEWHERE), "")
+    since_s = box.billed_since_s or box.launched_s
     wanted = msgspec.json.encode(
         {
             "roots": roots,
             "skip": skip,
-            "areas": areas,
+            "areas": {label: folder for label, folder in areas.items() if label != elsewhere},
+            "elsewhere": elsewhere,
+            "age_s": time.time() - since_s + _AGE_MARGIN_S,
             "exclude": (*EXCLUDED, *scratch),
             "hide": hidden,
             "home": box.home if areas else "",
@@ -242,7 +257,10 @@ def pull_files(
 
 
 def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile]]:
-    """Return (label, first folder) -> files, named below the label's own folder."""
+    """Return (label, first folder) -> files, named below the label's own folder.
+
+    Each is a transfer. A label with many folders is one by itself: `...` is said of it.
+    """
     labels = sorted(manifest.roots, key=len, reverse=True)
     groups: dict[tuple[str, str], list[PulledFile]] = {}
     for file in manifest.files:
@@ -250,7 +268,12 @@ def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile
         name = file.path[len(label) + 1 :]
         folder = name.partition("/")[0] if "/" in name else ""
         groups.setdefault((label, folder), []).append(msgspec.structs.replace(file, path=name))
-    return groups
+    counts = Counter(label for label, _ in groups)
+    joined: dict[tuple[str, str], list[PulledFile]] = {}
+    for (label, folder), files in groups.items():
+        key = (label, folder if counts[label] <= _GROUPS_MAX else "...")
+        joined.setdefault(key, []).extend(files)
+    return joined
 
 
 def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]) -> None:

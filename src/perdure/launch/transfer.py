@@ -67,7 +67,7 @@ def pull(
         PlatformError: it cannot be done, or attempts bring nothing more.
     """
     target.mkdir(parents=True, exist_ok=True)
-    listed = "\0".join(names).encode()
+    listed = "\0".join(f"./{name}" for name in names).encode()  # `#` begins a comment there.
     at = f"{channel.host}:{source}/" if channel.host else f"{source}/"
     # A link, a pipe or a device that has taken a file's place there meanwhile does not come here.
     options = ["--no-links", "--no-D", "--from0", "--files-from=-", at, f"{target}/"]

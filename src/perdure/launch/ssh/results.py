@@ -8,10 +8,12 @@ python3 results.py digest FOLDER   of a package, to see whether it is the same a
 from __future__ import annotations
 
 import fnmatch
+import glob
 import hashlib
 import json
 import os
 import sys
+import time
 from typing import Any
 
 ANSWER = "@@perdure-json "
@@ -71,8 +73,9 @@ def make_manifest(wanted: dict[str, Any]) -> dict[str, Any]:
     `wanted`: `roots` (label -> folder of results), `skip` (label -> patterns of names left out
     there), `areas` (label -> folder in which a job may have left what nobody named), `exclude`
     (patterns of names left out of them), `hide` (folders that are no part of them), `home` (state
-    of jobs, others' among them), `leave` (patterns of files that a person leaves behind) and
-    `hash` (else only names and sizes).
+    of jobs, others' among them), `leave` (patterns of files that a person leaves behind),
+    `elsewhere` (label of what is in none of them, and was written in the last `age_s`) and `hash`
+    (else only names and sizes).
     A link among the results is refused: what it points to would not be pulled.
     """
     roots = {label: locate(root) for label, root in wanted["roots"].items()}
@@ -91,18 +94,27 @@ def make_manifest(wanted: dict[str, Any]) -> dict[str, Any]:
             continue  # All of it is a result already.
         paths = walk_area(root, hidden - {root}, tuple(wanted["exclude"]), told)
         found += [(label, path) for path in paths]
+    if wanted.get("elsewhere"):
+        told["roots"][wanted["elsewhere"]] = "/"
+        paths = walk_elsewhere(roots, hidden, wanted, told)
+        found += [(wanted["elsewhere"], path) for path in paths]
     told["others"] += list_jobs(wanted.get("home", ""), list(roots.values()))
-    seen = [*roots.values(), *areas.values()]
+    seen = [os.path.realpath(one) for one in (*roots.values(), *areas.values())]
+    unseen = [os.path.realpath(one) for one in (*hidden, *told["excluded"])]
+    unseen = [one for one in unseen if one not in seen]
     for label, path in found:
         name = os.path.relpath(path, told["roots"][label])
-        describe(f"{label}/{name}", path, wanted, told, seen if label in areas else [])
+        known = None if label in roots else (seen, unseen)
+        describe(f"{label}/{name}", path, wanted, told, known)
     return told
 
 
 def describe(
-    name: str, path: str, wanted: dict[str, Any], told: dict[str, Any], seen: list[str]
+    name: str, path: str, wanted: dict[str, Any], told: dict[str, Any], known: Any
 ) -> None:
-    """Add a file to what is told; a link of an area is none of it where it leads to what is seen.
+    """Add a file to what is told; a link of an area is none where it leads to what is looked at.
+
+    `known` are the folders that are, and those in them that are not; None for a result.
 
     A name that is no text cannot be sent, and is told as what cannot be read.
     """
@@ -117,10 +129,9 @@ def describe(
     try:
         if os.path.islink(path):
             real = os.path.realpath(path)
-            inside = any(real == one or real.startswith(one + "/") for one in seen)
-            if not seen and not leaving:
+            if known is None and not leaving:
                 told["links"].append(name)
-            elif not inside and not leaving and os.path.exists(real):
+            elif known and not leaving and os.path.exists(real) and not is_seen(real, *known):
                 told["unread"].append(f"{name}: a link to {real}, outside of what is looked at")
             return
         stat = os.stat(path)
@@ -134,6 +145,17 @@ def describe(
         told["unread"].append(f"{name}: {error.strerror}")
         return
     told["left" if leaving else "files"].append(row)
+
+
+def is_seen(real: str, seen: list[str], unseen: list[str]) -> bool:
+    """Return whether `real`, where a link leads, is looked at: the innermost folder decides.
+
+    >>> is_seen("/d/.cache/w.pt", ["/d"], ["/d/.cache"]), is_seen("/d/w.pt", ["/d"], ["/d/.cache"])
+    (False, True)
+    """
+    depths = [max([len(one) for one in ones if is_below(real, one)] or [0])
+              for ones in (seen, unseen)]  # fmt: skip
+    return depths[0] > depths[1]
 
 
 def leaves(path: str, patterns: Any) -> bool:
@@ -196,6 +218,82 @@ def walk_area(
             else:
                 found.append(path)
     return sorted(found)
+
+
+SYSTEM = (
+    "/proc",
+    "/sys",
+    "/dev",
+    "/run",
+    "/usr",
+    "/bin",
+    "/sbin",
+    "/lib",
+    "/lib64",
+    "/etc",
+    "/boot",
+)
+"""Folders in which no script keeps weights."""
+
+
+def walk_elsewhere(
+    roots: dict[str, str], hidden: set[str], wanted: dict[str, Any], told: dict[str, Any]
+) -> list[str]:
+    """Return what the job may have written where no platform keeps anything, sorted.
+
+    That is what is new in this user's home, but for its hidden files, and wherever the job's own
+    arguments and variables point to. What lay there before the job was launched is none of it.
+    """
+    since_s = time.time() - wanted.get("age_s", 0.0)
+    home = locate("~")
+    found: set[str] = set()
+    for place in sorted({home, *find_named(roots)}):
+        if place in ("/", "~") or any(is_below(place, one) for one in (*SYSTEM, *hidden)):
+            continue
+        exclude = (*wanted["exclude"], ".*") if place == home else tuple(wanted["exclude"])
+        aside: dict[str, Any] = {**told, "excluded": []}  # Much of a home is none of the job's.
+        # A script may put something behind a name that it is given: `best` becomes `best-1.pth`.
+        paths = [] if os.path.isdir(place) else glob.glob(glob.escape(place) + "*")
+        for path in [place, *(one for one in paths if not os.path.isdir(one))]:
+            inside = walk_area(path, hidden, exclude, aside) if os.path.isdir(path) else [path]
+            found |= {one for one in inside if is_newer(one, since_s)}
+    return sorted(found)
+
+
+def is_newer(path: str, since_s: float) -> bool:
+    """Return whether a file was written since then, whatever its times were set to afterwards.
+
+    A link to a folder is new with any file in that.
+    """
+    try:
+        if os.lstat(path).st_ctime >= since_s:
+            return True
+    except OSError:
+        return False
+    inside = os.walk(os.path.realpath(path)) if os.path.isdir(path) else ()
+    return any(is_newer(os.path.join(one, name), since_s)
+               for one, _, names in inside for name in names)  # fmt: skip
+
+
+def find_named(roots: dict[str, str]) -> set[str]:
+    """Return the absolute paths in the arguments and variables of the jobs in `roots`.
+
+    Of `--out=/mnt/runs` it is what stands behind the `=`, of a list each of its parts.
+    """
+    found: set[str] = set()
+    for root in roots.values():
+        try:
+            with open(os.path.join(root, "job.json"), encoding="utf-8") as file:
+                spec = json.load(file)
+            words = [*spec.get("args", ()), *spec.get("env", {}).values()]
+        except (OSError, ValueError, AttributeError):
+            continue
+        for word in words:
+            for part in str(word).replace("=", ":").replace(",", ":").split(":"):
+                path = os.path.expanduser(os.path.expandvars(part.strip()))
+                if path.startswith("/") and not path.startswith("//"):
+                    found.add(os.path.normpath(path))
+    return found
 
 
 def list_jobs(home: str, roots: list[str]) -> list[str]:
