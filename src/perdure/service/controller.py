@@ -11,7 +11,7 @@ import os
 import signal
 import ssl
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
@@ -39,7 +39,7 @@ from perdure.service.joining import find_admission
 from perdure.service.journal import Journal, Mirror
 from perdure.service.leading import lead, run_while
 from perdure.service.pod_watch import open_watch
-from perdure.service.processes import find_by_argument
+from perdure.service.processes import find_by_argument, find_marked
 from perdure.service.snapshots import SnapshotFiles
 from perdure.service.webhook import Webhook
 from perdure.telemetry.vanished import RUN_LOST
@@ -118,7 +118,7 @@ async def _main(job: str, node: int) -> JobEnded:
         async with _reach_out(spec, paths, service, alerter):
             with _serve_metrics(spec, newest), _watch_run(service):
                 ended = await run_while(lease, service.run())
-    _end_orphaned_server(paths)
+    _end_orphans(spec, paths)
     return ended
 
 
@@ -209,18 +209,28 @@ def _restart_server(spec: JobSpec, paths: JobPaths) -> None:
     if spec.bus.arbiter:
         return  # The journal is not the server's.
     log.error("the journal cannot be written: nats-server is started anew if it is perdure's own")
-    _end_server(paths)
+    _end_servers([paths.nats])
 
 
-def _end_orphaned_server(paths: JobPaths) -> None:
-    """End the job's nats-server if its parent is gone, whoever may still have to reap that one."""
+def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
+    """End what watches nobody if our parent is gone, whoever may still have to reap that one.
+
+    Those are the nats-servers; and before them the controllers that stand by, which would wait for
+    the lease of a job without a server.
+    """
     run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
-    if run_pid and read_state(run_pid) in "XZ":
-        _end_server(paths)
-
-
-def _end_server(paths: JobPaths) -> None:
-    """End the job's own nats-server, found by its argument: a full disk makes pids in files old."""
-    for pid in find_by_argument(server_config(paths.nats)):
+    if not run_pid or read_state(run_pid) not in "XZ":
+        return
+    for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGKILL)
+    members = [os.path.join(paths.nats, str(node)) for node in range(spec.bus.replicas)]
+    _end_servers([paths.nats, *members])
+
+
+def _end_servers(folders: Iterable[str]) -> None:
+    """End the job's own nats-servers, found by argument: a full disk makes pids in files old."""
+    for folder in folders:
+        for pid in find_by_argument(server_config(folder)):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
