@@ -5,7 +5,8 @@ train on without it. But their ends are seen by nobody, and no order is carried 
 ends its ranks, so that is the dearer rung, and it is not taken before there is a reason: an order
 that waits, a rank that has ended unseen, or `quiet_action_s` of silence where the job file sets
 one. Until then the agent asks for a checkpoint, so that little is lost by it. To continue it
-(SIGCONT) is not ours: whoever stopped it may be looking at it.
+(SIGCONT) is not ours: whoever stopped it may be looking at it. A job that is only observed is
+asked for nothing, and of the reasons an order that waits and an end count alone.
 """
 
 from perdure.agent.messages import EndKeeper, KeeperSilent, Report, Request
@@ -24,7 +25,7 @@ def note_silence(
     if silence is None:
         silence = state.silence = Silence(_make_verdict(identity, now, silent))
         requests.append(Report(VerdictReached(verdict=silence.verdict)))
-        if view is not None and view.running:
+        if view is not None and view.running and not spec.observe:
             id_ = f"silent-keeper-{identity.node}-{silent.pid}-g{view.generation}"
             who = f"silence of the keeper of node {identity.node}"
             asked = NodeAsked(id=id_, node=identity.node, kind="checkpoint", who=who, at_s=now)
@@ -48,7 +49,7 @@ def note_voice(state: AgentState, now: float) -> list[Request]:
 
 def _find_reason(view: KeeperView | None, spec: JobSpec, silent: KeeperSilent) -> str:
     if view is None:
-        return "nobody knows what it holds"
+        return "" if spec.observe else "nobody knows what it holds"
     waiting = (
         view.kill_asked > view.stopped
         or view.spawn_asked > view.generation
@@ -58,7 +59,7 @@ def _find_reason(view: KeeperView | None, spec: JobSpec, silent: KeeperSilent) -
         return "an order waits for it"
     if silent.ended:
         return f"ranks {list(silent.ended)} have ended and nobody took note"
-    patience_s = spec.detect.quiet_action_s
+    patience_s = None if spec.observe else spec.detect.quiet_action_s
     if patience_s is not None and silent.silent_s >= patience_s:
         return f"it has not answered for {silent.silent_s:.0f} s"
     return ""

@@ -25,8 +25,12 @@ HELD = KeeperState(pid=7, generation=2, running={0: 10, 1: 11}, exits=())
 
 @pytest.fixture
 def agent() -> Agent:
+    return start()
+
+
+def start(*, observe: bool = False) -> Agent:
     detect = DetectConfig(quiet_action_s=30.0)
-    spec = JobSpec(name="j", script="s.py", nproc=2, detect=detect)
+    spec = JobSpec(name="j", script="s.py", nproc=2, detect=detect, observe=observe)
     agent = Agent(spec, NodeIdentity(node=0, incarnation="a"))
     agent.handle(0.0, KeeperUp(state=HELD))
     run = Assignment(number=5, generation=2, phase="run")
@@ -57,6 +61,15 @@ def test_it_is_named_once_and_a_checkpoint_asked_for(agent: Agent) -> None:
     assert isinstance(command, NodeAsked)
     assert command.kind == "checkpoint"
     assert agent.handle(100.5, silent(silent_s=3.0)) == []
+
+
+def test_of_a_job_that_is_only_observed_it_is_named_and_left_alone() -> None:
+    """Item 3: its end would be that of ranks that train on; only once one has ended is it ended."""
+    agent = start(observe=True)
+    (reached,) = events(agent.handle(100.0, silent()))
+    assert isinstance(reached, VerdictReached)
+    assert ends(agent.handle(200.0, silent(silent_s=1000.0))) == []
+    assert ends(agent.handle(201.0, silent(silent_s=1001.0, ended=(1,)))) != []
 
 
 def test_its_voice_takes_the_verdict_back(agent: Agent) -> None:
