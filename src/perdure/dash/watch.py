@@ -180,9 +180,10 @@ def _render_head(
 
 
 def render_busy(snapshot: Snapshot, most: int = 4) -> list[str]:
-    """Return what ranks have declared to be busy with, such as `rank 0 is busy: evaluate, at most
-    600 s, for 12 s`: a line a phase, the one that has lasted for longest first.
-    """  # noqa: D205
+    """Return what ranks have declared to be busy with, a line a phase, the oldest phase first.
+
+    Such a line is `rank 0 is busy: evaluate, at most 600 s, for 12 s`.
+    """
     groups: dict[tuple[str, float], list[RankRow]] = {}
     for row in snapshot.ranks:
         if row.busy_phase is not None:

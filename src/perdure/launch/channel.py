@@ -178,7 +178,7 @@ class Channel:
         Raises:
             UnreachedError: no connection.
             PlatformError: the program failed; its last line is told.
-        ProtocolError: the answer is of another shape.
+            ProtocolError: the answer is of another shape.
         """
         done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
         lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]

@@ -18,7 +18,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from perdure import __version__
 from perdure.adapters.host import pick_free_port
 from perdure.adapters.nats import (
     SYSTEM,
@@ -33,10 +32,10 @@ from perdure.model.access import ROLES, Role, find_access, user_name
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
-from perdure.model.version import make_spoken
 from perdure.model.wire import Endpoint
 from perdure.service.door import keep_door
 from perdure.service.jobfiles import write_atomic, write_document
+from perdure.service.neighbours import MINE
 from perdure.service.placement import LOOPBACK, Placement
 
 
@@ -208,7 +207,7 @@ def write_credentials(
             tls_cert="" if server else config.tls_cert,
             tls_key="" if server else config.tls_key,
             servers=urls,
-            speaks=make_spoken(__version__),
+            speaks=MINE,
         )
         path = paths.endpoint if role == "operator" else paths.credential(name)
         write_document(path, endpoint, mode=0o600)

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure import __version__
 from perdure.control.invitations import FINAL
 from perdure.control.senders import describe_sender, is_sender
 from perdure.model.access import ASKED_BY, Role
@@ -32,7 +31,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, RankExited
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
-from perdure.model.version import can_talk, make_spoken
+from perdure.model.version import can_talk
 from perdure.model.wire import (
     Admission,
     Command,
@@ -50,6 +49,7 @@ from perdure.model.wire import (
     subject_queries,
 )
 from perdure.service.aside import Asides
+from perdure.service.neighbours import MINE
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.controller")
@@ -171,9 +171,8 @@ class Inbox:
         if asked is None:
             return
 
-        mine = make_spoken(__version__)
-        if not can_talk(mine, asked.speaks):
-            why = f"this machine's is {asked.speaks}, the job's is {mine}"
+        if not can_talk(MINE, asked.speaks):
+            why = f"this machine's is {asked.speaks}, the job's is {MINE}"
             self.asides.note("command", f"a join of {asked.host}", why)
             refusal = CommandReply(id=asked.id, ok=False, reason=why, result=dict(FINAL))
             self._answer(reply, refusal)

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from perdure import __version__
 from perdure.model.actions import Assignment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -25,8 +24,8 @@ from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.report import Snapshot
 from perdure.model.settings import Steering
 from perdure.model.slurm import Allocation
-from perdure.model.version import make_spoken
 from perdure.model.wire import Endpoint
+from perdure.service.neighbours import MINE
 
 T = TypeVar("T")
 
@@ -171,10 +170,9 @@ def parse_journal(lines: Iterable[bytes]) -> list[JournalEntry]:
 def _name_writer(entries: Sequence[JournalEntry]) -> str:
     """Return who has written what cannot be read here, where that was another version."""
     started = [e.body.speaks for e in entries if isinstance(e.body, ControllerStarted)]
-    mine = make_spoken(__version__)
-    if not started or started[-1] == mine or started[-1].protocol < mine.protocol:
+    if not started or started[-1] == MINE or started[-1].protocol < MINE.protocol:
         return ""
-    return f" (entry {len(entries) + 1} was written by {started[-1]}, and this is {mine})"
+    return f" (entry {len(entries) + 1} was written by {started[-1]}, and this is {MINE})"
 
 
 def read_mirror(paths: JobPaths) -> list[JournalEntry] | None:

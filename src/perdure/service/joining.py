@@ -24,7 +24,6 @@ from typing import Any
 
 import msgspec
 
-from perdure import __version__
 from perdure.adapters.nats import NatsBus
 from perdure.model.codec import decode, encode
 from perdure.model.errors import (
@@ -36,7 +35,6 @@ from perdure.model.errors import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.version import make_spoken
 from perdure.model.wire import (
     Admission,
     CommandReply,
@@ -55,7 +53,7 @@ from perdure.service.jobfiles import (
     write_atomic,
     write_document,
 )
-from perdure.service.neighbours import check_spoken
+from perdure.service.neighbours import MINE, check_spoken
 from perdure.service.processes import (
     Child,
     describe_exit,
@@ -153,7 +151,7 @@ async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> A
                 host=os.uname().nodename,
                 invitation=invitation.id,
                 secret=invitation.secret,
-                speaks=make_spoken(__version__),
+                speaks=MINE,
             )
             why: PlatformError | SafetyError
             try:
