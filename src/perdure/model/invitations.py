@@ -1,5 +1,7 @@
 """Invitations to machines from elsewhere: each has an end, and serves whom it was first used by."""
 
+import hashlib
+
 import msgspec
 
 from perdure.model.event import Event
@@ -10,12 +12,17 @@ KEPT_MAX = 1000
 """Invitations of a job; the oldest that serve nobody any more are forgotten first."""
 
 
+def digest_secret(secret: str) -> str:
+    """Return what the journal holds of an invitation's secret: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
+
+
 class InvitationMade(Event, frozen=True, kw_only=True):
     """An operator (or a launcher) has invited machines. The secret itself is nowhere but there."""
 
     id: str
     digest: str
-    """SHA-256 of the secret, in hexadecimal."""
+    """Of the secret, by `digest_secret`."""
     at_s: float
     until_s: float = 0.0
     """When it can be used for the first time no more; 0: never."""

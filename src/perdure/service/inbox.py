@@ -29,6 +29,7 @@ from perdure.model.aside import MessagesSetAside, make_plain
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, RankExited
+from perdure.model.invitations import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
 from perdure.model.version import can_talk
@@ -188,9 +189,8 @@ class Inbox:
                 told = CommandReply(id=told.id, ok=False, reason="its credentials are gone")
             await reply(encode(told))
 
-        proof = hashlib.sha256(asked.secret.encode()).hexdigest()
         args = {"machine": asked.machine, "host": asked.host}
-        args |= {"invitation": asked.invitation, "proof": proof}
+        args |= {"invitation": asked.invitation, "proof": digest_secret(asked.secret)}
         # Who repeats another's request without its secret has not made the same request.
         same = hashlib.sha256(encode([asked.id, asked.machine, asked.invitation, asked.secret]))
         id_ = f"join-{same.hexdigest()[:16]}"

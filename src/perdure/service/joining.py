@@ -12,7 +12,6 @@ leaves nothing behind.
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import os
 import signal
@@ -33,6 +32,7 @@ from perdure.model.errors import (
     RequestError,
     SafetyError,
 )
+from perdure.model.invitations import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.wire import (
@@ -108,8 +108,9 @@ def make_invitation(
             hint="perdure join invites to the server that perdure starts",
         )
     id_, secret = token_hex(4), token_urlsafe(24)
-    digest = hashlib.sha256(secret.encode()).hexdigest()
-    told = register({"id": id_, "digest": digest, "expires_s": expires_s, "uses": uses})
+    told = register(
+        {"id": id_, "digest": digest_secret(secret), "expires_s": expires_s, "uses": uses}
+    )
     until_s = float(told.get("until_s", 0.0))
     return Invitation(job=job, endpoint=endpoint, id=id_, secret=secret, until_s=until_s)
 
