@@ -142,10 +142,12 @@ def test_files_of_a_further_box_are_pulled_under_its_name() -> None:
         "project": ("a", "project"),
         "data": ("a", "data"),
         "durable": ("a", "durable"),
+        "elsewhere": ("a", "elsewhere"),
         "boxes/b/launch": ("b", "launch"),
         "boxes/b/project": ("b", "project"),
         "boxes/b/data": ("b", "data"),
         "boxes/b/durable": ("b", "durable"),
+        "boxes/b/elsewhere": ("b", "elsewhere"),
     }
     decoded = msgspec.json.decode(msgspec.json.encode(record), type=LaunchRecord)
     assert decoded == record
