@@ -18,7 +18,7 @@ import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
 from perdure.cli import teardown as command
-from perdure.launch import sources
+from perdure.launch import gone, sources
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.pulling import find_areas
@@ -490,3 +490,41 @@ def test_thousands_of_folders_are_brought_in_few_transfers(
     assert max(brought) == 100
     assert len(brought) < 10
     assert "100 tensors" in site.verify()
+
+
+def test_a_box_that_answers_with_a_failure_is_not_forgotten(site: Site) -> None:
+    """P6: a full disk or a broken Python is no box that is gone."""
+    (site.job / "launch" / "box.py").write_text("raise SystemExit('no space left on device')\n")
+    refused = site.run("forget", "gpt", "--yes", code=4)
+    assert "is not known to be gone" in refused
+    assert "no space left" in refused
+
+
+def test_forgetting_says_that_the_platform_still_has_the_box(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: a box whose ssh is down may be billed on; its platform knows."""
+    lose_box(site, monkeypatch)
+    refused = site.run("forget", "gpt", code=4)
+    assert "does not say that gpu-box is gone, which may be billed on" in refused
+
+
+@pytest.mark.parametrize(
+    ("script", "why"),
+    [("sleep 60 | cat", "timed out"), ("yes", "says more than 1 MiB"), ("exec nothing-here", "")],
+)
+def test_a_question_that_hangs_or_prints_for_ever_says_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch, script: str, why: str
+) -> None:
+    """P7: a shell's own command held the pipe for longer than the shell lived."""
+    monkeypatch.setattr(gone, "ASK_S", 0.5)
+    asked = msgspec.structs.replace(
+        site.record.profile.teardown, gone_command=("sh", "-c", script), gone_when="404|y"
+    )
+    site.set_profile(teardown=asked)
+    began = time.monotonic()
+    answer = gone.ask_gone(site.record)
+    assert answer is not None
+    assert not answer.gone
+    assert why in answer.said
+    assert time.monotonic() - began < 20

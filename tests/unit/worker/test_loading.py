@@ -4,6 +4,7 @@ import json
 import pickle
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +57,16 @@ def test_an_index_that_would_run_code_runs_none(
     with pytest.raises(pickle.UnpicklingError, match="the index names"):
         load(tmp_path, allow_pickle=True)
     assert not (tmp_path / "harmed").exists()
+
+
+@pytest.mark.filterwarnings("ignore:'torch.load' received a zip file")
+def test_a_torchscript_program_is_whole_and_is_no_data(tmp_path: Path) -> None:
+    """P1: it was said to be damaged, and no flag could open the gate."""
+    from perdure.worker.checkpoint.loading import ForeignError, load
+
+    path = tmp_path / "program.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name in ("data.pkl", "constants.pkl", "version"):
+            archive.writestr(f"program/{name}", b"3\n")
+    with pytest.raises(ForeignError, match="TorchScript"):
+        load(path, allow_pickle=False)
