@@ -217,14 +217,18 @@ def forget(
     if record.profile.kind == "local":
         raise ConfigError(f"job `{job}` is on this machine, which answers")
     for box in record.boxes:
-        try:
-            state = find_state(box, place)
-        except PlatformError as error:
-            place.tell(str(error))
-            continue
-        raise SafetyError(f"not forgotten: {box.box} answers, and says {state.state}",
-                          hint=f"perdure pull {job} DIR, then perdure teardown {job}")  # fmt: skip
-    lines = describe_lost(record)
+        said = _hear(box, place)
+        if said:
+            raise SafetyError(f"not forgotten: {box.box} {said}",
+                              hint=f"perdure pull {job} DIR, then perdure teardown {job}; "
+                              "--box-is-gone --nothing-to-keep lets all of it go")  # fmt: skip
+    answers = [(box, ask_gone(box)) for box in (record, *record.others)]
+    lines = [
+        f"{box.profile.platform} does not say that {box.box} is gone, which may be billed on: "
+        f"{answer.said or 'it says nothing'}"
+        for box, answer in answers
+        if answer is not None and not answer.gone
+    ] + describe_lost(record)
     if not as_json:
         for line in lines:
             note(line)
@@ -241,6 +245,22 @@ def forget(
     else:
         print(f"{job}: forgotten; its record is {aside}")
     return 0
+
+
+def _hear(box: LaunchRecord, place: Here) -> str:
+    """Return what a box says that is asked how the job is; empty where it does not answer.
+
+    One over ssh whose program fails may well live: its disk may be full, and it is billed.
+    """
+    try:
+        return f"answers, and says {find_state(box, place).state}"
+    except UnreachedError as error:
+        place.tell(str(error))
+    except PlatformError as error:
+        if box.profile.kind == "ssh":
+            return f"is not known to be gone: {error}"
+        place.tell(str(error))
+    return ""
 
 
 def describe_lost(record: LaunchRecord) -> list[str]:

@@ -4,10 +4,14 @@ An exit code of 0 says that a request was taken. A meter stops when the machine 
 it is only its platform can say. An error, a time-out and a rate limit say nothing.
 """
 
+import contextlib
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +25,8 @@ ASK_S = 60.0
 PAUSE_S = 5.0
 """Between two questions; it grows to six times as much, for APIs have rate limits."""
 _SAID_MAX = 200
+_WRITTEN_MAX = 1 << 20
+"""Bytes; a command that says more is ended, and has said nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +59,43 @@ def ask_gone(record: LaunchRecord) -> Answer | None:
     if not words:
         return None
     try:
-        done = subprocess.run(
-            words, stdin=subprocess.DEVNULL, capture_output=True, timeout=ASK_S, check=False,
-            env=dict(os.environ),
-        )  # fmt: skip
+        code, said = _listen(words)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Answer(False, str(error), 1)
-    out = (done.stdout + b"\n" + done.stderr).decode(errors="replace")
+    out = said.decode(errors="replace")
     pattern = record.profile.teardown.gone_when
-    gone = bool(re.search(pattern, out, re.MULTILINE)) if pattern else done.returncode == 0
-    return Answer(gone, " ".join(out.split())[-_SAID_MAX:], done.returncode)
+    gone = bool(re.search(pattern, out, re.MULTILINE)) if pattern else code == 0
+    return Answer(gone, " ".join(out.split())[-_SAID_MAX:], code)
+
+
+def _listen(words: tuple[str, ...]) -> tuple[int, bytes]:
+    """Return the exit code of a command, and the end of what it said; nothing of it is left.
+
+    Its output goes to a file that the kernel bounds: a shell's own command that hangs would hold a
+    pipe for longer than the shell lives, and endless words would fill the memory.
+
+    Raises:
+        OSError: it cannot be run.
+        subprocess.TimeoutExpired: it does not end in time.
+    """
+    bounded = ("sh", "-c", f'ulimit -f {_WRITTEN_MAX >> 9}; exec "$@"', "sh", *words)
+    if shutil.which(words[0]) is None:
+        raise FileNotFoundError(f"{words[0]} is not installed here")
+    with tempfile.TemporaryFile() as out:
+        process = subprocess.Popen(
+            bounded, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout=ASK_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        out.seek(0)
+        said = out.read()
+    if len(said) >= _WRITTEN_MAX:
+        raise OSError(f"{words[0]} says more than {_WRITTEN_MAX >> 20} MiB")
+    return code, said
 
 
 def wait_gone(

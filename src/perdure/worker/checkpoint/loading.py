@@ -45,6 +45,12 @@ def load(path: Path, *, allow_pickle: bool) -> int:
                 raise ForeignError(f"names {', '.join(names[:3])}") from None
             raise
         return _count(torch.load(path, map_location="cpu", weights_only=False))
+    except RuntimeError as error:
+        if "TorchScript" not in str(error):
+            raise
+        if not allow_pickle:
+            raise ForeignError("is a TorchScript program") from None
+        return _count(torch.jit.load(path, map_location="cpu"))  # type: ignore[no-untyped-call]
 
 
 def _find_foreign(path: Path) -> list[str]:
