@@ -97,6 +97,52 @@ class ProcStat:
         return total_s + self._ended_s
 
 
+class CoreMeter:
+    """How busy the cores are that this process may use, from look to look."""
+
+    def __init__(self) -> None:
+        """Know nothing before the first look."""
+        self._last: tuple[float, float, float] | None = None
+
+    def measure(self, now: float) -> tuple[int, float, float] | None:
+        """Return cores, how many of them were busy since the last look, and the pressure.
+
+        None at the first look, and where the kernel does not tell. What a guest uses is counted
+        with user time already.
+        """
+        cores = os.sched_getaffinity(0)
+        names = {b"cpu%d" % core for core in cores}
+        idle_s, seen = 0.0, 0
+        try:
+            with open("/proc/stat", "rb") as file:
+                rows = [line.split() for line in file if line.startswith(b"cpu")]
+            for words in rows:
+                if words[0] in names:
+                    idle_s += (int(words[4]) + int(words[5])) * _TICK_S
+                    seen += 1
+        except (OSError, ValueError, IndexError):
+            return None
+        if seen < len(cores):
+            return None
+        pressed_s = _read_pressure()
+        last, self._last = self._last, (now, idle_s, pressed_s)
+        if last is None or now <= last[0]:
+            return None
+        window_s = now - last[0]
+        busy = min(max(seen - (idle_s - last[1]) / window_s, 0.0), float(seen))
+        known = pressed_s >= 0.0 and last[2] >= 0.0
+        return seen, busy, min((pressed_s - last[2]) / window_s, 1.0) if known else -1.0
+
+
+def _read_pressure() -> float:
+    """Return for how long something has waited for a CPU since boot, in seconds; -1 if unknown."""
+    try:
+        with open("/proc/pressure/cpu", "rb") as file:
+            return int(file.readline().rpartition(b"total=")[2]) / 1e6
+    except (OSError, ValueError):
+        return -1.0
+
+
 def _open(path: str) -> int:
     """Return a descriptor; -1 where it is not permitted, or this kernel has no such accounting."""
     try:

@@ -42,7 +42,7 @@ from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import CommProgress, JobHabits, NodeBeat, RankProgress
 from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
 
-SLOW = ("CommSlow", "Straggler")
+SLOW = ("CommSlow", "Straggler", "HostBusy")
 HANGS = ("CommHang", "ComputeHang")
 LOOK_S = 5.0
 """A second look at a suspect's stack is waited for no longer than this."""

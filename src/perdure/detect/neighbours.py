@@ -23,6 +23,8 @@ class _Cpu:
     run_delay_s: float
     usual: Baseline = field(default_factory=Baseline)
     share: float = 0.0
+    waited: float = 0.0
+    """Without a CPU altogether, what is usual included."""
 
 
 class Neighbours:
@@ -39,6 +41,7 @@ class Neighbours:
             self._cpu[rank] = _Cpu(sent_s, run_delay_s)
         elif sent_s - cpu.at_s >= SAMPLE_S:
             share = (run_delay_s - cpu.run_delay_s) / (sent_s - cpu.at_s)
+            cpu.waited = max(share, FADE * cpu.waited)
             cpu.usual.add(sent_s, max(share, STARVED), 1.5)
             share = max(share - cpu.usual.value, 0.0) if cpu.usual.known else 0.0
             cpu.at_s, cpu.run_delay_s = sent_s, run_delay_s
@@ -48,6 +51,11 @@ class Neighbours:
         """Return the share taken from a rank; None where unknown."""
         cpu = self._cpu.get(rank)
         return None if cpu is None else cpu.share
+
+    def is_starved(self, rank: int) -> bool:
+        """Return whether a rank had to wait for a CPU for long enough to be felt, by whomever."""
+        cpu = self._cpu.get(rank)
+        return cpu is not None and cpu.waited >= STARVED
 
     def take_more_from(self, rank: int) -> float:
         """Return how much more is taken from a rank than from the others."""

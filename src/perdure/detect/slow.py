@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
+from perdure.detect.hosts import HostWatch
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.neighbours import STARVED, Neighbours
 from perdure.detect.persistence import Persistence
@@ -52,6 +53,9 @@ class SlowWatch:
         self.collectives = CollectiveWatch(config, spec.world_size)
         self.links = LinkWatch(config, self._node_of)
         self._neighbours = Neighbours()
+        self._hosts = HostWatch()
+        self._excused: dict[int, float] = {}
+        """Node -> when something slow on it was last put down to its host."""
         self._open: dict[tuple[str, str], Verdict] = {}
         self._told: dict[tuple[str, str], float] = {}
         """When what an open verdict costs was last told."""
@@ -83,6 +87,7 @@ class SlowWatch:
                 stages.take(now, progress.rank, progress.stages)
             if progress.proc.run_delay_s > 0.0 and (self._spans_seen or stages.seen):
                 self._neighbours.take(progress.rank, beat.sent_s, progress.proc.run_delay_s)
+        self._hosts.take(now, beat)
         if beat.sweep is not None:
             self.links.take(now, beat.sweep)
 
@@ -122,11 +127,15 @@ class SlowWatch:
         out: list[VerdictReached | VerdictWithdrawn] = []
         out += self._withdraw(now)
         comm = self._find_comm_slow(now)
+        if comm is not None and self._is_hosts(now, comm, self._config.slow_clear_s):
+            comm = None
         if comm is not None:
             out += self._report(now, comm)
         if comm is None or comm.confidence < 0.7:
             for verdict in self._find_stragglers(now, watches):
-                out += self._report(now, verdict)
+                if not self._is_hosts(now, verdict, self._config.slow_clear_s):
+                    out += self._report(now, verdict)
+        out += self._judge_hosts(now)
         out += self._escalate(now)
         out += self._tell_again(now)
         self.suspects = self._find_suspects(now)
@@ -188,6 +197,10 @@ class SlowWatch:
 
     def _lasts(self, now: float, verdict: Verdict) -> bool:
         clear_s = self._config.slow_clear_s
+        if verdict.kind == "HostBusy":
+            return any(
+                self._hosts.is_busy(now, node, clear_s) for node in self._find_nodes(verdict)
+            )
 
         def on(watch: Persistence | None) -> bool:
             return watch is not None and not watch.is_over(now, clear_s)
@@ -211,7 +224,7 @@ class SlowWatch:
         out = []
         for key, verdict in self._open.items():
             due_s = verdict.confirmed_s + self._config.slow_action_s
-            if not verdict.actionable and now >= due_s:
+            if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
                 evidence = {
                     **verdict.evidence,
                     "acted_after_s": round(now - verdict.confirmed_s, 3),
@@ -245,6 +258,8 @@ class SlowWatch:
 
     def _measure(self, now: float, verdict: Verdict) -> Slowness | None:
         """Return how slow the culprit is and what that costs, as things stand."""
+        if verdict.kind == "HostBusy":
+            return None
         if verdict.kind == "CommSlow":
             slow = [c for c in self.collectives.comms() if c.slow is not None]
             ends = verdict.culprit.link or ()
@@ -302,6 +317,76 @@ class SlowWatch:
             evidence=evidence,
         )
         return msgspec.structs.replace(verdict, slowness=self._measure(now, verdict))
+
+    # --- hosts --------------------------------------------------------------------------------
+
+    def _find_nodes(self, verdict: Verdict) -> set[int]:
+        """Return the nodes that a verdict is about: the culprit's, or all of what is slow."""
+        culprit = verdict.culprit
+        if culprit.node is not None:
+            return {culprit.node}
+        if culprit.rank is not None:
+            return {self._node_of(culprit.rank)}
+        if culprit.link is not None:
+            return {self._node_of(rank) for rank in culprit.link}
+        if verdict.kind == "CommSlow":
+            slow = [c for c in self.collectives.comms() if c.slow is not None]
+            return {self._node_of(rank) for c in slow for rank in c.ranks}
+        return set(self._housed)
+
+    def _is_hosts(self, now: float, verdict: Verdict, within_s: float) -> bool:
+        """Return whether what is slow lies on a host that is busy with others' work.
+
+        A rank that got its CPU all the same is slow for another reason.
+        """
+        nodes = self._find_nodes(verdict)
+        busy = {node for node in nodes if self._hosts.is_busy(now, node, within_s)}
+        ranks = [verdict.culprit.rank] if verdict.culprit.rank is not None else []
+        ranks = ranks or [rank for node in busy for rank in self._find_ranks(node)]
+        starved = any(self._neighbours.is_starved(rank) for rank in ranks)
+        if not busy or (verdict.kind == "Straggler" and not starved):
+            return False
+        self._excused.update(dict.fromkeys(busy, now))
+        return True
+
+    def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
+        """Say which hosts make the job slow by others' work, and take back what that explains.
+
+        Where they are all busy, nobody is to blame.
+        """
+        recent_s, confirmed = self._config.slow_clear_s, self._hosts.find_confirmed(now)
+        explained = {
+            key: old
+            for key, old in self._open.items()
+            if confirmed and old.kind != "HostBusy" and self._is_hosts(now, old, 0.5 * RECENT_S)
+        }
+        found = [n for n in confirmed if now - self._excused.get(n, -1e9) <= recent_s]
+        if not found:
+            return []
+        every = len(self._housed) > 1 and set(confirmed) >= set(self._housed)
+        firsts = {min(self._hosts.find_mates(n)) for n in found}
+        out: list[VerdictReached | VerdictWithdrawn] = []
+        for node in [found[0]] if every else sorted(firsts)[: OPEN_MAX // 2]:
+            verdict = self._blame_host(now, node, len(confirmed) if every else 0)
+            reason = f"better explained: {verdict.reason}"
+            for key, old in list(self._open.items()):
+                other = old.kind == "HostBusy" and every != (old.culprit.node is None)
+                if other or key in explained:
+                    del self._open[key]
+                    out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
+            out += self._report(now, verdict)
+        return out
+
+    def _blame_host(self, now: float, node: int, of_all: int) -> Verdict:
+        """Return the verdict about the host of `node`, or about the hosts of all nodes."""
+        words, evidence = self._hosts.describe(node)
+        who, culprit = f"node {node} is", Culprit(node=node)
+        if of_all:
+            who, culprit = f"all {of_all} nodes are", Culprit()
+            words = f"on node {node} {words}"
+        reason = f"{who} busy with others' work: {words}"
+        since_s = self._hosts.find_since_s(node)
+        return self._make(now, "HostBusy", culprit, 0.9, reason, since_s, evidence)
 
     # --- communication ------------------------------------------------------------------------
 

@@ -153,6 +153,23 @@ class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the script has declared to be busy with; of nested phases the one that ends last."""
 
 
+class HostLoad(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What the cores that an agent may use did between two looks at them."""
+
+    host: str
+    """Which machine (its boot): what nodes of one machine use is summed up."""
+    cores: int
+    busy: float
+    """Cores in use, on average, by whomever; what a hypervisor gives to others is in it."""
+    own: float
+    """Cores in use by the node's ranks, with their descendants, and by its agent."""
+    waited: float = 0.0
+    """Seconds a second that threads of the node's ranks were ready and had no CPU, in sum."""
+    pressure: float = -1.0
+    """Share of the time in which something on the machine waited for a CPU (the kernel's PSI);
+    -1 where unknown."""
+
+
 class JobHabits(msgspec.Struct, frozen=True, omit_defaults=True):
     """What the detector knows to be usual for the job, so that the next controller does, too."""
 
@@ -181,3 +198,5 @@ class NodeBeat(msgspec.Struct, frozen=True, omit_defaults=True):
     nics: tuple[NicSample, ...] = ()
     devices: tuple[DeviceSample, ...] = ()
     """A look at the node's GPUs, where one was taken since the last heartbeat."""
+    host: HostLoad | None = None
+    """A look at the node's cores, where one was taken since the last heartbeat."""

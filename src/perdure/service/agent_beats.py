@@ -2,22 +2,25 @@
 
 import os
 import re
+import time
 from collections.abc import Iterable
 
 import msgspec
 
-from perdure.adapters.host import ProcSampler
+from perdure.adapters.host import CoreMeter, ProcSampler, read_boot_id
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_ring
 from perdure.agent.messages import RankEnded
 from perdure.agent.state import KeeperView
 from perdure.model.events import ExitRecord
 from perdure.model.paths import JobPaths
-from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+from perdure.model.progress import HostLoad, NodeBeat, RankAccount, RankProgress
 from perdure.service.jobfiles import read_document
 
 HEALTHY_S = 0.5
 """How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
+HOST_S = 0.5
+"""Between two looks at what the machine's cores do."""
 _RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
 
 
@@ -28,6 +31,9 @@ class RankReader:
         """Read the rings under `paths`."""
         self._paths, self._offset_s = paths, clock_offset_s
         self._sampler = ProcSampler()
+        self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
+        self._used: dict[int, tuple[float, float]] = {}
+        """Process -> CPU seconds and seconds without one, at the last look at the cores."""
         self._marks: dict[int, tuple[float, float]] = {}
         """Rank -> (last write, last change of phase) at the newest beat."""
         self._followers: dict[tuple[int, int], RingFollower] = {}
@@ -45,8 +51,35 @@ class RankReader:
             for key, follower in self._followers.items()
             if key[0] == generation and key[1] in running
         }
+        host = self._look_at_host(running.values(), now)
         ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
-        return NodeBeat(node, incarnation, seq, now, generation, ranks)
+        return NodeBeat(node, incarnation, seq, now, generation, ranks, host=host)
+
+    def _look_at_host(self, pids: Iterable[int], now: float) -> HostLoad | None:
+        """Return what the cores did since the last look, and who; None where it is too soon."""
+        if now - self._host_s < HOST_S:
+            return None
+        window_s, self._host_s = now - self._host_s, now
+        look = self._cores.measure(now)
+        used = {os.getpid(): (time.process_time(), 0.0)}
+        for pid in pids:
+            proc = self._sampler.sample(pid, now)
+            used[pid] = (proc.cpu_s, proc.run_delay_s)
+        last, self._used = self._used, used
+        if look is None:
+            return None
+        cores, busy, pressure = look
+        spent = [(p, last.get(p, (0.0, 0.0))) for p in used]
+        own_s = sum(max(used[p][0] - before[0], 0.0) for p, before in spent)
+        waited_s = sum(max(used[p][1] - before[1], 0.0) for p, before in spent)
+        return HostLoad(
+            host=self._host,
+            cores=cores,
+            busy=round(busy, 3),
+            own=round(own_s / window_s, 3),
+            waited=round(waited_s / window_s, 3),
+            pressure=round(pressure, 3),
+        )
 
     def _look(self, generation: int, rank: int, pid: int, now: float) -> RankProgress:
         follower = self._followers.get((generation, rank))

@@ -31,7 +31,7 @@ from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold
 
-_SLOW = ("CommSlow", "Straggler")
+_SLOW = ("CommSlow", "Straggler", "HostBusy")
 
 
 def _blame_early(early: RankExited, failed: list[RankExited]) -> Verdict:

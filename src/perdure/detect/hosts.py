@@ -1,0 +1,102 @@
+"""Machines that are busy with others' work: no core is idle, and the job uses far from all of them.
+
+Everything there is late then: ranks, the threads that send for them, and what stands between. It
+looks like a slow link, or a slow rank, and is neither. A machine that the job's own ranks fill is
+another matter: that is theirs to mend.
+"""
+
+from dataclasses import dataclass
+
+from perdure.model.progress import HostLoad, NodeBeat
+
+FULL = 0.85
+"""Share of the cores in use from which a process waits for one."""
+OTHERS = 0.15
+"""Share of the cores that others use from which it matters."""
+WAITED = 0.1
+"""Seconds a second that ranks wait for a CPU, in sum, from which they feel it."""
+CONFIRM_S = 3.0
+"""A machine is busy with others' work once it was for this long."""
+BREAK_S = 1.5
+"""Moments with an idle core end it after so long."""
+FRESH_S = 3.0
+
+
+@dataclass(slots=True)
+class _Node:
+    load: HostLoad
+    taken_s: float
+    since_s: float = 0.0
+    busy_s: float = float("-inf")
+    """When the machine was last seen busy with others' work."""
+    others: float = 0.0
+    """Cores in use by others, at that time."""
+
+
+class HostWatch:
+    """The machines of one generation's nodes."""
+
+    def __init__(self) -> None:
+        """Begin a generation."""
+        self._nodes: dict[int, _Node] = {}
+        self._mates: dict[str, set[int]] = {}
+        """Machine -> its nodes; where it is unknown, each node has its own."""
+
+    def take(self, now: float, beat: NodeBeat) -> None:
+        """Take a look at a node's cores."""
+        load = beat.host
+        if load is None:
+            return
+        node = self._nodes.get(beat.node)
+        if node is None:
+            node = self._nodes[beat.node] = _Node(load, now)
+            self._mates.setdefault(load.host or f"node {beat.node}", set()).add(beat.node)
+        node.load, node.taken_s = load, now
+        mates = [self._nodes[mate] for mate in self.find_mates(beat.node)]
+        own = sum(mate.load.own for mate in mates if now - mate.taken_s <= FRESH_S)
+        others = load.busy - own
+        full = load.cores > 0 and load.busy >= FULL * load.cores
+        if full and others >= OTHERS * load.cores and load.waited >= WAITED:
+            if now - node.busy_s > BREAK_S:
+                node.since_s = now
+            node.busy_s, node.others = now, others
+
+    def is_busy(self, now: float, node: int, within_s: float) -> bool:
+        """Return whether a node's machine was seen busy with others' work so recently."""
+        known = self._nodes.get(node)
+        return known is not None and now - known.busy_s <= within_s
+
+    def find_confirmed(self, now: float) -> list[int]:
+        """Return the nodes whose machines have been busy with others' work for a while."""
+        return sorted(
+            node
+            for node, known in self._nodes.items()
+            if now - known.busy_s <= BREAK_S and known.busy_s - known.since_s >= CONFIRM_S
+        )
+
+    def find_since_s(self, node: int) -> float:
+        """Return since when a node's machine is busy with others' work."""
+        return self._nodes[node].since_s
+
+    def find_mates(self, node: int) -> set[int]:
+        """Return the nodes of a node's machine, itself included."""
+        return self._mates.get(self._nodes[node].load.host or f"node {node}", {node})
+
+    def describe(self, node: int) -> tuple[str, dict[str, object]]:
+        """Return in words, and as evidence, what a node's machine is busy with."""
+        known = self._nodes[node]
+        load = known.load
+        words = (
+            f"{load.busy:.1f} of {load.cores} cores are in use, {known.others:.1f} of them by "
+            f"processes that are not the job's, and its ranks wait for a CPU for {load.waited:.2f} "
+            "s of every second, in sum"
+        )
+        evidence: dict[str, object] = {
+            "cores": load.cores,
+            "busy_cores": load.busy,
+            "others_cores": round(known.others, 3),
+            "run_delay_share": load.waited,
+        }
+        if load.pressure >= 0.0:
+            evidence["cpu_pressure"] = load.pressure
+        return words, evidence

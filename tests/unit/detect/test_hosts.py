@@ -1,0 +1,102 @@
+"""T16: a host that is busy with others' work is said to be so, and nothing on it is blamed."""
+
+import pytest
+from msgspec.structs import replace
+from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
+
+from perdure.model.events import VerdictWithdrawn
+from perdure.model.progress import HostLoad
+
+
+def load(nodes, *, others=1.1, own=0.9, host="", until_s=float("inf"), delay=0.5, starve=True):
+    """Return a change to heartbeats: others take so many of two cores from the fault on."""
+
+    def change(beat):
+        struck = FAULT_S <= beat.sent_s < until_s and beat.node in nodes
+        used = others if struck else 0.0
+        waited = delay if struck else 0.0
+        look = HostLoad(host or f"boot{beat.node}", 2, min(used + own, 2.0), own, waited)
+        late_s = (0.02 if starve else 0.5) * (beat.sent_s - 900.0)
+        late_s += waited * max(0.0, beat.sent_s - FAULT_S) if starve else 0.0
+        ranks = tuple(replace(r, proc=replace(r.proc, run_delay_s=late_s)) for r in beat.ranks)
+        return replace(beat, ranks=ranks, host=look)
+
+    return change
+
+
+def told(run):
+    return {(v.kind, str(v.culprit)) for v in run.verdicts}
+
+
+def play(fault, lay, change, seconds=12.0):
+    return Run(lay, fault).run(FAULT_S - BEGIN_S + seconds, change)
+
+
+@pytest.mark.parametrize("kind", ["slow-link", "slow-backward"])
+def test_what_is_slow_on_a_host_that_is_busy_with_others_work_is_only_its_host(kind):
+    fault = Fault(kind, FAULT_S, 0, 1, 4.0)
+    run = play(fault, Layout(2), load({0}, starve=False))
+    assert told(run) == {("HostBusy", "node 0")}
+    verdict = run.standing
+    assert not run.acted
+    assert verdict.confirmed_s - FAULT_S < 5.0
+    assert "2.0 of 2 cores are in use, 1.1 of them by processes" in verdict.reason
+    assert "wait for a CPU for 0.50 s of every second" in verdict.reason
+    assert verdict.evidence["others_cores"] == 1.1
+
+
+def test_it_is_withdrawn_when_the_load_is_gone_and_a_link_that_stays_slow_is_found_then():
+    fault = Fault("slow-link", FAULT_S, 0, 1, 4.0)
+    run = play(fault, Layout(2), load({0}, until_s=FAULT_S + 12, starve=False), 40.0)
+    gone_s = next(now for now, e in run.said if isinstance(e, VerdictWithdrawn))
+    assert gone_s - FAULT_S < 20.0
+    assert run.standing.kind == "CommSlow"
+    assert run.standing.confirmed_s >= gone_s - 1.0
+
+
+def test_where_all_nodes_share_the_load_nobody_is_blamed():
+    run = play(Fault("slow-link", FAULT_S, 0, 1, 4.0), Layout(2), load({0, 1}, starve=False))
+    assert run.standing.culprit.node is None
+    assert "all 2 nodes are busy with others' work" in run.standing.reason
+    assert {v.kind for v in run.verdicts} == {"HostBusy"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        load({0}, others=0.1, own=1.9, starve=False),
+        load({0, 1}, others=0.0, own=1.0, host="one", starve=False),
+        load({0}, others=0.5, starve=False),
+        load({0}, delay=0.0, starve=False),
+    ],
+    ids=["its own ranks", "its own ranks, by two nodes", "a core is idle", "no rank waits"],
+)
+@pytest.mark.parametrize("kind", ["slow-link", "slow-backward"])
+def test_a_host_that_others_do_not_fill_hides_no_fault(kind, change):
+    run = play(Fault(kind, FAULT_S, 0, 1, 4.0), Layout(2), change, 6.0)
+    assert run.standing is not None
+    assert run.standing.kind == {"slow-link": "CommSlow", "slow-backward": "Straggler"}[kind]
+
+
+def test_a_rank_that_gets_its_cpu_all_the_same_is_a_straggler():
+    busy = load({1})
+
+    def change(beat):
+        beat = busy(beat)
+        ranks = tuple(
+            replace(r, proc=replace(r.proc, run_delay_s=0.01 * (beat.sent_s - 900.0)))
+            for r in beat.ranks
+        )
+        return replace(beat, ranks=ranks)
+
+    run = play(Fault("slow-backward", FAULT_S, 1, 1, 3.0), Layout(2), change, 6.0)
+    assert ("Straggler", "rank 1") in told(run)
+
+
+def test_a_slow_link_between_other_hosts_is_found_and_a_busy_host_that_costs_nothing_is_not_told():
+    run = play(Fault("slow-link", FAULT_S, 2, 3, 4.0), Layout(4), load({0}, starve=False), 8.0)
+    assert told(run) == {("CommSlow", "link 2->3")}
+
+
+def test_a_busy_host_on_which_nothing_is_slow_is_no_verdict():
+    assert not play(None, Layout(2), load({0})).verdicts
