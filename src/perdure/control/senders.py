@@ -13,6 +13,8 @@ was started. That is all that is looked at: whether a fact is true, only its own
 import re
 from collections.abc import Iterator, Mapping
 
+import msgspec
+
 from perdure.control.elastic.members import find_home
 from perdure.control.state import ControllerState
 from perdure.model.access import BROUGHT_BY, Sender
@@ -26,6 +28,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat
 from perdure.model.verdicts import Verdict
 from perdure.model.wire import LIGHTHOUSE, RUN
 
@@ -54,6 +57,22 @@ def find_untrue(
     if role == "rank":
         return _judge_rank(state, started, node, source, event)
     return _judge_agent(state, started, node, event)
+
+
+def sift_beat(state: ControllerState, started: Started, beat: NodeBeat) -> tuple[NodeBeat, str]:
+    """Return `beat` as far as it is its node's to tell, and why something was left out.
+
+    That the node lives is taken in any case. A generation that nobody was told of would have the
+    detector look at no other, and another node's rank would move by what this one says.
+    """
+    if beat.generation > _find_newest(state):
+        why = f"there is no generation {beat.generation} yet"
+        return msgspec.structs.replace(beat, generation=-1, ranks=(), sweep=None), why
+    homes = started.get(beat.generation, {})
+    own = tuple(p for p in beat.ranks if homes.get(p.rank, beat.node) == beat.node)
+    if len(own) == len(beat.ranks):
+        return beat, ""
+    return msgspec.structs.replace(beat, ranks=own), "it tells of ranks of another node"
 
 
 def find_role(sender: str, source: str) -> Sender | None:

@@ -4,6 +4,8 @@ Arrays on the wire: a node of eight ranks sends a few hundred of these a second.
 rank's own job time; nobody may compare those of two nodes, durations may be compared.
 """
 
+from typing import Annotated
+
 import msgspec
 
 
@@ -15,7 +17,7 @@ class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
     how late a rank arrived.
     """
 
-    comm: int
+    comm: Annotated[int, msgspec.Meta(ge=0)]
     """Index into the `comms` of the same `RankProgress`."""
     seq: int
     op: str

@@ -79,7 +79,7 @@ def fit_beat(beat: NodeBeat, bytes_max: int) -> NodeBeat:
     That a node and its ranks live, and in what phase, is worth most; a heartbeat that is too large
     would not arrive at all, and its node would be taken for lost.
     """
-    for thin in (_drop_sweeps, _drop_spans, _drop_stages):
+    for thin in (_drop_sweeps, _drop_spans, _drop_stages, _drop_members, _drop_comms):
         if len(encode(beat)) <= bytes_max:
             break
         beat = thin(beat)
@@ -97,6 +97,20 @@ def _drop_spans(beat: NodeBeat) -> NodeBeat:
 
 def _drop_stages(beat: NodeBeat) -> NodeBeat:
     ranks = tuple(msgspec.structs.replace(rank, stages=()) for rank in beat.ranks)
+    return msgspec.structs.replace(beat, ranks=ranks)
+
+
+def _drop_members(beat: NodeBeat) -> NodeBeat:
+    """Leave out which ranks each communicator has."""
+    ranks = []
+    for rank in beat.ranks:
+        comms = tuple(msgspec.structs.replace(comm, ranks=()) for comm in rank.comms)
+        ranks.append(msgspec.structs.replace(rank, comms=comms))
+    return msgspec.structs.replace(beat, ranks=tuple(ranks))
+
+
+def _drop_comms(beat: NodeBeat) -> NodeBeat:
+    ranks = tuple(msgspec.structs.replace(rank, comms=()) for rank in beat.ranks)
     return msgspec.structs.replace(beat, ranks=ranks)
 
 

@@ -96,6 +96,8 @@ process group's own time-out in nanoseconds, 0 where it is not known."""
 COMM_RANKS_MAX = 63
 COMM_RANGE = 0xFFFF
 """In the place of a count: the ranks are a range, given by first, step and count."""
+RANGES_MAX = 4 * 0xFFFF
+"""Ranks of all communicators together that are told: a broken ring may name millions."""
 COMM_TEXT = struct.Struct("32s64s")
 """op and name, UTF-8, padded with zeros; the op counts where `C_KIND` names none."""
 COMM_RANKS = struct.Struct(f"{1 + COMM_RANKS_MAX}H")
@@ -236,13 +238,13 @@ def parse_ring(data: bytes, clock_offset_s: float, *, torn: bool = False) -> Rin
         raise ProtocolError("not a ring: its first eight bytes are not PERDURE\\0")
     if words[W_VERSION] != VERSION:
         raise ProtocolError(f"ring of version {words[W_VERSION]}, expected {VERSION}")
-    phase = words[W_PHASE]
+    phase, recorder = words[W_PHASE], words[W_RECORDER]
     beat = max(words[W_BEAT], words[W_COMM_BEAT], words[W_SPAWNED])
     return RingReading(
         rank=words[W_RANK],
         generation=words[W_GENERATION],
         pid=words[W_PID],
-        recorder=RECORDERS[words[W_RECORDER]] if words[W_RECORDER] < len(RECORDERS) else "?",
+        recorder=RECORDERS[recorder] if 0 <= recorder < len(RECORDERS) else "?",
         phase=PHASES[phase] if 0 <= phase < len(PHASES) else "spawned",
         phase_since_s=_stamp(words[W_PHASE_SINCE], clock_offset_s),
         heartbeat_s=_stamp(beat, clock_offset_s),
@@ -377,13 +379,14 @@ def _parse_account(words: tuple[int, ...], offset: float) -> RankAccount:
 
 
 def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, ...]:
-    comms = []
+    comms, room = [], RANGES_MAX
     for slot in range(min(max(count, 0), COMMS_MAX)):
         at = comm_at(slot)
         size, started, ended, since, nbytes, kind, timeout = _COMM_HEAD.unpack_from(data, at)
         text, name = COMM_TEXT.unpack_from(data, at + COMM_TEXT_AT)
         op, dtype, peer = kind & 255, kind >> 8 & 255, (kind >> 32) - 1
-        ranks = _parse_ranks(data, at + COMM_RANKS_AT)
+        ranks = _parse_ranks(data, at + COMM_RANKS_AT, room)
+        room -= len(ranks)
         comms.append(
             CommProgress(
                 name=_text(name),
@@ -402,11 +405,11 @@ def _parse_comms(data: bytes, count: int, offset: float) -> tuple[CommProgress, 
     return tuple(comms)
 
 
-def _parse_ranks(data: bytes, at: int) -> tuple[int, ...]:
+def _parse_ranks(data: bytes, at: int, room: int) -> tuple[int, ...]:
     count, *ranks = COMM_RANKS.unpack_from(data, at)
     if count == COMM_RANGE:
         first, step, num = ranks[:3]
-        return tuple(range(first, first + step * num, step)) if step else ()
+        return tuple(range(first, first + step * num, step)) if step and num <= room else ()
     return tuple(ranks[: min(count, COMM_RANKS_MAX)])
 
 

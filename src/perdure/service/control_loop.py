@@ -23,7 +23,7 @@ from perdure.control import Memory
 from perdure.control.invitations import preview_invitations
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
-from perdure.control.senders import find_role, find_untrue
+from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
@@ -44,6 +44,7 @@ from perdure.model.events import (
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat
 from perdure.model.report import Snapshot
 from perdure.model.version import can_talk
 from perdure.model.wire import (
@@ -245,7 +246,8 @@ class ControllerService:
         for command, reply in inbox.commands:
             self._obey(turn, command, reply)
         for node in sorted(inbox.beats):
-            for beat in inbox.beats[node]:
+            for said in inbox.beats[node]:
+                beat = self._sift(said)
                 joined = self._links.observe(turn.now, beat)
                 self._memory.fold.observe(turn.now, joined)
                 self._derive(turn, self._detector.observe(turn.now, joined))
@@ -261,6 +263,13 @@ class ControllerService:
             self._add(turn, self._memory.make_timer(turn.now))
         turn.sendings += self._orders.repeat(turn.now)
         await self._finish(turn)
+
+    def _sift(self, said: NodeBeat) -> NodeBeat:
+        """Return what is its node's to tell of a heartbeat; the rest is counted."""
+        beat, why = sift_beat(self._memory.machine.state, self._memory.started, said)
+        if why:
+            self.inbox.asides.note("heartbeat", describe_sender(str(said.node)), why)
+        return beat
 
     def _watch_closely(self, turn: _Turn) -> None:
         """Have the nodes under suspicion look more often. No decision: nothing is journaled."""

@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from perdure.control.senders import find_node, find_untrue, is_sender
+from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
 from perdure.control.state import ControllerState
 from perdure.model.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.actions import Assignment
@@ -28,7 +28,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import RankAccount
+from perdure.model.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
 
 
@@ -158,3 +158,21 @@ def test_an_agent_publishes_as_its_own_node_only_and_nobody_else_commands() -> N
     }
     commands = {role for role in ROLES for kind in ("kill",) if kind in ASKED_BY.get(role, ())}
     assert commands == {"operator", "run"}
+
+
+def beat(node: int, generation: int, *ranks: int) -> NodeBeat:
+    told = tuple(RankProgress(r, 7, "step", 1.0, 1.0, RankAccount()) for r in ranks)
+    return NodeBeat(node, f"a{node}-1", 1, 1.0, generation, told)
+
+
+def test_a_heartbeat_tells_of_its_own_ranks_and_of_known_generations() -> None:
+    """D3: one of generation 10**9 had the detector look at no other one for the rest of the job."""
+    state = make_state()
+    for honest in (beat(0, 3, 0, 1), beat(2, 3, 2, 3), beat(1, 2, 2, 3), beat(2, -1)):
+        assert sift_beat(state, STARTED, honest) == (honest, "")
+    sifted, why = sift_beat(state, STARTED, beat(0, 10**9, 0, 1))
+    assert (sifted.generation, sifted.ranks) == (-1, ())
+    assert "there is no generation" in why
+    sifted, why = sift_beat(state, STARTED, beat(0, 2, 1, 2))
+    assert [each.rank for each in sifted.ranks] == [1]
+    assert "of another node" in why

@@ -246,11 +246,22 @@ async def test_orders_are_repeated_until_the_job_ends(rig: Rig) -> None:
     assert rig.assigned()[-1] == ("run", 0)
 
 
+NO_SUCH_COMM = (
+    b'{"node":0,"incarnation":"a0-1","seq":1,"sent_s":1000.0,"generation":0,"ranks":[{"rank":0,'
+    b'"pid":7,"phase":"step","phase_since_s":1.0,"heartbeat_s":1.0,"account":{},'
+    b'"comms":[{"name":"w","size":2,"started_seq":1,"ended_seq":0}],'
+    b'"spans":[[-9,1,"send",1,1.0,0.0,0.0,1]]}]}'
+)
+"""A heartbeat that ended the controller, and the next one as well (T1)."""
+
+
 async def test_malformed_messages_are_refused(rig: Rig) -> None:
     await rig.agent.publish(subject_beats("job", 0), b"{")
     data = await rig.agent.request(subject_events("job", 0), b"nonsense", timeout_s=5)
     assert "malformed" in decode(data, EventAck).refused
     await rig.form()
+    await rig.agent.publish(subject_beats("job", 0), NO_SUCH_COMM)
+    assert (await ask(rig, Command(id="p", kind="ping", who="test"))).ok
 
 
 async def test_an_entry_over_the_limit_is_cut_and_the_controller_goes_on(rig: Rig) -> None:
