@@ -194,7 +194,7 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.job.wait()
 
 
-@pytest.mark.parametrize("declared", [False, True])
+@pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once(
     start: Start, tmp_path: Path, declared: bool
 ) -> None:
@@ -231,6 +231,7 @@ def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once
     assert told == [("group 2, rank 2", "restart")]
 
 
+@pytest.mark.long
 def test_a_group_that_was_left_out_and_came_back_is_an_incident(
     start: Start, tmp_path: Path
 ) -> None:

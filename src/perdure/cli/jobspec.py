@@ -139,16 +139,17 @@ def place_replicas(spec: JobSpec) -> JobSpec:
         spec = msgspec.structs.replace(spec, torchft=stock)
     if spec.torchft.lighthouse == "perdure" and find_spec("grpc") is None:
         raise ConfigError("--torchft needs grpcio", hint="pip install 'perdure[torchft]'")
+    own = 'torchft.lighthouse = "perdure"' if not spec.observe else "no --observe"
     if spec.spares and spec.torchft.lighthouse != "perdure":
         raise ConfigError(
             "--spares: a spare group is held at perdure's own lighthouse only",
-            hint='torchft.lighthouse = "perdure", or one replica more',
+            hint=f"{own}, or one replica more",
         )
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
     if timed and spec.torchft.lighthouse != "perdure":
         raise ConfigError(
             f"checkpoint.{timed}: who has the state is known to perdure's own lighthouse only",
-            hint='torchft.lighthouse = "perdure", or leave checkpoints to the script',
+            hint=f"{own}, or leave checkpoints to the script",
         )
     return msgspec.structs.replace(spec, nodes=replicas)
 

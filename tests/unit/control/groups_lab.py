@@ -23,11 +23,13 @@ from perdure.model.steering import Pace
 
 
 class Lab:
-    def __init__(self, spares: int = 0, **config: Any) -> None:
+    def __init__(self, spares: int = 0, *, observe: bool = False, **config: Any) -> None:
         self.machine, self.now, self.actions = Controller(), 100.0, list[AnyAction]()
         self.count = 3 + spares
         torchft = TorchftConfig(replicas=3, **config)
-        spec = JobSpec(script="x.py", nodes=3, spares=spares, torchft=torchft)
+        spec = JobSpec(
+            script="x.py", nodes=3, spares=spares, torchft=torchft, observe=observe
+        )  # fmt: skip
         self.add(JobSubmitted(spec=spec, at_s=100.0))
         for node in range(self.count):
             self.add(

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from tests.slowness import find_slowness, move_verdict
 from tests.unit.control.driver import Driver, one
+from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_placement import run, start
 
 from perdure.model.actions import (
@@ -12,6 +13,8 @@ from perdure.model.actions import (
     AssignNodes,
     CordonNode,
     EndJob,
+    EvictReplica,
+    FenceAbort,
     InterruptCollectives,
     RecordEvent,
     ReformWorld,
@@ -170,3 +173,30 @@ def test_a_broken_elastic_world_whose_members_live_ends_as_well() -> None:
     driver.do(WorldBroken(generation=0, rank=0, epoch=0, error="reset", at_s=driver.now))
     driver.now += 1
     assert one(driver.do(TimerFired()), AssignNodes).assignment.phase == "end"
+
+
+def test_a_torchft_group_that_dies_stays_away_and_nobody_else_is_touched() -> None:
+    lab = Lab(observe=True, lighthouse="stock")
+    actions = lab.exit(1, signal=9, step=7)
+    assert [(e.would, e.culprit) for e in withheld(actions)] == [
+        ("restarted the group", "group 1, rank 1")
+    ]
+    assert not [a for a in actions if isinstance(a, EvictReplica | FenceAbort)]
+    order = one(actions, AssignNodes)
+    assert (order.nodes, order.assignment.phase) == ((1,), "stop"), "what is left of it is ended"
+    assert lab.machine.next_deadline() is None, "nothing is to come of it later"
+    assert withheld(lab.add(KeeperLost(node=1, generation=1, at_s=lab.now))) == []
+    assert not [a for a in lab.exit(0, step=9) if isinstance(a, EndJob)], "group 2 trains on"
+
+
+def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:
+    lab = Lab(observe=True, lighthouse="stock")
+    actions = lab.add(NodeLost(node=2, at_s=lab.now, reason="silent"))
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["restarted the group"]
+    assert lab.machine.state.groups[2].phase == "running"
+    noticed = PreemptionNoticed(node=1, at_s=lab.now, grace_s=30.0, source="aws")
+    actions = lab.add(noticed)
+    assert acted(actions) == []
+    assert [e.cause for e in withheld(actions)] == ["Preemption"]
+    assert lab.machine.state.quorum.moves == {}
