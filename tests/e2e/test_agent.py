@@ -41,6 +41,7 @@ from perdure.model.wire import (
     subject_orders,
 )
 from perdure.service.jobfiles import make_folders, paths_of, write_document
+from perdure.service.neighbours import MINE
 from perdure.service.ports import Reply
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(120)]
@@ -79,7 +80,7 @@ class Driver:
         with open(self.folder / "nats.log", "ab") as log:
             self.nats = subprocess.Popen(self.server.command(), stdout=log, stderr=log)
         await asyncio.to_thread(self.server.wait_ready)
-        endpoint = Endpoint(url=self.server.url, token="t0ken", clock_offset_s=0.0)
+        endpoint = Endpoint(self.server.url, token="t0ken", clock_offset_s=0.0, speaks=MINE)
         write_document(self.paths.spec, self.spec)
         write_document(self.paths.credential("agent-0"), endpoint)
         self.bus = await NatsBus.connect(endpoint, timeout_s=10)
