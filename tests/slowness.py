@@ -16,7 +16,7 @@ def find_slowness(factor: float, kind: str = "slow-host", size: int = 4, **noise
     Of a link it is the one from rank 1 to rank 2.
     """
     run = inject(
-        Layout(size), kind, 1, 25, peer=2, factor=factor, noise=Noise(**({"jitter": 0.03} | noise))
+        Layout(size), kind, 1, 55, peer=2, factor=factor, noise=Noise(**({"jitter": 0.03} | noise))
     )
     verdict = run.standing
     assert verdict is not None

@@ -73,7 +73,7 @@ def test_what_is_only_observed_is_told_of_and_left_alone(start: Start, tmp_path:
     job = launch(start, tmp_path, "seen", "--observe")
     perdure(
         job, "inject", "seen", "slow-forward", "--rank", "1", "--arg", "factor=2.2",
-        "--arg", "for_s=25",
+        "--arg", "for_s=55",
     )  # fmt: skip
     job.wait_until(lambda: told(job, "ActionWithheld"), "what is not done about the slow rank")
     pids = {rank["rank"]: rank["pid"] for rank in job.state()["ranks"]}

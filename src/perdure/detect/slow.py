@@ -3,7 +3,9 @@
 Communication is judged first, because lateness grows under it as well. What the links show says
 where; what the collectives show says that it matters; either alone takes longer. A verdict is
 withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upon once it lasted
-`slow_action_s`. A rank that was kept from its CPU by neighbours is given much longer.
+`slow_action_s`, or longer where slowness of this job has ended by itself: work that moves about
+(an expert in demand, long sequences) makes one rank slow after another, and no node is to blame.
+A rank that was kept from its CPU by neighbours is given much longer.
 """
 
 from collections.abc import Mapping
@@ -35,6 +37,10 @@ COSTED_S = 10.0
 """Over how long what a verdict costs is summed up."""
 GROWN = 0.1
 """A verdict that may be acted upon is told again once its share of the step changed by so much."""
+PASSING = 3.0
+"""So many times as long as a slowness that ended by itself must one last to be acted upon."""
+EXPLAINED = "better explained"
+"""How the reason of a withdrawal begins that says nothing of the slowness having ended."""
 OPEN_MAX = 8
 PROBED_MAX = 8
 
@@ -59,6 +65,8 @@ class SlowWatch:
         self._open: dict[tuple[str, str], Verdict] = {}
         self._told: dict[tuple[str, str], float] = {}
         """When what an open verdict costs was last told."""
+        self._passing_s = 0.0
+        """How long the longest slowness lasted that ended by itself."""
         self._grown = -1
         self._spans_seen = False
         self.suspects: frozenset[int] = frozenset()
@@ -109,6 +117,8 @@ class SlowWatch:
             self._open[key] = verdict
         else:
             self._open.pop(key, None)
+            if not event.reason.startswith(EXPLAINED):
+                self._passing_s = max(self._passing_s, event.at_s - verdict.confirmed_s)
 
     def open_verdicts(self) -> tuple[Verdict, ...]:
         """Return what is slow by an open verdict."""
@@ -180,7 +190,7 @@ class SlowWatch:
                 return []
             if replaced:
                 del self._open[old_key]
-                reason = f"better explained: {verdict.reason}"
+                reason = f"{EXPLAINED}: {verdict.reason}"
                 out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
         self._open[key] = verdict
         return [*out, VerdictReached(verdict=verdict)]
@@ -222,8 +232,9 @@ class SlowWatch:
 
     def _escalate(self, now: float) -> list[VerdictReached]:
         out = []
+        wait_s = max(self._config.slow_action_s, PASSING * self._passing_s)
         for key, verdict in self._open.items():
-            due_s = verdict.confirmed_s + self._config.slow_action_s
+            due_s = verdict.confirmed_s + wait_s
             if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
                 evidence = {
                     **verdict.evidence,

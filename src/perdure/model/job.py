@@ -58,8 +58,9 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     """What costs less than this share of the time is no slowness worth a verdict."""
     slow_confirm_s: Seconds = 0.4
     """A slowdown of ratio r is confirmed after about this over (r - 1)^2, in 1 to 25 s."""
-    slow_action_s: Seconds = 10.0
-    """A slowdown that has lasted this long after its verdict may be acted upon."""
+    slow_action_s: Seconds = 40.0
+    """A slowdown that has lasted this long after its verdict may be acted upon, or three times as
+    long as the longest one of this generation that ended by itself, whichever is longer."""
     slow_clear_s: Seconds = 5.0
     """A slowdown that has been gone for this long is withdrawn."""
     link_slow_ratio: Annotated[float, Meta(gt=1)] = 3.0

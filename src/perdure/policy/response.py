@@ -5,6 +5,7 @@ can be left out only where a spare one stands ready, and a slow one is worth a r
 the restart is soon repaid.
 """
 
+import math
 from typing import Literal
 
 import msgspec
@@ -39,6 +40,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """What the last restarts cost, lost work included; 0 where there was none yet."""
     replaced: bool = False
     """Another node has taken over the blamed one's ranks before, for the same kind of verdict."""
+    replaced_s: float = math.inf
+    """How long ago any node was replaced for slowness."""
 
 
 class Reaction(msgspec.Struct, frozen=True):
@@ -136,6 +139,12 @@ def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reac
     if situation.replaced:
         why = f"{worth} its ranks were as slow on another node: it is their work"
         return Reaction("none", why, "work")
+    if situation.replaced_s < config.payback_s:
+        why = (
+            f"{worth} another was replaced {situation.replaced_s:.0f} s ago: slowness that moves "
+            f"about is the job's work, so policy.payback_s = {config.payback_s:g} must pass first"
+        )
+        return Reaction("none", why, "moved")
     cost_s = situation.restart_s
     repaid_s = cost_s / slow.share_low
     estimate = (

@@ -59,7 +59,7 @@ class Watched:
 
 def slow(factor: float, begin_s: float = FAULT_S, **options: Any) -> Watched:
     watched = Watched(Fault("slow-host", begin_s, 2, 0, factor), **options)
-    return watched.run(begin_s - BEGIN_S + 25)
+    return watched.run(begin_s - BEGIN_S + 55)
 
 
 def progress(watched: Watched) -> ProgressNoted:
@@ -73,7 +73,7 @@ def test_a_node_twice_as_slow_gives_its_place_to_the_spare_within_a_minute() -> 
     assert "node 2 stands in for node 1" in order.reason
     assert "of every step" in order.reason
     at_s = next(at_s for at_s, a in watched.actions if isinstance(a, AssignNodes))
-    assert at_s - FAULT_S < 20.0
+    assert at_s - FAULT_S < 50.0
 
 
 def test_what_is_too_little_is_journaled_once_with_its_reason() -> None:
@@ -97,7 +97,7 @@ LATE = NodeRegistered(node=2, incarnation="a2", host="h", boot_id="b", slots=2)
 
 def test_a_spare_that_comes_later_stands_in_then() -> None:
     watched = without_spare(Fault("slow-host", FAULT_S, 2, 0, 2.0))
-    watched.run(FAULT_S - BEGIN_S + 25)
+    watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     (reason,) = watched.reasons
     assert "there is no spare node" in reason
@@ -108,7 +108,7 @@ def test_a_spare_that_comes_later_stands_in_then() -> None:
 def test_a_cordoned_spare_that_is_restored_stands_in_then() -> None:
     watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
     watched.driver.controller.state.cordoned[2] = "said so"
-    watched.run(FAULT_S - BEGIN_S + 25)
+    watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     restored = NodeRestored(node=2, at_s=watched.watch.training.now, reason="mended")
     assert one(watched.tell(restored), AssignNodes).assignment.placement == (0, 2)
@@ -117,7 +117,7 @@ def test_a_cordoned_spare_that_is_restored_stands_in_then() -> None:
 def test_a_restart_that_would_cost_too_much_waits_for_a_checkpoint() -> None:
     watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
     watched.driver.controller.state.saved_s = FAULT_S - 3600.0
-    watched.run(FAULT_S - BEGIN_S + 25)
+    watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     assert "later than policy.payback_s = 600" in watched.reasons[0]
     saved = CheckpointSaved(
@@ -131,13 +131,13 @@ def test_what_grows_is_weighed_again() -> None:
     watched = slow(1.35)
     assert watched.orders == []
     watched.watch.training.fault = Fault("slow-host", FAULT_S, 2, 0, 2.5)
-    watched.run(40)
+    watched.run(90)
     assert one([a for _, a in watched.actions], AssignNodes).assignment.placement == (0, 2)
 
 
 def test_what_has_ended_is_not_acted_upon() -> None:
-    watched = without_spare(Fault("slow-host", FAULT_S, 2, 0, 2.0, FAULT_S + 20))
-    watched.run(FAULT_S - BEGIN_S + 40)
+    watched = without_spare(Fault("slow-host", FAULT_S, 2, 0, 2.0, FAULT_S + 50))
+    watched.run(FAULT_S - BEGIN_S + 70)
     assert watched.reasons != []
     watched.tell(LATE)
     assert watched.driver.controller.state.generation == 0
@@ -149,7 +149,7 @@ def test_ranks_that_are_as_slow_on_another_node_stay_there() -> None:
     assert len(watched.orders) == 1
     run(watched.driver)
     again = Run(Layout(4, nproc=2), Fault("slow-host", BEGIN_S, 2, 0, 2.0))
-    again.run(25)
+    again.run(55)
     verdict = again.standing
     assert verdict is not None
     shift = watched.driver.now - BEGIN_S

@@ -40,11 +40,29 @@ def test_twenty_percent_is_found_within_thirty_seconds(lay):
 
 
 def test_a_straggler_may_be_acted_upon_later_and_is_withdrawn_when_it_ends():
-    run = inject(Layout(4), "slow-backward", 2, 25, factor=2.0, until_s=FAULT_S + 16)
+    run = inject(Layout(4), "slow-backward", 2, 55, factor=2.0, until_s=FAULT_S + 46)
     first, acted = run.verdicts
     assert (first.actionable, acted.actionable) == (False, True)
-    assert 10 <= acted.evidence["acted_after_s"] <= 10.5
+    assert 40 <= acted.evidence["acted_after_s"] <= 40.5
     assert [type(e) for _, e in run.said] == [VerdictReached, VerdictReached, VerdictWithdrawn]
+
+
+def test_slowness_that_moves_about_is_told_and_not_acted_upon():
+    """T6: an expert in demand makes one rank twice as slow for a while, and then another."""
+
+    class Experts(Training):
+        def _work(self, r, stage, seconds):
+            hot = 1 if FAULT_S + 30.0 <= r.t < FAULT_S + 60.0 else 0
+            slow = r.t >= FAULT_S and r.rank == hot
+            super()._work(r, stage, seconds * (2.0 if slow else 1.0))
+
+    run = Run(Layout(2))
+    run.training = Experts(Layout(2), 1)
+    run.run(FAULT_S - BEGIN_S + 60 + 75)
+    assert {v.culprit.rank for v in run.verdicts} == {0, 1}
+    assert not run.acted
+    run.run(60)
+    assert [e.verdict.culprit.rank for e in run.acted] == [0], "what lasts is acted upon"
 
 
 def test_all_ranks_of_one_node_are_that_node():

@@ -66,6 +66,15 @@ def test_straggler_is_replaced_only_where_that_pays() -> None:
     assert (alone.rung, "no spare node" in alone.reason) == ("none", True)
 
 
+def test_slowness_that_came_up_elsewhere_soon_after_a_replacement_is_only_reported() -> None:
+    """T6: where the work moves about, each replacement would be followed by another."""
+    ready = Situation(node=1, spares=(2,), restart_s=3.0, replaced_s=100.0)
+    slow = find_slowness(2.5)
+    reaction = react(slow, PolicyConfig(), ready)
+    assert (reaction.rung, reaction.ground) == ("none", "moved")
+    assert react(slow, PolicyConfig(), replace(ready, replaced_s=601.0)).rung == "restart"
+
+
 def test_it_is_the_step_that_counts_and_the_lower_end_of_what_was_measured() -> None:
     """A link three times as slow costs a step little, and noise widens what is known."""
     ready = Situation(node=1, spares=(2,), restart_s=3.0)

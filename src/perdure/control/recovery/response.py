@@ -1,5 +1,7 @@
 """From an actionable verdict to the policy's answer: what the controller knows, put before it."""
 
+import math
+
 from perdure.control.elastic.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.control.state import ControllerState
@@ -30,6 +32,7 @@ def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = 
         blames=state.blames.get(node, 0) if node is not None else 0,
         restart_s=cost_s,
         replaced=_is_replaced(state, verdict, node),
+        replaced_s=now - max((at_s for _, at_s in state.replaced.values()), default=-math.inf),
     )
     return react(verdict, state.the_spec().policy, situation)
 
