@@ -125,8 +125,12 @@ class RankWatch:
         return self.account.init_s > 0 or self.account.step >= 0
 
     def learned(self, steps: int) -> bool:
-        """Return whether so many steps that the script declares have been timed."""
-        return self.account.step >= 0 and len(self.cadence) >= steps
+        """Return whether so many steps that the script declares were seen, now or in earlier lives.
+
+        A heartbeat may time several short ones at once.
+        """
+        seen = max(self.account.step - self.account.start_step, len(self.cadence))
+        return self.account.step >= 0 and seen >= steps
 
     def begin(self, progress: RankProgress, sent_s: float) -> None:
         """Take the first heartbeat of this generation (or the first after a new controller)."""
