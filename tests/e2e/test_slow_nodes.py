@@ -53,13 +53,24 @@ def told(job: Job, kind: str, least: int = 1) -> bool:
     return len(entries(job, kind)) >= least
 
 
-def test_a_node_twice_as_slow_is_replaced_within_a_minute(start: Start, tmp_path: Path) -> None:
-    job = launch(start, tmp_path, "slow")
+def write_settings(folder: Path, slow_action_s: float) -> tuple[str, str]:
+    """Return the options of a job in which a slowness is acted upon after so long."""
+    path = folder / "settings.toml"
+    path.write_text(f"[detect]\nslow_action_s = {slow_action_s}\n")
+    return "-c", str(path)
+
+
+@pytest.mark.parametrize("soon", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_node_twice_as_slow_is_replaced_within_a_minute(
+    start: Start, tmp_path: Path, soon: bool
+) -> None:
+    """By default; and sooner, where the job file says so."""
+    job = launch(start, tmp_path, "slow", *(write_settings(tmp_path, 3.0) if soon else ()))
     perdure(job, "inject", "slow", "slow-forward", "--rank", "1", "--arg", "factor=2.2")
     struck_s = entries(job, "FaultInjected")[0]["at_s"]
     job.wait_until(lambda: job.state().get("generation") == 1, "the next world")
     job.wait_until(lambda: told(job, "GenerationStepping", least=2), "steps of the next world")
-    assert entries(job, "GenerationStepping")[1]["at_s"] - struck_s < 60.0
+    assert entries(job, "GenerationStepping")[1]["at_s"] - struck_s < (30.0 if soon else 60.0)
     started = [e["body"]["node"] for e in entries(job, "RanksStarted")]
     assert sorted(started) == [0, 0, 1, 2], "node 2 stands in for node 1"
     assert "stands in for node 1" in perdure(job, "events", "slow")
@@ -70,10 +81,10 @@ def test_a_node_twice_as_slow_is_replaced_within_a_minute(start: Start, tmp_path
 
 def test_what_is_only_observed_is_told_of_and_left_alone(start: Start, tmp_path: Path) -> None:
     """A slow rank, a stopped one and a killed one: nothing is done, and the report says what."""
-    job = launch(start, tmp_path, "seen", "--observe")
+    job = launch(start, tmp_path, "seen", "--observe", *write_settings(tmp_path, 3.0))
     perdure(
         job, "inject", "seen", "slow-forward", "--rank", "1", "--arg", "factor=2.2",
-        "--arg", "for_s=55",
+        "--arg", "for_s=25",
     )  # fmt: skip
     job.wait_until(lambda: told(job, "ActionWithheld"), "what is not done about the slow rank")
     pids = {rank["rank"]: rank["pid"] for rank in job.state()["ranks"]}
