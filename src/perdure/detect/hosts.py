@@ -29,6 +29,8 @@ class _Node:
     since_s: float = 0.0
     busy_s: float = float("-inf")
     """When the machine was last seen busy with others' work."""
+    seen: HostLoad | None = None
+    """What was seen at that time."""
     others: float = 0.0
     """Cores in use by others, at that time."""
 
@@ -59,7 +61,7 @@ class HostWatch:
         if full and others >= OTHERS * load.cores and load.waited >= WAITED:
             if now - node.busy_s > BREAK_S:
                 node.since_s = now
-            node.busy_s, node.others = now, others
+            node.busy_s, node.seen, node.others = now, load, others
 
     def is_busy(self, now: float, node: int, within_s: float) -> bool:
         """Return whether a node's machine was seen busy with others' work so recently."""
@@ -85,7 +87,7 @@ class HostWatch:
     def describe(self, node: int) -> tuple[str, dict[str, object]]:
         """Return in words, and as evidence, what a node's machine is busy with."""
         known = self._nodes[node]
-        load = known.load
+        load = known.seen or known.load
         words = (
             f"{load.busy:.1f} of {load.cores} cores are in use, {known.others:.1f} of them by "
             f"processes that are not the job's, and its ranks wait for a CPU for {load.waited:.2f} "

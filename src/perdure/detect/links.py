@@ -28,6 +28,8 @@ MINOR = 0.3
 """A suspect this much less than the worst is slow because of it."""
 LINKS_A_S, LINKS_COMPARED = 20_000, 4096
 """What is usual is found so often, from so many links, that many cost no more."""
+OTHERS = 2
+"""A link stands out from so many others and more."""
 CALM = 1.3
 """Below this multiple of itself a link needs no closer look."""
 ONE_WAY = 0.6
@@ -224,6 +226,26 @@ class LinkWatch:
         worst = max(excess.values(), default=0.0)
         clear = [x for x in slow if excess[x.src, x.dst] >= MINOR * worst]
         return sorted(clear, key=lambda x: (-excess[x.src, x.dst], x.src, x.dst))
+
+    def stands_out(self, now: float, ends: tuple[int, int], nodes: set[int]) -> bool:
+        """Return whether a link is slow alone, of all that begin or end on `nodes`.
+
+        What their machines do to one of them, they do to all. Two others must have moved enough.
+        """
+        link = self.links.get(ends)
+        if link is None or link.slow is None or not link.base.known:
+            return False
+        if link.slow.lasting(now, FRESH_S) < self._config.link_slow_ratio - 1.0:
+            return False
+        extra = MINOR * (link.cell - link.base.value)
+        others = [
+            other.base.known and other.cell - other.base.value <= extra
+            for other in self.links.values()
+            if other is not link
+            and now - other.moved_s <= FRESH_S
+            and not nodes.isdisjoint((self._node_of(other.src), self._node_of(other.dst)))
+        ]
+        return len(others) >= OTHERS and all(others)
 
     def find_stuck(self, now: float) -> list[Link]:
         """Return links that have something to send and get no answer, the worst first."""

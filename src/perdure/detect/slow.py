@@ -62,6 +62,8 @@ class SlowWatch:
         self._hosts = HostWatch()
         self._excused: dict[int, float] = {}
         """Node -> when something slow on it was last put down to its host."""
+        self._alone: dict[tuple[int, int], float] = {}
+        """Link -> when it was last slow alone among the links of its busy machines."""
         self._open: dict[tuple[str, str], Verdict] = {}
         self._told: dict[tuple[str, str], float] = {}
         """When what an open verdict costs was last told."""
@@ -348,10 +350,17 @@ class SlowWatch:
     def _is_hosts(self, now: float, verdict: Verdict, within_s: float) -> bool:
         """Return whether what is slow lies on a host that is busy with others' work.
 
-        A rank that got its CPU all the same is slow for another reason.
+        A rank that got its CPU all the same is slow for another reason, and so is a link where
+        the others of the same machines are not.
         """
         nodes = self._find_nodes(verdict)
         busy = {node for node in nodes if self._hosts.is_busy(now, node, within_s)}
+        link = verdict.culprit.link
+        mates = {mate for node in busy for mate in self._hosts.find_mates(node)}
+        if link is not None and self.links.stands_out(now, link, mates):
+            self._alone[link] = now
+        if link is not None and now - self._alone.get(link, -1e9) <= self._config.slow_clear_s:
+            return False
         ranks = [verdict.culprit.rank] if verdict.culprit.rank is not None else []
         ranks = ranks or [rank for node in busy for rank in self._find_ranks(node)]
         starved = any(self._neighbours.is_starved(rank) for rank in ranks)

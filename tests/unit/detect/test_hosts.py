@@ -45,6 +45,22 @@ def test_what_is_slow_on_a_host_that_is_busy_with_others_work_is_only_its_host(k
     assert verdict.evidence["others_cores"] == 1.1
 
 
+def test_it_is_described_by_the_moment_at_which_it_was_seen():
+    busy = load({0}, starve=False)
+    last = {}
+
+    def change(beat):
+        beat = busy(beat)
+        if beat.node == 0 and beat.sent_s >= FAULT_S:
+            last["count"] = last.get("count", 0) + 1
+            if last["count"] % 3:  # Moments with an idle core between any two.
+                beat = replace(beat, host=replace(beat.host, busy=0.9))
+        return beat
+
+    run = play(Fault("slow-link", FAULT_S + 5.0, 0, 1, 4.0), Layout(2), change)
+    assert "2.0 of 2 cores are in use, 1.1 of them by processes" in run.standing.reason
+
+
 def test_it_is_withdrawn_when_the_load_is_gone_and_a_link_that_stays_slow_is_found_then():
     fault = Fault("slow-link", FAULT_S, 0, 1, 4.0)
     run = play(fault, Layout(2), load({0}, until_s=FAULT_S + 12, starve=False), 40.0)
@@ -96,6 +112,15 @@ def test_a_rank_that_gets_its_cpu_all_the_same_is_a_straggler():
 def test_a_slow_link_between_other_hosts_is_found_and_a_busy_host_that_costs_nothing_is_not_told():
     run = play(Fault("slow-link", FAULT_S, 2, 3, 4.0), Layout(4), load({0}, starve=False), 8.0)
     assert told(run) == {("CommSlow", "link 2->3")}
+
+
+@pytest.mark.parametrize("host", ["", "one"], ids=["each with a machine", "on one machine"])
+def test_a_link_that_is_slow_alone_is_not_put_down_to_its_busy_machine(host):
+    change = load({0, 1, 2, 3}, others=1.6, own=0.1, host=host, starve=False)
+    run = play(Fault("slow-link", FAULT_S, 2, 3, 8.0), Layout(4), change, 12.0)
+    assert ("CommSlow", "link 2->3") in told(run)
+    assert run.standing.kind == "CommSlow"
+    assert run.standing.confirmed_s - FAULT_S < 4.0
 
 
 def test_a_busy_host_on_which_nothing_is_slow_is_no_verdict():
