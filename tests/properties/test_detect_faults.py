@@ -106,14 +106,20 @@ def shift(beat: NodeBeat, by_s: float) -> NodeBeat:
     victim=st.integers(0, SIZE - 1),
     node=st.integers(0, SIZE - 1),
     by_s=st.sampled_from((3600.0, -900.0)),
+    restarted=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_one_clock_shifted_by_an_hour_changes_nothing(kind, victim, node, by_s, seed):
+def test_one_clock_shifted_by_an_hour_changes_nothing(kind, victim, node, by_s, restarted, seed):
+    """T4: from the start on; or since its agent was restarted, on that machine or another."""
     seconds = FAULT_S - BEGIN_S + 5
     plain = make_run(kind, victim, seed).run(seconds)
-    shifted = make_run(kind, victim, seed).run(
-        seconds, lambda beat: shift(beat, by_s) if beat.node == node else beat
-    )
+
+    def change(beat: NodeBeat) -> NodeBeat:
+        if beat.node != node or (restarted and beat.sent_s < BEGIN_S + 9):
+            return beat
+        return msgspec.structs.replace(shift(beat, by_s), incarnation=str(restarted))
+
+    shifted = make_run(kind, victim, seed).run(seconds, change)
     assert shifted.summary == plain.summary
     assert plain.summary
 

@@ -20,15 +20,16 @@ class NodeClocks:
 
     def __init__(self) -> None:
         """Begin knowing none."""
-        self._least: dict[int, tuple[float, float]] = {}
+        self._least: dict[int, tuple[str, float, float]] = {}
+        """Node -> its agent's incarnation, which has a clock of its own, when, and by how much."""
 
     def translate(self, now: float, beat: NodeBeat) -> tuple[NodeBeat, float]:
         """Return the heartbeat in the controller's time, and what was added."""
         behind_s = now - beat.sent_s
         known = self._least.get(beat.node)
-        if known is not None:
-            behind_s = min(behind_s, known[1] + DRIFT * (now - known[0]))
-        self._least[beat.node] = (now, behind_s)
+        if known is not None and known[0] == beat.incarnation:
+            behind_s = min(behind_s, known[2] + DRIFT * (now - known[1]))
+        self._least[beat.node] = (beat.incarnation, now, behind_s)
         if abs(behind_s) <= TRUSTED_S:
             return beat, 0.0
         ranks = tuple(

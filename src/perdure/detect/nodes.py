@@ -32,6 +32,8 @@ _ANY_S = 1.0
 class _Node:
     received_s: float
     sent_s: float = 0.0
+    incarnation: str = ""
+    """Of the agent that sent the newest heartbeat; only its own stamps tell their order."""
     lost: bool = False
     ended: str = ""
     """What its platform says of its end; nothing once it is heard of again."""
@@ -66,16 +68,16 @@ class NodeWatch:
         self._due_s: float | None = None
 
     def take_beat(self, now: float, beat: NodeBeat) -> bool:
-        """Return whether the heartbeat is news: not a duplicate, not overtaken by another."""
+        """Return whether the heartbeat is news: not a duplicate, not overtaken by another.
+
+        Another incarnation's always is: its clock may have been set back, or be another machine's.
+        """
         self._hear(now)
-        node = self._nodes.get(beat.node)
-        if node is None:
-            self._nodes[beat.node] = _Node(now, beat.sent_s)
-            self._expect(now, beat.node)
-            return True
-        if beat.sent_s <= node.sent_s:
+        node = self._nodes.setdefault(beat.node, _Node(now))
+        if beat.incarnation == node.incarnation and beat.sent_s <= node.sent_s:
             return False
-        node.received_s, node.sent_s, node.lost, node.ended = now, beat.sent_s, False, ""
+        node.incarnation, node.sent_s = beat.incarnation, beat.sent_s
+        node.received_s, node.lost, node.ended = now, False, ""
         self._expect(now, beat.node)
         return True
 

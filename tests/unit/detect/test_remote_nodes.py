@@ -143,3 +143,18 @@ def test_a_node_whose_platform_says_that_it_has_ended_is_missed_sooner() -> None
             (node, round(now - 100.0, 1)) for node in beat(nodes, now, 0, 1, *[3] * (tick < 3))
         ]
     assert lost == [(2, 0.6)], "and 3 was heard of since"
+
+
+@pytest.mark.parametrize("back_s", [0.5, 3.0, 3600.0])
+def test_a_machine_that_comes_back_with_its_clock_set_back_is_heard(back_s: float) -> None:
+    """T4: only the heartbeats of one agent are compared by its clock."""
+    nodes, lost = watch(), []
+    for tick in range(200):
+        now = 100.0 + 0.2 * tick
+        beat(nodes, now, 0, 1, 2)
+        who, ahead_s = ("before", 0.0) if tick < 20 else ("after", -back_s)
+        said = NodeBeat(node=3, incarnation=who, seq=tick, sent_s=now + ahead_s, generation=0)
+        assert nodes.take_beat(now, said), "another incarnation's heartbeat is news"
+        assert not nodes.take_beat(now, said), "and the same one twice is not"
+        lost += nodes.find_lost(now)
+    assert lost == []
