@@ -26,6 +26,7 @@ from perdure.model.actions import AnyAction, AssignNodes, CordonNode, RecordEven
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
+    CheckpointSaved,
     ControllerStarted,
     ExitRecord,
     GenerationStepping,
@@ -165,6 +166,11 @@ class Replay:
             found, culprit=culprit, generation=self.state.generation, confirmed_s=now,
             first_seen_s=now - (found.confirmed_s - found.first_seen_s),
         )  # fmt: skip
+        saved = CheckpointSaved(
+            generation=self.state.generation, step=1, path="", bytes=0, stall_s=0.0, save_s=0.0,
+            at_s=now,
+        )  # fmt: skip
+        self.do(now, saved)  # What a restart costs is an argument, lost work included.
         for action in self.do(now, VerdictReached(verdict=verdict)):
             if isinstance(action, RecordEvent) and isinstance(action.event, ActionWithheld):
                 self.withheld[action.event.reason.partition("(")[0]] += 1

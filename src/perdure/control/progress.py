@@ -71,7 +71,7 @@ def note_progress(
             note_high(state, max((a.step for a in event.accounts.values()), default=event.step))
             return []
         case GenerationStepping():
-            state.stepping = True
+            state.stepping, state.stepping_s = True, event.at_s
             state.step = event.step
             if state.failed_s is not None:
                 state.restarts_s.append(max(0.0, event.at_s - state.failed_s))

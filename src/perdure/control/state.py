@@ -275,6 +275,8 @@ class ControllerState:
     """Step of the newest checkpoint."""
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
+    stepping_s: float | None = None
+    """When this generation began to train: without a checkpoint a restart loses all since."""
 
     steering: SteeringState = field(default_factory=SteeringState)
     elastic: ElasticState = field(default_factory=ElasticState)

@@ -37,7 +37,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     blames: int = 0
     """How often that node was blamed before."""
     restart_s: float = 0.0
-    """What the last restarts cost, lost work included; 0 where there was none yet."""
+    """What the last restarts cost, without the work that they lost."""
+    lost_s: float = 0.0
+    """How much work a restart would lose now: what came after the newest checkpoint."""
     replaced: bool = False
     """Another node has taken over the blamed one's ranks before, for the same kind of verdict."""
     replaced_s: float = math.inf
@@ -145,11 +147,12 @@ def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reac
             f"about is the job's work, so policy.payback_s = {config.payback_s:g} must pass first"
         )
         return Reaction("none", why, "moved")
-    cost_s = situation.restart_s
-    repaid_s = cost_s / slow.share_low
+    repaid_s = (situation.restart_s + situation.lost_s) / slow.share_low
+    lost = f" and {situation.lost_s:.0f} s of work that is in no checkpoint"
+    lost = lost if situation.lost_s else ""
     estimate = (
-        f"a restart costs about {cost_s:.1f} s and saves {slow.share_low:.0%} of every step: "
-        f"repaid after {repaid_s:.0f} s"
+        f"a restart costs about {situation.restart_s:.1f} s{lost}, and saves {slow.share_low:.0%} "
+        f"of every step: repaid after {repaid_s:.0f} s"
     )
     if repaid_s > config.payback_s:
         why = f"{estimate}, later than policy.payback_s = {config.payback_s:g}"

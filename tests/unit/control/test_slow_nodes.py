@@ -26,6 +26,7 @@ class Watched:
     def __init__(self, *faults: Fault, spares: int = 2, **spec: Any) -> None:
         """Begin; the faults are those of rank 2, on node 1."""
         self.driver = start(spares=spares, **spec)
+        self.driver.controller.state.stepping_s = BEGIN_S
         self.watch = Run(Layout(4, nproc=2), faults[0], noise=Noise(jitter=0.05))
         self.actions: list[tuple[float, AnyAction]] = []
 
@@ -116,7 +117,8 @@ def test_a_cordoned_spare_that_is_restored_stands_in_then() -> None:
 
 def test_a_restart_that_would_cost_too_much_waits_for_a_checkpoint() -> None:
     watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
-    watched.driver.controller.state.saved_s = FAULT_S - 3600.0
+    state = watched.driver.controller.state
+    state.stepping_s = state.saved_s = FAULT_S - 3600.0
     watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     assert "later than policy.payback_s = 600" in watched.reasons[0]
@@ -125,6 +127,17 @@ def test_a_restart_that_would_cost_too_much_waits_for_a_checkpoint() -> None:
         at_s=watched.watch.training.now,
     )  # fmt: skip
     assert one(watched.tell(saved), AssignNodes).assignment.placement == (0, 2)
+
+
+def test_hours_of_work_without_a_checkpoint_are_not_given_for_a_slow_node() -> None:
+    """T6: a restart of a plain script loses all that it has done, as far as anybody knows."""
+    watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
+    state = watched.driver.controller.state
+    state.stepping_s = FAULT_S - 7200.0
+    watched.run(FAULT_S - BEGIN_S + 55)
+    assert watched.orders == []
+    assert " s of work that is in no checkpoint" in watched.reasons[0]
+    assert "later than policy.payback_s = 600" in watched.reasons[0]
 
 
 def test_what_grows_is_weighed_again() -> None:

@@ -23,14 +23,12 @@ def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = 
     """Return what the job's policy makes of `verdict`, as things stand `now`."""
     now = verdict.confirmed_s if now is None else now
     node = find_blamed_node(state, verdict)
-    cost_s = find_restart_cost_s(tuple(state.restarts_s))
-    if state.saved_s is not None:
-        cost_s += max(0.0, now - state.saved_s)
     situation = Situation(
         node=node,
         spares=_find_stand_ins(state, verdict, node),
         blames=state.blames.get(node, 0) if node is not None else 0,
-        restart_s=cost_s,
+        restart_s=find_restart_cost_s(tuple(state.restarts_s)),
+        lost_s=0.0 if _is_in_place(state, verdict) else _find_lost_s(state, now),
         replaced=_is_replaced(state, verdict, node),
         replaced_s=now - max((at_s for _, at_s in state.replaced.values()), default=-math.inf),
     )
@@ -47,6 +45,15 @@ def _find_stand_ins(state: ControllerState, verdict: Verdict, node: int | None) 
         return state.spares
     ready = find_spares(state, beside=(node,))
     return tuple(dict.fromkeys(find_home(state, member) for member in ready))
+
+
+def _find_lost_s(state: ControllerState, now: float) -> float:
+    """Return how much work a restart would lose, in seconds.
+
+    A script that perdure knows no checkpoint of begins anew, as far as anybody can tell.
+    """
+    kept = [at_s for at_s in (state.saved_s, state.stepping_s) if at_s is not None]
+    return max(0.0, now - max(kept)) if kept else 0.0
 
 
 def _is_in_place(state: ControllerState, verdict: Verdict) -> bool:
