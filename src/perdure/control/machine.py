@@ -352,6 +352,14 @@ class Controller:
         state.lost.setdefault(event.node, event.at_s)
         if state.phase == "ending":
             return advance_end(state, now)
+        why = f"node lost: {event.reason}"
+        if is_observed(state):  # It may train on: none of its ranks is counted as lost.
+            if event.node not in state.placement or state.phase not in ("starting", "running"):
+                return []
+            would, node = "restarted the world", f"node {event.node}"
+            return note_withheld(
+                state, now, cause="NodeLost", culprit=node, reason=why, would=would
+            )
         outside = reform.lose_outside(state, event.node)
         if outside is not None:
             return outside
@@ -359,16 +367,10 @@ class Controller:
             return []
         if taken is None:
             state.blames[event.node] = state.blames.get(event.node, 0) + 1
-        if state.phase == "forming" and state.spares and not is_observed(state):
+        if state.phase == "forming" and state.spares:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
-        why = f"node lost: {event.reason}"
-        if is_observed(state):
-            would, node = "restarted the world", f"node {event.node}"
-            return note_withheld(
-                state, now, cause="NodeLost", culprit=node, reason=why, would=would
-            )
         return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
@@ -553,7 +555,13 @@ class Controller:
         missing = [node for node in state.placement if node in state.lost]
         if state.phase == "forming" and missing:
             return wait_for_nodes(state, now, missing)
-        return self._fail(now, "the job", f"{state.phase} the world took too long", code=1)
+        why = f"{state.phase} the world took too long"
+        if state.phase == "starting" and is_observed(state):  # Its ranks may train, untold of.
+            state.phase_deadline_s = None
+            return note_withheld(
+                state, now, cause=why, culprit="the job", reason=why, would="restarted the world"
+            )
+        return self._fail(now, "the job", why, code=1)
 
     def _boundary_overdue(self, now: float) -> list[AnyAction]:
         state, boundary = self.state, self.state.boundary

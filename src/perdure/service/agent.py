@@ -69,7 +69,7 @@ from perdure.service.agent_beats import RankReader
 from perdure.service.agent_devices import DeviceTelemetry
 from perdure.service.agent_keeper import KeeperLink, keeper_command
 from perdure.service.agent_links import LinkTelemetry, Ranks
-from perdure.service.agent_notices import NoticeWatch, wait_to_leave
+from perdure.service.agent_notices import NoticeWatch, may_acknowledge, wait_to_leave
 from perdure.service.agent_outbox import Outbox
 from perdure.service.agent_probe import Prober
 from perdure.service.agent_workers import WorkerServer
@@ -189,7 +189,7 @@ class AgentService:
                 self._start(self.notices.watch(source))
             if self._node >= self._spec.local_nodes:
                 self._start(self._leave_in_time())
-            if self._spec.preemption.acknowledge:
+            if may_acknowledge(self._spec):
                 self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
             self.take(AgentStarted())
             await self._left.wait()

@@ -516,9 +516,6 @@ async def _main(spec: JobSpec, path: str) -> None:
 def _become_stock(spec: JobSpec, path: str) -> None:
     """Become torchft's own lighthouse, on the port of the one before or a new one.
 
-    Its heartbeat time-out does not adapt to a busy machine, so it is twice `silent_s`; torchft's
-    default of 5 s would be what survivors of a death wait.
-
     Raises:
         ConfigError: torchft is not installed.
     """
@@ -531,6 +528,17 @@ def _become_stock(spec: JobSpec, path: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
     write_document(path, LighthouseFile(port=port))
+    os.execv(program, [program, *make_stock_words(spec, port)])
+
+
+def make_stock_words(spec: JobSpec, port: int) -> list[str]:
+    """Return the arguments of torchft's own lighthouse.
+
+    Its heartbeat time-out does not adapt to a busy machine, so it is twice `silent_s`; torchft's
+    default of 5 s would be what survivors of a death wait. That is what they wait where the job
+    is only observed.
+    """
     words = ["--bind", f"127.0.0.1:{port}", "--min_replicas", str(spec.torchft.min_replicas)]
-    words += ["--heartbeat_timeout_ms", str(round(2000 * spec.torchft.silent_s))]
-    os.execv(program, [program, *words])
+    if spec.observe:
+        return words
+    return [*words, "--heartbeat_timeout_ms", str(round(2000 * spec.torchft.silent_s))]

@@ -12,6 +12,8 @@ Installed after `import torchft`, by perdure in an unmodified script, or by `per
 - what the first optimizer step costs (it imports torch._dynamo) is paid before the first quorum,
   and not while others wait; committed steps are shown in the ring.
 
+In a job that is only observed no connection is ever broken: torchft's own time-outs decide.
+
 Versions are told apart by what they have, since nightly builds have no number of their own.
 """
 
@@ -72,6 +74,7 @@ class Replica:
         """What was told of a wait that goes on."""
         self.account = ReplicaAccount()
         self._watching = False
+        self._observed = False
         self._commits = 0
 
     def join(
@@ -79,9 +82,15 @@ class Replica:
         ring: RingWriter,
         emit: Callable[[AnyEvent], object],
         now: Callable[[], float],
+        *,
+        observed: bool = False,
     ) -> None:
-        """Report by `emit` in job time `now`, and show steps in `ring`."""
+        """Report by `emit` in job time `now`, and show steps in `ring`.
+
+        Nothing is broken where the job is only `observed`.
+        """
         self._ring, self._emit, self._now = ring, emit, now
+        self._observed = observed
 
     # --- what the manager does ----------------------------------------------------------------
 
@@ -96,8 +105,8 @@ class Replica:
             threading.Thread(target=self._watch, name="perdure-replica", daemon=True).start()
 
     def break_up(self, quorum_id: int) -> int:
-        """Break the process groups of a quorum."""
-        return self.fences.break_up(quorum_id)
+        """Break the process groups of a quorum; nothing where the job is only observed."""
+        return 0 if self._observed else self.fences.break_up(quorum_id)
 
     def take_fence(self, order: FenceAbort) -> None:
         """Do so by order. Called in the control thread."""
@@ -338,7 +347,7 @@ def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
     spec = _find_spec()
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
-    replica.join(ring, attachment.emit, attachment.now)
+    replica.join(ring, attachment.emit, attachment.now, observed=spec.observe)
     attachment.control.on_fence = replica.take_fence
     settings.join(
         rank=ring.rank,

@@ -15,6 +15,7 @@ from perdure.model.actions import (
     EndJob,
     EvictReplica,
     FenceAbort,
+    InjectFault,
     InterruptCollectives,
     RecordEvent,
     ReformWorld,
@@ -31,7 +32,9 @@ from perdure.model.events import (
     PreemptionNoticed,
     RankExited,
     RankJoined,
+    RanksStarted,
     StacksTaken,
+    StoreReady,
     TimerFired,
     VerdictReached,
     WorldBroken,
@@ -163,6 +166,36 @@ def test_an_elastic_world_is_not_formed_again() -> None:
     assert [e.would for e in withheld(actions)] == ["restarted the world"]
 
 
+def test_members_on_a_node_that_was_silent_are_not_ended_when_it_is_back() -> None:
+    driver = Driver(nodes=2, observe=True)
+    for node in range(2):
+        driver.register(node)
+    driver.run()
+    for rank in range(4):
+        driver.do(RankJoined(generation=0, rank=rank, depth="elastic", store=f"h:{rank}"))
+    silent = driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
+    assert [e.cause for e in withheld(silent)] == ["NodeLost"]
+    back = driver.register(1, incarnation="b1", generation=0, running=(2, 3))
+    assert not [a for a in back if isinstance(a, InjectFault)], "they train"
+
+
+def test_a_world_whose_start_nobody_tells_of_is_left_alone() -> None:
+    driver = Driver(nodes=2, observe=True)
+    for node in range(2):
+        driver.register(node)
+        driver.do(GenerationStopped(node=node, generation=-1, at_s=driver.now))
+    driver.do(StoreReady(generation=0, host="h", port=7, agent_store=True))
+    assert driver.controller.state.phase == "starting"
+    driver.now += 1000.0
+    actions = driver.do(TimerFired())
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["restarted the world"]
+    assert driver.controller.next_deadline() is None
+    for node in range(2):
+        driver.do(RanksStarted(node=node, generation=0, pids={}, at_s=driver.now, warm=True))
+    assert driver.controller.state.phase == "running"
+
+
 def test_a_broken_elastic_world_whose_members_live_ends_as_well() -> None:
     driver = Driver(nodes=2, observe=True)
     for node in range(2):
@@ -187,6 +220,17 @@ def test_a_torchft_group_that_dies_stays_away_and_nobody_else_is_touched() -> No
     assert lab.machine.next_deadline() is None, "nothing is to come of it later"
     assert withheld(lab.add(KeeperLost(node=1, generation=1, at_s=lab.now))) == []
     assert not [a for a in lab.exit(0, step=9) if isinstance(a, EndJob)], "group 2 trains on"
+
+
+def test_a_torchft_group_whose_start_nobody_tells_of_is_left_alone() -> None:
+    lab = Lab(observe=True, lighthouse="stock")
+    group = lab.machine.state.groups[2]
+    group.phase, group.deadline_s = "starting", lab.now + 1.0
+    lab.now += 2.0
+    actions = lab.add(TimerFired())
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["restarted the group"]
+    assert lab.machine.next_deadline() is None
 
 
 def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:

@@ -1,6 +1,8 @@
 """The step that puts an agent on each node of an allocation, and where nodes reach one another."""
 
 import json
+import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,13 @@ def test_p4_gloo_is_told_the_interface_where_a_name_may_be_loopback(
     assert find(spec, {"PERDURE_NODE_ADDRESS": "127.0.0.1"}) == find(spec, {}) == ""
     chosen = {"PERDURE_NODE_ADDRESS": "10.0.0.1", "GLOO_SOCKET_IFNAME": "ib0"}
     assert find(spec, chosen) == ""
+
+
+@pytest.mark.parametrize(("observed", "code"), [(False, 15), (True, 0)])
+def test_a_job_that_is_only_observed_is_not_stopped_for_a_warning(
+    observed: bool, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    program = "trap 'exit 15' TERM; for i in 1 2 3 4 5 6 7 8; do sleep 0.1; done"
+    job = subprocess.Popen(["sh", "-c", program])
+    assert batch.follow(job, [signal.SIGUSR1], observed=observed) == code
+    assert ("would have stopped" in capfd.readouterr().out) is observed

@@ -73,8 +73,8 @@ def is_closed(state: ControllerState) -> bool:
 
 
 def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple[int, ...]:
-    """Return the spares that fill the world up to its size."""
-    if is_closed(state):
+    """Return the spares that fill the world up to its size; none where it is only observed."""
+    if is_closed(state) or state.the_spec().observe:
         return ()
     room = state.the_spec().world_size_max - len(find_living(state))
     return tuple(sorted(find_spares(state, far_from)[: max(0, room)]))

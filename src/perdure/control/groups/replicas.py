@@ -293,7 +293,7 @@ def _fire(state: ControllerState, now: float) -> list[AnyAction]:
         if group.deadline_s is None or now < group.deadline_s:
             continue
         cause = group.absent or f"{group.phase} took too long"
-        actions += fail_group(state, now, group, cause, silent=bool(group.absent))
+        actions += fail_group(state, now, group, cause, silent=True)
     return actions
 
 

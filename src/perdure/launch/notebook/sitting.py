@@ -69,7 +69,7 @@ def main(path: str) -> int:
         keep(name, durable / f"session-{session}", settings["outputs"], data, sent)
 
     with repeat(keep_all, KEEP_S):
-        code = follow(process, told, _WORDS)
+        code = follow(process, told, _WORDS, observed=is_observed(data / "job.json"))
     signal.setitimer(signal.ITIMER_REAL, 0)
     keep_all()
     state, saved = look_at_job(name)
@@ -83,6 +83,13 @@ def main(path: str) -> int:
     record(durable, run, session, what, why)
     say(f"{what}: {why}")
     return code
+
+
+def is_observed(document: Path) -> bool:
+    """Return whether the job of a document is only observed."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        return bool(msgspec.json.decode(document.read_bytes()).get("observe"))
+    return False
 
 
 def end_with_parent() -> None:

@@ -52,7 +52,7 @@ def main(place: str, warned: str) -> int:
     command += ["--name", name, *place_nodes(spec, folder, chain, notice)]
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     wait_for_predecessor(name)
-    code = follow(subprocess.Popen(command), told, notice=notice)
+    code = follow(subprocess.Popen(command), told, notice=notice, observed=spec.observe)
     state, checkpoint = look_at_job(name)
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
@@ -77,16 +77,22 @@ def follow(
     told: list[int],
     words: Mapping[int, str] = WORDS,
     notice: Path | None = None,
+    *,
+    observed: bool = False,
 ) -> int:
     """Wait for `perdure run`, stopping it once we were told to; return its exit code.
 
     It is told once: a second signal would end it at once, without a checkpoint. Where the steps'
     tasks hear of a TERM they make `notice`. That may be long before this script does, and who
-    leaves by then is not put back by Slurm: it is only a reason to save.
+    leaves by then is not put back by Slurm: it is only a reason to save. A job that is `observed`
+    is not stopped for a warning, and saves nothing: it goes on until it is really ended.
     """
     passed = noticed = False
     while process.poll() is None:
-        if not (noticed or told) and notice is not None and notice.exists():
+        if observed and signal.SIGUSR1 in told:
+            told.remove(signal.SIGUSR1)
+            say(f"{words[signal.SIGUSR1]}: observed only: would have stopped at an agreed step")
+        if not (noticed or told or observed) and notice is not None and notice.exists():
             noticed = True
             say("Slurm is about to end the job: a checkpoint")
             process.send_signal(signal.SIGUSR1)
