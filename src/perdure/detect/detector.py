@@ -8,6 +8,7 @@ nothing stands still. Crashes are not looked at here: an exit needs no detector.
 """
 
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -40,6 +41,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import CommProgress, JobHabits, NodeBeat, RankProgress
+from perdure.model.stacks import ThreadStack, parse_threads
 from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
 
 SLOW = ("CommSlow", "Straggler", "HostBusy")
@@ -92,7 +94,7 @@ class Detector:
         self._early: frozenset[int] = frozenset()
         self._acted: dict[str, int] = {}
         """Kind, culprit and place of each verdict that was acted upon -> in which generation."""
-        self._stacks: dict[int, str] = {}
+        self._stacks: dict[int, tuple[ThreadStack, ...]] = {}
         self._stack_s = self._stack_changed_s = 0.0
         """When stacks came last, and when one of them had changed."""
         self._second_s: float | None = None
@@ -294,9 +296,9 @@ class Detector:
         """Compare stacks with those that were taken before: what has changed is alive."""
         self._stack_s = now
         for rank, text in event.stacks.items():
-            stack = find_main_stack(text)
-            known = self._stacks.get(rank, "")
-            if stack and known and stack != known:
+            stack = parse_threads(text)
+            known = self._stacks.get(rank, ())
+            if stack and known and [t.frames for t in stack] != [t.frames for t in known]:
                 self._stack_changed_s = now
             if stack:
                 self._stacks[rank] = stack
@@ -549,7 +551,7 @@ class Detector:
         if verdict.kind != "CommHang":
             return ""
         circle = verdict.evidence.get("circle", ())
-        if circle and all(is_blocked(self._stacks.get(rank, "")) for rank in circle):
+        if circle and all(is_stuck(self._stacks.get(rank, ())) for rank in circle):
             return "circle"
         if verdict.confidence < SURE:
             return ""
@@ -572,21 +574,15 @@ class Detector:
         return f"{verdict.kind} of {verdict.culprit} at {place}"[:PLACE_MAX]
 
 
-def find_main_stack(text: str) -> str:
-    """Return the main thread's frames of what py-spy wrote; empty where it could take none."""
-    if text.startswith("no stack"):
-        return ""
-    threads = text.split("\n\n")
-    main = next((t for t in threads if "MainThread" in t), text)
-    return "\n".join(line.strip() for line in main.splitlines() if line.startswith(" "))
+def is_stuck(threads: Sequence[ThreadStack]) -> bool:
+    """Return whether a rank's main thread is blocked in torch.distributed, and nothing else works.
 
-
-def is_blocked(stack: str) -> bool:
-    """Return whether a main thread's innermost frame is a call of torch.distributed.
-
-    Who computes, or waits for a disk with a collective under way, is elsewhere.
+    Another thread, such as one that writes a checkpoint, may yet enter what others wait for.
     """
-    return "torch/distributed/" in stack.partition("\n")[0]
+    main = [t for t in threads if t.is_main]
+    return any(t.is_blocked for t in main) and not any(
+        t.is_at_work for t in threads if not t.is_main
+    )
 
 
 def _put(verdict: Verdict, grounds: Grounds) -> Verdict:

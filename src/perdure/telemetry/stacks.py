@@ -1,27 +1,17 @@
 """Stacks of many ranks as a person wants them: those that stand alike together, once.
 
-The text is py-spy's (`Thread ID (state): "name"`, then indented frames, innermost first). What
-perdure adds to every rank - its own threads, and the frames that started the script - is left out.
+What perdure adds to every rank - its own threads, and the frames that started the script - is
+left out.
 """
 
 import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-_THREAD = re.compile(r'^Thread (\S+) \(([^)]*)\)(?:: "(.*)")?$')
-_OWN = "perdure-"
+from perdure.model.stacks import ThreadStack, parse_threads
+
 _STARTER = re.compile(r"\((?:\S*/)?perdure/worker/(?:bootstrap|zygote|cold)\.py:")
 _STRING_MAIN = "<module> (<string>:1)"
-
-
-class ThreadStack(NamedTuple):
-    """One thread."""
-
-    name: str
-    state: str
-    """`idle`, `active`, `active+gil`."""
-    frames: tuple[str, ...]
-    """Innermost first, such as `forward (model.py:30)`."""
 
 
 class StackGroup(NamedTuple):
@@ -57,7 +47,7 @@ def render_stacks(stacks: Mapping[str, str]) -> list[str]:
         if not group.threads:
             lines.append(f"{who}: {group.note}")
         for number, thread in enumerate(group.threads):
-            name = "" if thread.name == "MainThread" else f", thread {thread.name}"
+            name = "" if thread.is_main else f", thread {thread.name}"
             lines.append(f"{who}{name} ({thread.state}):")
             shared = group.shared if number == 0 else 0
             own = thread.frames[: len(thread.frames) - shared]
@@ -68,28 +58,16 @@ def render_stacks(stacks: Mapping[str, str]) -> list[str]:
 
 
 def _parse(text: str) -> tuple[ThreadStack, ...]:
-    """Return the script's threads; none where the text is no picture of a stack."""
-    threads: list[ThreadStack] = []
-    name = state = ""
-    frames: list[str] | None = None
-    for line in [*text.splitlines(), ""]:
-        head = _THREAD.match(line.strip())
-        if frames is not None and (head or not line.startswith(" ")):
-            threads.append(ThreadStack(name, state, _strip(frames)))
-            frames = None
-        if head:
-            state, name, frames = head[2], head[3] or head[1], []
-        elif frames is not None and line.strip():
-            frames.append(line.strip())
-    return tuple(t for t in threads if not t.name.startswith(_OWN))
+    """Return the script's threads as the script has made them."""
+    return tuple(t._replace(frames=_strip(t.frames)) for t in parse_threads(text))
 
 
-def _strip(frames: list[str]) -> tuple[str, ...]:
+def _strip(frames: tuple[str, ...]) -> tuple[str, ...]:
     """Leave out the outermost frames, which perdure's own starting of the script made."""
     end = len(frames)
     while end > 1 and (_STARTER.search(frames[end - 1]) or frames[end - 1] == _STRING_MAIN):
         end -= 1
-    return tuple(frames[:end])
+    return frames[:end]
 
 
 def _count_shared(before: tuple[ThreadStack, ...], now: tuple[ThreadStack, ...]) -> int:

@@ -19,8 +19,11 @@ Python v3.12 (/usr/bin/python)
 Thread 7 (idle): "MainThread"
     read (data.py:{line})
     train (train.py:3)
-Thread 8 (idle): "perdure-recorder"
+{beside}"""
+OWN_THREAD = """Thread 8 (idle): "perdure-recorder"
     poll (recorder.py:{line})"""
+THREAD = """Thread 9 (idle): "writer"
+    write (save.py:{line})"""
 
 
 def hold_one(rank: int) -> bool:
@@ -109,24 +112,28 @@ def test_ten_times_the_jobs_own_longest_silence_is_enough_where_steps_are_known(
     assert 10 * longest_s <= after_s <= 10 * longest_s + 30
 
 
-@pytest.mark.parametrize("changed", [False, True])
-def test_a_stack_that_has_changed_is_alive(make_world, changed):
+@pytest.mark.parametrize(
+    ("line", "beside", "changed"),
+    [(1, "", False), (2, "", True), (1, OWN_THREAD, False), (1, THREAD, True)],
+)
+def test_a_stack_that_has_changed_is_alive(make_world, line, beside, changed):
+    """The script's threads count, and perdure's own do not: they come and go at an alarm."""
     world = make_world(resumable=False, timeout_s=60.0)
     world.run(20)
     world.ranks[1].busy = False
     world.run(30, hold=hold_one)
 
-    def take(line):
-        stacks = {1: STACK.format(line=line)}
+    def take(line, beside_line):
+        stacks = {1: STACK.format(line=line, beside=beside.format(line=beside_line))}
         world.take(StacksTaken(generation=0, at_s=world.now, stacks=stacks))
 
-    take(1)
+    take(1, 1)
     world.run(28.6, hold=hold_one)
     before = len(world.verdicts)
     while len(world.verdicts) == before:  # The second look is asked for by saying it again.
         world.run(0.2, hold=hold_one)
     assert world.actionable == []
-    take(2 if changed else 1)
+    take(line, 2)
     world.run(20, hold=hold_one)
     assert [v.ground for v in world.actionable] == ([] if changed else ["timeout"])
 
@@ -233,9 +240,34 @@ def test_facts_are_acted_upon_as_fast_as_ever(kind, ground, within_s, lay):
     assert acted.acts_why
 
 
-@pytest.mark.parametrize("blocked", [True, False])
-def test_a_circle_of_waiting_is_proven_by_the_stacks_of_all_that_are_in_it(make_world, blocked):
-    """Whoever has a collective under way may still be computing; its stack tells."""
+OWN = """
+Thread 8 (idle): "perdure-control"
+    Control._serve (perdure/worker/control.py:184)
+    Thread._bootstrap (threading.py:1002)
+Thread 9 (idle): "Thread-1 (_pin_memory_loop)"
+    Queue.get (multiprocessing/queues.py:103)
+    _pin_memory_loop (torch/utils/data/_utils/pin_memory.py:51)"""
+WRITER = """
+Thread 8 (idle): "Thread-1 (save)"
+    save (train.py:12)
+    Thread.run (threading.py:982)"""
+ASYNC_SAVE = """
+Thread 8 (idle): "ThreadPoolExecutor-0_0"
+    barrier (torch/distributed/distributed_c10d.py:5356)
+    Thread.run (threading.py:982)"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "beside"),
+    [(True, ""), (True, OWN), (False, ""), (True, WRITER), (True, ASYNC_SAVE)],
+)
+def test_a_circle_of_waiting_is_proven_by_the_stacks_of_all_that_are_in_it(
+    make_world, blocked, beside
+):
+    """Whoever has a collective under way may still be computing, or another thread may enter it.
+
+    Its stacks tell.
+    """
     world = make_world()
     world.run(20)
     plain = world.progress
@@ -260,11 +292,13 @@ def test_a_circle_of_waiting_is_proven_by_the_stacks_of_all_that_are_in_it(make_
         rank: 'Thread 7 (idle): "MainThread"\n    '
         + frames[0 if blocked or rank == 0 else 1]
         + "\n    train (train.py:3)"
+        + (beside if rank == 0 else "")
         for rank in (0, 1)
     }
     world.take(StacksTaken(generation=0, at_s=world.now, stacks=stacks))
     world.run(15, hold=lambda rank: True)
-    expected = [("circle", True)] if blocked else []
+    proven = blocked and beside in ("", OWN)
+    expected = [("circle", True)] if proven else []
     assert [(v.ground, v.certain) for v in world.actionable] == expected
 
 
