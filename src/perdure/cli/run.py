@@ -14,6 +14,7 @@ from perdure.cli.jobs import find_here
 from perdure.cli.jobspec import make_spec
 from perdure.cli.say import note, print_json
 from perdure.cli.torchrun import parse_ranks, parse_streams
+from perdure.cli.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
 from perdure.service.credentials import check_outside
@@ -170,6 +171,8 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
             )
         except PerdureError as error:
             failure = error
+    if isinstance(sys.stdout, UnreadStream):
+        sys.stdout.keep_all()
     if failure is not None:
         raise failure
     _summarize(spec.name, code, options.json)

@@ -77,7 +77,7 @@ class UnreadStream(io.TextIOBase):
             if self._at_line_start:
                 full = self._pending > 0 and self._pending + len(data) > self.pending_max
                 self._skipping = full or (self._dropped > 0 and self._pending > 0)
-                if self._closing:  # What is said at the end is short, and worth most.
+                if self._closing:
                     self._skipping = False
             self._at_line_start = data.endswith(b"\n")
             if self._skipping:
@@ -86,10 +86,15 @@ class UnreadStream(io.TextIOBase):
             self._say_dropped()
             self._put(data)
 
-    def finish(self, stall_s: float = STALL_S) -> bool:
-        """Wait until all is written; return False where the reader takes nothing for `stall_s`."""
+    def keep_all(self) -> None:
+        """Drop nothing any more: what is said at the end is short, and worth most."""
         with self._changed:
             self._closing = True
+
+    def finish(self, stall_s: float = STALL_S) -> bool:
+        """Wait until all is written; return False where the reader takes nothing for `stall_s`."""
+        self.keep_all()
+        with self._changed:
             self._say_dropped()
             written, since_s = self._written, time.monotonic()
             while self._pending and not self._gone:

@@ -1,5 +1,10 @@
-"""The ranks' output files, followed: new lines of any rank of any generation, prefixed."""
+"""The ranks' output files, followed: new lines of any rank of any generation, prefixed.
 
+What one look takes is bounded, since a rank may write faster than anybody reads, and may never
+write a newline. What is passed over for that is said in its place; the files have all of it.
+"""
+
+import contextlib
 import os
 import re
 from collections.abc import Iterator
@@ -8,8 +13,13 @@ from pathlib import Path
 
 _FOLDER = re.compile(r"g(\d+)")
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
-_CHUNK = 1 << 20
-"""Read of one file at a time, so that memory stays bounded."""
+_POLL_BYTES = 1 << 19
+"""Taken at one look, from all files that have news together."""
+_BEHIND_MAX = 4 << 20
+"""Bytes that a file may be ahead of what was taken; beyond that, what is near its end is worth
+more than what came before."""
+_LINE_MAX = 1 << 16
+"""Bytes of a line that are shown."""
 _KEPT_GENERATIONS = 2
 """Files of generations older than the newest two say nothing new."""
 
@@ -20,6 +30,48 @@ class _File:
     rank: int
     offset: int = 0
     rest: bytes = b""
+    """The beginning of a line whose end is not there yet."""
+    cut: bool = False
+    """What follows, up to the next newline, belongs to a line that is not shown any further."""
+
+    def find_behind(self) -> int:
+        """Return how many bytes are new."""
+        try:
+            size = os.stat(self.path).st_size
+        except OSError:
+            return 0
+        self.offset = min(self.offset, size)  # It was emptied.
+        return size - self.offset
+
+    def skip(self, count: int) -> str:
+        """Pass over `count` bytes, and the rest of the line there; return what is said of it."""
+        self.offset += count
+        self.rest, self.cut = b"", True
+        return f"… {count:,} bytes are not shown: see {self.path}"
+
+    def read(self, count: int, *, last: bool) -> Iterator[str]:
+        """Yield the lines in the next `count` bytes; with `last` also one without an end."""
+        data = self._read(count)
+        if self.cut:
+            _, newline, data = data.partition(b"\n")
+            self.cut = not newline
+        *lines, self.rest = (self.rest + data).split(b"\n")
+        if self.rest and (last or len(self.rest) > _LINE_MAX):
+            lines.append(self.rest)
+            self.rest, self.cut = b"", not last
+        for line in lines:
+            text = line[:_LINE_MAX].decode(errors="replace")
+            yield text if len(line) <= _LINE_MAX else f"{text} … (a long line: see {self.path})"
+
+    def _read(self, count: int) -> bytes:
+        try:
+            with open(self.path, "rb") as source:
+                source.seek(self.offset)
+                data = source.read(count)
+        except OSError:
+            return b""
+        self.offset += len(data)
+        return data
 
 
 class RankTails:
@@ -30,51 +82,33 @@ class RankTails:
         self._folder = Path(folder)
         self._files: dict[str, _File] = {}
         self._closed: set[int] = set()
-        for _, path, rank in self._find():
-            self._files[path] = _File(path, rank, os.stat(path).st_size)
-
-    def _find(self) -> Iterator[tuple[int, str, int]]:
-        """Yield (generation, path, rank) of the files that may still say something."""
-        try:
-            names = [(int(m[1]), p) for p in self._folder.iterdir() if (m := _named(_FOLDER, p))]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        for generation, folder in sorted(names):
-            if generation not in self._closed:
-                for path in sorted(folder.iterdir()):
-                    match = _named(_FILE, path)
-                    if match:
-                        yield generation, str(path), int(match[1])
+        for _, file in self._find():
+            file.offset = file.find_behind()
 
     def poll(self, *, last: bool = False) -> Iterator[str]:
         """Yield the lines that are new; with `last` also a line without an end."""
-        seen: set[int] = set()
-        for generation, path, rank in self._find():
-            seen.add(generation)
-            file = self._files.setdefault(path, _File(path, rank))
-            while True:
-                data = self._read(file)
-                lines = (file.rest + data).split(b"\n")
-                file.rest = lines.pop()
-                if last and len(data) < _CHUNK and file.rest:
-                    lines.append(file.rest)
-                    file.rest = b""
-                for line in lines:
-                    yield f"[rank {rank}] {line.decode(errors='replace')}"
-                if len(data) < _CHUNK:
-                    break
-        self._closed.update(sorted(seen)[:-_KEPT_GENERATIONS])
+        found = [(generation, file, file.find_behind()) for generation, file in self._find()]
+        news = [(file, behind) for _, file, behind in found if behind or (last and file.rest)]
+        share = _POLL_BYTES // max(len(news), 1)
+        for file, behind in news:
+            if behind > (share if last else _BEHIND_MAX):
+                yield f"[rank {file.rank}] {file.skip(behind - share)}"
+            for line in file.read(share, last=last):
+                yield f"[rank {file.rank}] {line}"
+        old = sorted({generation for generation, _, _ in found})[:-_KEPT_GENERATIONS]
+        self._closed |= set(old) - {number for number, _, behind in found if behind > share}
 
-    def _read(self, file: _File) -> bytes:
-        try:
-            with open(file.path, "rb") as source:
-                source.seek(file.offset)
-                data = source.read(_CHUNK)
-        except OSError:
-            return b""
-        file.offset += len(data)
-        return data
+    def _find(self) -> Iterator[tuple[int, _File]]:
+        """Yield generation and file of all that may still say something, in order."""
+        for number, folder in _list(self._folder, _FOLDER):
+            if number not in self._closed:
+                for rank, path in _list(folder, _FILE):
+                    yield number, self._files.setdefault(str(path), _File(str(path), rank))
 
 
-def _named(pattern: re.Pattern[str], path: Path) -> re.Match[str] | None:
-    return pattern.fullmatch(path.name)
+def _list(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return what lies in `folder` and is called so, by its number; nothing where it is gone."""
+    with contextlib.suppress(OSError):
+        found = [(pattern.fullmatch(path.name), path) for path in folder.iterdir()]
+        return sorted((int(match[1]), path) for match, path in found if match)
+    return []

@@ -80,6 +80,14 @@ def test_the_end_waits_for_no_reader_for_ever_and_its_words_are_not_dropped(pipe
     assert "are not shown" in pipe.read("the report\n")
 
 
+def test_the_report_after_a_flood_is_not_dropped(pipe: Pipe) -> None:
+    """T10: a reader who is only slow gets it, however far behind he was when it was printed."""
+    pipe.fill()
+    pipe.stream.keep_all()
+    print("the report", file=pipe.stream)
+    assert "are not shown" in pipe.read("the report\n")
+
+
 def test_a_long_line_is_shown_whole(pipe: Pipe) -> None:
     print("y" * 300_000, file=pipe.stream)
     assert len(pipe.read("\n")) == 300_001
