@@ -82,7 +82,8 @@ class Detector:
         self._exited: dict[int, tuple[CommProgress, ...]] = {}
         self._exit_s: dict[int, float] = {}
         self._open: Verdict | None = None
-        self._closed = self._failed = self._explained = False
+        self._closed = self._failed = self._explained = self._left = False
+        self._epoch = 0
         self._looked_s = self._weighed_s = 0.0
         self._look_every_s = max(0.05, spec.world_size / 10_000)
         self._weigh_every_s = max(0.19, spec.world_size / 10_000)
@@ -156,7 +157,7 @@ class Detector:
             case MachineReported() if event.ended_s:
                 self._nodes.note_end(now, event.node, event.reason)
             case WorldBroken() if event.generation == self._generation:
-                self._nodes.doubt(now)
+                self._note_broken(now, event)
             case WorldReformed() if event.generation == self._generation:
                 self._nodes.trust()
                 self._go_on(event)
@@ -207,6 +208,8 @@ class Detector:
         self._open, self._closed, self._failed = None, False, False
         self._explained = False
         """A rank of this generation has failed of itself, so that others' connections ended."""
+        self._epoch, self._left = 0, False
+        """The newest that was formed or has broken, and whether a rank has ended in it."""
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
         self._waiting, self._early = (), frozenset()
         self._stacks, self._second_s, self._stack_changed_s = {}, None, 0.0
@@ -236,10 +239,23 @@ class Detector:
         self._notes.take(watch, moved)
         return watch
 
+    def _enter_epoch(self, epoch: int) -> None:
+        """Whose end explains why connections ended, explains that of its own epoch only."""
+        if epoch > self._epoch:
+            self._epoch, self._left = epoch, False
+
+    def _note_broken(self, now: float, event: WorldBroken) -> None:
+        self._enter_epoch(event.epoch)
+        if event.lost_peer and event.epoch == self._epoch and not self._left:
+            self._nodes.doubt(now)
+
     def _note_exit(self, now: float, event: RankExited) -> list[AnyEvent]:
         record = event.record
         watch = self._watches.get(record.rank)
         self._exit_s[record.rank] = record.at_s
+        if not record.lost_peer:
+            self._left = True
+            self._nodes.trust()
         if watch is not None:
             watch.gone = True
             if event.account.last_step_s >= watch.account.last_step_s:
@@ -269,6 +285,7 @@ class Detector:
 
     def _go_on(self, event: WorldReformed) -> None:
         """The world goes on in place, without those who failed: watch who is left."""
+        self._enter_epoch(event.epoch)
         self._notes.mark_formed(event.rank, event.epoch)
         if event.finished:
             return

@@ -2,7 +2,7 @@
 
 A node is lost only after seconds without a heartbeat: its agent may be restarting while its
 ranks train on. Sooner it is lost only where somebody else says so, too: its platform, or peers of
-its ranks whose connections ended. After a controller's own restart every node gets that time
+its ranks whose connections ended, which the end of no rank explains. After a controller's own restart every node gets that time
 again, because the silence was the controller's. A node cut off from the controller alone is not
 lost either: its ranks' peers still finish collectives with them, one a step. And where every node
 is silent, it is the controller that is cut off; it could reach nobody with a decision, so it makes
@@ -21,6 +21,8 @@ from perdure.model.progress import NodeBeat
 DOUBT_S = 3.0
 """A node without a heartbeat for this long is lost where an elastic world has broken, too: fifteen
 heartbeats, and its ranks' peers have seen their connections end."""
+_LATE_S = 0.2
+"""A node's last heartbeat may arrive so long after its peers' word that connections ended."""
 _ENDED_S = 0.5
 """A node whose platform says that it has ended is lost after this long: its last heartbeats may
 still be on their way, or another machine's in its place."""
@@ -62,7 +64,8 @@ class NodeWatch:
         # The last heartbeats of nodes that fall silent together are not of one moment.
         self._quiet_s = node_lost_s / 2
         self._nodes: dict[int, _Node] = {}
-        self._doubted = False
+        self._broken_s = -math.inf
+        """When it was heard last that an elastic world has broken as connections ended."""
         self._ended_s = -math.inf
         """When it was heard last that a rank had failed because its connection to another ended."""
         self._due_s: float | None = None
@@ -99,7 +102,7 @@ class NodeWatch:
         if node.ended:
             return _ENDED_S, node.ended
         limit_s, why = self._node_lost_s, ""
-        if self._doubted and all_silent_s < _ANY_S:
+        if node.received_s <= self._broken_s + _LATE_S and all_silent_s < _ANY_S:
             limit_s, why = min(limit_s, self._doubt_s), "its peers' world has broken"
         remote = number >= self._local_nodes and all_silent_s < self._remote_lost_s / 3
         ended = node.received_s <= self._ended_s
@@ -133,8 +136,8 @@ class NodeWatch:
         self._heard_s = now
 
     def doubt(self, now: float) -> None:
-        """An elastic world has broken, and waits to know who is lost."""
-        self._doubted = True
+        """An elastic world has broken as connections ended, and waits to know who is lost."""
+        self._broken_s = now
         self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
 
     def note_exit(self, now: float, *, lost_peer: bool) -> None:
@@ -156,8 +159,8 @@ class NodeWatch:
             self._due_s = min(self._due_s or math.inf, now + _ENDED_S)
 
     def trust(self) -> None:
-        """It is whole again."""
-        self._doubted = False
+        """It is whole again, or who has ended is known: whoever is silent is so by chance."""
+        self._broken_s = -math.inf
 
     def mark_lost(self, node: int) -> None:
         """It is in the journal that this node was lost."""
@@ -210,6 +213,6 @@ class NodeWatch:
             if not node.lost:
                 later.append(due_s if due_s > now else now + look_s / 5)
         self._due_s = min(later, default=None)
-        if self._doubted:
+        if self._broken_s > -math.inf:
             self._due_s = min(self._due_s or math.inf, now + self._find_doubt_look_s())
         return lost

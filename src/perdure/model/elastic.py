@@ -4,6 +4,10 @@ An *epoch* is one membership within a generation: processes stay, the process gr
 """
 
 from perdure.model.event import Event
+from perdure.model.exits import names_lost_peer
+
+_NOBODY_THERE = ("Connection refused", "Connection was likely closed", "Broken pipe")
+"""What sockets and stores say where the process at the other end has ended."""
 
 
 class WorldBroken(Event, frozen=True, kw_only=True):
@@ -14,6 +18,11 @@ class WorldBroken(Event, frozen=True, kw_only=True):
     rank: int
     at_s: float
     error: str
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because a connection ended, and not for time alone."""
+        return names_lost_peer(self.error) or any(words in self.error for words in _NOBODY_THERE)
 
 
 class MemberReady(Event, frozen=True, kw_only=True):

@@ -34,7 +34,7 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     def lost_peer(self) -> bool:
         """Whether it failed because another rank's connection went away."""
         text = f"{self.error} {self.traceback[-2000:]} {' '.join(self.last_output[-3:])}"
-        return self.failed and any(words in text for words in _PEER_GONE)
+        return self.failed and names_lost_peer(text)
 
     @property
     def cause(self) -> str:
@@ -48,6 +48,12 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
 """What gloo and NCCL say when the other end of a connection is gone."""
+
+
+def names_lost_peer(text: str) -> bool:
+    """Return whether `text`, of an error, says that the other end of a connection is gone."""
+    return any(words in text for words in _PEER_GONE)
+
 
 _SIGNALS = {
     1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",

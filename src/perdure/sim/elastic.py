@@ -181,7 +181,7 @@ class Member:
 
         def break_up() -> None:
             if self.turn == turn and self.waits:
-                self.break_world("a connection was reset")
+                self.break_world("Connection reset by peer")
 
         return break_up
 

@@ -6,7 +6,13 @@ A second without heartbeats alone says nothing: its ranks train on, one sign of 
 import pytest
 
 from perdure.detect.nodes import NodeWatch
-from perdure.model.events import ExitRecord, NodeLost, RankExited
+from perdure.model.events import (
+    ExitRecord,
+    NodeLost,
+    RankExited,
+    WorldBroken,
+    WorldReformed,
+)
 from perdure.model.job import DetectConfig
 from perdure.model.progress import NodeBeat, RankAccount
 
@@ -158,3 +164,116 @@ def test_a_machine_that_comes_back_with_its_clock_set_back_is_heard(back_s: floa
         assert not nodes.take_beat(now, said), "and the same one twice is not"
         lost += nodes.find_lost(now)
     assert lost == []
+
+
+CLOSED = "[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:31337"
+
+
+def train_elastic(make_world, nodes: int = 4):
+    world = make_world(size=nodes, nodes=nodes, remote=nodes - 1)
+    world.run(3)
+    return world
+
+
+def break_world(world, *ranks: int, epoch: int = 0, error: str = CLOSED) -> None:
+    for rank in ranks:
+        event = dict(generation=0, epoch=epoch, rank=rank, at_s=world.now, error=error)
+        world.take(WorldBroken(**event))
+
+
+def end_rank(world, rank: int, **how) -> None:
+    record = ExitRecord(rank=rank, generation=0, pid=100 + rank, at_s=world.now, **how)
+    exited = RankExited(node=rank, record=record, account=RankAccount(), detected_s=world.now)
+    world.take(exited)
+
+
+def reform(world, *ranks: int, epoch: int) -> None:
+    for rank in ranks:
+        world.take(
+            WorldReformed(
+                generation=0, epoch=epoch, rank=rank, step=9, began_s=world.now,
+                ordered_s=world.now, formed_s=world.now,
+            )
+        )  # fmt: skip
+
+
+def stand(world, seconds: float) -> list[int]:
+    """Nobody computes; return who was lost."""
+    world.run(seconds, hold=lambda rank: True)
+    return [lost.node for lost in world.of(NodeLost)]
+
+
+@pytest.mark.parametrize(
+    "how", [{"signal": 9}, {"signal": 9, "asked": True}, {"code": 1, "error": "ValueError: x"}, {}]
+)
+@pytest.mark.parametrize("first", ["exit", "breaks"])
+def test_a_gap_while_an_elastic_world_breaks_for_anothers_end_loses_no_node(
+    make_world, how: dict, first: str
+) -> None:
+    """T4: the end of rank 2 explains why connections ended; node 1 is healthy, and mute."""
+    world = train_elastic(make_world)
+    world.mute = {1}
+    if first == "breaks":
+        break_world(world, 0, 3)
+    end_rank(world, 2, **how)
+    break_world(world, 0, 3)
+    assert stand(world, 4.0) == []
+    world.mute = set()
+    break_world(world, 1)
+    world.mute = {3}
+    assert stand(world, 4.0) == []
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_gap_while_a_world_breaks_without_a_connection_that_ended_loses_no_node(
+    make_world, node: int
+) -> None:
+    """T4: neither a node from elsewhere nor one of the job's own machine."""
+    world = train_elastic(make_world)
+    world.mute = {node}
+    break_world(world, 2, 3, error="Timed out waiting 30000ms for recv operation to complete")
+    assert stand(world, 4.0) == []
+
+
+def test_a_node_that_was_heard_after_the_world_broke_has_its_time(make_world) -> None:
+    """T4: it cannot be the one whose connections ended."""
+    world = train_elastic(make_world)
+    break_world(world, 0, 2, 3)
+    stand(world, 0.6)
+    world.mute = {1}
+    assert stand(world, 4.0) == []
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_machine_that_vanishes_with_its_connections_is_missed_as_soon_as_ever(
+    make_world, refused: bool
+) -> None:
+    """T4: its peers' connections ended, and nobody's end explains it."""
+    world = train_elastic(make_world)
+    died_s, world.mute = world.now, {2}
+    error = "the store is gone: connect: Connection refused" if refused else CLOSED
+    break_world(world, 0, 1, 3, error=error)
+    assert stand(world, 3.0) == [2]
+    assert world.of(NodeLost)[0].at_s - died_s <= 1.4
+
+
+def test_what_explained_one_break_does_not_explain_the_next(make_world) -> None:
+    """T4: one rank ends, and while the others form anew a machine vanishes."""
+    world = train_elastic(make_world)
+    end_rank(world, 3, signal=9)
+    break_world(world, 0, 1, 2)
+    world.mute = {2}
+    assert stand(world, 0.2) == []
+    break_world(world, 0, 1, epoch=1)
+    assert stand(world, 2.0) == [2]
+
+
+def test_words_about_a_break_that_is_over_accuse_nobody(make_world) -> None:
+    """T4: what a node that was mute has to tell arrives late."""
+    world = train_elastic(make_world)
+    end_rank(world, 3, signal=9)
+    break_world(world, 0)
+    reform(world, 0, 1, 2, epoch=1)
+    world.mute = {2}
+    break_world(world, 1)
+    assert stand(world, 4.0) == []
