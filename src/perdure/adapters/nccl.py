@@ -2,6 +2,7 @@
 
 import os
 
+from perdure.adapters.rings import open_regular
 from perdure.model.errors import ProtocolError
 from perdure.model.nccl import NcclReading, parse_nccl
 
@@ -15,7 +16,7 @@ def read_nccl(ring: str, clock_offset_s: float) -> NcclReading | None:
     takes a tenth of a second to read: for a diagnosis, not for every heartbeat.
     """
     try:
-        with open(f"{ring}.nccl", "rb") as file:
+        with open(f"{ring}.nccl", "rb", opener=open_regular) as file:
             data = file.read(_BYTES_MAX)
             file.seek(0)
             again = file.read(_BYTES_MAX)

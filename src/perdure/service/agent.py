@@ -132,7 +132,7 @@ class AgentService:
         self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
-        self._reader = RankReader(paths, clock_offset_s)
+        self._reader = RankReader(paths, clock_offset_s, self._asides)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
         self.notices = NoticeWatch(
             spec.preemption,

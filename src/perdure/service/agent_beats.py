@@ -9,27 +9,30 @@ import msgspec
 
 from perdure.adapters.host import CoreMeter, ProcSampler, read_boot_id
 from perdure.adapters.ring_follow import RingFollower
-from perdure.adapters.rings import read_ring
+from perdure.adapters.rings import find_foreign, open_regular, read_ring
 from perdure.agent.messages import RankEnded
 from perdure.agent.state import KeeperView
+from perdure.model.codec import decode
+from perdure.model.errors import ProtocolError
 from perdure.model.events import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.progress import HostLoad, NodeBeat, RankAccount, RankProgress
-from perdure.service.jobfiles import read_document
+from perdure.service.aside import Asides
 
 HEALTHY_S = 0.5
 """How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
 HOST_S = 0.5
 """Between two looks at what the machine's cores do."""
+_RECORD_BYTES_MAX = 16 << 20
 _RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
 
 
 class RankReader:
     """Rings and /proc of one node's ranks."""
 
-    def __init__(self, paths: JobPaths, clock_offset_s: float) -> None:
-        """Read the rings under `paths`."""
-        self._paths, self._offset_s = paths, clock_offset_s
+    def __init__(self, paths: JobPaths, clock_offset_s: float, asides: Asides) -> None:
+        """Read the rings under `paths`; what is none is counted in `asides`."""
+        self._paths, self._offset_s, self._asides = paths, clock_offset_s, asides
         self._sampler = ProcSampler()
         self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
         self._used: dict[int, tuple[float, float]] = {}
@@ -38,6 +41,8 @@ class RankReader:
         """Rank -> (last write, last change of phase) at the newest beat."""
         self._followers: dict[tuple[int, int], RingFollower] = {}
         """(generation, rank) -> its ring, read from beat to beat."""
+        self._foreign: set[tuple[int, int]] = set()
+        """(generation, rank) in whose ring's place something else was found."""
 
     def read_beat(
         self, node: int, incarnation: str, seq: int, now: float, keeper: KeeperView | None
@@ -88,6 +93,7 @@ class RankReader:
             self._followers[generation, rank] = follower
         look = follower.read(now)
         if look is None:
+            self._look_for_foreign(generation, rank)
             proc = self._sampler.sample(pid, now, HEALTHY_S)
             return RankProgress(
                 rank=rank,
@@ -106,6 +112,16 @@ class RankReader:
             reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
         )
 
+    def _look_for_foreign(self, generation: int, rank: int) -> None:
+        """Say once where something else than a file lies in the place of a ring."""
+        path = self._paths.ring(generation, rank)
+        kind = find_foreign(path)
+        if kind and (generation, rank) not in self._foreign:
+            self._foreign = {known for known in self._foreign if known[0] == generation}
+            self._foreign.add((generation, rank))
+            why = f"{kind} lies in the place of its ring, so nothing is seen of its progress"
+            self._asides.note("ring", f"rank {rank} of generation {generation}", why, path)
+
     def read_end(self, record: ExitRecord) -> RankEnded:
         """Return `record` with what the rank's ring says after its end."""
         reading = read_ring(self._paths.ring(record.generation, record.rank), self._offset_s)
@@ -123,7 +139,7 @@ class RankReader:
             reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
             if reading is None:
                 continue
-            record = read_document(self._paths.exit_record(generation, rank), ExitRecord)
+            record = _read_record(self._paths.exit_record(generation, rank))
             if record is None:
                 record = ExitRecord(
                     rank, generation, reading.pid, now, signal=9, asked=True, error="keeper lost"
@@ -149,3 +165,12 @@ class RankReader:
         last = max((generation for generation, _ in found), default=-1)
         newest = max((generation for generation, rank in found if rank in ranks), default=-1)
         return newest, tuple(sorted(pair for pair in found if pair[0] == last))
+
+
+def _read_record(path: str) -> ExitRecord | None:
+    """Return what a keeper wrote down of a rank's end; None where nothing can be read."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return decode(file.read(_RECORD_BYTES_MAX), ExitRecord)
+    except (OSError, ProtocolError):
+        return None

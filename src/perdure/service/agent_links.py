@@ -16,6 +16,7 @@ import msgspec
 from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
+from perdure.adapters.rings import open_regular
 from perdure.model.actions import WatchClosely
 from perdure.model.errors import PlatformError
 from perdure.model.links import LinkSweep, NicSample
@@ -114,7 +115,8 @@ class LinkTelemetry:
 
     def _read_groups(self, rank: int) -> dict[int, str]:
         try:
-            with open(self._paths.ring(self._generation, rank) + SUFFIX, "rb") as file:
+            path = self._paths.ring(self._generation, rank) + SUFFIX
+            with open(path, "rb", opener=open_regular) as file:
                 return {int(port): str(name) for port, name in json.load(file).items()}
         except (OSError, ValueError, AttributeError):
             return {}

@@ -1,5 +1,7 @@
 """T1: a rank may write anything into its ring; the agent reads on, and its heartbeats fit."""
 
+import os
+import socket
 import struct
 from pathlib import Path
 from random import Random
@@ -7,11 +9,16 @@ from random import Random
 import pytest
 
 from perdure.adapters.ring_follow import RingFollower
+from perdure.adapters.nccl import read_nccl
 from perdure.adapters.rings import read_records, read_ring, read_spans, read_stages
 from perdure.model import ring
+from perdure.agent.state import KeeperView
 from perdure.model.codec import decode, encode
 from perdure.model.fitting import fit_beat
+from perdure.model.paths import JobPaths
 from perdure.model.progress import NodeBeat, ProcSample
+from perdure.service.agent_beats import RankReader
+from perdure.service.aside import Asides
 
 EXTREMES = (0, 1, -1, -5, 63, 64, 1000, 2**62, 2**63 - 1, -(2**63))
 PAYLOAD_MAX = 64 << 10
@@ -48,3 +55,41 @@ def test_a_ring_full_of_nonsense_is_read_and_its_heartbeat_fits(tmp_path: Path, 
     data = encode(fit_beat(NodeBeat(0, "a0-1", 1, 2e9, 0, (progress,)), PAYLOAD_MAX))
     assert len(data) <= PAYLOAD_MAX
     assert decode(data, NodeBeat).ranks[0].rank == progress.rank
+
+
+def put_foreign(kind: str, path: Path) -> None:
+    match kind:
+        case "a FIFO":
+            os.mkfifo(path)
+        case "a directory":
+            path.mkdir()
+        case "a socket":
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(str(path))
+        case "a symbolic link":
+            path.symlink_to("/dev/zero")
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["a FIFO", "a directory", "a socket", "a symbolic link"])
+def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: str) -> None:
+    """T1: a FIFO held up the agent's loop for ever, a directory ended it and its successors."""
+    paths = JobPaths(str(tmp_path), str(tmp_path), str(tmp_path))
+    (tmp_path / "rings").mkdir()
+    (tmp_path / "exits").mkdir()
+    ring = Path(paths.ring(0, 0))
+    for path in (ring, Path(f"{ring}.nccl"), Path(paths.exit_record(0, 0))):
+        put_foreign(kind, path)
+    asides = Asides(lambda: 1.0)
+    reader = RankReader(paths, 0.0, asides)
+    keeper = KeeperView(pid=1, generation=0, running={0: os.getpid(), 1: os.getpid()})
+    beats = [reader.read_beat(0, "a", seq, 1.0, keeper) for seq in range(3)]
+    assert [[p.phase for p in beat.ranks] for beat in beats] == [["spawned"] * 2] * 3
+    assert read_spans(str(ring), 0.0) == read_records(str(ring), 0.0) == ()
+    assert read_nccl(str(ring), 0.0) is None
+    assert reader.read_lost(0, [0], 1.0) == []
+    reader.find_newest(range(2))
+    (note,) = asides.take()
+    assert (note.door, note.count) == ("ring", 1)
+    assert note.source == "rank 0 of generation 0"
+    assert note.reason.startswith(f"{kind} lies in the place of its ring")
