@@ -50,6 +50,9 @@ _OF_A_KIND = 16
 _NOTES = 4
 """Of those that carry something of every rank."""
 _PRUNE_EVERY = 1000
+SOURCES_MAX = 4096
+"""Sources of events whose numbers are remembered, or 8 for each rank where those are more: who was
+heard longest ago is forgotten. Should it speak again, it says which numbers were taken."""
 
 
 @dataclass(slots=True)
@@ -72,7 +75,8 @@ class Memory:
         """Begin before the first entry, or after those that `written` knows of."""
         self.machine = Controller()
         self.taken: dict[str, int] = {}
-        """Source -> number of its newest event in the journal."""
+        """Source -> number of its newest event in the journal; who was heard last comes last."""
+        self._sources_max = max(SOURCES_MAX, 8 * spec.world_size)
         self.seq = 0
         """Number of the newest entry."""
         self.term = 0
@@ -103,7 +107,9 @@ class Memory:
         if isinstance(event, ControllerStarted):
             self.term = max(self.term, event.term)
         if entry.source:
-            self.taken[entry.source] = max(entry.source_seq, self.taken.get(entry.source, 0))
+            self.taken[entry.source] = max(entry.source_seq, self.taken.pop(entry.source, 0))
+            if len(self.taken) > self._sources_max:
+                del self.taken[next(iter(self.taken))]
         self._recent.append(entry)
         begun = isinstance(event, RanksStarted) and event.generation > self._generation
         if isinstance(event, RanksStarted):

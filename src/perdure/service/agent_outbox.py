@@ -41,6 +41,9 @@ _EVENTS_MAX = 32
 """In a message."""
 QUEUE_BYTES_MAX = 32 << 20
 """Above it the oldest metrics are dropped, and counted; facts never are."""
+SOURCES_MAX = 1024
+"""Sources whose numbers are remembered; of more, those that have nothing queued are forgotten, the
+oldest first. The controller knows their numbers, too."""
 _ENVELOPE = 1024
 """Bytes of a message beside its batches."""
 _BATCH = 512
@@ -74,6 +77,7 @@ class Outbox:
         self._bus, self._subject, self._node, self._source = bus, subject, node, source
         self._queue: deque[_Queued] = deque()
         self._queued: dict[str, int] = {}
+        """Source -> number of its newest event; who was heard last comes last."""
         self._taken: dict[str, int] = {}
         self._bytes = 0
         """Of everything queued."""
@@ -123,6 +127,7 @@ class Outbox:
             self._empty.set()
 
     def _append(self, queued: _Queued) -> None:
+        self._queued.pop(queued.source, None)
         self._queued[queued.source] = queued.seq
         self._bytes += queued.replace(queued.event)
         if queued.size > EVENT_BYTES_MAX:
@@ -208,8 +213,8 @@ class Outbox:
 
     def _settle(self, seqs: dict[str, int]) -> bool:
         """Drop what the journal has; False where that is nothing new."""
-        for source, seq in seqs.items():
-            self._taken[source] = max(seq, self._taken.get(source, 0))
+        for source in self._queued.keys() & seqs.keys():
+            self._taken[source] = max(seqs[source], self._taken.get(source, 0))
         progress = False
         while self._queue and self._queue[0].seq <= self._taken.get(self._queue[0].source, 0):
             settled = self._queue.popleft()
@@ -219,7 +224,17 @@ class Outbox:
                 settled.done()
         while self._metrics and self._metrics[0].seq <= self._taken.get(self._metrics[0].source, 0):
             self._metrics.popleft()
+        if len(self._queued) > SOURCES_MAX + len(self._queue):
+            self._forget()
         return self._skip_missing(seqs) or progress
+
+    def _forget(self) -> None:
+        """Forget sources that have nothing queued, until half as many are left as may be."""
+        kept = {queued.source for queued in self._queue} | {self._source}
+        idle = [source for source in self._queued if source not in kept]
+        for source in idle[: len(self._queued) - SOURCES_MAX // 2]:
+            del self._queued[source]
+            self._taken.pop(source, None)
 
     def _skip_missing(self, seqs: dict[str, int]) -> bool:
         """Declare skipped what the controller waits for before the head; False where it does not.

@@ -289,6 +289,9 @@ class ControllerService:
             if find_role(sender, batch.source) is None:
                 self.inbox.pass_over(sender, batch.source, "the numbers of another source")
                 continue
+            known = batch.source in self._memory.taken or not batch.events
+            if not known and not self.inbox.admits_source(sender, batch.source):
+                return
             skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
                 if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:

@@ -66,6 +66,9 @@ SOURCE_MAX = 200
 _NOTES_MAX, _NOTES_A_S = 20, 2.0
 """Messages of one node whose events were in part set aside, taken at once and then a second: each
 costs the journal an entry. A sender repeats what is passed over."""
+NAMES_MAX, NAMES_A_S = 64, 8.0
+"""New sources of events of one node taken at once and then a second, beside 8 and one for each of
+its ranks. A sender repeats what is passed over."""
 _QUIET_S = 1.0
 """Between two lines about refusals: a flood of them shall not fill the disk as well."""
 
@@ -100,8 +103,9 @@ class Inbox:
         self._arrived = Arrived()
         self._answers: set[asyncio.Task[None]] = set()
         self._said_at_s, self._unsaid = -_QUIET_S, 0
-        self._allowed: dict[str, tuple[float, float]] = {}
-        """Sender -> (notes that it may cost the journal now, since when)."""
+        nproc = spec.nproc
+        self._notes = _Allowance(_NOTES_MAX, _NOTES_A_S, clock)
+        self._names = _Allowance(NAMES_MAX + 8 * nproc, NAMES_A_S + nproc, clock)
         self.asides = Asides(clock)
         """What was refused beside the stream of events."""
         self.refused = 0
@@ -144,7 +148,7 @@ class Inbox:
             return
         if refused:
             self._refuse(f"event of {who}: {refused}")
-            if not self._is_allowed(sender):
+            if not self._notes.take(sender):
                 return
         self._arrived.messages.append((sender, message, reply))
         self._wake.set()
@@ -230,12 +234,19 @@ class Inbox:
         None where the sender may not cost the journal another note now.
         """
         self._refuse(f"event of {describe_sender(sender)}: {why}")
-        if not self._is_allowed(sender):
+        if not self._notes.take(sender):
             return None
         return _make_note(self._clock(), f"{_name(sender)}, {source}", why, encode(event))
 
+    def admits_source(self, sender: str, source: str) -> bool:
+        """Return whether `sender` may have another source now; where not, that is counted."""
+        if self._names.take(sender):
+            return True
+        self.pass_over(sender, source, "more new sources of events than it has processes")
+        return False
+
     def pass_over(self, sender: str, source: str, why: str) -> None:
-        """Count a batch whose numbers are not its sender's own: nothing takes its place."""
+        """Count a batch that is not taken, such as of another's source: nothing takes its place."""
         self.asides.note("event", describe_sender(sender), why, source)
         self._refuse(f"event of {describe_sender(sender)}: {why}")
 
@@ -264,14 +275,6 @@ class Inbox:
         self.asides.note("heartbeat", source, why, data)
         self._refuse(f"heartbeat of {source}: {why}")
 
-    def _is_allowed(self, sender: str) -> bool:
-        """Return whether `sender` may cost the journal a note now."""
-        now = self._clock()
-        left, since_s = self._allowed.get(sender, (_NOTES_MAX, now))
-        left = min(_NOTES_MAX, left + (now - since_s) * _NOTES_A_S)
-        self._allowed[sender] = (max(left - 1.0, 0.0), now)
-        return left >= 1.0
-
     def _refuse(self, why: str, reply: Reply | None = None, id_: str = "") -> None:
         self.refused += 1
         now = self._clock()
@@ -288,6 +291,23 @@ class Inbox:
         task = asyncio.ensure_future(reply(encode(answer)))
         self._answers.add(task)
         task.add_done_callback(self._answers.discard)
+
+
+class _Allowance:
+    """What each sender may cost: so much at once, and so much a second."""
+
+    def __init__(self, at_once: float, a_second: float, clock: Callable[[], float]) -> None:
+        self._at_once, self._a_second, self._clock = at_once, a_second, clock
+        self._left: dict[str, tuple[float, float]] = {}
+        """Sender -> (what it may cost now, since when)."""
+
+    def take(self, sender: str) -> bool:
+        """Return whether `sender` may cost one more now."""
+        now = self._clock()
+        left, since_s = self._left.get(sender, (self._at_once, now))
+        left = min(self._at_once, left + (now - since_s) * self._a_second)
+        self._left[sender] = (left - 1.0 if left >= 1.0 else left, now)
+        return left >= 1.0
 
 
 class _RawBatch(msgspec.Struct):

@@ -235,3 +235,27 @@ async def test_while_nobody_answers_metrics_are_dropped_and_facts_are_kept(
     told = [event for event in journal.events if isinstance(event, MetricsLogged)]
     assert sum(event.dropped + 1000 * len(event.rows) for event in told) == 1_000_000
     assert told[-1].rows  # The newest are told.
+
+
+async def test_sources_that_have_nothing_to_tell_are_forgotten() -> None:
+    """T3: each process of each generation is a source, and a peer may invent more."""
+    server = FakeServer()
+    journal = Journal(server)
+    await journal.serve()
+    outbox = Outbox(FakeBus(server), "s", node=0, source="a0-1")
+    task = asyncio.create_task(outbox.run())
+    done: list[int] = []
+    try:
+        for number in range(2 * agent_outbox.SOURCES_MAX):
+            outbox.put_from(f"g0-r0-p{number}", 1, joined(0), lambda: done.append(1))
+        assert await outbox.flush(20)
+        assert len(outbox._queued) <= agent_outbox.SOURCES_MAX
+        assert outbox._taken.keys() <= outbox._queued.keys()
+        outbox.put_from("g0-r0-p0", 1, joined(0), lambda: done.append(0))
+        outbox.put_from("g0-r0-p0", 2, joined(1), lambda: done.append(2))
+        outbox.put(stopped(0))
+        assert await outbox.flush(5)
+    finally:
+        task.cancel()
+    assert done == [*[1] * (2 * agent_outbox.SOURCES_MAX), 0, 2]
+    assert len(journal.got) == 2 * agent_outbox.SOURCES_MAX + 2, "a repeated event is not doubled"
