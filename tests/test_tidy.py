@@ -17,7 +17,7 @@ import perdure.model.actions as actions
 import perdure.model.events as events
 import perdure.model.job as job
 import perdure.model.wire as wire
-from perdure.cli.app import app
+from perdure.cli.app import make_app
 from perdure.cli.main import PARTS
 from perdure.cli.torchrun import REFUSED
 
@@ -149,7 +149,7 @@ def test_every_environment_variable_is_documented() -> None:
 def commands(group: typing.Any = None) -> dict[str, typing.Any]:
     """Return all commands by name; those of a group as `group command`."""
     found = {}
-    root = group or typing.cast(typing.Any, typer.main.get_command(app))
+    root = group or typing.cast(typing.Any, typer.main.get_command(make_app()))
     for name, command in root.commands.items():
         if hasattr(command, "commands"):
             found |= {f"{name} {inner}": c for inner, c in commands(command).items()}

@@ -1,44 +1,18 @@
-"""The Typer app: every command a person can type, and the one place where errors become words."""
+"""The Typer app: every command a person can type, and the one place where errors become words.
+
+A command's module is imported once the command is asked for, and all of them only for the help:
+most of what a command takes is importing.
+"""
 
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
 
 import perdure
-from perdure.cli import (
-    act,
-    bundle,
-    doctor,
-    join,
-    launch,
-    look,
-    metrics,
-    notify,
-    output,
-    plan,
-    profile,
-    profiles,
-    prune,
-    pull,
-    queue,
-    remind,
-    remote,
-    run,
-    scale,
-    schema,
-    steer,
-    teardown,
-    trace,
-    trace_replay,
-    trace_simulate,
-    verbs,
-    verify,
-    watch,
-)
-from perdure.cli.jobs import ElsewhereError
 from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.dash.terminal import plain_streams
@@ -47,15 +21,76 @@ from perdure.model.errors import PerdureError
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """Of the click that Typer uses, which newer versions of Typer carry inside themselves."""
 
-app = typer.Typer(
-    name="perdure",
-    help="Training that lasts: runs PyTorch jobs on machines that fail.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+COMMANDS = {
+    "ps": "look",
+    "status": "look",
+    "watch": "watch",
+    "logs": "output",
+    "events": "output",
+    "map": "look",
+    "diagnose": "look",
+    "report": "look",
+    "bundle": "bundle",
+    "metrics": "metrics",
+    "inject": "act",
+    "checkpoint": "act",
+    "stop": "act",
+    "set": "steer",
+    "pause": "steer",
+    "resume": "steer",
+    "drain": "verbs",
+    "cordon": "verbs",
+    "evict": "verbs",
+    "restore": "verbs",
+    "notify": "notify",
+    "invite": "join",
+    "join": "join",
+    "scale": "scale",
+    "schema": "schema",
+    "verify": "verify",
+    "doctor": "doctor",
+    "plan": "plan",
+    "prune": "prune",
+    "launch": "launch",
+    "render": "launch",
+    "profiles": "profiles",
+    "attach": "remote",
+    "tunnel": "remote",
+    "pull": "pull",
+    "teardown": "teardown",
+    "forget": "teardown",
+    "remind": "remind",
+    "run": "run",
+    "profile": "profile",
+    "trace": "trace trace_simulate trace_replay",
+    "queue": "queue",
+}
+"""The module of each command, in the order of the help; a group's own one comes first."""
+
+_FUNCTIONS = {"map": "map_devices", "set": "set_"}
+"""Of commands that cannot be called what they are called."""
+
+
+def make_app(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
+    """Return the app with these commands, whose modules are imported for it."""
+    app = typer.Typer(
+        name="perdure",
+        help="Training that lasts: runs PyTorch jobs on machines that fail.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_global)
+    for name in names:
+        module, *_ = [import_module(f"perdure.cli.{each}") for each in COMMANDS[name].split()]
+        if hasattr(module, "app"):
+            app.add_typer(module.app, name=name)
+        else:
+            function = getattr(module, _FUNCTIONS.get(name, name))
+            app.command(name, context_settings=getattr(module, "CONTEXT", None))(function)
+    return app
 
 
 def _show_version(value: bool) -> None:
@@ -64,7 +99,6 @@ def _show_version(value: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _global(
     version: Annotated[
         bool,
@@ -72,58 +106,6 @@ def _global(
     ] = False,
 ) -> None:
     pass
-
-
-NAMES: dict[Any, str] = {look.map_devices: "map", steer.set_: "set"}
-"""Of commands that cannot be called what they are called."""
-
-for command in (
-    look.ps,
-    look.status,
-    watch.watch,
-    output.logs,
-    output.events,
-    look.map_devices,
-    look.diagnose,
-    look.report,
-    bundle.bundle,
-    metrics.metrics,
-    act.inject,
-    act.checkpoint,
-    act.stop,
-    steer.set_,
-    steer.pause,
-    steer.resume,
-    verbs.drain,
-    verbs.cordon,
-    verbs.evict,
-    verbs.restore,
-    notify.notify,
-    join.invite,
-    join.join,
-    scale.scale,
-    schema.schema,
-    verify.verify,
-    doctor.doctor,
-    plan.plan,
-    prune.prune,
-    launch.launch,
-    launch.render,
-    profiles.profiles,
-    remote.attach,
-    remote.tunnel,
-    pull.pull,
-    teardown.teardown,
-    teardown.forget,
-    remind.remind,
-):
-    app.command(name=NAMES.get(command))(command)
-app.command(context_settings=run.CONTEXT)(run.run)
-app.command(context_settings=profile.CONTEXT)(profile.profile)
-trace.app.command()(trace_simulate.simulate)
-trace.app.command()(trace_replay.replay)
-app.add_typer(trace.app, name="trace")
-app.add_typer(queue.app, name="queue")
 
 
 def run_command(args: Sequence[str]) -> int:
@@ -136,10 +118,17 @@ def _run_command(args: Sequence[str]) -> int:
     as_json = "--json" in _own_args(args)
     try:
         try:
-            command = typer.main.get_command(app)
+            known = args and args[0] in COMMANDS
+            command = typer.main.get_command(make_app(args[:1]) if known else make_app())
             result = command(args=list(args), prog_name="perdure", standalone_mode=False)
-        except ElsewhereError as elsewhere:
-            result = remote.run_there(elsewhere.record, args)
+        except PerdureError as error:
+            from perdure.cli.jobs import ElsewhereError
+
+            if not isinstance(error, ElsewhereError):
+                raise
+            from perdure.cli.remote import run_there
+
+            result = run_there(error.record, args)
     except PerdureError as error:
         return print_perdure_error(error, as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):

@@ -17,7 +17,6 @@ import msgspec
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.adapters.rings import read_ring
 from perdure.launch.records import list_records, read_remote
-from perdure.launch.slurm.client import Slurm
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
@@ -37,7 +36,6 @@ from perdure.service.jobfiles import (
     paths_of,
     resolve_home,
 )
-from perdure.service.journal import read_journal
 from perdure.telemetry import SnapshotFold
 from perdure.telemetry.fate import Fate, Signs, tell_fate
 from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
@@ -72,6 +70,8 @@ class Job:
 
     def entries(self) -> list[JournalEntry]:
         """Return its journal."""
+        from perdure.service.journal import read_journal  # With the client of NATS.
+
         return read_journal(self.paths)
 
     def now(self, entries: list[JournalEntry]) -> float:
@@ -102,6 +102,8 @@ class Job:
         return explain_vanishing(entries, facts, (pid for pid in pids if pid))
 
     def _ask_slurm(self, allocation: Allocation) -> SlurmEnd:
+        from perdure.launch.slurm.client import Slurm  # As above.
+
         try:
             return Slurm().find_end(allocation)
         except PerdureError as error:
@@ -110,6 +112,8 @@ class Job:
     def list_attempts(self) -> list[SlurmEnd]:
         """Return how its attempts under Slurm ended, oldest first; none without accounting."""
         parts = load_parts(self.paths)
+        from perdure.launch.slurm.client import Slurm  # As above.
+
         try:
             return Slurm().list_attempts(parts.slurm.job) if parts and parts.slurm else []
         except PerdureError:

@@ -18,6 +18,7 @@ from perdure.cli.trace import (
     Speed,
     Svg,
     Width,
+    app,
     load_trace,
     write,
 )
@@ -66,6 +67,7 @@ CostsOut = Annotated[
 ]
 
 
+@app.command()
 def replay(
     file: File,
     policy: Systems = "perdure",

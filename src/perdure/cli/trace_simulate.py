@@ -20,6 +20,7 @@ from perdure.cli.trace import (
     ScaleTo,
     Speed,
     Svg,
+    app,
     load_trace,
     write,
 )
@@ -44,6 +45,7 @@ CostsIn = Annotated[
 SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 
+@app.command()
 def simulate(
     file: File,
     policy: Annotated[
