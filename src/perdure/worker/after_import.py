@@ -7,6 +7,8 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from perdure.worker.stderr import say
+
 
 def after_import(name: str, act: Callable[[ModuleType], None]) -> None:
     """Call `act` with the module `name`: now, or as soon as a script has imported it.
@@ -23,7 +25,7 @@ def _try(act: Callable[[ModuleType], None], module: ModuleType) -> None:
     try:
         act(module)
     except Exception as error:
-        print(f"perdure: {module.__name__} is left as it is: {error!r}", file=sys.stderr)
+        say(f"{module.__name__} is left as it is: {error!r}")
 
 
 class _After(MetaPathFinder):

@@ -30,6 +30,7 @@ from perdure.worker.recorder import Dump
 from perdure.worker.ring import RingWriter
 from perdure.worker.slowdowns import arm_forward
 from perdure.worker.stages import StepStamps, install_stages
+from perdure.worker.stderr import say
 from perdure.worker.traces import TraceWriter, find_groups, find_trace_dumps
 from perdure.worker.watching import make_recorder
 
@@ -176,7 +177,7 @@ def attach_ring() -> Attachment | None:
     try:
         ring = RingWriter.open(path)
     except (OSError, ProtocolError) as error:
-        print(f"perdure: not watching this rank: {error}", file=sys.stderr)
+        say(f"not watching this rank: {error}")
         return None
     if not ring.claim(os.getpid()):
         ring.close()
@@ -200,7 +201,7 @@ def attach_rank() -> Attachment | None:
             attachment.start_recorder()
             attachment.start_replica()
     except Exception as error:
-        print(f"perdure: cannot watch this rank: {error!r}", file=sys.stderr)
+        say(f"cannot watch this rank: {error!r}")
         return _attachment
     return attachment
 

@@ -24,6 +24,7 @@ from perdure.model.wire import RankLaunch
 from perdure.worker.failure import save_failure
 from perdure.worker.imports import record_imports
 from perdure.worker.prctl import set_death_signal
+from perdure.worker.stderr import say
 from perdure.worker.zygote import ForkRanks, set_title
 
 _REPARENT_S = 20.0
@@ -142,7 +143,7 @@ def attach() -> None:
     try:
         importlib.import_module("perdure.worker.attach").attach_rank()
     except Exception as error:
-        print(f"perdure: no recorder: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"no recorder: {type(error).__name__}: {error}")
 
 
 def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file: str) -> None:

@@ -13,6 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from perdure.worker.failure import install_hook
+from perdure.worker.stderr import say
 
 
 def arm(traceback_file: str, title: str, imports: str) -> None:
@@ -77,7 +78,7 @@ def _attach(imports: str) -> None:
             script = getattr(main, "__file__", None) or ""
             record_imports(imports, os.path.dirname(os.path.abspath(script)))
     except Exception as error:
-        print(f"perdure: no recorder: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"no recorder: {type(error).__name__}: {error}")
 
 
 def _set_title(title: str) -> None:

@@ -6,7 +6,6 @@ makes a new configuration epoch, which is part of every checkpoint. Between them
 look into a dictionary, and nothing is asked of anybody.
 """
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, cast
 
@@ -21,6 +20,7 @@ from perdure.model.settings import (
     find_product_fault,
     is_kept_elsewhere,
 )
+from perdure.worker.stderr import say
 
 __all__ = ["Config", "Value"]
 
@@ -124,7 +124,7 @@ class Config(Mapping[str, Value]):
         kept = self._values.get(name, spec.default)
         fault = find_fault(spec, kept)
         if fault:
-            print(f"perdure: a setting is back at its default: {fault}", file=sys.stderr)
+            say(f"a setting is back at its default: {fault}")
             kept = spec.default
         self._values[name] = kept
         if kept != spec.default and on_change is not None:

@@ -9,9 +9,9 @@ import contextlib
 import os
 import select
 import socket
-import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -39,6 +39,7 @@ from perdure.model.wire import (
     WorkerQuery,
     WorkerSignal,
 )
+from perdure.worker.stderr import say
 
 RETRY_S = 0.2
 _SEND_TIMEOUT_S = 10.0
@@ -213,13 +214,13 @@ class Control:
         except ProtocolError as error:
             if self._refused_at_s + _REFUSED_S <= (now := time.monotonic()):
                 self._refused_at_s = now
-                print(f"perdure: the agent sent what it may not: {error}", file=sys.stderr)
+                say(f"the agent sent what it may not: {error}")
             return
         try:
             self._handle(message)
         except Exception as error:  # What the order asks for; the line outlives it.
-            what = type(message).__name__
-            print(f"perdure: {what} could not be carried out: {error!r}", file=sys.stderr)
+            why = "".join(traceback.format_exception_only(error)).strip()
+            say(f"{type(message).__name__} could not be carried out: {why}")
 
     def _handle(self, message: ToWorker) -> None:
         match message:

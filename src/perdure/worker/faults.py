@@ -25,6 +25,7 @@ from perdure.model.faults import FAULTS, NETWORK_FAULTS
 from perdure.worker import cgroups
 from perdure.worker.netfaults import NetworkFaults
 from perdure.worker.slowdowns import STAGES, Slowdown, call_wrongly
+from perdure.worker.stderr import say
 
 _BESIDE = ("crash", "stop", "exit", "memory", "heal", *STAGES, *NETWORK_FAULTS)
 """Done by any thread, whatever the training thread is doing."""
@@ -247,7 +248,7 @@ class Faults:
         self._tell(order, note=f"killed by the kernel at {limit_mb} MiB in cgroup {place}")
         self._drain(_TOLD_TIMEOUT_S)
         touch_memory(limit_mb + _OOM_SLACK_MB)
-        print(f"perdure: the kernel did not enforce the limit of {place}", file=sys.stderr)
+        say(f"the kernel did not enforce the limit of {place}")
 
     def _slow_down(self) -> None:
         if self._slow_left:

@@ -25,6 +25,7 @@ from typing import Any
 
 from perdure.model.actions import InterruptCollectives
 from perdure.model.events import CollectivesInterrupted
+from perdure.worker.stderr import say
 
 _TIMEVAL = struct.Struct("@ll")
 _FD_DIR = "/proc/self/fd"
@@ -124,7 +125,7 @@ def _abort_all(backends: list[Any]) -> None:
         finally:
             backends[0]._group_end()
     except Exception as error:
-        print(f"perdure: aborting NCCL failed: {error!r}", file=sys.stderr)
+        say(f"aborting NCCL failed: {error!r}")
 
 
 def _read_links() -> dict[int, str]:

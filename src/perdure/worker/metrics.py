@@ -5,13 +5,13 @@ Whatever else a script logs costs it a line on standard error, and never its lif
 """
 
 import os
-import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
 
 from perdure.model.aside import make_plain
 from perdure.model.events import AnyEvent, MetricsLogged
+from perdure.worker.stderr import say
 
 INTERVAL_S = 0.5
 BATCH_BYTES_MAX = 48_000
@@ -46,7 +46,8 @@ class MetricsBuffer:
         """Keep `values` of `step`, and send if the last batch is long enough ago."""
         row = self._rows.setdefault(step, {})
         for name, value in values.items():
-            known, number = self._find_name(name), self._read(name, value)
+            known = self._find_name(str.__str__(name))  # Not what a subclass takes itself for.
+            number = None if known is None else self._read(known, value)
             if known is None or number is None:
                 self._dropped += 1
                 continue
@@ -71,7 +72,8 @@ class MetricsBuffer:
     def _find_name(self, name: str) -> str | None:
         if name not in self._names:
             if len(self._names) >= NAMES_MAX:
-                self._complain(f"more than {NAMES_MAX} names: {make_plain(name)} is left out")
+                if self._may_complain():
+                    self._complain(f"more than {NAMES_MAX} names: {make_plain(name)} is left out")
                 return None
             self._names[name] = make_plain(name, NAME_MAX)
         return self._names[name]
@@ -81,15 +83,20 @@ class MetricsBuffer:
         try:
             return float(value)  # type: ignore[arg-type]
         except Exception as error:
-            why = "".join(traceback.format_exception_only(error)).strip()
-            self._complain(f"{make_plain(name)} is no number but {type(value).__name__}: {why}")
-            return None
+            fault = error
+        if self._may_complain():
+            why = "".join(traceback.format_exception_only(fault)).strip()
+            self._complain(f"{make_plain(name)} is no number but {_name_type(value)}: {why}")
+        return None
+
+    def _may_complain(self) -> bool:
+        """Return whether anything more is said: to word it costs more than the value does."""
+        return self._complaints < _COMPLAINTS_MAX
 
     def _complain(self, what: str) -> None:
         self._complaints += 1
-        if self._complaints <= _COMPLAINTS_MAX:
-            more = ", and nothing more is said of it" if self._complaints == _COMPLAINTS_MAX else ""
-            print(f"perdure: run.log: {make_plain(what, _LINE_MAX)}{more}", file=sys.stderr)
+        more = "" if self._may_complain() else ", and nothing more is said of it"
+        say(f"run.log: {make_plain(what, _LINE_MAX)}{more}")
 
     def _thin(self) -> None:
         """Leave out every other row; of a single one, every other value."""
@@ -103,6 +110,11 @@ class MetricsBuffer:
                 del row[name]
                 self._dropped += 1
         self._bytes = sum(_ROW_BYTES + sum(map(_count_bytes, row)) for row in self._rows.values())
+
+
+def _name_type(value: object) -> str:
+    """Return what `value` is, which its class may not want to say."""
+    return str(type.__dict__["__name__"].__get__(type(value)))
 
 
 def _count_bytes(name: str) -> int:

@@ -7,13 +7,13 @@ script's business, which knows it by `manager.current_step()`.
 """
 
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 
 from perdure.model.events import AnyEvent
 from perdure.model.job import CheckpointConfig
 from perdure.worker.spec import find_checkpoint_url
+from perdure.worker.stderr import say
 
 
 class _State:
@@ -83,7 +83,7 @@ class ReplicaCheckpoints:
         step = self._open(manager).restore({})
         restore_rng(own)
         if step:
-            print(f"perdure: goes on from the checkpoint of step {step}", file=sys.stderr)
+            say(f"goes on from the checkpoint of step {step}")
 
 
 def _holds_any(url: str) -> bool:

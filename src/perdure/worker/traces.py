@@ -16,12 +16,12 @@ native code, writes nothing, and its file is missing. Its peers' tell what they 
 import contextlib
 import os
 import pickle
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from perdure.model.wire import DumpTraces
+from perdure.worker.stderr import say
 
 BYTES_MAX = 32 << 20
 """Of one file; one that would be larger with stacks is left without."""
@@ -63,7 +63,7 @@ class TraceWriter:
         try:
             self.write()
         except Exception as error:
-            print(f"perdure: no Flight Recorder trace: {error!r}", file=sys.stderr)
+            say(f"no Flight Recorder trace: {error!r}")
         finally:
             self._busy.release()
 

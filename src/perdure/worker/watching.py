@@ -1,6 +1,5 @@
 """Which recorder a rank gets: the compiled one where it is built, else a poll, else Python."""
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +7,7 @@ from perdure.worker.faults import Faults
 from perdure.worker.native.status import read_mode
 from perdure.worker.recorder import Dump, Members, StatusRecorder
 from perdure.worker.ring import RingWriter
+from perdure.worker.stderr import say
 
 
 def make_recorder(
@@ -19,7 +19,7 @@ def make_recorder(
     """
     mode, wrong = read_mode()
     if wrong:
-        print(f"perdure: {wrong}; taken as auto", file=sys.stderr)
+        say(f"{wrong}; taken as auto")
     if mode == "off":
         return None
     if mode in ("auto", "compiled"):
@@ -55,4 +55,4 @@ def _say_why_not() -> None:
     from perdure.worker.native.recorder import why_not_loaded
 
     reason = why_not_loaded() or f"{explain_missing()}; {build_command()} builds it"
-    print(f"perdure: the compiled recorder is not used: {reason}", file=sys.stderr)
+    say(f"the compiled recorder is not used: {reason}")

@@ -1,9 +1,11 @@
 """Saving and restoring in one process: what is on disk decides, and a damaged file never wins."""
 
 import contextlib
+import io
 import os
 import random
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,8 +179,14 @@ def test_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:
         assert list(disk.iterdir()) == []  # What it had written is gone again.
 
 
-def test_place_that_cannot_be_written_fails_the_save(tmp_path: Path) -> None:
+def test_place_that_cannot_be_written_fails_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T3: that it failed is known, also where standard error is on the same full disk."""
     (tmp_path / "file").write_text("not a directory")
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
     one = Trainee(str(tmp_path / "file" / "below"), seed=1)
     one.train(1)
     one.save(1)

@@ -1,6 +1,9 @@
 import contextlib
+import errno
+import io
 import os
 import socket
+import sys
 import threading
 
 import pytest
@@ -203,3 +206,38 @@ def test_an_order_that_fails_costs_the_line_nothing(agent, control, capfd):
     agent.say(WorkerAck(1))
     assert control.drain(10)
     assert "SendBoundary could not be carried out" in capfd.readouterr().err
+
+
+class FullDisk(io.StringIO):
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+class Mute(Exception):
+    def __repr__(self):
+        raise OSError("no words for it")
+
+    __str__ = __repr__
+
+
+def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, control, monkeypatch):
+    """T1: a script closes it, replaces it, fills its disk, and what it raises cannot be told."""
+
+    def fail(order):
+        raise Mute
+
+    control.on_boundary = fail
+    control.start()
+    agent.accept()
+    order = SendBoundary(
+        id="b", move="prepare", kind="stop", step=9, ranks=(1,), generation=2, reason="asked"
+    )
+    closed = io.StringIO()
+    closed.close()
+    for number, stream in enumerate((closed, FullDisk(), object(), None), 1):
+        monkeypatch.setattr(sys, "stderr", stream)
+        agent.connection.sendall(b"nonsense\n")
+        agent.say(order)
+        control.emit(joined(1))
+        assert agent.read() == WorkerEvent(number, joined(1))
+    monkeypatch.undo()

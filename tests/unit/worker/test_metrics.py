@@ -1,6 +1,8 @@
 """What a script may log: everything; what is told of it is bounded, and what is not is counted."""
 
+import io
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -92,3 +94,34 @@ def test_names_are_bounded(sent: list[MetricsLogged], capsys: pytest.CaptureFixt
     assert sent[0].dropped >= 100_000 - NAMES_MAX
     assert len(encode(sent[0])) <= BATCH_BYTES_MAX + 200
     assert len(capsys.readouterr().err.splitlines()) == 10
+
+
+class Nameless(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        raise KeyboardError
+
+
+class Shy(metaclass=Nameless):
+    pass
+
+
+class Name(str):
+    def __getitem__(self, where: Any) -> str:
+        raise KeyboardError
+
+    __iter__ = __len__ = encode = __str__ = __getitem__  # type: ignore[assignment]
+
+
+def test_names_and_complaints_end_no_script_whatever_they_do(
+    sent: list[MetricsLogged], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """T1: a name that is no plain text, a class without a name, a standard error that is closed."""
+    buffer = make_buffer(sent)
+    closed = io.StringIO()
+    closed.close()
+    monkeypatch.setattr(sys, "stderr", closed)
+    buffer.add(1, {Name("loss"): 1.0, "shy": Shy(), "none": None})
+    monkeypatch.undo()
+    buffer.flush()
+    assert sent == [MetricsLogged(generation=1, rows=((1, {"loss": 1.0}),), dropped=2)]

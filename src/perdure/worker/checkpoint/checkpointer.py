@@ -5,7 +5,6 @@ event. A rank that dies in between leaves a temporary directory, which the next 
 """
 
 import pickle
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from perdure.worker.checkpoint.staging import Staging, copy_plain
 from perdure.worker.checkpoint.writing import SaveAbandoned, SaveTask
 from perdure.worker.fingerprint import compare_fingerprints, take_fingerprint
 from perdure.worker.rng import capture_rng, restore_rng
+from perdure.worker.stderr import say
 
 
 class _Found(NamedTuple):
@@ -196,7 +196,7 @@ class Checkpointer:
         text = task.explain(error)
         if not task.fail(text):
             return
-        print(f"perdure: checkpoint of step {step} failed: {text}", file=sys.stderr)
+        say(f"checkpoint of step {step} failed: {text}")
         self._emit(
             CheckpointFailed(generation=self._generation, step=step, error=text, at_s=self._now())
         )
@@ -264,7 +264,7 @@ class Checkpointer:
                 return int(name.rsplit("-", 1)[1]), self._root / name, skipped
             skipped.append(f"{self._root / name}: {problem}")
             if self._rank == 0:
-                print(f"perdure: checkpoint skipped: {skipped[-1]}", file=sys.stderr)
+                say(f"checkpoint skipped: {skipped[-1]}")
         return 0, None, skipped
 
     def _agree_on(self, value: Any) -> Any:

@@ -24,6 +24,7 @@ from perdure.worker.attach import Attachment
 from perdure.worker.elastic.group import make_apart
 from perdure.worker.interrupt import shut_down_gloo
 from perdure.worker.settings import read_steering
+from perdure.worker.stderr import say
 from perdure.worker.store import serve_store
 
 _TCPStore: Any = vars(dist)["TCPStore"]
@@ -242,7 +243,7 @@ class Membership:
         try:
             store, port = serve_store(host, int(os.environ.get("WORLD_SIZE", "1")))
         except (OSError, RuntimeError) as error:
-            print(f"perdure: no store at {host}: {error}")
+            say(f"no store at {host}: {error}")
             return ""
         address = f"{host}:{port}"
         self._served = self._stores[address] = store

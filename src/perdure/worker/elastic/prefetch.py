@@ -10,7 +10,6 @@ loaded (see `data`), so nothing depends on a guess.
 import multiprocessing
 import os
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -21,6 +20,7 @@ import torch
 import torch.multiprocessing as _registers  # noqa: F401  Tensors cross in shared memory.
 
 from perdure.worker.prctl import set_death_signal
+from perdure.worker.stderr import say
 
 Load = Callable[[int, int], Any]
 """(step, micro-batch) -> the micro-batch."""
@@ -100,10 +100,8 @@ class Prefetcher:
     def _give_up(self) -> None:
         self.close()
         self._coming.clear()
-        print(
-            "perdure: a process that loaded data has died (out of memory?): this rank loads its "
-            "own from here on",
-            file=sys.stderr,
+        say(
+            "a process that loaded data has died (out of memory?): this rank loads its own from now"
         )
 
 

@@ -28,6 +28,7 @@ from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.saving import Saving
 from perdure.worker.settings import declare_own_keys, plan_steering
 from perdure.worker.signals import SignalForwarding
+from perdure.worker.stderr import say
 
 _SAVES = ("checkpoint", "stop", "drain")
 
@@ -198,7 +199,7 @@ class Steering:
         self._gate.close(f"this rank has left at step {applied}")
         self._saving.leave()
         self._progress.finish()
-        print(f"perdure: rank {self._membership.me} leaves at step {applied}: its node is drained")
+        say(f"rank {self._membership.me} leaves at step {applied}: its node is drained")
         raise SystemExit(0)
 
     def _come_together(self, applied: int, group: Group) -> None:
@@ -216,7 +217,7 @@ class Steering:
         if self._saving.is_due(applied, group.members):
             error = self._save(applied, group, "interval")
             if error:
-                print(f"perdure: checkpoint of step {applied}: {error}")
+                say(f"checkpoint of step {applied}: {error}")
 
     def finish_stop(self, applied: int, group: Group) -> None:
         """After a stop: see that its checkpoint is written, whoever began to, before all leave."""
@@ -224,7 +225,7 @@ class Steering:
             error = self._save(applied, group, "stop")
             self._saving.close()
             if error:
-                print(f"perdure: checkpoint of step {applied}: {error}")
+                say(f"checkpoint of step {applied}: {error}")
 
     def _save(self, applied: int, group: Group, reason: str) -> str:
         """Begin a checkpoint, if that is ours to do; return why it failed."""
