@@ -2,11 +2,11 @@
 
 A node is lost only after seconds without a heartbeat: its agent may be restarting while its
 ranks train on. Sooner it is lost only where somebody else says so, too: its platform, or peers of
-its ranks whose connections ended, which the end of no rank explains. After a controller's own restart every node gets that time
-again, because the silence was the controller's. A node cut off from the controller alone is not
-lost either: its ranks' peers still finish collectives with them, one a step. And where every node
-is silent, it is the controller that is cut off; it could reach nobody with a decision, so it makes
-none for `all_lost_s`.
+its ranks whose connections ended, which the end of no rank explains. After a controller's own
+restart every node gets that time again, because the silence was the controller's. A node cut off
+from the controller alone is not lost either: its ranks' peers still finish collectives with them,
+one a step. And where every node is silent, it is the controller that is cut off; it could reach
+nobody with a decision, so it makes none for `all_lost_s`.
 """
 
 import math

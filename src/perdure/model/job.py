@@ -35,8 +35,8 @@ class DetectConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     node_lost_s: Seconds = 15.0
     """A node without a heartbeat is lost after this long (its agent may be restarting)."""
     node_doubt_s: Seconds = 3.0
-    """The same where an elastic world has broken, too: its ranks' peers saw connections end, and the
-    end of no rank explains it."""
+    """The same where an elastic world has broken, too: its ranks' peers saw connections end, which
+    the end of no rank explains."""
     remote_lost_s: Seconds = 0.9
     """The same for a node from elsewhere (`remote`) whose ranks' peers saw connections end: nobody
     else sees its processes end. Silence alone counts after `node_lost_s`, as everywhere."""

@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.nccl import read_nccl
+from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import read_records, read_ring, read_spans, read_stages
-from perdure.model import ring
 from perdure.agent.state import KeeperView
+from perdure.model import ring
 from perdure.model.codec import decode, encode
 from perdure.model.fitting import fit_beat
 from perdure.model.paths import JobPaths
