@@ -1,7 +1,8 @@
 """In the place of a detector, where another part of perdure does the watching.
 
 Replica groups of a torchft job have no collective and no step in common outside a quorum; who is
-silent or late there, the lighthouse finds (`perdure.control.groups.quorum`).
+silent or late there, perdure's lighthouse finds (`perdure.control.groups.quorum`). Where that is
+torchft's own, `perdure.control.groups.watch` does.
 """
 
 from perdure.model.events import AnyEvent

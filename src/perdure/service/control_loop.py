@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.control import Memory
+from perdure.control.groups.watch import ReplicaWatch
 from perdure.control.invitations import preview_invitations
 from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
@@ -86,6 +87,13 @@ class _Turn:
     acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
 
 
+def make_detector(spec: JobSpec) -> Detector | Unwatched:
+    """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
+    if not spec.torchft.replicas:
+        return Detector(spec)
+    return Unwatched() if spec.torchft.lighthouse == "perdure" else ReplicaWatch(spec)
+
+
 class ControllerService:
     """One controller of one job; `run` is its life."""
 
@@ -115,7 +123,7 @@ class ControllerService:
         self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
         self._show, self._note = show, note
         self._memory = Memory(spec)
-        self._detector = Unwatched() if spec.torchft.replicas else Detector(spec)
+        self._detector = make_detector(spec)
         self._devices = DeviceJudge(spec.detect)
         self._snapshots, self._snapshot_every = snapshots, snapshot_every
         self._snapshot_seq = 0

@@ -35,9 +35,9 @@ from perdure.control.groups.outputs import (
     Late,
     LeftOut,
     Output,
-    QuorumConfig,
     Seen,
     Stands,
+    make_quorum_config,
 )
 from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import FenceAbort
@@ -87,8 +87,6 @@ _LAG_S = 0.2
 """After a turn that came so much too late, nobody's silence counts."""
 _TICK_S_MIN = 0.01
 _BIND_S = 10.0
-_ALONE_S = 300.0
-"""Newcomers wait so long for members that may come back, where `hang_action_s` says nothing."""
 _LIVES = 1000
 _STOCK = "torchft_lighthouse"
 
@@ -108,16 +106,7 @@ class LighthouseService:
         """Serve `spec`; keep what must not be forgotten in the file `path`."""
         self._spec, self._path, self._clock = spec, path, clock
         self._incarnation, self._host = incarnation, host
-        config = spec.torchft
-        self.machine = Quorums(
-            QuorumConfig(
-                min_replicas=config.min_replicas,
-                hung_s=config.hung_s,
-                silent_s=config.silent_s,
-                startup_s=spec.detect.phase_allowance_s,
-                alone_s=spec.detect.hang_action_s or _ALONE_S,
-            )
-        )
+        self.machine = Quorums(make_quorum_config(spec))
         self._server = LighthouseServer(self._take_request, self._take_heartbeat)
         self._futures: dict[int, asyncio.Future[bytes]] = {}
         self._token = 0

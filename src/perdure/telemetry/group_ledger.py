@@ -168,6 +168,10 @@ class GroupLedger:
                 step = max(event.step, self.step)
                 life.evictions.append(Eviction(event.at_s, event.reason, step))
             return
+        if not event.replica:  # It moves again; of quorums nobody has told.
+            life.gone_s = None
+            del life.evictions[-1:]
+            return
         life.replica = event.replica
         life.asked_s = life.asked_s or event.at_s
         if event.held and life.joined_s is None:

@@ -57,8 +57,10 @@ class ReplicaFold:
     members: tuple[str, ...] = ()
     recovering: tuple[str, ...] = ()
     step: int = -1
+    starts: int = 0
+    """Lives of groups begun after their first: what is a restart here."""
     losses: int = 0
-    """Groups lost so far; each time one counts."""
+    """Groups lost so far, or left out while they lived; each time one counts."""
     last_loss: str = ""
     cordoned: set[int] = field(default_factory=set)
     """Groups that an operator has cordoned, or had left."""
@@ -68,7 +70,10 @@ class ReplicaFold:
         """Take the next event."""
         match event:
             case RanksStarted(node=node, generation=generation):
-                self.groups[node] = GroupView(generation)
+                known = self.groups.get(node)
+                if known is None or generation > known.generation:
+                    self.starts += known is not None
+                    self.groups[node] = GroupView(generation)
             case ReplicaSeen():
                 self._note_replica(event)
             case ReplicaLate():
@@ -78,9 +83,9 @@ class ReplicaFold:
             case QuorumFormed():
                 self.quorum_id, self.members = event.quorum_id, event.members
                 self.recovering, self.step = event.recovering, max(self.step, event.step)
-                for known in self.groups.values():
-                    if known.replica in event.members:
-                        known.away = ""
+                for view in self.groups.values():
+                    if view.replica in event.members:
+                        view.away = ""
             case RankExited(node=node, record=record):
                 view = self.groups.get(node)
                 if view is not None and record.generation == view.generation and not self.over:
@@ -148,7 +153,7 @@ class ReplicaFold:
             state=state,
             step=step,
             steps_per_s=max(speeds, default=0.0) if state in ("running", "recovering") else 0.0,
-            restarts=self.losses,
+            restarts=self.starts,
             incidents=self.losses,
             depth="torchft",
             ranks=tuple(_set_state(row, states[row.rank // spec.nproc]) for row in picture.ranks),

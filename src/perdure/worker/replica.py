@@ -9,6 +9,7 @@ Installed after `import torchft`, by perdure in an unmodified script, or by `per
 - a fence from the lighthouse does the same where no connection breaks by itself (a stopped or a
   hung peer);
 - a collective that takes far too long is reported, so that the lighthouse can tell who never came;
+  so is a quorum, where the lighthouse is torchft's own and tells nobody who asks;
 - what the first optimizer step costs (it imports torch._dynamo) is paid before the first quorum,
   and not while others wait; committed steps are shown in the ring.
 
@@ -74,7 +75,7 @@ class Replica:
         """What was told of a wait that goes on."""
         self.account = ReplicaAccount()
         self._watching = False
-        self._observed = False
+        self._observed = self._tells_quorums = False
         self._commits = 0
 
     def join(
@@ -84,13 +85,15 @@ class Replica:
         now: Callable[[], float],
         *,
         observed: bool = False,
+        tells_quorums: bool = False,
     ) -> None:
         """Report by `emit` in job time `now`, and show steps in `ring`.
 
-        Nothing is broken where the job is only `observed`.
+        Nothing is broken where the job is only `observed`. With `tells_quorums` a wait for a
+        quorum is reported as one in a collective is.
         """
         self._ring, self._emit, self._now = ring, emit, now
-        self._observed = observed
+        self._observed, self._tells_quorums = observed, tells_quorums
 
     # --- what the manager does ----------------------------------------------------------------
 
@@ -126,6 +129,21 @@ class Replica:
         told, self._open = self._open, None
         if well and waited_s >= _LATE_S:
             self._long.append(waited_s)
+        if well and told is not None and self._emit is not None:
+            self._emit(msgspec.structs.replace(told, over=True))
+
+    def begin_quorum_wait(self) -> bool:
+        """The calling thread is about to wait for a quorum; return whether that is noted."""
+        thread = threading.get_ident()
+        if not self._tells_quorums or thread in self._since:
+            return False
+        self._since[thread] = self._now()
+        return True
+
+    def end_quorum_wait(self, *, well: bool) -> None:
+        """A wait that was noted has ended, `well` if with a quorum."""
+        self._since.pop(threading.get_ident(), None)
+        told, self._open = self._open, None
         if well and told is not None and self._emit is not None:
             self._emit(msgspec.structs.replace(told, over=True))
 
@@ -254,11 +272,14 @@ def _showing(original: Callable[..., bool]) -> Callable[..., bool]:
 
 def _waiting(original: Callable[..., None]) -> Callable[..., None]:
     def wait_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin = replica.account.begin_wait()
+        begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
         try:
             original(self, *args, **kwargs)
+            well = True
         finally:
             replica.account.end_wait(begin)
+            if noted:
+                replica.end_quorum_wait(well=well)
 
     return wait_quorum
 
@@ -347,7 +368,13 @@ def join_replica(attachment: Any) -> None:
     """Connect this process's replica with what perdure holds inside the rank."""
     spec = _find_spec()
     ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
-    replica.join(ring, attachment.emit, attachment.now, observed=spec.observe)
+    replica.join(
+        ring,
+        attachment.emit,
+        attachment.now,
+        observed=spec.observe,
+        tells_quorums=spec.torchft.lighthouse != "perdure",
+    )
     attachment.control.on_fence = replica.take_fence
     settings.join(
         rank=ring.rank,

@@ -79,7 +79,23 @@ def test_a_death_and_the_spare_in_its_place() -> None:
     assert lab.states()[1] == "starting"
     lab.see(1, "b")
     assert lab.states()[1] == "spare"
-    assert lab.picture().incidents == 1
+    assert (lab.picture().incidents, lab.picture().restarts) == (1, 1)
+
+
+def test_a_restart_is_a_group_begun_again_and_being_left_out_is_none() -> None:
+    lab = running()
+    for life in ("b", "c"):
+        record = ExitRecord(
+            rank=1, generation=lab.fold.certain.replicas.groups[1].generation, pid=10, at_s=2.0,
+            signal=9,
+        )  # fmt: skip
+        lab.add(RankExited(node=1, record=record, account=RankAccount(), detected_s=2.0))
+        lab.start(1, record.generation + 4)
+        lab.start(1, record.generation + 4)  # Told once more, by an agent that was replaced.
+        lab.see(1, life)
+    lab.see(2, gone=True, reason="no heartbeat")
+    lab.form("t_0:a", "t_1:c", "t_2:a", step=8)
+    assert (lab.picture().incidents, lab.picture().restarts) == (3, 2)
 
 
 def test_one_left_out_that_comes_back() -> None:
@@ -95,10 +111,10 @@ def test_one_left_out_that_comes_back() -> None:
 def test_one_that_falls_silent_while_it_ends_was_not_lost() -> None:
     lab = running()
     lab.see(2, gone=True, reason="no heartbeat")
-    assert (lab.states()[2], lab.picture().restarts) == ("evicted", 1)
+    assert (lab.states()[2], lab.picture().incidents) == ("evicted", 1)
     record = ExitRecord(rank=2, generation=2, pid=10, at_s=2.0)
     lab.add(RankExited(node=2, record=record, account=RankAccount(), detected_s=2.0))
-    assert (lab.states()[2], lab.picture().restarts) == ("finished", 0)
+    assert (lab.states()[2], lab.picture().incidents) == ("finished", 0)
 
 
 def beat(lab: Lab, group: int, step: int, generation: int) -> None:

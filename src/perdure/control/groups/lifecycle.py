@@ -131,7 +131,7 @@ def _note_loss(
     would = "restarted the group" if decision.rung == "restart" else "given the group up"
     actions = note_withheld(
         state, now, cause=failure.cause, culprit=failure.culprit, reason=decision.reason,
-        would=would, generation=group.generation,
+        would=would, first_seen_s=now, generation=group.generation,
     )  # fmt: skip
     group.deadline_s = None
     if silent:
@@ -141,6 +141,15 @@ def _note_loss(
     group.phase, group.active, group.absent = "failed", False, failure.cause
     actions.append(assign_group(state, group, "stop", f"{failure.culprit}: {failure.cause}"))
     return [*actions, *finish_if_over(state, now)]
+
+
+def withhold_eviction(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:
+    """Return the record that a group which stands still is left to torchft's own lighthouse."""
+    return note_withheld(
+        state, now, cause=group.absent, culprit=f"group {group.group}",
+        reason="perdure's own lighthouse would form the next quorum without it",
+        would="left the group out of the quorum", first_seen_s=now, generation=group.generation,
+    )  # fmt: skip
 
 
 def _note_outage(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:

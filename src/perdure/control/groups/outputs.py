@@ -1,7 +1,10 @@
 """What the decision about quorums is configured by, and what follows from it."""
 
+from collections.abc import Sequence
+
 import msgspec
 
+from perdure.model.job import JobSpec
 from perdure.model.lighthouse import Member
 
 
@@ -25,6 +28,35 @@ class QuorumConfig(msgspec.Struct, frozen=True):
     in its first steps."""
     alone_s: float = 300.0
     """How long a newcomer waits for members of which none asks: they may all be evaluating."""
+
+    def find_patience_s(
+        self, expected_s: float, told: Sequence[float] = (), *, known: bool = True
+    ) -> float:
+        """Return how long a member is waited for whose silences so far lasted up to `expected_s`.
+
+        In a collective its peers' managers have their say: `told` is how long they wait. One whose
+        first steps are not over is not `known`.
+        """
+        least_s = self.late_s + expected_s
+        if self.hung_s:
+            patience_s = self.hung_s + expected_s
+        else:
+            patience_s = max(*told, least_s) if told else max(self.timeout_s, least_s)
+        return patience_s if known else max(patience_s, self.startup_s)
+
+
+def make_quorum_config(spec: JobSpec) -> QuorumConfig:
+    """Return the bounds of patience of a job.
+
+    Newcomers wait for members that may come back as long as for one that hangs.
+    """
+    return QuorumConfig(
+        min_replicas=spec.torchft.min_replicas,
+        hung_s=spec.torchft.hung_s,
+        silent_s=spec.torchft.silent_s,
+        startup_s=spec.detect.phase_allowance_s,
+        alone_s=spec.detect.hang_action_s or QuorumConfig().alone_s,
+    )
 
 
 class Answered(msgspec.Struct, frozen=True):

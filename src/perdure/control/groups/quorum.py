@@ -597,14 +597,10 @@ class Quorums:
 
     def _patience(self, replica: Replica, *, collective: bool = False) -> float:
         """Return how long it is waited for; in a collective its peers' managers have their say."""
-        config, expected_s = self.config, self.silences.expected_s
-        if config.hung_s:
-            patience_s = config.hung_s + expected_s
-        else:
-            told = [r.timeout_s for r in self._present() if r.timeout_s] if collective else []
-            least_s = config.late_s + expected_s
-            patience_s = max(*told, least_s) if told else max(config.timeout_s, least_s)
-        return patience_s if self._knows(replica) else max(patience_s, config.startup_s)
+        told = [r.timeout_s for r in self._present() if r.timeout_s] if collective else []
+        return self.config.find_patience_s(
+            self.silences.expected_s, told, known=self._knows(replica)
+        )
 
     def _deadlock_s(self) -> float:
         config = self.config

@@ -26,6 +26,7 @@ from perdure.control.groups.lifecycle import (
     finish_if_over,
     promote,
     start_group,
+    withhold_eviction,
 )
 from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
 from perdure.control.groups.notices import take_group_notice
@@ -36,6 +37,7 @@ from perdure.control.groups.saving import (
     open_due_checkpoint,
 )
 from perdure.control.groups.state import GroupState
+from perdure.control.observing import is_observed
 from perdure.control.recovery.formation import REGISTER_TIMEOUT_S, advance_end, close_job, end_job
 from perdure.control.recovery.placement import cordon_again, note_cordon
 from perdure.control.state import ControllerState
@@ -264,14 +266,16 @@ def _note_replica(state: ControllerState, now: float, event: ReplicaSeen) -> lis
         if group.phase == "running":
             group.deadline_s = None
         return promote(state, f"group {group.group} stands ready")
-    if event.replica != group.replica or group.exits:
+    if event.replica != group.replica or group.exits or group.absent == event.reason:
         return []
     detect = state.the_spec().detect
+    state.step = max(state.step, event.step)
     group.absent = event.reason
+    noted = withhold_eviction(state, now, group) if is_observed(state) else []
     # It may validate or save for long: it costs the others nothing any more, and heals once back.
     patience_s = detect.quiet_action_s or TIMEOUT_S
     group.deadline_s = now + (detect.stopped_action_s if event.stopped else patience_s)
-    return promote(state, f"group {group.group} was left out: {event.reason}")
+    return [*noted, *promote(state, f"group {group.group} was left out: {event.reason}")]
 
 
 # --- time ----------------------------------------------------------------------------------------

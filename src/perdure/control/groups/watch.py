@@ -1,0 +1,177 @@
+"""Which replica groups stand still, where the lighthouse is not perdure's own: from heartbeats.
+
+perdure's lighthouse sees who asks for a quorum and who does not (`quorum`). Of torchft's own nobody
+hears, so that here the same is found from what agents and ranks tell, by the same patience, and
+told in the same events:
+
+- a group is *stopped* whose process is in state T for `silent_s`;
+- it is *late* while others wait in a collective or for their quorum, and it neither waits nor
+  moves; that is told of at once, and proves nothing;
+- it is *left behind* once it was waited for as long as torchft would, or the others have gone on.
+
+Both `gone` events carry no replica id: nobody here knows it. Pure: time is an argument.
+"""
+
+from dataclasses import dataclass, field
+
+from perdure.control.groups.outputs import make_quorum_config
+from perdure.control.groups.silences import Silences
+from perdure.detect.unwatched import Unwatched
+from perdure.model.events import (
+    AnyEvent,
+    JobEnded,
+    KeeperLost,
+    RankExited,
+    ReplicaLate,
+    ReplicaSeen,
+    ReplicaWaiting,
+)
+from perdure.model.job import JobSpec
+from perdure.model.progress import NodeBeat
+
+_TRUSTED_STEPS = 3
+"""Committed in this life, after which a group's steps are no longer its first, longer ones."""
+_AHEAD_STEPS = 2
+"""Others that have come so much further train without it."""
+
+
+@dataclass(slots=True)
+class _Group:
+    """One life of a group."""
+
+    generation: int
+    first: int = -1
+    """Committed steps at the first heartbeat of it that tells of any."""
+    step: int = -1
+    mark: tuple[float, ...] = ()
+    """Of its ranks' accounts: changes with every attempt at a step."""
+    waits: dict[int, ReplicaWaiting] = field(default_factory=dict)
+    """Rank -> what it has told of its wait."""
+    stopped_s: float | None = None
+    """Since when one of its processes is in state T."""
+    busy_s: float = 0.0
+    """When it was last known to be in a declared phase."""
+    moved_s: float = 0.0
+    """When its last attempt at a step was seen to have ended."""
+    late: bool = False
+    late_step: int = -1
+    """The others' step when it was told of as late."""
+    gone: bool = False
+
+    @property
+    def known(self) -> bool:
+        """Whether its first steps are over."""
+        return 0 <= self.first <= self.step - _TRUSTED_STEPS
+
+
+class ReplicaWatch(Unwatched):
+    """The detector of such a job."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        """Watch the groups of `spec`."""
+        self._nproc, self._config = spec.nproc, make_quorum_config(spec)
+        self._groups: dict[int, _Group] = {}
+        self._silences = Silences()
+
+    def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
+        """Take an event of the journal, its own among them."""
+        match event:
+            case RankExited(node=node) | KeeperLost(node=node):
+                self._groups.pop(node, None)
+            case ReplicaWaiting():
+                self._note_wait(now, event)
+            case ReplicaSeen(group=number, gone=gone) if number in self._groups:
+                self._groups[number].gone = gone
+            case ReplicaLate(group=number, over=over) if number in self._groups:
+                group = self._groups[number]
+                group.late, group.late_step = not over, self._find_step()
+            case JobEnded():
+                self._groups.clear()
+            case _:
+                pass
+        return []
+
+    def _note_wait(self, now: float, event: ReplicaWaiting) -> None:
+        group = self._groups.get(event.rank // self._nproc)
+        if group is None or event.generation != group.generation:
+            return
+        if not event.over:
+            group.waits[event.rank] = event
+            return
+        self._silences.add(now - event.since_s)
+        group.waits.pop(event.rank, None)
+
+    def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
+        """Take a heartbeat; return what it, and the time that has passed, tell of the groups."""
+        number, group = beat.node, self._groups.get(beat.node)
+        if not beat.ranks:
+            return []
+        if group is None or beat.generation > group.generation:
+            group = self._groups[number] = _Group(beat.generation)
+        accounts = [rank.account for rank in beat.ranks]
+        group.step = max(group.step, *(account.step for account in accounts))
+        group.first = group.step if group.first < 0 else group.first
+        if any(rank.busy_phase is not None for rank in beat.ranks):
+            group.busy_s = now
+        mark = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
+        moved, group.mark = mark != group.mark, mark
+        events: list[AnyEvent] = []
+        if moved:
+            group.moved_s = now
+            group.waits.clear()  # One that ended in an error is not told to be over.
+            if group.late:
+                why = "has come"
+                events.append(_tell_late(number, now, 0.0, why, over=True))
+        stopped = "T" in {
+            rank.proc.state for rank in beat.ranks
+        }  # A debugger's `t` ends by itself.
+        group.stopped_s = (group.stopped_s or beat.sent_s) if stopped else None
+        if group.gone and not stopped and moved:
+            events.append(ReplicaSeen(replica="", group=number, at_s=now, step=self._find_step()))
+        if group.stopped_s is not None and beat.sent_s - group.stopped_s >= self._config.silent_s:
+            events += self._leave_behind(now, number, "its process is stopped (state T)", True)
+        return events + self._find_late(now)
+
+    def _find_late(self, now: float) -> list[AnyEvent]:
+        waits = [wait for group in self._groups.values() for wait in group.waits.values()]
+        told = [wait.timeout_s for wait in waits if wait.timeout_s]
+        since_s = min((wait.since_s for wait in waits), default=now)
+        events: list[AnyEvent] = []
+        for number, group in sorted(self._groups.items()):
+            if group.waits or group.gone or group.stopped_s is not None or not group.known:
+                continue
+            waited_s = now - max(since_s, group.busy_s, group.moved_s)
+            expected_s = self._silences.expected_s
+            if waits and not group.late and waited_s >= self._config.late_s + expected_s:
+                why = f"the others have waited for it for {waited_s:.2f} s"
+                events.append(_tell_late(number, now, waited_s, why))
+            patience_s = self._config.find_patience_s(expected_s, told)
+            if group.late and self._find_step() >= group.late_step + _AHEAD_STEPS:
+                events += self._leave_behind(now, number, "the others train without it")
+            elif waits and waited_s >= patience_s:
+                events += self._leave_behind(now, number, "the others have waited in vain for it")
+        return events
+
+    def _leave_behind(
+        self, now: float, number: int, reason: str, stopped: bool = False
+    ) -> list[AnyEvent]:
+        if self._groups[number].gone:
+            return []
+        step = self._find_step()
+        return [
+            ReplicaSeen(
+                replica="", group=number, at_s=now, gone=True, reason=reason, stopped=stopped,
+                step=step,
+            )
+        ]  # fmt: skip
+
+    def _find_step(self) -> int:
+        return max((group.step for group in self._groups.values()), default=-1)
+
+
+def _tell_late(
+    number: int, now: float, waited_s: float, reason: str, *, over: bool = False
+) -> ReplicaLate:
+    return ReplicaLate(
+        replica="", group=number, at_s=now, waited_s=waited_s, reason=reason, over=over
+    )

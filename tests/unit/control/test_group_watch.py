@@ -1,0 +1,190 @@
+"""Who stands still where the lighthouse is torchft's own: found from heartbeats, and told."""
+
+from typing import Any
+
+from tests.unit.control.groups_lab import Lab
+
+from perdure.control.groups.watch import ReplicaWatch
+from perdure.model.actions import AnyAction, AssignNodes, EvictReplica, FenceAbort, RecordEvent
+from perdure.model.events import (
+    ActionWithheld,
+    AnyEvent,
+    ReplicaLate,
+    ReplicaSeen,
+    ReplicaWaiting,
+    TimerFired,
+)
+from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.progress import BusyPhase, NodeBeat, ProcSample, RankAccount, RankProgress
+
+GROUPS = 3
+
+
+class World:
+    """Three groups of a rank each, which step together; what is found goes to the controller."""
+
+    def __init__(self, *, observe: bool = True, **torchft: Any) -> None:
+        config = TorchftConfig(replicas=GROUPS, lighthouse="stock", **torchft)
+        spec = JobSpec(script="x.py", nodes=GROUPS, torchft=config, observe=observe)
+        self.lab = Lab(observe=observe, lighthouse="stock", **torchft)
+        self.watch, self.now, self.step = ReplicaWatch(spec), 1000.0, 10
+        self.states, self.still = ["S"] * GROUPS, set[int]()
+        self.busy: BusyPhase | None = None
+        self.found: list[AnyEvent] = []
+        self.actions: list[AnyAction] = []
+        self.steps = [10] * GROUPS
+        self.train(2.0)
+        assert not self.found
+
+    def take(self, event: AnyEvent) -> None:
+        self.lab.now = self.now
+        self.actions += self.lab.machine.handle(self.now, event)
+        self.watch.note(self.now, event)
+
+    def beat(self) -> None:
+        """Let a fifth of a second pass, and every agent say what it sees."""
+        self.now += 0.2
+        for group in range(GROUPS):
+            account = RankAccount(start_step=0, step=self.steps[group])
+            rank = RankProgress(
+                rank=group, pid=9, phase="step", phase_since_s=1.0, heartbeat_s=self.now,
+                account=account, proc=ProcSample(state=self.states[group]),
+                busy_phase=self.busy if group in self.still else None,
+            )  # fmt: skip
+            number = self.lab.generation(group)
+            beat = NodeBeat(group, "a", 1, self.now, generation=number, ranks=(rank,))
+            for event in self.watch.observe(self.now, beat):
+                self.found.append(event)
+                self.take(event)
+        due_s = self.lab.machine.next_deadline()
+        if due_s is not None and due_s <= self.now:
+            self.take(TimerFired())
+
+    def train(self, seconds: float) -> None:
+        """All train but those that stand still, whom nobody waits for any more."""
+        until_s = self.now + seconds
+        while self.now < until_s:
+            self.steps = [s + (g not in self.still) for g, s in enumerate(self.steps)]
+            self.beat()
+
+    def wait(self, seconds: float, *, over: bool = False) -> None:
+        """The others wait for those that stand still."""
+        until_s, since_s, told = self.now + seconds, self.now, False
+        while self.now < until_s:
+            self.beat()
+            if not told and self.now - since_s > 0.5:
+                told = True
+                self.tell(since_s)
+        if over:
+            self.tell(since_s, over=True)
+
+    def tell(self, since_s: float, *, over: bool = False) -> None:
+        for group in set(range(GROUPS)) - self.still:
+            self.take(
+                ReplicaWaiting(
+                    generation=self.lab.generation(group), rank=group, quorum_id=1, step=1,
+                    since_s=since_s, timeout_s=60.0, over=over,
+                )
+            )  # fmt: skip
+
+    def would(self) -> list[str]:
+        """Return what was not done, and take note of it."""
+        events = [a.event for a in self.actions if isinstance(a, RecordEvent)]
+        assert not [a for a in self.actions if isinstance(a, EvictReplica | FenceAbort)]
+        assert not [a for a in self.actions if isinstance(a, AssignNodes)]
+        self.actions.clear()
+        return [e.would for e in events if isinstance(e, ActionWithheld)]
+
+    def told(self) -> list[str]:
+        found, self.found = self.found, []
+        return [
+            f"{type(e).__name__} {e.group}{' gone' * bool(getattr(e, 'gone', False))}"
+            f"{' over' * bool(getattr(e, 'over', False))}"
+            for e in found
+            if isinstance(e, ReplicaSeen | ReplicaLate)
+        ]
+
+
+def test_a_stopped_group_is_told_of_and_left_alone_each_time() -> None:
+    world = World()
+    for _ in range(2):
+        world.states[2], world.still = "T", {2}
+        world.wait(3.0)
+        assert world.told() == ["ReplicaSeen 2 gone"]
+        assert world.would() == ["left the group out of the quorum", "restarted the group"]
+        assert world.lab.machine.state.groups[2].phase == "running"
+        world.states[2] = "S"
+        world.still = set()
+        world.train(1.0)
+        assert world.told() == ["ReplicaSeen 2"]
+        assert world.lab.machine.state.groups[2].absent == ""
+
+
+def test_a_stop_that_is_over_at_once_is_nothing() -> None:
+    world = World()
+    world.states[2] = "T"
+    world.train(0.3)
+    world.states[2] = "S"
+    world.train(3.0)
+    assert (world.told(), world.would()) == ([], [])
+
+
+def test_a_group_that_hangs_is_late_at_once_and_left_behind_once_torchft_has_done_so() -> None:
+    world = World()
+    world.still = {1}
+    world.wait(5.0)
+    assert world.told() == ["ReplicaLate 1"]
+    assert world.would() == [], "nothing would have been done so far"
+    world.train(2.0)  # torchft's own lighthouse goes on without it.
+    assert world.told() == ["ReplicaSeen 1 gone"]
+    assert world.would() == ["left the group out of the quorum"]
+    world.train(1900.0)
+    assert world.would() == ["restarted the group"]
+    world.still = set()
+    world.train(1.0)
+    assert world.told() == ["ReplicaLate 1 over", "ReplicaSeen 1"]
+
+
+def test_a_pause_is_learned_and_a_declared_one_is_none() -> None:
+    world = World()
+    world.still = {1}
+    world.wait(4.0, over=True)
+    world.still = set()
+    world.train(1.0)
+    assert world.told() == ["ReplicaLate 1", "ReplicaLate 1 over"]
+    world.still = {1}
+    world.wait(5.0, over=True)  # 1.5 times as long as before is nothing new.
+    world.still = set()
+    world.train(1.0)
+    assert (world.told(), world.would()) == ([], [])
+    world.still, world.busy = {1}, BusyPhase("evaluate", world.now, world.now + 600)
+    world.wait(100.0)
+    assert (world.told(), world.would()) == ([], [])
+
+
+def test_who_is_waited_for_in_vain_for_as_long_as_the_job_file_says_is_left_behind() -> None:
+    world = World(hung_s=2.0)
+    world.still = {1}
+    world.wait(5.0)
+    assert world.told() == ["ReplicaLate 1", "ReplicaSeen 1 gone"]
+    assert world.would() == ["left the group out of the quorum"]
+
+
+def test_a_controller_that_takes_over_tells_nothing_twice() -> None:
+    world = World()
+    world.states[2], world.still = "T", {2}
+    world.wait(3.0)
+    world.told()
+    world.watch = ReplicaWatch(world.lab.machine.state.the_spec())
+    world.would()
+    world.wait(3.0)
+    assert world.would() == []
+    assert world.lab.machine.next_deadline() is None
+
+
+def test_a_stopped_group_is_started_again_where_the_job_is_not_only_observed() -> None:
+    world = World(observe=False)
+    world.states[2], world.still = "T", {2}
+    world.wait(3.0)
+    orders = [a for a in world.actions if isinstance(a, AssignNodes)]
+    assert [(o.nodes, o.assignment.phase) for o in orders] == [((2,), "store")]
