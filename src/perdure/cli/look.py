@@ -35,7 +35,7 @@ from perdure.launch.reminding import find_cost
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.launching import LaunchRecord
-from perdure.model.report import DeviceRow, Snapshot
+from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
@@ -183,7 +183,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
         lines += ["", render_table(head, rows)]
     if busy := render_busy(snapshot):
         lines += ["", *busy]
-    lines += [f"group {r.group} is late: {r.late}" for r in snapshot.replicas if r.late]
+    lines += [describe_late(row) for row in snapshot.replicas if row.late]
     if snapshot.world is not None:
         lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
     if snapshot.checkpoints:
@@ -191,6 +191,11 @@ def render_snapshot(snapshot: Snapshot) -> str:
         lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]
     lines += [describe_verdict(v) for v in find_telling(snapshot)]
     return "\n".join(lines)
+
+
+def describe_late(row: ReplicaRow) -> str:
+    """Return in one line for whom the other replica groups wait."""
+    return f"group {row.group} is late: {row.late}"
 
 
 def map_devices(
@@ -293,8 +298,12 @@ def diagnose(
     vanished = None if found.alive else found.explain_vanishing(entries)
     fate, named = found.tell_fate(entries), _name_traps(entries)
     attempts, asides = found.list_attempts(), find_asides(entries)
+    snapshot = found.snapshot()
     if as_json:
-        more = {"vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts}
+        more: dict[str, Any] = {
+            "vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts,
+            "observed": snapshot.observed, "withheld": snapshot.withheld,
+        }  # fmt: skip
         told = {k: v for k, v in more.items() if v}
         print_json({"verdicts": verdicts, "fate": fate, "set_aside": asides, **told})
         return
@@ -313,13 +322,12 @@ def diagnose(
             f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
         )
     start_s = find_start(entries[0]) if entries else 0.0
-    snapshot = found.snapshot()
     if snapshot.observed:
         print("\n".join(render_withheld(snapshot.withheld)) + "\n")
-    if verdicts:
-        print("\n\n".join(render_verdict(verdict, start_s) for verdict in verdicts))
-    else:
-        snapshot = found.snapshot()
+    late = [describe_late(row) for row in snapshot.replicas if row.late]
+    if verdicts or late:
+        print("\n\n".join([*late, *(render_verdict(verdict, start_s) for verdict in verdicts)]))
+    elif not snapshot.withheld:
         print(f"{job}: {snapshot.state}; nothing was found wrong. {snapshot.reason}".rstrip())
     if native:
         print("\nstacks now, with native frames")
