@@ -22,7 +22,8 @@ from perdure.cli.profiles import here, is_terminal
 from perdure.cli.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.say import note, print_json
 from perdure.launch import gone
-from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import UnreachedError
 from perdure.launch.gate import (
     find_changes,
     find_known,

@@ -22,6 +22,15 @@ from typing import IO, Any
 
 import msgspec
 
+from perdure.launch.exchange import (
+    SAID_MAX,
+    FloodError,
+    UnreachedError,
+    close_pipes,
+    exchange,
+    make_flood,
+    read_lines,
+)
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.profile import LaunchSection
 
@@ -29,15 +38,13 @@ BEGIN = "@@perdure begin@@"
 """On standard output before the command's own: what shells print at login stands above it."""
 ANSWER = "@@perdure-json "
 """Begins the line that is the answer of a program of ours."""
+BANNER_MAX = 1 << 20
+"""Bytes above that mark of a stream."""
 _TRAILER = re.compile(r"@@perdure rc=(\d+) boot=(\S*)@@")
 LASTED_S = 60.0
 """A tunnel that stood for so long had been made; the next attempts count from the beginning."""
 ATTEMPTS = 4
 """For what may be asked twice. Pauses between them: 1, 2 and 4 s."""
-
-
-class UnreachedError(PlatformError):
-    """The connection was not made, or broke: nothing is known of what it was for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +103,30 @@ class Channel:
         words = [*self.ssh(), *(["-tt"] if tty else []), self.host]
         return [*words, f"exec sh -c {shlex.quote(wrap(script))}"]
 
-    def run(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def run(
+        self,
+        script: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        bytes_max: int = SAID_MAX,
+    ) -> Done:
         """Run `script` once; return how it ended.
 
         Raises:
             UnreachedError: the connection was not made, or broke before the end was told.
+            FloodError: more than `bytes_max` was said.
         """
         process = self._start(script, stdin=subprocess.PIPE)
         try:
-            said, complained = process.communicate(stdin, timeout=timeout_s)
+            said, complained = exchange(
+                process, stdin, name=self.name, timeout_s=timeout_s, bytes_max=bytes_max
+            )
         except subprocess.TimeoutExpired:
             raise UnreachedError(f"{self.name}: no answer in {timeout_s:.0f} s") from None
         finally:
             self._kill(process)
-            _close(process)
+            close_pipes(process)
         err = complained.decode(errors="replace")
         banner, _, out = said.decode(errors="replace").partition(BEGIN + "\n")
         trailer = _TRAILER.search(err)
@@ -156,15 +173,25 @@ class Channel:
         config = self._section.ssh_config
         return ["ssh", *(["-F", config] if config else []), self.host, "true"]
 
-    def ask(self, script: str, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Done:
+    def ask(
+        self,
+        script: str,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        bytes_max: int = SAID_MAX,
+    ) -> Done:
         """Run what may be run twice, again where the connection broke; return how it ended.
 
         Raises:
             UnreachedError: every attempt broke.
+            FloodError: more than `bytes_max` was said.
         """
         for attempt in range(ATTEMPTS):
             try:
-                return self.run(script, stdin=stdin, timeout_s=timeout_s)
+                return self.run(script, stdin=stdin, timeout_s=timeout_s, bytes_max=bytes_max)
+            except FloodError:
+                raise
             except UnreachedError:
                 if attempt == ATTEMPTS - 1:
                     raise
@@ -172,7 +199,15 @@ class Channel:
                 time.sleep(2.0**attempt)
         raise AssertionError
 
-    def query(self, script: str, type_: Any, *, stdin: bytes = b"", timeout_s: float = 60.0) -> Any:
+    def query(
+        self,
+        script: str,
+        type_: Any,
+        *,
+        stdin: bytes = b"",
+        timeout_s: float = 60.0,
+        bytes_max: int = SAID_MAX,
+    ) -> Any:
         """Return the answer of one of our programs, decoded as `type_`.
 
         Raises:
@@ -180,7 +215,7 @@ class Channel:
             PlatformError: the program failed; its last line is told.
             ProtocolError: the answer is of another shape.
         """
-        done = self.ask(script, stdin=stdin, timeout_s=timeout_s)
+        done = self.ask(script, stdin=stdin, timeout_s=timeout_s, bytes_max=bytes_max)
         lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
         if done.code or not lines:
             last = (done.err.splitlines() or ["no answer"])[-1]
@@ -217,12 +252,10 @@ class Channel:
         try:
             yield self._read_answer(process, source, timeout_s)
         finally:
-            with contextlib.suppress(BrokenPipeError):
-                process.stdin.close()
+            close_pipes(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
             self._kill(process)
-            _close(process)
 
     def _read_answer(
         self, process: "subprocess.Popen[bytes]", source: bytes, timeout_s: float
@@ -235,9 +268,13 @@ class Channel:
         try:
             process.stdin.write(source)
             process.stdin.flush()
-            for line in process.stdout:
+            count = 0
+            for line in read_lines(process.stdout):
                 if line.startswith(ANSWER.encode()):
                     return msgspec.json.decode(line[len(ANSWER) :])
+                count += len(line)
+                if count > BANNER_MAX:
+                    raise make_flood(self.name, BANNER_MAX)
         except BrokenPipeError:
             raise unreached from None
         finally:
@@ -245,7 +282,11 @@ class Channel:
         raise unreached
 
     def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
-        """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown."""
+        """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown.
+
+        Raises:
+            FloodError: more than `BANNER_MAX` was said before the script's own first line.
+        """
         process = self._start(script, stdin=subprocess.DEVNULL)
         assert process.stdout is not None
         assert process.stderr is not None
@@ -255,17 +296,22 @@ class Channel:
         )
         errors.start()
         try:
-            begun = False
-            for data in process.stdout:
+            begun, before = False, 0
+            for data in read_lines(process.stdout):
                 line = data.decode(errors="replace")
                 if begun:
                     on_line(line)
-                begun = begun or line.rstrip("\n") == BEGIN
+                    continue
+                begun = line.rstrip("\n") == BEGIN
+                before += len(data)
+                if before > BANNER_MAX:
+                    raise make_flood(self.name, BANNER_MAX)
             process.wait()
         finally:
             self._kill(process)
+            process.stdout.close()  # Who still writes is ended by it, and ends the other stream.
             errors.join()
-            _close(process)
+            close_pipes(process)
         return codes[-1] if codes else None
 
     def attend(self, script: str) -> int:
@@ -299,13 +345,6 @@ class Channel:
                 subprocess.run(words, capture_output=True, timeout=10)
 
 
-def _close(process: "subprocess.Popen[bytes]") -> None:
-    for pipe in (process.stdin, process.stdout, process.stderr):
-        if pipe is not None:
-            with contextlib.suppress(BrokenPipeError):
-                pipe.close()
-
-
 def wrap(script: str) -> str:
     """Return `script` with the mark before its output, and the trailer after it."""
     return (
@@ -317,7 +356,7 @@ def wrap(script: str) -> str:
 
 def _pass_errors(pipe: IO[bytes], codes: list[int]) -> None:
     """Pass standard error on, but for the trailer, whose exit code goes to `codes`."""
-    for data in pipe:
+    for data in read_lines(pipe):
         line = data.decode(errors="replace")
         trailer = _TRAILER.search(line)
         if trailer is not None:

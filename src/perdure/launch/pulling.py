@@ -58,6 +58,8 @@ _GROUPS_MAX = 20
 _AGE_MARGIN_S = 3600.0
 """What is older than the launch by more is not the job's."""
 _ROSTER_S = 3600.0
+_ROSTER_BYTES = 1 << 30
+"""Of some millions of files."""
 _LOADABLE = (".pt", ".pth", ".ckpt")
 _UNKNOWN = (
     ".bin", ".npy", ".npz", ".h5", ".hdf5", ".onnx", ".gguf", ".msgpack", ".pkl", ".pickle",
@@ -217,6 +219,7 @@ def _list_files(
         Roster,
         stdin=read_program("results.py").encode(),
         timeout_s=_ROSTER_S,
+        bytes_max=_ROSTER_BYTES,
     )
     check_roster(told, roots | areas, there.channel.name)
     if told.links:

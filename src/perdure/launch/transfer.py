@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perdure.launch.channel import Channel
+from perdure.launch.exchange import read_lines
 from perdure.model.errors import PlatformError
 
 PARTIAL = ".rsync-partial"
@@ -181,7 +182,7 @@ def _transfer(
             process.stdin.close()
         except BrokenPipeError:
             pass  # It ended before it had read the list; its exit code says why.
-        for line in process.stdout:
+        for line in read_lines(process.stdout):
             progress = _PROGRESS.search(line)
             if progress is None:
                 if line.strip() and not (last and line.startswith("rsync")):

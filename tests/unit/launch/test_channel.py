@@ -1,13 +1,16 @@
 """Commands of this machine's own shell: their end is known, and nothing of them is left."""
 
 import os
+import resource
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import FloodError, UnreachedError
 from perdure.launch.ssh.submit import _compare
 from perdure.model.profile import LaunchSection
 
@@ -81,3 +84,60 @@ def test_a_file_that_is_another_there_is_named(tmp_path: Path) -> None:
         (tmp_path / side / "same.py").write_text("same\n")
         os.utime(tmp_path / side / "train.py", (1e9, 1e9))  # Sizes and times tell nothing.
     assert _compare(HERE, tmp_path / "here", str(tmp_path / "there"), ()) == ["train.py"]
+
+
+FLOOD = "yes | head -c 10G"
+
+
+def grown_by(ask: Callable[[], object]) -> int:
+    """Return the bytes by which this process was larger than before while `ask` floods it."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(FloodError, match="this machine says more than 64 MiB"):
+        ask()
+    return (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda: HERE.run(FLOOD),
+        lambda: HERE.run(f"{FLOOD} >&2"),
+        lambda: HERE.query(FLOOD, dict),
+    ],
+    ids=["answer", "complaints", "query"],
+)
+def test_a_box_that_floods_does_not_fill_the_memory(ask: Callable[[], object]) -> None:
+    assert grown_by(ask) < 300 << 20
+
+
+@pytest.mark.parametrize("flood", [FLOOD, "head -c 10G /dev/zero"], ids=["lines", "no-end"])
+def test_a_login_profile_that_floods_does_not_fill_the_memory(tmp_path: Path, flood: str) -> None:
+    ssh = tmp_path / "ssh"  # As a box whose profile prints before anything of ours.
+    ssh.write_text(f"#!/bin/sh\n{flood}\n")
+    ssh.chmod(0o755)
+    box = Channel(LaunchSection(host="box"))
+
+    def hold() -> None:
+        with box.hold(b"pass"):
+            pass
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        for ask in (
+            lambda: box.run("true"),
+            lambda: box.ask("true"),
+            lambda: box.stream("true", print),
+            hold,
+        ):
+            with pytest.raises(FloodError, match="box says more than (64|1) MiB: not read on"):
+                ask()
+
+
+def test_what_is_long_comes_whole_where_it_may() -> None:
+    """A large question and a large answer at once, and lines of a stream without a bound."""
+    text = b"x" * (3 << 20)
+    assert HERE.run("cat", stdin=text).out.encode() == text
+    assert HERE.run("echo short", stdin=text).out == "short\n"  # It reads nothing of it.
+    seen: list[int] = []
+    assert HERE.stream("yes | head -c 8M", lambda line: seen.append(len(line))) == 0
+    assert sum(seen) == 8 << 20

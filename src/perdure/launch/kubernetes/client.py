@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.launch.channel import UnreachedError
+from perdure.launch.exchange import UnreachedError, run_bounded
 from perdure.model.errors import PlatformError
 from perdure.model.kubernetes import JobState, KubernetesSection, explain_job
 
@@ -41,15 +41,15 @@ class Client:
         """Run kubectl; return exit code, output and errors.
 
         Raises:
-            PlatformError: it is not installed, or there was no answer in time.
+            PlatformError: it is not installed, says too much, or there was no answer in time.
         """
         # A wait for pods to go is one long request.
         request_s = REQUEST_S if timeout_s is None else int(timeout_s)
         timeout_s = TIMEOUT_S if timeout_s is None else timeout_s
         command = self.command(f"--request-timeout={request_s}s", *words)
         try:
-            done = subprocess.run(
-                command, input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
+            done = run_bounded(
+                command, name="kubectl", stdin=(stdin or "").encode(), timeout_s=timeout_s
             )
         except FileNotFoundError as error:
             raise PlatformError(
@@ -58,7 +58,8 @@ class Client:
         except subprocess.TimeoutExpired as error:
             text = f"kubectl {words[0]}: no answer in {timeout_s:g} s"
             raise UnreachedError(text, hint="kubectl cluster-info says") from error
-        return done.returncode, done.stdout, done.stderr.strip()
+        out, err = (said.decode(errors="replace") for said in (done.stdout, done.stderr))
+        return done.returncode, out, err.strip()
 
     def get(self, *words: str) -> Object | None:
         """Return an object or a list of objects; None where it does not exist.

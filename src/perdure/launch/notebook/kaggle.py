@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.exchange import read_lines, run_bounded
 from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.ask import FOLLOWS
@@ -172,12 +173,12 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
         command = ["kaggle", "kernels", "logs", record.id, "--follow"]
         process = subprocess.Popen(
-            command, env=dict(here.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            text=True, errors="replace",
-        )  # fmt: skip
+            command, env=dict(here.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+        )
         with process:
-            for line in process.stdout or ():
-                print_output(line.removesuffix("\n"))
+            assert process.stdout is not None
+            for data in read_lines(process.stdout):
+                print_output(data.decode(errors="replace").removesuffix("\n"))
         return process.returncode
     if argv[0] == "logs":
         code, out = call(here, "logs", record.id)
@@ -197,16 +198,15 @@ def call(here: Here, *words: str, timeout_s: float = _CALL_S) -> tuple[int, str]
         PlatformError: it is not installed, or nobody answered in time.
     """
     try:
-        done = subprocess.run(
-            ["kaggle", "kernels", *words], env=dict(here.environ), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, text=True, timeout=timeout_s,
-        )  # fmt: skip
+        done = run_bounded(
+            ["kaggle", "kernels", *words], name="kaggle", env=here.environ, timeout_s=timeout_s
+        )
     except FileNotFoundError as error:
         raise PlatformError("no `kaggle` here", hint="pip install kaggle six, and an API token "
                             "from kaggle.com/settings") from error  # fmt: skip
     except subprocess.TimeoutExpired as error:
         raise PlatformError(f"kaggle: no answer in {timeout_s:g} s", hint="ask again") from error
-    return done.returncode, done.stdout.strip()
+    return done.returncode, (done.stdout + done.stderr).decode(errors="replace").strip()
 
 
 def _ask(identity: str, here: Here) -> tuple[str, str]:

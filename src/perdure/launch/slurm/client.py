@@ -8,7 +8,8 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
-from perdure.launch.channel import Channel, Done, UnreachedError
+from perdure.launch.channel import Channel, Done
+from perdure.launch.exchange import UnreachedError
 from perdure.model.errors import PlatformError
 from perdure.model.profile import LaunchSection, Profile
 from perdure.model.slurm import (

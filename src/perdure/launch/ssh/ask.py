@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perdure.launch.channel import Channel, UnreachedError
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import UnreachedError
 from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
@@ -28,6 +29,9 @@ LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
 FOLLOWS = {"-f", "--follow", "--watch"}
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Before a broken stream is taken up again; then it is left."""
+
+_LEFT_OUT = 60
+"""Characters that are shown of a line that cannot be read."""
 
 
 def in_job(place: str, script: str) -> str:
@@ -81,7 +85,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here, *, carry: Carry =
         return _fetch_page(channel, record, argv, carry)
     if command == "watch" and "--json" not in rest:
         return _watch(channel, carry(record, argv))
-    if command == "watch" or FOLLOWS & set(rest):
+    if command in ("watch", "logs", "events") or FOLLOWS & set(rest):
         return follow(channel, record, argv, carry)
     script = carry(record, argv)
     if command in LOOKING:
@@ -93,11 +97,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here, *, carry: Carry =
         except UnreachedError as error:
             hint = f"it may have been done all the same: perdure events {record.job}"
             raise UnreachedError(f"the answer was lost: {error}", hint=hint) from error
-    if command == "logs" and "--json" not in rest:
-        for line in done.out.splitlines():
-            print_output(line)
-    else:
-        print(done.out, end="", flush=True)
+    print(done.out, end="", flush=True)
     if done.err:
         print(done.err, file=sys.stderr, flush=True)
     return done.code
@@ -148,7 +148,8 @@ def follow(
 
 def make_lines(argv: Sequence[str]) -> "Lines":
     """Return what shows the lines of a command that follows."""
-    return _LogLines("--json" in argv, "--rank" in argv) if argv[0] == "logs" else _Numbered()
+    one = any(word.split("=")[0] == "--rank" for word in argv)
+    return _LogLines("--json" in argv, one) if argv[0] == "logs" else _Numbered()
 
 
 def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
@@ -200,9 +201,17 @@ class _LogLines:
         self._now.clear()
 
     def __call__(self, line: str) -> None:
-        row = msgspec.json.decode(line)
+        try:
+            row = msgspec.json.decode(line)
+        except msgspec.DecodeError:  # Of a line that is too long to be one; or none of ours.
+            print(f"left out: {line[:_LEFT_OUT]!r}", file=sys.stderr, flush=True)
+            return
         if "generation" not in row:  # The command's own error: there is no such job there.
-            print(row.get("error", line.strip()), file=sys.stderr, flush=True)
+            if self._as_json:
+                print(line, end="", flush=True)
+                return
+            hint = f"\nhint: {row['hint']}" if row.get("hint") else ""
+            print(f"perdure: error: {row.get('error')}{hint}", file=sys.stderr, flush=True)
             return
         stream = (row["generation"], row["rank"], row["stream"])
         self._now[stream] += 1
@@ -213,7 +222,7 @@ class _LogLines:
         if self._as_json:
             print(line, end="", flush=True)
         else:
-            prefix = "" if self._one else f"[rank {row['rank']}] "
+            prefix = "" if self._one or row["rank"] < 0 else f"[rank {row['rank']}] "
             print_output(row["text"], prefix)  # Whole, also between threads.
 
 

@@ -1,5 +1,6 @@
 """A plan carried out on a box: sent, compared, mended, given an environment, started, left."""
 
+import os
 import shlex
 import subprocess
 import tempfile
@@ -11,6 +12,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from perdure.launch.channel import Channel
+from perdure.launch.exchange import run_bounded
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
@@ -177,10 +179,14 @@ def _compare(channel: Channel, source: Path, target: str, exclude: tuple[str, ..
     command += [f"--exclude={pattern}" for pattern in (*exclude, PARTIAL)]
     if channel.host:
         command += ["-e", shlex.join(channel.ssh())]  # Names and hashes: little.
-    done = subprocess.run([*command, f"{source}/", at], capture_output=True, text=True)
+    try:
+        done = run_bounded([*command, f"{source}/", at], name=channel.name, timeout_s=_SETUP_S)
+    except subprocess.TimeoutExpired:
+        raise PlatformError(f"cannot compare with {at}: no end in {_SETUP_S:.0f} s") from None
     if done.returncode:
-        raise PlatformError(f"cannot compare with {at}: {done.stderr.strip()}")
-    return [line for line in done.stdout.splitlines() if not line.endswith("/")]
+        why = done.stderr.decode(errors="replace").strip()
+        raise PlatformError(f"cannot compare with {at}: {why}")
+    return [line for line in os.fsdecode(done.stdout).splitlines() if not line.endswith("/")]
 
 
 def _send_secrets(channel: Channel, plan: Plan, secrets: dict[str, str]) -> None:
