@@ -16,6 +16,7 @@ from perdure.cli.say import print_json
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.pulling import (
     compare_files,
+    describe_changed,
     drop_sent,
     find_areas,
     find_roster,
@@ -97,9 +98,11 @@ def pull(
         manifest = _make_roster(record, sources, tuple(leave or ()), place)
         _ask_size(record, manifest, up_to_gb, yes=yes or dry_run)
         if not dry_run:
-            pull_files(record, manifest, directory, sources, place.tell)
+            manifest = pull_files(record, manifest, directory, sources, place.tell, live=live)
     size = sum(file.bytes for file in manifest.files)
     text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"
+    if manifest.changed:
+        place.tell(f"{describe_changed(manifest.changed)} while the job runs: here as they arrived")
     if not dry_run:
         write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
     if as_json:
@@ -107,7 +110,8 @@ def pull(
         print_json({"job": job, "dir": str(directory), "files": files, "bytes": size,
                     "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,
                     "left": [file.path for file in manifest.left], "unread": manifest.unread,
-                    "excluded": manifest.excluded, "others": manifest.others})  # fmt: skip
+                    "excluded": manifest.excluded, "others": manifest.others,
+                    "changed": manifest.changed})  # fmt: skip
     else:
         verb = "would pull" if dry_run else "pulled"
         print(f"{verb} {text}; next: perdure verify {directory}")
@@ -242,7 +246,7 @@ def verify_pulled(
                     "files": len(manifest.files), "bytes": size,
                     "loaded": found.loaded if found else 0,
                     "tensors": found.tensors if found else 0,
-                    "unknown": found.unknown if found else (),
+                    "unknown": found.unknown if found else (), "changed": manifest.changed,
                     "problems": problems, "verified": proof})  # fmt: skip
         return 3 if problems else 0
     if found is not None and found.unknown:
@@ -251,6 +255,8 @@ def verify_pulled(
     if problems:
         print("\n".join(f"DAMAGED: {problem}" for problem in problems))
     elif found is not None:
+        if manifest.changed:
+            print(f"{describe_changed(manifest.changed)} while the job ran: here as they arrived")
         print(f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
               f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
               "checkpoints load with weights_only")  # fmt: skip

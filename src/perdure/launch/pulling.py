@@ -237,12 +237,17 @@ def pull_files(
     target: Path,
     sources: Sources,
     tell: Callable[[str], None],
-) -> None:
+    *,
+    live: bool = False,
+) -> PullManifest:
     """Bring the files of `manifest` to `target`, folder by folder; what is here already stays.
+
+    Return the manifest that was written there: of a job that is `live` it has the files that have
+    changed since the roster was made as they arrived, and says which.
 
     Raises:
         ConfigError: `target` holds something else.
-        PlatformError: nothing more arrives.
+        PlatformError: nothing more arrives, or files have changed, of a job that is not `live`.
         SafetyError: a file would be written through a link.
     """
     check_names((file.path for file in manifest.files), manifest.host)
@@ -253,10 +258,49 @@ def pull_files(
         tell(f"{label}/{folder}: {len(files)} files")
         there = sources[owners[label][0].box]
         there.bring(manifest.roots[label], target / label, files, tell=tell)
+    if live:
+        manifest = _take_as_arrived(target, manifest)
+    elif lacking := [file.path for file in manifest.files if not _has_size(target, file)]:
+        raise PlatformError(
+            f"{describe_changed(lacking)} since the roster was made", hint="pull again"
+        )
     document = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
     temporary = target / f".{PULL_MANIFEST}"
     temporary.write_bytes(document)
     os.replace(temporary, target / PULL_MANIFEST)
+    return manifest
+
+
+def _take_as_arrived(target: Path, manifest: PullManifest) -> PullManifest:
+    """Return a roster with what has changed meanwhile as it lies here, or without it."""
+    files, changed = [], []
+    for file in manifest.files:
+        path = target / file.path
+        is_file = path.is_file() and not path.is_symlink()
+        if is_file and _has_size(target, file) and _hash(path) == file.sha256:
+            files.append(file)
+            continue
+        changed.append(file.path)
+        if is_file:
+            size, digest = path.stat().st_size, _hash(path)
+            files.append(msgspec.structs.replace(file, bytes=size, sha256=digest))
+    return msgspec.structs.replace(manifest, files=tuple(files), changed=tuple(changed))
+
+
+def _has_size(target: Path, file: PulledFile) -> bool:
+    path = target / file.path
+    return not path.is_symlink() and path.is_file() and path.stat().st_size == file.bytes
+
+
+def describe_changed(names: Sequence[str]) -> str:
+    """Return how many files have changed, and the first of them.
+
+    >>> describe_changed(["job/a", "job/b", "job/c", "job/d"])
+    '4 files have changed or gone (job/a, job/b, job/c and 1 more)'
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    verb = "files have" if len(names) > 1 else "file has"
+    return f"{len(names)} {verb} changed or gone ({', '.join(names[:3])}{more})"
 
 
 def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile]]:

@@ -25,9 +25,17 @@ FRUITLESS_MAX = 5
 """Attempts in a row that brought nothing."""
 _AGAIN = {10, 12, 20, 24, 30, 35, 255}
 """rsync's codes of broken connections, stalls and files that vanished meanwhile."""
+_CHANGED = re.compile(r"failed verification|link_stat .* failed|has vanished")
+"""What rsync says of a file that is another while it is read."""
+_CHANGED_MAX = 2
+"""So often a transfer in which files change is tried."""
 _TEMPORARY = re.compile(r"^\.(.+)\.[A-Za-z0-9]{6}$")
 _PROGRESS = re.compile(r"([\d,]+)\s+(\d+)%")
 _TELL_S = 5.0
+_HINTS = {
+    11: "make room there",
+    23: "what has arrived is kept: the same command goes on from there",
+}
 _INSTALL = "apt-get install rsync"
 
 
@@ -64,6 +72,9 @@ def pull(
 ) -> None:
     """Bring the files `names` (relative) of the absolute folder `source` into `target`.
 
+    One that is not there any more, or changes for as long as it is read, does not come: the caller
+    compares what has arrived.
+
     Raises:
         PlatformError: it cannot be done, or attempts bring nothing more.
     """
@@ -71,7 +82,15 @@ def pull(
     listed = "\0".join(f"./{name}" for name in names).encode()  # `#` begins a comment there.
     at = f"{channel.host}:{source}/" if channel.host else f"{source}/"
     # A link, a pipe or a device that has taken a file's place there meanwhile does not come here.
-    options = ["--no-links", "--no-D", "--from0", "--files-from=-", at, f"{target}/"]
+    options = [
+        "--ignore-missing-args",
+        "--no-links",
+        "--no-D",
+        "--from0",
+        "--files-from=-",
+        at,
+        f"{target}/",
+    ]
 
     def prepare() -> None:
         salvage(target, set(names))
@@ -136,16 +155,18 @@ def _repeat(
     command += ["--info=progress2", "--no-human-readable", "--outbuf=L"]
     if channel.host:
         command += ["-e", shlex.join(channel.ssh(shared=shared))]
-    fruitless = attempt = 0
+    fruitless = attempt = changed = 0
     while True:
         if prepare is not None:
             prepare()
         began = time.monotonic()
         code, moved, last = _transfer([*command, *options], stdin, what, tell)
-        if code == 0:
+        changing = code == 23 and _CHANGED.search(last) is not None
+        changed += changing
+        if code == 0 or changed == _CHANGED_MAX:
             return
-        if code not in _AGAIN:
-            hint = "make room there" if code == 11 else "rsync has to be on both machines"
+        if code not in _AGAIN and not changing:
+            hint = _HINTS.get(code, "rsync has to be on both machines")
             raise PlatformError(f"{what}: rsync ended with {code}: {last}", hint=hint)
         fruitless = 0 if moved else fruitless + 1
         if fruitless == FRUITLESS_MAX:

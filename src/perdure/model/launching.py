@@ -211,6 +211,9 @@ class PullManifest(msgspec.Struct, frozen=True, kw_only=True):
     """What could not be looked at, and why: nobody knows whether it exists elsewhere."""
     others: tuple[str, ...] = ()
     """Folders of other jobs of perdure's on the box, none of whose files are among these."""
+    changed: tuple[str, ...] = ()
+    """Of a pull while the job runs: files that became others after the roster was made, and are
+    among `files` as they arrived, or not at all."""
 
 
 class PullVerified(msgspec.Struct, frozen=True, kw_only=True):

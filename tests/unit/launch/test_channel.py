@@ -129,7 +129,7 @@ def test_a_login_profile_that_floods_does_not_fill_the_memory(tmp_path: Path, fl
             lambda: box.stream("true", print),
             hold,
         ):
-            with pytest.raises(FloodError, match="box says more than (64|1) MiB: not read on"):
+            with pytest.raises(FloodError, match=r"box says more than (64|1) MiB: not"):
                 ask()
 
 

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from perdure.cli.teardown import Waived
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
 from perdure.launch.gate import find_neighbours, find_obstacles
+from perdure.launch.kubernetes.fetching import fetch
+from perdure.launch.kubernetes.reader import PodChannel
 from perdure.launch.platforms import Here
 from perdure.launch.pulling import (
     compare_files,
@@ -24,11 +28,11 @@ from perdure.launch.pulling import (
     write_verified,
 )
 from perdure.launch.records import write_record
-from perdure.launch.sources import Source
+from perdure.launch.sources import Source, _pull_by_rsync
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.launch.transfer import pull as pull_names
-from perdure.model.errors import ConfigError
+from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.launching import (
     PULL_MANIFEST,
     BoxState,
@@ -273,3 +277,69 @@ def test_a_pull_that_broke_off_is_gone_on_from_after_the_box_has_changed(tmp_pat
     assert set(list(left)[2:]) <= set(found)  # What has arrived of a file is not sent again.
     aside = tmp_path / "here.superseded"
     assert [(aside / name).exists() for name in left] == [True, True, False, False]
+
+
+class _Pod(PodChannel):
+    """A pod whose volume is a folder of this machine."""
+
+    def __init__(self) -> None:
+        self.host, self.python, self._pod = "", sys.executable, "gpt-0"
+
+    def enter(self, *words: str, stdin: bool = True) -> list[str]:
+        return list(words)
+
+
+def change(folder: Path) -> None:
+    """Do to files of a job what its own rotation does; what comes after them is as it was."""
+    (folder / "0-gone.log").unlink()
+    (folder / "1-shorter.log").write_text("new")
+    (folder / "2-longer.log").write_text("2-longer.log and more")
+    (folder / "3-other.log").write_text("3-OTHER.log")
+    (folder / "4-folder.log").unlink()
+    (folder / "4-folder.log").mkdir()
+    shutil.rmtree(folder / "5-step")
+    (folder / "5-step").write_text("a file where a folder was")
+
+
+NAMED = ("0-gone.log", "1-shorter.log", "2-longer.log", "3-other.log", "4-folder.log", "5-step/w")
+
+
+@pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
+@pytest.mark.parametrize("way", ["rsync", "pod"])
+def test_files_that_are_rotated_away_while_they_are_pulled_stop_nothing(
+    tmp_path: Path, way: str
+) -> None:
+    """Live it goes on, says which and counts; of a job that has ended it is refused, once all
+    else is here."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    files = []
+    for name in (*NAMED, "6-last.log", "a/last.log"):
+        path = there / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(Path(name).name)
+        files.append(PulledFile(f"job/{name}", *hash_file(str(path))))
+    change(there)
+    record = LaunchRecord(
+        job="gpt", profile=load_profile("vastai", "/nonexistent").profile, place=str(tmp_path),
+        home=str(tmp_path), python="python3", roots={"job": str(there)},
+    )  # fmt: skip
+    channel = Channel(LaunchSection()) if way == "rsync" else _Pod()
+    bring: Any = _pull_by_rsync if way == "rsync" else fetch
+    sources = {record.box: Source(channel, partial(bring, channel))}
+    manifest = PullManifest(
+        job="gpt", host="box", roots={"job": str(there)}, pulled_s=1.0, files=tuple(files)
+    )
+    with pytest.raises(PlatformError, match=r"^[45] files have changed or gone \(job/0-gone.log"):
+        pull_files(record, manifest, here, sources, lambda text: None)
+    assert read_manifest(here) is None
+    assert (here / "job" / "a" / "last.log").read_text() == "last.log"
+
+    told = pull_files(record, manifest, here, sources, lambda text: None, live=True)
+    grown = () if way == "rsync" else ("2-longer.log",)  # Read as far as the roster says.
+    assert told.changed == tuple(f"job/{name}" for name in NAMED if name not in grown)
+    assert read_manifest(here) == told
+    assert compare_files(here, told) == []
+    assert {"job/0-gone.log", "job/4-folder.log", "job/5-step/w"}.isdisjoint(
+        file.path for file in told.files
+    )
+    assert (here / "job" / "1-shorter.log").read_text() == "new"

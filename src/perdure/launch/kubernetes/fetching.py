@@ -5,6 +5,7 @@ cut off. Here every byte that arrives is kept under a name that is not the file'
 it once its SHA-256 is that of the roster.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,16 +25,23 @@ from perdure.model.launching import PulledFile
 _SENDER = """\
 import json, sys
 for path, begin, end in json.load(sys.stdin):
-    with open(path, "rb") as file:
-        file.seek(begin)
-        while begin < end:
-            chunk = file.read(min(1 << 20, end - begin))
-            if not chunk:
-                sys.exit(path + " has become shorter")
-            sys.stdout.buffer.write(chunk)
-            begin += len(chunk)
+    try:
+        with open(path, "rb") as file:
+            file.seek(begin)
+            while begin < end:
+                chunk = file.read(min(1 << 20, end - begin))
+                if not chunk:
+                    sys.exit("changed: " + path + ": it has become shorter")
+                sys.stdout.buffer.write(chunk)
+                begin += len(chunk)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        sys.exit("changed: " + path + ": it is no file any more")
 sys.stdout.buffer.flush()
 """
+_CHANGED = "changed: "
+"""Begins the last words of a sender whose file is not as it is asked for, and never will be."""
+_SHORTER = "it has become shorter"
+_LAST_WORDS_S = 5.0
 _CHUNK = 1 << 20
 
 
@@ -46,6 +54,8 @@ def fetch(
     tell: Callable[[str], None],
 ) -> None:
     """Bring `files`, named relative to the absolute folder `source` in the pod, into `target`.
+
+    One that is another than the roster says comes as it is now, or not at all where it is gone.
 
     Raises:
         PlatformError: attempts bring nothing more.
@@ -65,16 +75,16 @@ def fetch(
         ]
         if not missing:
             break
-        fruitless = 0 if moved else fruitless + 1
+        fruitless = 0 if moved or last.startswith(_CHANGED) else fruitless + 1
         if fruitless == FRUITLESS_MAX:
             raise PlatformError(
                 f"{source} from {channel.name}: nothing more arrives: {last}",
                 hint="what has arrived is kept: the same command goes on from there",
             )
+        if last.startswith(_CHANGED):
+            continue
         tell(f"{source} from {channel.name}: broke ({last}); going on")
         time.sleep(min(2.0**fruitless / 2, 10.0))
-    for name in (name for name, times in changed.items() if times > 1):
-        tell(f"{name} changes while it is read: not what the roster says")
 
 
 def is_whole(path: Path, file: PulledFile) -> bool:
@@ -108,7 +118,7 @@ def _receive(
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    moved = 0
+    moved, lacking = 0, None
     try:
         try:
             process.stdin.write(json.dumps(wanted).encode())
@@ -120,18 +130,33 @@ def _receive(
             arrived = _receive_file(process.stdout.fileno(), part, end - begin)
             moved += arrived
             if arrived < end - begin:
+                lacking = file
                 break
             whole = is_whole(part, file)
             changed[file.path] += not whole
-            if whole or changed[file.path] > 1:
-                os.replace(part, target / file.path)
-            else:
-                part.unlink()
+            _keep(part, target / file.path, whole or changed[file.path] > 1)
+        if lacking is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LAST_WORDS_S)
     finally:
         process.kill()
         _, err = process.communicate()
     lines = err.decode(errors="replace").strip().splitlines()
-    return moved, lines[-1] if lines else f"nothing for {STALL_S} s, or the connection ended"
+    why = next((line for line in lines if line.startswith(_CHANGED)), "")
+    if lacking is not None and why:
+        changed[lacking.path] += 1 if why.endswith(_SHORTER) else 2
+        part = _find_part(target / lacking.path, lacking)
+        _keep(part, target / lacking.path, why.endswith(_SHORTER) and changed[lacking.path] > 1)
+    last = lines[-1] if lines else f"nothing for {STALL_S} s, or the connection ended"
+    return moved, why or last
+
+
+def _keep(part: Path, path: Path, wanted: bool) -> None:
+    """Give what has arrived its name, or begin anew with it."""
+    if wanted and part.exists():
+        os.replace(part, path)
+    else:
+        part.unlink(missing_ok=True)
 
 
 def _find_part(path: Path, file: PulledFile) -> Path:
