@@ -27,6 +27,7 @@ ODD = 4
 GAP_S, GAP_RATIO = 1.5, 5.0
 """A silence this long, and so many times the usual, is an event of its own: an evaluation."""
 _KEPT_S = 30.0
+SIGMAS = 1.96
 
 
 class Persistence:
@@ -125,10 +126,12 @@ class Persistence:
             return 0.0
         return recent[len(recent) // 4]
 
-    def interval(self, now: float, window_s: float) -> tuple[float, float, float] | None:
+    def interval(
+        self, now: float, window_s: float, sigmas: float = SIGMAS
+    ) -> tuple[float, float, float] | None:
         """Return the median excess of the last `window_s` between the ends of its interval."""
-        since_s = now - window_s * self.unit
-        return find_interval([e for at_s, e in self._samples if at_s > since_s])
+        since_s = now - window_s
+        return find_interval((e for at_s, e in self._samples if at_s > since_s), sigmas)
 
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
@@ -149,20 +152,24 @@ def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bo
     return now - before_s > window_s / 2
 
 
-def find_interval(samples: Iterable[float]) -> tuple[float, float, float] | None:
+def find_interval(
+    samples: Iterable[float], sigmas: float = SIGMAS
+) -> tuple[float, float, float] | None:
     """Return low end, median and high end: in 95 of 100 cases the median lies between the ends.
 
+    With other `sigmas` it does so as often as a normal variable lies within so many of its mean.
     The ends are order statistics, so no shape of the noise is assumed; samples that depend on one
-    another make the truth wider. None without samples.
+    another make the truth wider. None without samples, and where they are too few to be surer than
+    usual.
 
     >>> find_interval([1.0, 2.0, 9.0])
     (1.0, 2.0, 9.0)
     """
     ordered = sorted(samples)
-    if not ordered:
-        return None
     n = len(ordered)
-    reach = 0.98 * n**0.5
+    if not n or (sigmas > SIGMAS and n < sigmas**2):
+        return None
+    reach = 0.5 * sigmas * n**0.5
     low, high = max(0, int(n / 2 - reach)), min(n - 1, int(n / 2 + reach))
     return ordered[low], ordered[n // 2], ordered[high]
 

@@ -3,7 +3,7 @@
 Communication is judged first, because lateness grows under it as well. What the links show says
 where; what the collectives show says that it matters; either alone takes longer. A verdict is
 withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upon once it lasted
-`slow_action_s`, or longer where slowness of this job has ended by itself: work that moves about
+`slow_action_s` and `ACTED_STEPS`, or longer where slowness of this job has ended by itself: work that moves about
 (an expert in demand, long sequences) makes one rank slow after another, and no node is to blame.
 A rank that was kept from its CPU by neighbours is given much longer.
 """
@@ -16,7 +16,7 @@ from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
 from perdure.detect.hosts import HostWatch
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.neighbours import STARVED, Neighbours
-from perdure.detect.persistence import Persistence
+from perdure.detect.persistence import SIGMAS, Persistence
 from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
@@ -34,7 +34,12 @@ ACCOUNTED = 0.5
 UNPLACED_S = 12.0
 """A communicator of whose links none stands out, though they are watched, is slow after this."""
 COSTED_S = 10.0
-"""Over how long what a verdict costs is summed up."""
+"""Over how long what a verdict costs is summed up, in steps where they are longer than a second;
+once it is to be acted upon, over all that it must have lasted."""
+ACTED_STEPS = 20
+"""Fewer steps than this are never acted upon: one rank has the longest sequences of three."""
+ACTED_SIGMAS = 3.3
+"""Of the interval whose lower end is acted upon: the median is below it once in 2,000 times."""
 GROWN = 0.1
 """A verdict that may be acted upon is told again once its share of the step changed by so much."""
 PASSING = 3.0
@@ -232,17 +237,25 @@ class SlowWatch:
             for r in ranks
         )
 
+    @property
+    def _wait_s(self) -> float:
+        """How long a slowness must last to be acted upon."""
+        steps_s = ACTED_STEPS * self.collectives.step_s
+        return max(self._config.slow_action_s, PASSING * self._passing_s, steps_s)
+
     def _escalate(self, now: float) -> list[VerdictReached]:
         out = []
-        wait_s = max(self._config.slow_action_s, PASSING * self._passing_s)
+        wait_s = self._wait_s
         for key, verdict in self._open.items():
             due_s = verdict.confirmed_s + wait_s
             if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
+                slowness = self._measure(now, verdict, thorough=True)
+                if slowness is None and verdict.slowness is not None:
+                    continue  # Too few of the last steps have shown it.
                 evidence = {
                     **verdict.evidence,
                     "acted_after_s": round(now - verdict.confirmed_s, 3),
                 }
-                slowness = self._measure(now, verdict) or verdict.slowness
                 verdict = msgspec.structs.replace(
                     verdict, actionable=True, evidence=evidence, slowness=slowness
                 )
@@ -259,7 +272,7 @@ class SlowWatch:
             if not verdict.actionable or now - told_s < self._config.slow_action_s:
                 continue
             self._told[key] = now
-            slowness = self._measure(now, verdict)
+            slowness = self._measure(now, verdict, thorough=True)
             known = 0.0 if verdict.slowness is None else verdict.slowness.share_low
             if slowness is None or abs(slowness.share_low - known) < GROWN:
                 continue
@@ -269,37 +282,47 @@ class SlowWatch:
 
     # --- what it costs ------------------------------------------------------------------------
 
-    def _measure(self, now: float, verdict: Verdict) -> Slowness | None:
-        """Return how slow the culprit is and what that costs, as things stand."""
+    def _measure(self, now: float, verdict: Verdict, *, thorough: bool = False) -> Slowness | None:
+        """Return how slow the culprit is and what that costs, as things stand.
+
+        `thorough` asks for what is good enough to be acted upon: noise makes anybody slow for a
+        few steps.
+        """
+        step_s = max(1.0, self.collectives.step_s)
+        window_s, sigmas = COSTED_S * step_s, SIGMAS
+        if thorough:
+            window_s, sigmas = self._wait_s, ACTED_SIGMAS
         if verdict.kind == "HostBusy":
             return None
         if verdict.kind == "CommSlow":
             slow = [c for c in self.collectives.comms() if c.slow is not None]
             ends = verdict.culprit.link or ()
             mine = [c for c in slow if set(ends) <= set(c.ranks)]
-            return self._measure_comms(now, mine or slow)
+            return self._measure_comms(now, mine or slow, window_s, sigmas)
         ranks: tuple[int, ...] = ()
         if verdict.culprit.rank is not None:
             ranks = (verdict.culprit.rank,)
         elif verdict.culprit.node is not None:
             ranks = self._find_ranks(verdict.culprit.node)
-        found = [s for rank in ranks if (s := self.stages.measure(now, rank)) is not None]
+        found = [s for rank in ranks if (s := self.stages.measure(now, rank, window_s, sigmas))]
         if found:
             return max(found, key=lambda s: s.share_low)
         late = [one for r in ranks if (one := self.collectives.lateness.get(r)) is not None]
-        spans = [x for one in late if one.late and (x := one.late.interval(now, COSTED_S))]
+        spans = [x for one in late if one.late and (x := one.late.interval(now, window_s, sigmas))]
         if not spans:
             return None
         low, mid, high = max(spans)
         return _make_slowness((low, mid, high), max(mid, 0.0) / (1.0 + max(mid, 0.0)))
 
-    def _measure_comms(self, now: float, slow: list[Comm]) -> Slowness | None:
+    def _measure_comms(
+        self, now: float, slow: list[Comm], window_s: float, sigmas: float
+    ) -> Slowness | None:
         """Return what slow communicators cost: what waits grew by, else what the pace fell by."""
-        spans = [x for c in slow if c.slow and (x := c.slow.interval(now, COSTED_S))]
+        spans = [x for c in slow if c.slow and (x := c.slow.interval(now, window_s, sigmas))]
         if not spans:
             return None
         excess = max(spans, key=lambda x: x[1])
-        waits = self.stages.find_waits(now)
+        waits = self.stages.find_waits(now, window_s, sigmas)
         if waits is None:
             return _make_slowness(excess, self._find_loss(slow))
         made = _make_slowness(excess, waits[1])

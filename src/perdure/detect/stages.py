@@ -45,8 +45,8 @@ LATELY_S = 2.5
 FROM_START = 0.6
 """Weight of an excess over the peers that was there from the first step: it may be by design."""
 
-GAINED_EVERY_S, GAINED_S = 0.1, 10.0
-"""How often what a suspect costs is noted, and over how long it is summed up."""
+GAINED_EVERY_S, GAINED_KEPT = 0.1, 1024
+"""How often what a suspect costs is noted, and how many of these notes are kept."""
 
 Row = tuple[float, float, float, float, float, float]
 """Own seconds by stage, their sum, and the whole step."""
@@ -93,7 +93,7 @@ class StageWatch:
         self._offset_s = 0.0
         self._gains: dict[int, deque[tuple[float, float, float]]] = {}
         """Home of a suspect -> time, ratio of its work, share of the step that it costs."""
-        self._waits = deque[tuple[float, float]](maxlen=100)
+        self._waits = deque[tuple[float, float]](maxlen=GAINED_KEPT)
         """Time, and the share of the step that communication costs."""
         self._gained_s = 0.0
         self.suspects: dict[int, Persistence] = {}
@@ -132,17 +132,22 @@ class StageWatch:
         step_s = sorted(self._step_now)[len(self._step_now) // 2]
         return max(0.0, rest_s - self._rest.value) / max(step_s, 1e-9)
 
-    def find_waits(self, now: float) -> tuple[float, float, float] | None:
-        """Return `exposed` of the last seconds as an interval; None where unknown."""
-        since_s = now - GAINED_S * max(1.0, self.step_s)
-        return find_interval(share for at_s, share in self._waits if at_s > since_s)
+    def find_waits(
+        self, now: float, window_s: float, sigmas: float
+    ) -> tuple[float, float, float] | None:
+        """Return `exposed` of the last `window_s` as an interval; None where unknown."""
+        since_s = now - window_s
+        return find_interval((share for at_s, share in self._waits if at_s > since_s), sigmas)
 
-    def measure(self, now: float, rank: int) -> Slowness | None:
-        """Return what suspect `rank` and the others of its home cost; None where unknown."""
-        since_s = now - GAINED_S * max(1.0, self.step_s)
+    def measure(self, now: float, rank: int, window_s: float, sigmas: float) -> Slowness | None:
+        """Return what suspect `rank` and the others of its home cost; None where unknown.
+
+        It is that of the last `window_s`, with intervals of so many `sigmas`.
+        """
+        since_s = now - window_s
         seen = [g for g in self._gains.get(self._home(rank), ()) if g[0] > since_s]
-        ratio = find_interval(g[1] for g in seen)
-        share = find_interval(g[2] for g in seen)
+        ratio = find_interval((g[1] for g in seen), sigmas)
+        share = find_interval((g[2] for g in seen), sigmas)
         if ratio is None or share is None:
             return None
         return Slowness(
@@ -184,7 +189,8 @@ class StageWatch:
                 self._judge(now, row)
         for rank in [r for r, p in self.suspects.items() if p.is_over(now, 30.0)]:
             del self.suspects[rank]
-            self._gains.pop(self._home(rank), None)
+            if self._home(rank) not in map(self._home, self.suspects):
+                self._gains.pop(self._home(rank), None)
 
     def _judge(self, now: float, row: dict[int, Row]) -> None:
         self._recent.append(row)
@@ -242,7 +248,7 @@ class StageWatch:
                 own_s, rank = slowest[home]
                 others = [s for h, (s, _) in slowest.items() if h != home]
                 left_s = self._find_left(rank, others)
-                gains = self._gains.setdefault(home, deque(maxlen=100))
+                gains = self._gains.setdefault(home, deque(maxlen=GAINED_KEPT))
                 if gains and gains[-1][0] == now:  # It has ranks among several groups of peers.
                     continue
                 share = min(max(0.0, own_s - max([left_s, *others])) / whole_s, 1.0)

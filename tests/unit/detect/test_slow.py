@@ -65,6 +65,26 @@ def test_slowness_that_moves_about_is_told_and_not_acted_upon():
     assert [e.verdict.culprit.rank for e in run.acted] == [0], "what lasts is acted upon"
 
 
+@pytest.mark.parametrize(("step_s", "seed"), [(1.0, 0), (5.0, 0)])
+def test_sequences_of_unequal_length_cost_no_node_its_place(step_s, seed):
+    """T6: each rank's step takes another time, lognormal; no node is slow for long enough."""
+
+    class Packed(Training):
+        def _run_step(self):
+            self.factors = [self._rng.lognormvariate(0.0, 0.6) for _ in self._ranks]
+            super()._run_step()
+
+        def _work(self, r, stage, seconds):
+            super()._work(r, stage, seconds * self.factors[r.rank])
+
+    lay = Layout(8, nproc=4)
+    run = Run(lay)
+    run.training = Packed(lay, seed, step_s=step_s)
+    run.run(180 * max(step_s, 1.0))
+    worth = [e for e in run.acted if e.verdict.slowness.step_ratio_low >= 1.5]
+    assert worth == []
+
+
 def test_all_ranks_of_one_node_are_that_node():
     class Host(Training):
         def _work(self, r, stage, seconds):
