@@ -76,7 +76,9 @@ def find_stuck(
             if (r in watches or r in exited) and (r not in members or members[r].started_seq < top)
         )
         arrived = tuple(r for r, c in sorted(members.items()) if c.started_seq == top)
-        if missing and any(is_inside(members[r]) for r in arrived if r in watches):
+        inside = any(is_inside(members[r]) for r in arrived if r in watches)
+        left = any(r in exited for r in missing)  # Who is out of it again has failed.
+        if missing and (inside or left):
             certain = any(0 <= members[r].ended_seq < top for r in arrived)
             stuck.append(Stuck(name, members[arrived[0]].op, top, arrived, missing, certain))
     return tuple(stuck)

@@ -180,6 +180,21 @@ def test_a_rank_that_left_while_another_waits_is_an_early_exit(make_world):
     assert 5 <= acted.confirmed_s + acted.evidence["acted_after_s"] - left_s <= 5.5
 
 
+def test_a_rank_that_left_is_blamed_for_the_one_whose_collective_failed_for_want_of_it(make_world):
+    """T5: the other was said to hang for the second in which it came to its own end."""
+    world = make_world(resumable=False)
+    world.run(20)
+    waiting, left = world.ranks
+    left.started = left.ended
+    waiting.started = waiting.ended = left.ended + 1  # Its connection was reset: it unwinds.
+    world.take(exited(1, world.now, comms=world.progress(left).comms))
+    world.run(30, hold=lambda rank: True)
+    assert [(v.kind, v.culprit.rank, v.certain) for v in world.verdicts] == [
+        ("EarlyExit", 1, False)
+    ]
+    assert not world.actionable  # It may be writing down what it has.
+
+
 def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
     world = make_world(resumable=False, ends_known=False)
     world.run(20)
