@@ -3,8 +3,9 @@
 Communication is judged first, because lateness grows under it as well. What the links show says
 where; what the collectives show says that it matters; either alone takes longer. A verdict is
 withdrawn when nothing unusual was seen for `slow_clear_s`, and may be acted upon once it lasted
-`slow_action_s` and `ACTED_STEPS`, or longer where slowness of this job has ended by itself: work that moves about
-(an expert in demand, long sequences) makes one rank slow after another, and no node is to blame.
+`slow_action_s` and `ACTED_STEPS`, or longer where slowness of this job has ended by itself: work
+that moves about (an expert in demand, long sequences) makes one rank slow after another, and no
+node is to blame.
 A rank that was kept from its CPU by neighbours is given much longer.
 """
 
