@@ -23,7 +23,7 @@ from perdure.cli.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.say import note, print_json
 from perdure.launch import gone
 from perdure.launch.channel import Channel
-from perdure.launch.exchange import UnreachedError
+from perdure.launch.exchange import UnfinishedError, UnreachedError
 from perdure.launch.gate import (
     find_changes,
     find_known,
@@ -202,10 +202,16 @@ def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bo
     return 0
 
 
+_IS_IT_GONE = "look at the provider; --box-is-gone, once you have seen that it is"
+
+
 def forget(
     job: JobName,
     yes: Annotated[
         bool, typer.Option("--yes", help="What was never brought home is lost, and you know it.")
+    ] = False,
+    box_is_gone: Annotated[
+        bool, typer.Option("--box-is-gone", help="You have seen at the provider that it is.")
     ] = False,
     as_json: Json = False,
 ) -> int:
@@ -218,21 +224,28 @@ def forget(
     if record.profile.kind == "local":
         raise ConfigError(f"job `{job}` is on this machine, which answers")
     for box in record.boxes:
-        said = _hear(box, place)
-        if said:
+        answers, said = _hear(box, place)
+        if answers:
             raise SafetyError(f"not forgotten: {box.box} {said}",
                               hint=f"perdure pull {job} DIR, then perdure teardown {job}; "
                               "--box-is-gone --nothing-to-keep lets all of it go")  # fmt: skip
-    answers = [(box, ask_gone(box)) for box in (record, *record.others)]
-    lines = [
-        f"{box.profile.platform} does not say that {box.box} is gone, which may be billed on: "
-        f"{answer.said or 'it says nothing'}"
-        for box, answer in answers
-        if answer is not None and not answer.gone
-    ] + describe_lost(record)
+        if said and not box_is_gone:
+            raise SafetyError(f"not forgotten: {box.box} {said}", hint=_IS_IT_GONE)
+    denials, remains = [], []
+    for box in () if box_is_gone else (record, *record.others):
+        answer = ask_gone(box)
+        if answer is None:
+            remains.append(f"nobody has said that {box.box} is gone: what runs there in "
+                           f"{box.place} may go on, and be billed on")  # fmt: skip
+        elif not answer.gone:
+            denials.append(f"{box.profile.platform} does not say that {box.box} is gone, which may "
+                           f"be billed on: {answer.said or 'it says nothing'}")  # fmt: skip
+    lines = [*denials, *remains, *describe_lost(record)]
     if not as_json:
         for line in lines:
             note(line)
+    if denials:
+        raise SafetyError(f"not forgotten: {denials[0]}", hint=_IS_IT_GONE)
     if not yes and is_terminal():
         yes = input(f"type the job's name ({job}) to forget it: ").strip() == job
     if not yes:
@@ -242,26 +255,29 @@ def forget(
     write_record(home, msgspec.structs.replace(record, notes=(*record.notes, said)))
     aside = forget_record(home, job, at_s)
     if as_json:
-        print_json({"job": job, "lost": lines, "record": str(aside)})
+        print_json({"job": job, "lost": lines, "remains": remains, "record": str(aside)})
     else:
         print(f"{job}: forgotten; its record is {aside}")
     return 0
 
 
-def _hear(box: LaunchRecord, place: Here) -> str:
-    """Return what a box says that is asked how the job is; empty where it does not answer.
+def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
+    """Return whether a box answers that is asked how the job is, and what is known of it.
 
-    One over ssh whose program fails may well live: its disk may be full, and it is billed.
+    One over ssh whose program fails, or does not end, may well live, and is billed: its disk may be
+    full, or its storage hang. Of one that is not reached nothing is known.
     """
     try:
-        return f"answers, and says {find_state(box, place).state}"
+        return True, f"answers, and says {find_state(box, place).state}"
+    except UnfinishedError as error:
+        return False, f"is not known to be gone: {error}"
     except UnreachedError as error:
         place.tell(str(error))
     except PlatformError as error:
         if box.profile.kind == "ssh":
-            return f"is not known to be gone: {error}"
+            return False, f"is not known to be gone: {error}"
         place.tell(str(error))
-    return ""
+    return False, ""
 
 
 def describe_lost(record: LaunchRecord) -> list[str]:

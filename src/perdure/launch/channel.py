@@ -25,6 +25,7 @@ import msgspec
 from perdure.launch.exchange import (
     SAID_MAX,
     FloodError,
+    UnfinishedError,
     UnreachedError,
     close_pipes,
     exchange,
@@ -123,7 +124,7 @@ class Channel:
                 process, stdin, name=self.name, timeout_s=timeout_s, bytes_max=bytes_max
             )
         except subprocess.TimeoutExpired:
-            raise UnreachedError(f"{self.name}: no answer in {timeout_s:.0f} s") from None
+            raise UnfinishedError(f"{self.name}: no answer in {timeout_s:.0f} s") from None
         finally:
             self._kill(process)
             close_pipes(process)

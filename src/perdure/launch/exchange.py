@@ -25,7 +25,11 @@ class UnreachedError(PlatformError):
     """The connection was not made, or broke: nothing is known of what it was for."""
 
 
-class FloodError(UnreachedError):
+class UnfinishedError(UnreachedError):
+    """A connection was made, and what was asked there did not end in time: the machine lives."""
+
+
+class FloodError(UnfinishedError):
     """Whoever was asked says more than anybody wants to hear; asked again, it would again."""
 
 

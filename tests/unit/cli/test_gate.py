@@ -269,6 +269,7 @@ def test_a_box_that_is_gone_with_nothing_pulled_can_be_forgotten(
     refused = site.run("forget", "gpt", code=4)
     assert "nothing of it was ever brought home" in refused
     assert "this stops no meter" in refused
+    site.stopped.touch()
     told = json.loads(site.run("forget", "gpt", "--yes", "--json").splitlines()[0])
     assert Path(told["record"]).exists()
     assert "unknown job" in site.run("status", "gpt", code=2)
@@ -282,7 +283,7 @@ def test_what_was_written_after_the_pull_is_said_to_be_lost(
     write_tensors(site.job / "project" / "best.safetensors")
     site.pull()
     lose_box(site, monkeypatch)
-    said = site.run("forget", "gpt", "--yes")
+    said = site.run("forget", "gpt", "--yes", "--box-is-gone")
     assert "whatever was written after the pull of" in said
     assert "never verified" in said
 
@@ -505,8 +506,32 @@ def test_forgetting_says_that_the_platform_still_has_the_box(
 ) -> None:
     """P7: a box whose ssh is down may be billed on; its platform knows."""
     lose_box(site, monkeypatch)
-    refused = site.run("forget", "gpt", code=4)
-    assert "does not say that gpu-box is gone, which may be billed on" in refused
+    for yes in ((), ("--yes",)):
+        refused = site.run("forget", "gpt", *yes, code=4)
+        assert "does not say that gpu-box is gone, which may be billed on" in refused
+        assert "hint: look at the provider; --box-is-gone" in refused
+
+
+def test_what_lives_and_hangs_is_not_forgotten(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P6: ssh connects, and storage there hangs: the question is not answered in time."""
+    (site.job / "launch" / "box.py").write_text("import time; time.sleep(60)\n")
+    monkeypatch.setattr("perdure.launch.channel.ATTEMPTS", 1)
+    real = Channel.run
+    monkeypatch.setattr(Channel, "run", lambda *a, **k: real(*a, **{**k, "timeout_s": 0.5}))
+    refused = site.run("forget", "gpt", "--yes", code=4)
+    assert "is not known to be gone: this machine: no answer in" in refused
+    site.run("forget", "gpt", "--yes", "--box-is-gone")
+
+
+def test_forgetting_says_what_remains_where_nobody_can_be_asked(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P6: a profile that knows no way to ask leaves it to a person, who is told."""
+    lose_box(site, monkeypatch)
+    site.set_profile(teardown=msgspec.structs.replace(site.record.profile.teardown,
+                                                      gone_command=()))  # fmt: skip
+    said = site.run("forget", "gpt", "--yes")
+    assert f"nobody has said that gpu-box is gone: what runs there in {site.job} may go on" in said
 
 
 @pytest.mark.parametrize(
