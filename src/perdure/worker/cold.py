@@ -14,13 +14,17 @@ from types import ModuleType
 
 from perdure.worker.failure import install_hook
 from perdure.worker.stderr import say
+from perdure.worker.streams import survive_full_disks
 
 
 def arm(traceback_file: str, title: str, imports: str) -> None:
-    """Keep the last exception, show `title`, and attach the recorder after `import torch`.
+    """Make a rank of this process; its recorder is attached after `import torch`.
 
-    `imports` is the file for the names of the modules that this rank imports; empty for none.
+    Its streams survive a full disk, its last exception is kept in `traceback_file`, its title is
+    `title`. `imports` is the file for the names of the modules that this rank imports; empty for
+    none.
     """
+    survive_full_disks()
     if traceback_file:
         install_hook(traceback_file, os.getpid())
     if title:

@@ -25,6 +25,7 @@ import msgspec
 
 from perdure.model.codec import decode, encode
 from perdure.model.wire import RankLaunch
+from perdure.worker.streams import survive_full_disks
 
 FORK_TIMEOUT_S = 30.0
 
@@ -133,6 +134,7 @@ FromImage = Importing | Ready | Unfit | RanksForked | StoreForked | ForkFailed
 
 def main(job: str, node: int, fd: int) -> None:
     """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
+    survive_full_disks()  # Before anything is imported that might keep the streams.
     set_title(f"perdure zygote {job} {node}")
     run_child = Image(socket.socket(fileno=fd)).serve()
     if run_child is not None:

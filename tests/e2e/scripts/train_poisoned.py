@@ -33,6 +33,9 @@ for step in run.steps(100_000):
     )  # fmt: skip
     if step < 8:
         os.write(2, b"\xff\xfe\x00 not UTF-8 \xed\xa0\x80\n" + b"z" * 1_000_000 + b"\n")
+    if step == 9:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)  # From here on its disk is full.
+    print(step, "x" * 10_000)
     if gate.exists() and run.rank == 1 and os.environ["PERDURE_GENERATION"] == "0":
         raise ValueError("cannot open \udcff\ud800\x1b]0;x\x07 " + "w" * 10_000_000)
     time.sleep(0.02)
