@@ -6,6 +6,7 @@ import pytest
 from tests.slowness import find_slowness, move_verdict
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.groups_lab import Lab
+from tests.unit.control.test_outstanding import replayed
 from tests.unit.control.test_placement import run, start
 
 from perdure.model.actions import (
@@ -20,10 +21,14 @@ from perdure.model.actions import (
     RecordEvent,
     ReformWorld,
     RunProbe,
+    SendBoundary,
 )
 from perdure.model.events import (
     ActionWithheld,
+    BoundaryAnswered,
+    BoundaryReached,
     CommandReceived,
+    ControllerStarted,
     DeviceReported,
     ExitRecord,
     GenerationStopped,
@@ -146,6 +151,32 @@ def test_an_operator_s_word_is_done() -> None:
     assert one(actions, CordonNode).node == 1
     assert one(actions, AssignNodes).assignment.placement == (0, 2)
     assert run(driver).group_of(2) == 1
+
+
+@pytest.mark.parametrize("kind", ["pause", "stop", "checkpoint"])
+def test_what_an_operator_asks_of_all_ranks_is_agreed_upon(kind: Any) -> None:
+    driver = start(observe=True)
+    sent = one(driver.do(CommandReceived(id="c", kind=kind, who="me")), SendBoundary)
+    assert (sent.kind, sent.move) == (kind, "prepare")
+
+
+def test_a_policy_set_live_and_another_controller_change_nothing() -> None:
+    driver = start(observe=True, policy={"desync": "report"})
+    args = {"changes": {"policy.desync": "restart", "policy.comm_hang": "stop"}}
+    sent = one(driver.do(CommandReceived(id="c", kind="set", args=args, who="me")), SendBoundary)
+    for rank in range(4):
+        driver.do(BoundaryAnswered(id=sent.id, rank=rank, ok=True, step=5))
+    for rank in range(4):
+        driver.do(BoundaryReached(id=sent.id, rank=rank, step=sent.step, at_s=driver.now))
+    assert driver.controller.state.the_spec().policy.comm_hang == "stop"
+    driver.controller = replayed(driver)
+    driver.do(ControllerStarted(incarnation="c2"))
+    assert [e.would for e in withheld(hang(driver, "Desync", Culprit(rank=2)))] == [
+        "restarted the world"
+    ]
+    actions = hang(driver, "CommHang", Culprit(rank=2))
+    assert acted(actions) == []
+    assert [e.would for e in withheld(actions)] == ["stopped the job"]
 
 
 def test_an_elastic_world_is_not_formed_again() -> None:
