@@ -240,7 +240,14 @@ class Piece:
     def fold_journal(self, entries: list[Row], fault_s: float) -> Row:
         """Return when the fault was reported and acted upon, as what, and on which ground."""
         row: Row = {"kind": None, "reported_s": None, "acted_s": None, "ground": "", "why": ""}
-        row |= {"acts_at_s": None, "activity": "", "withdrawn": False, "stops": False, "wrong": []}
+        row |= {
+            "acts_at_s": None,
+            "due_ground": "",
+            "activity": "",
+            "withdrawn": False,
+            "stops": False,
+            "wrong": [],
+        }
         for entry in entries:
             after_s = round(entry["at_s"] - fault_s, 2)
             if row["acted_s"] is not None:
@@ -275,6 +282,7 @@ class Piece:
                 row["activity"] = verdict.get("activity", "")
                 if "acts_s" in verdict:
                     row["acts_at_s"] = round(verdict["acts_s"] - fault_s, 1)
+                    row["due_ground"] = verdict.get("ground", "")
                 if verdict.get("actionable"):
                     row["ground"] = verdict.get("ground", "")
                 return str(verdict["kind"])
@@ -361,9 +369,16 @@ def render_table(rows: list[Row]) -> str:
         mine = found.get(name, [])
         other = f"{fault} / torchrun"
         theirs = render_torchrun(found.get(other, [])) if other in PIECES else ""
-        grounds = sorted({f"`{r['ground']}`" for r in mine if r["ground"]})
-        cells = [WORDS.get(fault, fault), depth, render_median(mine, "reported_s"),
-                 render_acted(mine), ", ".join(grounds), theirs, str(len(mine))]  # fmt: skip
+        grounds = {r["ground"] or r["due_ground"] for r in mine if r["over_s"] is None} - {""}
+        cells = [
+            WORDS.get(fault, fault),
+            depth,
+            render_median(mine, "reported_s"),
+            render_acted(mine),
+            ", ".join(f"`{ground}`" for ground in sorted(grounds)),
+            theirs,
+            str(len(mine)),
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, "", *render_circumstances(rows)])
 
@@ -417,8 +432,8 @@ def render_circumstances(rows: list[Row]) -> Iterator[str]:
     done = {(row["name"], row["n"]) for row in rows if "error" not in row}
     for row in rows:
         if "error" in row and (row["name"], row["n"]) not in done:
-            yield f"- {row['name']}: {row['error']}"
-        for wrong in row.get("wrong", ()):
+            yield f"- {row['name']}: {' '.join(row['error'].split())[:200]}"
+        for wrong in sorted(set(row.get("wrong", ()))):
             yield f"- {row['name']}: {wrong} was reported as well"
 
 
@@ -440,6 +455,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a new folder for logs and journals of pieces")
     args = parser.parse_args()
     if args.table is not None:
+        if not parse_lines(args.table):
+            parser.error(f"{args.table} has no line yet")
         print(render_table(parse_lines(args.table)))
         return
     sweep_after_me()
