@@ -9,6 +9,7 @@ from perdure.cli.options import Json
 from perdure.cli.say import print_json
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
+from perdure.model.numbers import refuse_number
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Timeout = Annotated[
@@ -42,12 +43,13 @@ def inject(
     """
     if fault not in FAULTS:
         raise ConfigError(f"unknown fault `{fault}`", hint=f"one of {', '.join(FAULTS)}")
+    given = _parse_args(arg or [])
     found = find_job(job)
     if rank >= found.spec.world_size:
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
         )
-    args: dict[str, Any] = {**_parse_args(arg or []), "rank": rank, "kind": fault}
+    args: dict[str, Any] = {**given, "rank": rank, "kind": fault}
     if at_step is not None:
         args["at_step"] = at_step
     result = send_command(found, "inject", args, timeout_s=timeout_s)
@@ -90,6 +92,8 @@ def _parse_args(pairs: list[str]) -> dict[str, Any]:
             args[key] = float(text) if "." in text else int(text)
         except ValueError:
             raise ConfigError(f"--arg {pair}: not a number", hint="--arg NAME=NUMBER") from None
+        if why := refuse_number(args[key]):
+            raise ConfigError(f"--arg {key}: {why}", hint="--arg NAME=NUMBER")
     return args
 
 

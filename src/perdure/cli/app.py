@@ -17,6 +17,7 @@ from perdure.cli.say import print_error, print_perdure_error
 from perdure.cli.torchrun import REFUSED
 from perdure.dash.terminal import plain_streams
 from perdure.model.errors import PerdureError
+from perdure.model.numbers import find_number
 
 UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """Of the click that Typer uses, which newer versions of Typer carry inside themselves."""
@@ -120,6 +121,7 @@ def _run_command(args: Sequence[str]) -> int:
         try:
             known = args and args[0] in COMMANDS
             command = typer.main.get_command(make_app(args[:1]) if known else make_app())
+            _check_numbers(command)
             result = command(args=list(args), prog_name="perdure", standalone_mode=False)
         except PerdureError as error:
             from perdure.cli.jobs import ElsewhereError
@@ -152,6 +154,25 @@ def _run_command(args: Sequence[str]) -> int:
         place = error.ctx.command_path if error.ctx else "perdure"
         return print_error(error.format_message(), f"{place} --help", 2, as_json=as_json)
     return result if isinstance(result, int) else 0
+
+
+def _check_numbers(command: Any) -> None:
+    """Have a command, or each of a group, refuse options whose numbers cannot be taken.
+
+    `min=0` lets both infinity and what is no number pass.
+    """
+    for inner in getattr(command, "commands", {}).values():
+        _check_numbers(inner)
+    invoke = command.invoke
+
+    def check(context: Any) -> Any:
+        for param in command.params:
+            _, why = find_number(context.params.get(param.name))
+            if why:
+                raise typer.BadParameter(why, ctx=context, param=param)
+        return invoke(context)
+
+    command.invoke = check
 
 
 def _own_args(args: Sequence[str]) -> Sequence[str]:

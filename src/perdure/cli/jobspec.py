@@ -17,6 +17,7 @@ from perdure.model import job
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.job import JobSpec
+from perdure.model.numbers import NUMBER_HINT, find_number
 
 SECTIONS = {
     field.name: type(field.default)
@@ -251,6 +252,10 @@ def validate(document: dict[str, Any], source: str) -> JobSpec:
         ConfigError: a field is unknown or wrong; the message has its path, and its line where
             `source` is a TOML file that has it; the hint has near names.
     """
+    keys, why = find_number(document)
+    if why:
+        line, at = _find_line(source, keys), ".".join(keys)
+        raise ConfigError(f"{source}{line}: {at}: {why}", hint=NUMBER_HINT)
     try:
         return msgspec.convert(document, JobSpec)
     except msgspec.ValidationError as error:

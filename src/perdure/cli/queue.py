@@ -15,6 +15,7 @@ from perdure.cli.options import Json
 from perdure.cli.say import note, print_json, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.numbers import NUMBER_HINT, find_number
 from perdure.model.queue import (
     Again,
     Item,
@@ -147,6 +148,9 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
     Raises:
         ConfigError: a field is unknown or wrong, or an entry cannot be.
     """
+    keys, why = find_number(document)
+    if why:
+        raise ConfigError(f"{place}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
     try:
         file = msgspec.convert(document, QueueFile)
     except msgspec.ValidationError as error:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from perdure.model.errors import ConfigError
+from perdure.model.numbers import NUMBER_HINT, find_number
 from perdure.model.profile import HOST_DEPENDENT, Profile
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
@@ -96,6 +97,9 @@ def overlay(resolved: Resolved, values: Mapping[str, Any], source: str) -> Resol
         ConfigError: a value that the key cannot hold.
     """
     document = msgspec.to_builtins(resolved.profile)
+    keys, why = find_number(dict(values))
+    if why:
+        raise ConfigError(f"{source}: {'.'.join(keys)}: {why}", hint=NUMBER_HINT)
     for key, value in values.items():
         *sections, last = key.split(".")
         inner = document
@@ -161,6 +165,10 @@ _FILLER: dict[str, Any] = {
 
 def _check(document: dict[str, Any], text: str, path: Path) -> None:
     """Refuse a document that is wrong by itself, with file, line and a hint."""
+    keys, why = find_number(document)
+    if why:
+        line = find_line(text, keys) or 1
+        raise ConfigError(f"{path}, line {line}: {why} (at {'.'.join(keys)})", hint=NUMBER_HINT)
     try:
         msgspec.convert(_FILLER | document, Profile)
     except msgspec.ValidationError as error:

@@ -18,6 +18,8 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "good.toml").write_text('script = "x"\n')
     (tmp_path / "bad.toml").write_text('script = "x"\n[checkpoint]\nevery_step = 3\n')
     (tmp_path / "bad.json").write_text("[")
+    (tmp_path / "inf.toml").write_text('[[item]]\ncommand = ["x"]\nbackoff_s = inf\n')
+    (tmp_path / "dear.toml").write_text('base = "generic-ssh"\n[teardown]\nprice_per_hour = inf\n')
     return tmp_path
 
 
@@ -49,6 +51,19 @@ def test_without_a_command_there_is_help(
         (["run", "--numa_binding", "node", "x"], "--numa-binding of torchrun", "numactl"),
         (["run", "nosuch.py", "--json"], "no such script: nosuch.py", "looked in"),
         (["run", "--max_restarts", "-1", "x"], "Invalid value", "--help"),
+        (["run", "--max-restarts", "9" * 30, "x"], "too large", "--help"),
+        (["run", "-n", "9" * 30, "x"], "too large", "9e+15"),
+        (["watch", "nosuch", "--every", "inf"], "'--every': inf is not finite", "watch --help"),
+        (["watch", "nosuch", "--every", "nan"], "Invalid value for '--every'", "watch --help"),
+        (["join", "x", "--wait", "nan"], "Invalid value for '--wait'", "join --help"),
+        (["join", "x", "--grace", "1e300"], "'--grace': 1e+300 is too large", "join --help"),
+        (["pull", "nosuch", "d", "--up-to", "inf"], "'--up-to': inf is not finite", "pull --help"),
+        (["stop", "nosuch", "--timeout-s", "inf"], "inf is not finite", "stop --help"),
+        (["trace", "convert", "x", "y", "--gap", "inf"], "inf is not finite", "trace convert --h"),
+        (["invite", "nosuch", "--uses", "9" * 30], "too large", "invite --help"),
+        (["inject", "x", "slow", "--rank", "0", "--arg", "ms=1.5e999"], "ms: inf is not", "NAME"),
+        (["queue", "add", "inf.toml"], "inf.toml: item.0.backoff_s: inf is not finite", "number"),
+        (["render", "good.toml", "--on", "./dear.toml"], "dear.toml, line 3: inf is not", "number"),
         (["status", "nosuch"], "unknown job `nosuch`", "there are no jobs under"),
         (["stop", "nosuch"], "unknown job", ""),
         (["inject", "nosuch", "bite", "--rank", "0"], "unknown fault `bite`", "crash, exit"),

@@ -66,6 +66,13 @@ def test_a_rendered_plan_reads_back(tmp_path: Path) -> None:
         ('script="x"\nname="a/b"', ", line 2: name: not a name of a job", "letters"),
         ('script="x\n', "not TOML", "toml.io"),
         ("nproc=2", "no script", "SCRIPT"),
+        ('script="x"\n[launch]\nbudget=inf', "line 3: launch.budget: inf is not finite", "number"),
+        ('script="x"\n[launch]\nbudget=nan', "line 3: launch.budget: nan is not finite", "number"),
+        ('script="x"\n[launch]\nbudget=-1.0', "launch.budget: Expected `float` >= 0", ""),
+        ('script="x"\n[restart]\nwindow_s=inf', "restart.window_s: inf is not finite", ""),
+        ('script="x"\n[restart]\nwindow_s=1e300', "restart.window_s: 1e+300 is too large", "1e+09"),
+        (f'script="x"\nnproc={10**30}', f"line 2: nproc: {10**30} is too large", "9e+15"),
+        ('script="x"\n[preemption.signals]\nSIGTERM=nan', "preemption.signals.SIGTERM: nan", ""),
         (
             'script="x"\n[torchft]\nreplicas=2\nlighthouse="stock"\n[checkpoint]\nevery_s=5',
             "checkpoint.every_s",
