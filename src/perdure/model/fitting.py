@@ -12,10 +12,10 @@ import msgspec
 
 from perdure.model.codec import decode, encode, make_encodable
 from perdure.model.errors import ProtocolError
-from perdure.model.events import AnyEvent, Decision, MetricsLogged
+from perdure.model.events import AnyEvent, Decision, ExitRecord, MetricsLogged
 from perdure.model.progress import NodeBeat
 
-T = TypeVar("T", bound=AnyEvent | Decision)
+T = TypeVar("T", bound=AnyEvent | Decision | ExitRecord)
 
 EVENT_BYTES_MAX = 262_144
 """Of one event, where its sender makes it."""

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from resource import struct_rusage
 from typing import Any, BinaryIO
 
@@ -13,7 +13,7 @@ import msgspec
 
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord
-from perdure.model.fitting import cut_text
+from perdure.model.fitting import cut_text, fit_event
 from perdure.model.wire import RankLaunch
 
 _TAIL_BYTES = 1 << 16
@@ -21,6 +21,8 @@ _LAST_LINES = 20
 _LINE_MAX = 4096
 _ERROR_MAX = 4096
 _TRACEBACK_MAX = 65_536
+_TOGETHER_BYTES_MAX = 8 << 20
+"""Of all ranks' records, where they are told at once."""
 _JSON_BYTES_MAX = 64 << 20
 """Of a script's own error file: a larger one is not read."""
 _TRACEBACK = "Traceback (most recent call last):"
@@ -136,6 +138,12 @@ def parse_traceback(text: str) -> tuple[str, str]:
         if line and not line[0].isspace():
             return line, "\n".join(lines[: number + 1])
     return "", "\n".join(lines)
+
+
+def fit_records(records: Collection[ExitRecord]) -> tuple[ExitRecord, ...]:
+    """Return `records` with their texts cut where one message could not hold them all."""
+    share = _TOGETHER_BYTES_MAX // max(len(records), 1)
+    return tuple(fit_event(record, share) or record for record in records)
 
 
 def write_record(path: str, record: ExitRecord) -> None:

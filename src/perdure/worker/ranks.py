@@ -147,7 +147,7 @@ class Ranks:
             pid=os.getpid(),
             generation=self.generation,
             running=self.alive,
-            exits=tuple(r.record for r in self._ranks.values() if r.record is not None),
+            exits=exits.fit_records([r.record for r in self._ranks.values() if r.record]),
             store_port=ready.port if ready is not None and self._store_pid else 0,
             store_generation=ready.generation if ready is not None else -1,
             warm=self._warmth.current is not None,

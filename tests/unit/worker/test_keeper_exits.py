@@ -11,6 +11,7 @@ import pytest
 
 from perdure.model.codec import decode, encode
 from perdure.model.events import ExitRecord
+from perdure.service.lines import LINE_MAX
 from perdure.worker import exits
 from perdure.worker.failure import save_failure
 
@@ -155,3 +156,18 @@ def test_a_fault_of_our_own_costs_the_reason_and_not_the_record(
     record = make_record(make_evidence(tmp_path), 3 << 8)
     assert record.code == 3
     assert "a bug" in record.error
+
+
+def test_the_ends_of_many_ranks_are_one_message(tmp_path: Path) -> None:
+    """T3: a keeper says them together; a line that no agent takes would keep its node away."""
+    evidence = make_evidence(tmp_path)
+    (tmp_path / "stderr").write_bytes(b"\x00" * 4096 * 20)
+    (tmp_path / "traceback_file").write_text(
+        json.dumps({"error": "E" * 4096, "traceback": "\x00" * 65_536})
+    )
+    one = make_record(evidence, 1 << 8)
+    fitting = exits.fit_records([one] * 128)
+    assert len(fitting) == 128
+    assert len(encode(fitting)) < LINE_MAX < len(encode([one] * 128))
+    assert {(each.rank, each.code, each.error[:50]) for each in fitting} == {(1, 1, "E" * 50)}
+    assert exits.fit_records([one]) == (one,)
