@@ -170,6 +170,17 @@ def test_who_is_waited_for_in_vain_for_as_long_as_the_job_file_says_is_left_behi
     assert world.would() == ["left the group out of the quorum"]
 
 
+def test_the_first_steps_of_a_group_may_take_a_minute() -> None:
+    world = World()
+    world.watch = ReplicaWatch(world.lab.machine.state.the_spec())
+    world.still = {1}
+    began_s = world.now
+    world.wait(65.0)
+    (gone,) = world.found
+    assert isinstance(gone, ReplicaSeen)
+    assert gone.at_s - began_s > 59.0
+
+
 def test_a_controller_that_takes_over_tells_nothing_twice() -> None:
     world = World()
     world.states[2], world.still = "T", {2}

@@ -29,8 +29,8 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec
 from perdure.model.progress import NodeBeat
 
-_TRUSTED_STEPS = 3
-"""Committed in this life, after which a group's steps are no longer its first, longer ones."""
+_TRUSTED_AFTER = 3
+"""Attempts after which a group's steps are no longer its first, which take longer."""
 _AHEAD_STEPS = 2
 """Others that have come so much further train without it."""
 
@@ -40,9 +40,9 @@ class _Group:
     """One life of a group."""
 
     generation: int
-    first: int = -1
-    """Committed steps at the first heartbeat of it that tells of any."""
     step: int = -1
+    attempts: int = 0
+    """At a step, that were seen to end."""
     mark: tuple[float, ...] = ()
     """Of its ranks' accounts: changes with every attempt at a step."""
     waits: dict[int, ReplicaWaiting] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class _Group:
     busy_s: float = 0.0
     """When it was last known to be in a declared phase."""
     moved_s: float = 0.0
-    """When its last attempt at a step was seen to have ended."""
+    """When its last attempt at a step was seen to have ended, or it was seen first."""
     late: bool = False
     late_step: int = -1
     """The others' step when it was told of as late."""
@@ -61,7 +61,7 @@ class _Group:
     @property
     def known(self) -> bool:
         """Whether its first steps are over."""
-        return 0 <= self.first <= self.step - _TRUSTED_STEPS
+        return self.attempts > _TRUSTED_AFTER
 
 
 class ReplicaWatch(Unwatched):
@@ -92,8 +92,9 @@ class ReplicaWatch(Unwatched):
         return []
 
     def _note_wait(self, now: float, event: ReplicaWaiting) -> None:
-        group = self._groups.get(event.rank // self._nproc)
-        if group is None or event.generation != group.generation:
+        number = event.rank // self._nproc
+        group = self._groups.setdefault(number, _Group(event.generation))
+        if event.generation != group.generation:
             return
         if not event.over:
             group.waits[event.rank] = event
@@ -107,24 +108,22 @@ class ReplicaWatch(Unwatched):
         if not beat.ranks:
             return []
         if group is None or beat.generation > group.generation:
-            group = self._groups[number] = _Group(beat.generation)
+            group = self._groups[number] = _Group(beat.generation, moved_s=now)
         accounts = [rank.account for rank in beat.ranks]
         group.step = max(group.step, *(account.step for account in accounts))
-        group.first = group.step if group.first < 0 else group.first
         if any(rank.busy_phase is not None for rank in beat.ranks):
             group.busy_s = now
         mark = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
-        moved, group.mark = mark != group.mark, mark
+        moved, group.mark = bool(group.mark) and mark != group.mark, mark
         events: list[AnyEvent] = []
         if moved:
-            group.moved_s = now
+            group.moved_s, group.attempts = now, group.attempts + 1
             group.waits.clear()  # One that ended in an error is not told to be over.
             if group.late:
                 why = "has come"
                 events.append(_tell_late(number, now, 0.0, why, over=True))
-        stopped = "T" in {
-            rank.proc.state for rank in beat.ranks
-        }  # A debugger's `t` ends by itself.
+        # A debugger's `t` ends by itself.
+        stopped = any(rank.proc.state == "T" for rank in beat.ranks)
         group.stopped_s = (group.stopped_s or beat.sent_s) if stopped else None
         if group.gone and not stopped and moved:
             events.append(ReplicaSeen(replica="", group=number, at_s=now, step=self._find_step()))
@@ -138,14 +137,15 @@ class ReplicaWatch(Unwatched):
         since_s = min((wait.since_s for wait in waits), default=now)
         events: list[AnyEvent] = []
         for number, group in sorted(self._groups.items()):
-            if group.waits or group.gone or group.stopped_s is not None or not group.known:
+            if group.waits or group.gone or group.stopped_s is not None:
                 continue
             waited_s = now - max(since_s, group.busy_s, group.moved_s)
             expected_s = self._silences.expected_s
-            if waits and not group.late and waited_s >= self._config.late_s + expected_s:
+            long = waited_s >= self._config.late_s + expected_s
+            if waits and long and group.known and not group.late:
                 why = f"the others have waited for it for {waited_s:.2f} s"
                 events.append(_tell_late(number, now, waited_s, why))
-            patience_s = self._config.find_patience_s(expected_s, told)
+            patience_s = self._config.find_patience_s(expected_s, told, known=group.known)
             if group.late and self._find_step() >= group.late_step + _AHEAD_STEPS:
                 events += self._leave_behind(now, number, "the others train without it")
             elif waits and waited_s >= patience_s:
