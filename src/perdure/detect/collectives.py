@@ -281,8 +281,9 @@ class CollectiveWatch:
 def find_peers(comms: Sequence[Comm], apart: set[str], world_size: int) -> list[list[int]]:
     """Return groups of ranks whose work is alike: joined by collectives of more than a pair.
 
-    Sends and receives join nobody. Where there is a pipeline, a communicator of the whole world
-    joins its stages for a norm or a barrier and says nothing about their work.
+    Sends and receives join nobody: a stage without copies is a group of its own. Where there is a
+    pipeline, a communicator of the whole world joins its stages for a norm or a barrier and says
+    nothing about their work.
     """
     parent: dict[int, int] = {}
 
@@ -294,6 +295,8 @@ def find_peers(comms: Sequence[Comm], apart: set[str], world_size: int) -> list[
 
     for comm in comms:
         if comm.name in apart or (apart and comm.size == world_size):
+            for rank in comm.ranks:
+                root(rank)
             continue
         for rank in comm.ranks[1:]:
             a, b = root(comm.ranks[0]), root(rank)

@@ -7,6 +7,7 @@ a mean: one long step (a garbage collection, an evaluation) is no slowness, howe
 Where samples are rarer than one a second, because steps are long, all times are longer by that.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -28,6 +29,8 @@ GAP_S, GAP_RATIO = 1.5, 5.0
 """A silence this long, and so many times the usual, is an event of its own: an evaluation."""
 _KEPT_S = 30.0
 SIGMAS = 1.96
+CHANCE = 1e-6
+"""A window is looked at each second, of each rank, for months."""
 
 
 class Persistence:
@@ -62,10 +65,11 @@ class Persistence:
         while self._samples[0][0] < now - _KEPT_S * self.unit:
             self._samples.popleft()
 
-    def confirm(self, now: float, *, hurry: float = 1.0) -> float:
+    def confirm(self, now: float, *, hurry: float = 1.0, usual: float = 0.0) -> float:
         """Return the confirmed excess; 0 if there is none (yet).
 
-        `hurry` below 1 shortens the time: there is evidence of another kind as well.
+        `hurry` below 1 shortens the time: there is evidence of another kind as well. `usual` is
+        the share of samples that exceed `least` where nothing is wrong.
         """
         if (
             self._samples
@@ -89,6 +93,9 @@ class Persistence:
             if window_s <= WINDOWS_S[0] and hurry == 1.0:
                 wanted = max(wanted, SHORTEST_EXCESS)
             if low >= wanted and seen[-1][1] >= wanted / 2:
+                num_odd = sum(e >= self.least for e in recent)
+                if not is_exceptional(num_odd, len(recent), usual):
+                    continue
                 return recent[len(recent) // 2]
         return 0.0
 
@@ -150,6 +157,24 @@ def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bo
             return True
         before_s = at_s
     return now - before_s > window_s / 2
+
+
+def is_exceptional(num_odd: int, num: int, usual: float) -> bool:
+    """Return whether so many odd samples of `num` are too many for chance.
+
+    By Chernoff's bound at most `CHANCE` of such windows have as many where a share `usual` is odd.
+
+    >>> is_exceptional(8, 8, 0.01), is_exceptional(8, 8, 0.3), is_exceptional(20, 20, 0.3)
+    (True, False, True)
+    """
+    seen = num_odd / num
+    if usual <= 0.0:
+        return True
+    if seen <= usual:
+        return False
+    nats = seen * math.log(seen / usual)
+    nats += (1.0 - seen) * math.log((1.0 - seen) / (1.0 - usual)) if seen < 1.0 else 0.0
+    return num * nats >= -math.log(CHANCE)
 
 
 def find_interval(

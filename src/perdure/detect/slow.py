@@ -565,7 +565,7 @@ class SlowWatch:
             return [late] if late is not None else []
         confirmed: dict[int, float] = {}
         for rank, suspect in sorted(self.stages.suspects.items()):
-            excess = suspect.confirm(now)
+            excess = self.stages.confirm(now, rank)
             watch = watches.get(rank)
             if excess > 0.0 and watch is not None and not watch.gone:
                 if self._is_neighbour(rank, excess) and now - suspect.began_s < NEIGHBOUR_S:

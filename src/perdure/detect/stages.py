@@ -48,6 +48,11 @@ FROM_START = 0.6
 GAINED_EVERY_S, GAINED_KEPT = 0.1, 1024
 """How often what a suspect costs is noted, and how many of these notes are kept."""
 
+NOISE_ROWS = 300.0
+"""Steps over which it is learned how often a rank's work is odd in health."""
+NOISE_PRIOR, NOISE_LEAST, NOISE_MOST = 0.3, 0.001, 0.9
+"""What is thought of it before the first step, and its bounds."""
+
 Row = tuple[float, float, float, float, float, float]
 """Own seconds by stage, their sum, and the whole step."""
 
@@ -64,6 +69,41 @@ class Share(msgspec.Struct, frozen=True):
     frontier_s: dict[str, float]
     """Exposed seconds a step by stage: the account of the whole group."""
     step_s: float
+
+
+class _Noise:
+    """How often an excess is odd among peers in health: each rank is told by the others.
+
+    Rows count the less the older they are: weights grow instead of all sums being scaled.
+    """
+
+    __slots__ = ("_by_rank", "_odd", "_seen", "_weight")
+
+    def __init__(self) -> None:
+        """Begin knowing nothing."""
+        self._weight = 1.0
+        self._seen = self._odd = 0.0
+        self._by_rank: dict[int, float] = {}
+
+    def begin_row(self, num: int) -> None:
+        """Take a step of `num` ranks; those that are odd in it follow."""
+        self._weight *= 1.0 + 1.0 / NOISE_ROWS
+        self._seen += self._weight * num
+        if self._weight > 1e100:
+            self._seen, self._odd = self._seen / self._weight, self._odd / self._weight
+            self._by_rank = {r: w / self._weight for r, w in self._by_rank.items()}
+            self._weight = 1.0
+
+    def add_odd(self, rank: int) -> None:
+        """Take an excess of `rank` that is one."""
+        self._odd += self._weight
+        self._by_rank[rank] = self._by_rank.get(rank, 0.0) + self._weight
+
+    def find_usual(self, rank: int, num: int) -> float:
+        """Return the share of odd samples of the others, of `num` ranks in all."""
+        odd = self._odd - self._by_rank.get(rank, 0.0) + NOISE_PRIOR * self._weight
+        seen = self._seen * (num - 1) / max(num, 1) + self._weight
+        return min(max(odd / seen, NOISE_LEAST), NOISE_MOST)
 
 
 class StageWatch:
@@ -96,6 +136,8 @@ class StageWatch:
         self._waits = deque[tuple[float, float]](maxlen=GAINED_KEPT)
         """Time, and the share of the step that communication costs."""
         self._gained_s = 0.0
+        self._noise: dict[int, tuple[_Noise, int]] = {}
+        """Lowest rank of a group of peers -> its noise, and how many they are."""
         self.suspects: dict[int, Persistence] = {}
 
     def reconfigure(self, config: DetectConfig) -> None:
@@ -215,6 +257,9 @@ class StageWatch:
         everybody: list[float] = []
         for key, members in self._find_groups(row):
             group = [r for r in members if r in row]
+            noise = self._noise[key][0] if key in self._noise else _Noise()
+            self._noise[key] = (noise, len(group))
+            noise.begin_row(len(group))
             if len(group) > 1:
                 ordered = sorted([row[r][4] for r in group])
                 # Who does little more than its peers needs no closer look: nearly everybody.
@@ -296,6 +341,8 @@ class StageWatch:
             self._config.slow_impact * mine[5]
         ):
             excess = min(excess, 0.0)
+        if excess >= least:
+            self._noise[self._peers.get(rank, -1)][0].add_odd(rank)
         suspect = self.suspects.get(rank)
         if suspect is None and excess >= least:
             began_s = now - min(mine[5], max(BACK_S_MAX, self.step_s))
@@ -320,6 +367,12 @@ class StageWatch:
             self._parts[rank] = mine[:4]
         else:
             self._parts[rank] = tuple(a + 0.1 * (b - a) for a, b in zip(old, mine[:4], strict=True))
+
+    def confirm(self, now: float, rank: int) -> float:
+        """Return the confirmed excess of suspect `rank`; 0 if there is none (yet)."""
+        noise, num = self._noise.get(self._peers.get(rank, -1), (_Noise(), 1))
+        usual = noise.find_usual(rank, num) if num > 1 else 0.0
+        return self.suspects[rank].confirm(now, usual=usual)
 
     def describe(self, rank: int, excess: float, began_s: float) -> Share:
         """Return in which stage `rank` loses its time, from the last rows."""

@@ -85,6 +85,19 @@ def test_sequences_of_unequal_length_cost_no_node_its_place(step_s, seed):
     assert worth == []
 
 
+@pytest.mark.parametrize("data", [1, 2])
+def test_a_stage_of_a_pipeline_that_has_more_to_do_by_design_is_no_straggler(data):
+    class Uneven(Training):
+        def _work(self, r, stage, seconds):
+            heavy = r.rank // self.layout.width == 1
+            super()._work(r, stage, seconds * (2.5 if heavy else 1.0))
+
+    lay = Layout(data=data, pipeline=2)
+    run = Run(lay)
+    run.training = Uneven(lay, 1)
+    assert run.run(60).said == []
+
+
 def test_all_ranks_of_one_node_are_that_node():
     class Host(Training):
         def _work(self, r, stage, seconds):

@@ -21,6 +21,8 @@ class Ranks:
         self.watch = StageWatch(DetectConfig())
         self.watch.set_peers([list(range(world))])
         self.now, self.step = 0.0, 0
+        self.spread = 0.0
+        """Sigma of the lognormal factor of each rank's step: sequences of unequal length."""
 
     def draw(self, rank: int, factor: float) -> list[float]:
         """Own seconds by stage: normal noise, and now and then a burst of a neighbour."""
@@ -31,6 +33,9 @@ class Ranks:
         if self.chance.random() < self.noise:
             own[1] += self.chance.expovariate(2.0 / self.step_s)
         own[1] += (factor - 1.0) * self.step_s if rank == SLOW else 0.0
+        if self.spread:
+            length = self.chance.lognormvariate(0.0, self.spread)
+            own = [part * length for part in own]
         return own
 
     def train(self, seconds: float, factor: float = 1.0) -> float | None:
@@ -50,7 +55,9 @@ class Ranks:
                 continue
             look_s = self.now + 0.2
             self.watch.look(self.now, self.world)
-            found = {r for r, s in self.watch.suspects.items() if s.confirm(self.now) > 0.0}
+            found = {
+                r for r, s in self.watch.suspects.items() if self.watch.confirm(self.now, r) > 0.0
+            }
             if found:
                 assert found == {SLOW}
                 return self.now - begun_s
@@ -71,6 +78,17 @@ def test_a_fifth_more_is_found_within_30_seconds(world: int, noise: float) -> No
 @pytest.mark.parametrize("noise", [0.05, 0.25])
 def test_noise_alone_makes_nobody_a_straggler(noise: float) -> None:
     assert Ranks(2, 0.07, noise, 7).train(300.0) is None
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_steps_of_unequal_length_make_nobody_a_straggler_and_a_slow_one_is_found(
+    world: int,
+) -> None:
+    """T7: what is odd of one rank has to be rarer among the others."""
+    ranks = Ranks(world, 1.0, 0.05, 3)
+    ranks.spread = 0.25
+    assert ranks.train(900.0) is None
+    assert ranks.train(60.0, 2.0) is not None
 
 
 @pytest.mark.parametrize("step_s", [0.07, 1.4, 2.0, 5.0, 30.0])
