@@ -24,10 +24,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Three tests at once, also on two cores: a test of a whole job waits for a third of its time.
 test: export PERDURE_SECOND_TRIES := $(TRIES)
 test: check
 	@rm -f $(TRIES)
-	$(BIN)/pytest -q -m "not serial and not long" -n 2 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
+	$(BIN)/pytest -q -m "not serial and not long" -n 3 --dist worksteal $(SECOND_TRY) --ignore tests/platforms
 	$(BIN)/pytest -q -m "serial and not long" $(SECOND_TRY) --ignore tests/lab --ignore tests/platforms
 	$(BIN)/pytest -q $(SECOND_TRY) tests/lab -k "not (stop or gil or sleep or backward or data or memory or size)"
 

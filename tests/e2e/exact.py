@@ -5,7 +5,7 @@ import json
 import random
 import signal
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 import psutil
@@ -30,6 +30,23 @@ def launch(start: Start, home: Path, name: str, ranks: int, *args: str, every: i
         "[restart]\nmax_restarts = 20\n"
     )
     return start(name, "-n", str(ranks), "-c", str(spec))
+
+
+@contextlib.contextmanager
+def jobs_in(home: Path) -> Iterator[Start]:
+    """Yield what the `start` fixture is, for an example or a module instead of a test."""
+    jobs: list[Job] = []
+
+    def start_job(name: str, *options: str, timeout_s: float = 120.0) -> Job:
+        jobs.append(Job(home, name, *options, timeout_s=timeout_s))
+        return jobs[-1]
+
+    try:
+        yield start_job
+    finally:
+        for job in jobs:
+            job.end()
+    assert not [line for job in jobs for line in job.leftovers()]
 
 
 def find_temporaries(job: Job) -> list[Path]:

@@ -61,7 +61,6 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     (tmp_path / "job.toml").write_text("[restart]\nreplace = false\n")
@@ -79,7 +78,6 @@ def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_a_new_process_takes_the_place_of_a_dead_one(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
@@ -110,7 +108,6 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.long
 def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
@@ -122,7 +119,6 @@ def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_a_world_without_a_survivor_starts_again_from_its_checkpoint(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

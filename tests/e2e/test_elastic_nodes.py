@@ -37,7 +37,6 @@ def kill_node(job: Job, node: int, rank: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.timeout(320)
 def test_the_world_outlives_the_node_it_began_on(start: Callable[..., Job], tmp_path: Path) -> None:
     """The first node had the store and rank 0. It comes back with the next spare."""

@@ -17,7 +17,6 @@ def losses_of(rows: list[dict[str, list[str]]]) -> list[list[float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_a_lost_shard_comes_from_memory_and_a_job_run_again_from_disk(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

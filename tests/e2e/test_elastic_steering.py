@@ -36,7 +36,6 @@ def answer_of(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.timeout(320)
 def test_a_change_and_a_drain_hold_whoever_dies(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"

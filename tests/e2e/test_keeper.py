@@ -252,7 +252,9 @@ def test_same_as_python(node: Node, cold: bool) -> None:
     assert not differences, "\n".join(differences)
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
+@pytest.mark.parametrize(
+    "cold", [False, pytest.param(True, marks=pytest.mark.long)], ids=["warm", "cold"]
+)
 def test_multiprocessing(node: Node, cold: bool) -> None:
     """Spawn, forkserver, fork and loader workers find the script's functions, not its ring."""
     script = node.script(

@@ -68,7 +68,7 @@ def test_a_rank_beyond_the_limit_of_the_jobs_cgroup(
     check(job)
 
 
-@pytest.mark.parametrize("cold", [False, True])
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_injected_on_a_script_that_declares_no_steps(
     start: Start, tmp_path: Path, cold: bool
 ) -> None:

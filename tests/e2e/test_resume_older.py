@@ -28,7 +28,6 @@ def as_floats(loss: Any) -> list[float]:
 
 @pytest.mark.torch
 @pytest.mark.slow
-@pytest.mark.serial
 @pytest.mark.parametrize(
     "depth",
     [

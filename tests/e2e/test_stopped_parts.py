@@ -57,32 +57,10 @@ def verdicts(job: Job, kind: str) -> list[Verdict]:
     return [verdict for verdict in find_verdicts(entries) if verdict.kind == kind]
 
 
-def test_a_stopped_keeper_is_named_then_replaced(
+def test_a_stopped_keeper_is_named_and_replaced_unless_it_goes_on_in_time(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:
     job = launch(start, tmp_path, "[detect]", "quiet_action_s = 8")
-    pid = job.pid_of("perdure keeper")
-    pause(pid)
-    job.wait_until(lambda: verdicts(job, "Unresponsive"), "a verdict on the keeper")
-    before = job.state()["step"]
-    job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
-    finish(job, job.state()["step"])
-    (verdict,) = verdicts(job, "Unresponsive")
-    assert verdict.culprit.node == 0
-    assert (verdict.evidence["pid"], verdict.evidence["proc_state"]) == (pid, "T")
-    assert "stopped (state T)" in verdict.reason
-    report = job.report()
-    (recovery,) = [row for row in report["recoveries"] if row["rung"] == "restart"]
-    assert recovery["at_step"] >= before + 10, "its ranks trained on meanwhile"
-    assert 0 < recovery["lost_steps"] < 20 * 12, recovery
-    assert recovery["at_step"] - recovery["lost_steps"] >= 20, "no checkpoint was taken before"
-    assert any("stopped (state T)" in v.reason for v in verdicts(job, "Crash"))
-
-
-def test_a_keeper_that_goes_on_in_time_costs_nothing(
-    start: Start, tmp_path: Path, pause: Callable[[int], None]
-) -> None:
-    job = launch(start, tmp_path)
     pid = job.pid_of("perdure keeper")
     pause(pid)
     job.wait_until(lambda: verdicts(job, "Unresponsive"), "a verdict on the keeper")
@@ -90,9 +68,23 @@ def test_a_keeper_that_goes_on_in_time_costs_nothing(
     job.wait_until(
         lambda: "withdrawn" in verdicts(job, "Unresponsive")[0].evidence, "its withdrawal"
     )
+    assert job.state()["restarts"] == 0
+    pause(pid)
+    job.wait_until(lambda: len(verdicts(job, "Unresponsive")) == 2, "another verdict on it")
+    before = job.state()["step"]
+    job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
     finish(job, job.state()["step"])
-    assert len(verdicts(job, "Unresponsive")) == 1
-    assert job.report()["recoveries"] == []
+    _, verdict = verdicts(job, "Unresponsive")
+    assert verdict.culprit.node == 0
+    assert (verdict.evidence["pid"], verdict.evidence["proc_state"]) == (pid, "T")
+    assert "stopped (state T)" in verdict.reason
+    report = job.report()
+    (recovery,) = report["recoveries"]
+    assert recovery["rung"] == "restart"
+    assert recovery["at_step"] >= before + 10, "its ranks trained on meanwhile"
+    assert 0 < recovery["lost_steps"] < 20 * 12, recovery
+    assert recovery["at_step"] - recovery["lost_steps"] >= 20, "no checkpoint was taken before"
+    assert any("stopped (state T)" in v.reason for v in verdicts(job, "Crash"))
 
 
 def test_a_rank_that_dies_under_a_stopped_keeper_is_not_waited_for(
@@ -106,20 +98,25 @@ def test_a_rank_that_dies_under_a_stopped_keeper_is_not_waited_for(
     finish(job, job.state()["step"])
 
 
-@pytest.mark.parametrize("part", ["agent", "controller", "nats-server"])
-def test_a_stopped_part_is_replaced_and_training_goes_on(
-    start: Start, tmp_path: Path, pause: Callable[[int], None], part: str
+def test_each_stopped_part_is_replaced_and_training_goes_on(
+    start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:
     job = launch(start, tmp_path)
-    title = part if part == "nats-server" else f"perdure {part}"
-    old = job.pid_of(title)
-    pause(old)
-    job.wait_until(lambda: "stopped (state T) for 3 s" in job.text(), "word of it")
-    job.wait_until(lambda: [p for p in job.find(title) if p.pid != old], f"a new {part}")
     journal = job.folder / "journal.jsonl"
-    job.wait_until(lambda: '"ControllerLost"' in journal.read_text(), "its entry in the journal")
+
+    def wait_replaced(title: str, old: int, lost: int) -> None:
+        said = "stopped (state T) for 3 s"
+        job.wait_until(lambda: job.text().count(said) == lost, "word of it")
+        job.wait_until(lambda: [p for p in job.find(title) if p.pid != old], f"a new {title}")
+        job.wait_until(lambda: journal.read_text().count('"ControllerLost"') == lost, "its entry")
+        job.wait_step(job.state()["step"] + 10)
+
+    for lost, title in enumerate(("perdure agent", "perdure controller", "nats-server"), 1):
+        old = job.pid_of(title)
+        pause(old)
+        wait_replaced(title, old, lost)
     finish(job, job.state()["step"])
     report = job.report()
-    assert [row["rung"] for row in report["recoveries"]] == ["none"]
-    assert "stopped (state T)" in report["recoveries"][0]["cause"]
+    assert [row["rung"] for row in report["recoveries"]] == ["none"] * 3
+    assert all("stopped (state T)" in row["cause"] for row in report["recoveries"])
     assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.02, report["ledger"]

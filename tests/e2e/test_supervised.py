@@ -11,9 +11,9 @@ from tests.e2e.harness import SCRIPTS, Job
 Start = Callable[..., Job]
 
 
-def test_environment_is_torchruns_and_exit_code_zero(start: Start) -> None:
-    job = start("env", "-n", "2", str(SCRIPTS / "env.py"))
-    assert job.wait() == 0, job.text()
+def test_environment_is_torchruns_and_the_exit_code_is_passed_on_and_named(start: Start) -> None:
+    job = start("env", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
+    assert job.wait() == 17, job.text()
     rows = [
         json.loads((job.folder / "logs" / "ranks" / "g0" / f"rank-{r}.out").read_text())
         for r in range(2)
@@ -25,12 +25,7 @@ def test_environment_is_torchruns_and_exit_code_zero(start: Start) -> None:
     assert {row["TORCHELASTIC_RESTART_COUNT"] for row in rows} == {"0"}
     assert all(value is not None for row in rows for value in row.values()), rows
     assert "to standard error" in job.text()
-
-
-def test_exit_code_is_passed_on_and_named(start: Start) -> None:
-    job = start("code", "-n", "2", "--max-restarts", "0", str(SCRIPTS / "env.py"), "17")
-    assert job.wait() == 17, job.text()
-    verdicts = json.loads(job.cli("diagnose", "code", "--json").stdout)["verdicts"]
+    verdicts = json.loads(job.cli("diagnose", "env", "--json").stdout)["verdicts"]
     assert verdicts[0]["kind"] == "Crash"
     assert verdicts[0]["culprit"]["rank"] == 1
 
@@ -69,33 +64,26 @@ def test_script_that_cannot_run_is_refused_at_once(
     assert "hint:" in job.text()
 
 
-def run_until_hurried(start: Start, home: Path, name: str) -> tuple[Job, Path]:
-    """Start two ranks that reduce for 40 s; return also the file that makes them quick."""
-    hurry = home / "hurry"
+def test_a_killed_and_a_stopped_rank_are_named_and_the_world_restarts_warm(
+    start: Start, tmp_path: Path
+) -> None:
+    hurry = tmp_path / "hurry"  # Makes the steps quick, which take 40 s otherwise.
     script = str(SCRIPTS / "allreduce.py")
-    job = start(name, "-n", "2", script, "--steps", "2000", "--hurry", str(hurry))
+    job = start("harmed", "-n", "2", script, "--steps", "2000", "--hurry", str(hurry))
     job.wait_state("running")
-    return job, hurry
-
-
-def test_killed_rank_restarts_the_world_warm(start: Start, tmp_path: Path) -> None:
-    job, hurry = run_until_hurried(start, tmp_path, "killed")
-    job.kill("perdure rank killed g0 r1")
+    job.kill("perdure rank harmed g0 r1")
+    job.wait_until(lambda: job.state()["restarts"] == 1, "another generation")
+    job.wait_until(lambda: job.find("perdure rank harmed g1 r1"), "its ranks")
+    job.wait_state("running")
+    job.cli("inject", "harmed", "stop", "--rank", "1")
     hurry.touch()
     assert job.wait() == 0, job.text()
     report = job.report()
-    (recovery,) = [row for row in report["recoveries"] if row["rung"] == "restart"]
-    assert "SIGKILL" in recovery["cause"]
-    assert recovery["culprit"] == "rank 1"
+    first, second = [row for row in report["recoveries"] if row["rung"] == "restart"]
+    assert "SIGKILL" in first["cause"]
+    assert (first["culprit"], second["culprit"]) == ("rank 1", "rank 1")
     assert abs(report["ledger"]["unattributed"]["fraction"]) <= 0.005, report["ledger"]
-
-
-def test_stopped_rank_is_named_and_replaced(start: Start, tmp_path: Path) -> None:
-    job, hurry = run_until_hurried(start, tmp_path, "stopped")
-    job.cli("inject", "stopped", "stop", "--rank", "1")
-    hurry.touch()
-    assert job.wait() == 0, job.text()
-    verdicts = json.loads(job.cli("diagnose", "stopped", "--json").stdout)["verdicts"]
+    verdicts = json.loads(job.cli("diagnose", "harmed", "--json").stdout)["verdicts"]
     hang = next(v for v in verdicts if "Hang" in v["kind"])
     assert hang["culprit"]["rank"] == 1
     assert hang["confirmed_s"] - hang["first_seen_s"] < 3.0

@@ -15,7 +15,7 @@ import pytest
 from tests.e2e.harness import SCRIPTS, Job
 
 pytest.importorskip("torchft")
-pytestmark = [pytest.mark.torch, pytest.mark.serial, pytest.mark.slow]
+pytestmark = [pytest.mark.torch, pytest.mark.slow]
 Start = Callable[..., Job]
 
 
@@ -86,6 +86,7 @@ class Training:
         return (self.job.folder / "logs" / "lighthouse.log").read_text()
 
 
+@pytest.mark.serial
 def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
     start: Start, tmp_path: Path
 ) -> None:
@@ -151,6 +152,7 @@ def drain_and_restore(training: Training) -> None:
     assert [training.pid(g) for g in (0, 2)] == survivors
 
 
+@pytest.mark.serial
 def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path: Path) -> None:
     # The one that hangs is not to come back as the spare before the test is through.
     patience = "[torchft]\nhung_s = 1.0\n[detect]\nquiet_action_s = 600.0\n"
@@ -194,6 +196,7 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     training.job.wait()
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("declared", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once(
     start: Start, tmp_path: Path, declared: bool
@@ -231,6 +234,7 @@ def test_groups_that_pause_lose_nothing_and_a_death_meanwhile_is_handled_at_once
     assert told == [("group 2, rank 2", "restart")]
 
 
+@pytest.mark.serial
 @pytest.mark.long
 def test_a_group_that_was_left_out_and_came_back_is_an_incident(
     start: Start, tmp_path: Path

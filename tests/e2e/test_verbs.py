@@ -13,10 +13,10 @@ import pytest
 from tests.e2e.exact import Start
 from tests.e2e.harness import SCRIPTS, Job
 
-STEPS = 400
+STEPS = 150
 
 
-def launch(start: Start, home: Path, name: str, *, step_s: float = 0.05) -> Job:
+def launch(start: Start, home: Path, name: str, *, step_s: float) -> Job:
     """Start two ranks on a node each, with a spare node."""
     (home / name).mkdir()
     spec = home / f"{name}.toml"
@@ -59,7 +59,7 @@ def wait_for_entry(job: Job, word: str) -> None:
 def test_a_drain_is_whole_though_the_controller_dies_before_its_answer(
     start: Start, tmp_path: Path
 ) -> None:
-    job = launch(start, tmp_path, "drained", step_s=0.25)
+    job = launch(start, tmp_path, "drained", step_s=0.5)
     job.wait_step(10)
     asked = ask(job, "drain", "drained", "rank:1", "--why", "fan")
     wait_for_entry(job, "NodeDraining")

@@ -27,17 +27,25 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LabJob]:
         try:
             job.wait_training()
             job.wait(lambda: len(job.find_busy_links()) >= 3, 20.0)
+            wait_quiet(job)
             yield job
         finally:
             job.end()
 
 
 def harm(
-    job: LabJob, kind: str, rank: int, *, patience_s: float = HANG_S, **args: float
+    job: LabJob,
+    kind: str,
+    rank: int,
+    *,
+    link: tuple[int, int] | None = None,
+    patience_s: float = HANG_S,
+    **args: float,
 ) -> Outcome:
-    """Wait for quiet, harm a rank, and return what the journal says once it is healed."""
-    wait_quiet(job)
-    return run_episode(job, Fault(kind, rank, args, patience_s=patience_s))
+    """Harm a rank, and return what the journal says once it is healed and there is quiet again."""
+    if job.journal.open:  # A test before this one has failed.
+        wait_quiet(job)
+    return run_episode(job, Fault(kind, rank, args, link, patience_s))
 
 
 @pytest.mark.parametrize("kind", ["stop", "gil", "spin", "sleep"])
@@ -59,11 +67,9 @@ def test_a_slow_rank_is_named_with_its_stage(job: LabJob, stage: str) -> None:
     ("kind", "verdict"), [("slow-link", "CommSlow"), ("drop-link", "CommHang")]
 )
 def test_a_link_is_named_with_its_direction(job: LabJob, kind: str, verdict: str) -> None:
-    wait_quiet(job)
     src, dst = job.find_busy_links()[0]
     args = {"to": float(dst), "mbit": 20.0, "for_s": SLOW_S}
-    fault = Fault(kind, src, args, (src, dst), patience_s=SLOW_S)
-    outcome = run_episode(job, fault)
+    outcome = harm(job, kind, src, link=(src, dst), patience_s=SLOW_S, **args)
     assert (outcome.kind, outcome.culprit) == (verdict, f"link {src}->{dst}"), outcome
 
 

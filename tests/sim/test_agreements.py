@@ -48,7 +48,9 @@ def test_a_step_is_asked_for_that_the_ranks_come_to_next() -> None:
     assert vetoes < agreed(simulations) / 4
 
 
-@pytest.mark.parametrize("first", range(0, 120, 40))
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (40, 80))]
+)
 def test_agreements_survive_any_fault(first: int) -> None:
     assert agreed([run(seed, faults=6) for seed in range(first, first + 40)]) > 80
 

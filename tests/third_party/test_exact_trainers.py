@@ -87,18 +87,14 @@ def test_a_silent_evaluation_on_rank_0_is_no_verdict(
         pytest.skip(f"{library} is not installed: pip install -e .[thirdparty]")
     job = start(script, "evaluates", 0, 0.05, "--steps", "12", "--evaluate-s", "6")
     job.wait_until(
-        lambda: "rank 0 is busy: evaluate, at most" in show(job),
+        lambda: any(row.get("busy_phase") for row in job.state().get("ranks", ())),
         "a picture with the evaluation",
     )
+    assert "rank 0 is busy: evaluate, at most" in job.cli("status", "evaluates").stdout
     assert job.wait() == 0, job.text()[-4000:]
     assert "finished at step 12" in job.text()
     assert json.loads(job.cli("diagnose", "evaluates", "--json").stdout)["verdicts"] == []
     assert job.report()["recoveries"] == []
-
-
-def show(job: Job) -> str:
-    """Return what `status` says; nothing while the job is not known yet."""
-    return str(job.cli("status", "evaluates", check=False).stdout)
 
 
 def check_samples(home: Path) -> None:
