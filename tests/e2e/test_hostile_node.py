@@ -104,7 +104,6 @@ def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.slow
-@pytest.mark.serial
 def test_a_hostile_machine_with_an_invitation_is_no_operator(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -103,7 +103,7 @@ TESTS: dict[str, dict[str, str]] = {
     "MN3": {"watched": f"{_DETECTOR}::"
                        "test_a_stopped_rank_of_two_is_named_within_the_floor_and_one_step"},
     "MN4": {"watched": "unit/detect/test_slow.py::test_loss_is_told_by_what_was_sent_again"},
-    "MN5": {"prevented": "e2e/test_exact_resume.py::test_five_kills_change_no_bit"},
+    "MN5": {"prevented": "e2e/test_exact_resume.py::test_kills_change_no_bit"},
     "MN6": {"prevented": "unit/control/test_placement.py::"
                          "test_world_without_a_spare_waits_for_its_lost_node_and_"
                          "gives_up_in_the_end"},
