@@ -47,7 +47,7 @@ from perdure.agent.messages import (
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
-from perdure.model.events import TimerFired
+from perdure.model.events import GenerationStopped, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
@@ -293,6 +293,8 @@ class AgentService:
                 self._start(self._collect(request))
             case Report(event=event, after=after):
                 log.info("%.300s", event)
+                if isinstance(event, GenerationStopped):  # The job may end with it.
+                    self._report_asides(all=True)
                 self._outbox.put(event, (lambda: self._do_all(after)) if after else None)
             case Leave(reason=reason):
                 log.info("leaving: %s", reason)

@@ -384,6 +384,7 @@ class ControllerService:
             if record is not None:
                 self._add(turn, record)
             if isinstance(action, EndJob):
+                self._derive(turn, list(self.inbox.asides.take(all=True)))
                 self._ended = JobEnded(
                     status=action.status,
                     exit_code=action.exit_code,

@@ -264,6 +264,20 @@ async def test_malformed_messages_are_refused(rig: Rig) -> None:
     assert (await ask(rig, Command(id="p", kind="ping", who="test"))).ok
 
 
+async def test_what_was_set_aside_is_counted_to_the_end_of_a_short_job(rig: Rig) -> None:
+    """T1: the first is told at once and the others within a minute, which a job need not last."""
+    await rig.form()
+    for _ in range(7):
+        await rig.agent.publish(subject_beats("job", 0), b"{")
+        assert (await ask(rig, Command(id="p", kind="ping", who="test"))).ok
+    await rig.send(exited(0), exited(1))
+    await rig.send(GenerationStopped(node=0, generation=1, at_s=1003.0))
+    assert rig.task is not None
+    await asyncio.wait_for(rig.task, 5)
+    notes = [body for body in rig.bodies() if isinstance(body, MessagesSetAside)]
+    assert [note.count for note in notes] == [1, 6]
+
+
 async def test_an_entry_over_the_limit_is_cut_and_the_controller_goes_on(rig: Rig) -> None:
     """T3: it stalled for ever, and the healthy server was killed for it every eight seconds."""
     rig.stream.bytes_max = 64 << 10
