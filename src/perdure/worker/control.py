@@ -39,6 +39,7 @@ from perdure.model.wire import (
     WorkerQuery,
     WorkerSignal,
 )
+from perdure.worker.own import OwnSocket
 from perdure.worker.stderr import say
 
 RETRY_S = 0.2
@@ -66,8 +67,8 @@ class Control:
         """Newest event sent on this connection."""
         self._asides: deque[FromWorker] = deque()
         """Queries and signals: sent once, lost with the connection."""
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._socket: socket.socket | None = None
+        self._wake_read, self._wake_write = _make_pair()
+        self._line: OwnSocket | None = None
         self._refused_at_s = -_REFUSED_S
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -137,29 +138,38 @@ class Control:
             self._thread.join(timeout=1.0)
             if self._thread.is_alive():
                 return
-        self._close_pipe()
+        self._close_pair()
 
-    def _close_pipe(self) -> None:
-        ends = (self._wake_read, self._wake_write)
-        self._wake_read = self._wake_write = -1
-        for fd in ends:
-            os.close(fd)
+    def _close_pair(self) -> None:
+        self._wake_read.close()
+        self._wake_write.close()
 
     def _wake(self) -> None:
-        with contextlib.suppress(OSError):  # Full: it will wake anyway.
-            os.write(self._wake_write, b".")
+        if self._wake_write.intact:
+            with contextlib.suppress(OSError):  # Full: it will wake anyway.
+                self._wake_write.sock.send(b".")
 
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
-                with self._connect() as connection:
-                    self._socket = connection
-                    self._serve(connection)
+                self._line = OwnSocket(self._connect())
+                self._serve(self._line)
             except OSError:
                 pass  # No agent now; the next one gets everything that is not acknowledged.
+            except Exception as error:  # Ours; what is not acknowledged is said again.
+                say(f"the line to the agent broke: {error!r}")
             finally:
-                self._socket = None
+                line, self._line = self._line, None
+                if line is not None:
+                    line.close()
+            if not self._is_intact():
+                self._close_pair()
+                self._wake_read, self._wake_write = _make_pair()
             self._stop.wait(RETRY_S)
+
+    def _is_intact(self) -> bool:
+        """Return whether a script has left the thread what it is woken by."""
+        return self._wake_read.intact and self._wake_write.intact
 
     def _connect(self) -> socket.socket:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -171,21 +181,24 @@ class Control:
             raise
         return connection
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, own: OwnSocket) -> None:
+        connection, wake = own.sock, self._wake_read.sock
         connection.sendall(encode(self._hello) + b"\n")
         self._sent = 0
         if self.on_connect is not None:
             self.on_connect()
         poll = select.poll()
         poll.register(connection, select.POLLIN)
-        poll.register(self._wake_read, select.POLLIN)
+        poll.register(wake, select.POLLIN)
         rest = b""
         while not self._stop.is_set():
             self._send_queued(connection)
             ready = {fd for fd, _ in poll.poll()}
-            if self._wake_read in ready:
+            if not (own.intact and self._is_intact()):
+                return
+            if wake.fileno() in ready:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
+                    wake.recv(4096)
             if connection.fileno() in ready:
                 data = connection.recv(65536)
                 if not data:
@@ -253,12 +266,19 @@ class Control:
 
     def _forget(self) -> None:
         """In a forked child: give back the parent's descriptors, so that its end is seen."""
-        connection, self._socket = self._socket, None
-        if connection is not None:
-            connection.close()
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
         if not self._stop.is_set():
             self._stop.set()
-            self._close_pipe()
+            self._close_pair()
+
+
+def _make_pair() -> tuple[OwnSocket, OwnSocket]:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return OwnSocket(ends[0]), OwnSocket(ends[1])
 
 
 _live: "weakref.WeakSet[Control]" = weakref.WeakSet()

@@ -3,6 +3,7 @@ import errno
 import io
 import os
 import socket
+import subprocess
 import sys
 import threading
 
@@ -241,3 +242,41 @@ def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, contr
         control.emit(joined(1))
         assert agent.read() == WorkerEvent(number, joined(1))
     monkeypatch.undo()
+
+
+CLOSER = """
+import os, sys
+from perdure.model.events import RankJoined
+from perdure.model.wire import WorkerHello
+from perdure.worker.control import Control
+
+control = Control(sys.argv[1], WorkerHello("job", 1, 2, 3))
+control.start()
+control.emit(RankJoined(generation=2, rank=1))
+assert control.drain(10)
+os.closerange(3, 100)
+files = [open(f"{sys.argv[2]}/{number}", "wb+", 0) for number in range(20)]
+for rank in range(2, 7):
+    control.emit(RankJoined(generation=2, rank=rank))
+assert control.drain(10)
+control.close()
+assert all(file.write(b"mine") == 4 for file in files)
+"""
+
+
+def test_a_script_that_closes_every_descriptor_keeps_its_files_and_its_line(agent, tmp_path):
+    """T2: what has the number of a socket of ours by then is the script's, perhaps a checkpoint."""
+    folder = tmp_path / "files"
+    folder.mkdir()
+    command = [sys.executable, "-c", CLOSER, str(tmp_path / "s"), str(folder)]
+    script = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    seen = set()
+    while 6 not in seen:
+        agent.accept()
+        while line := agent.lines.readline():
+            event = decode(line, FromWorker)
+            seen.add(event.event.rank)
+            agent.say(WorkerAck(event.seq))
+    assert script.communicate(timeout=20)[1] == ""
+    assert script.returncode == 0
+    assert {path.read_bytes() for path in folder.iterdir()} == {b"mine"}
