@@ -10,6 +10,7 @@ Where samples are rarer than one a second, because steps are long, all times are
 import math
 from collections import deque
 from collections.abc import Iterable
+from itertools import pairwise
 
 WINDOWS_S = (1.0, 2.0, 3.0, 5.0, 8.0, 12.0, 20.0, 25.0)
 QUANTILES = {w: 0.2 if w < 5.0 else 0.4 if w < 12.0 else 0.5 for w in WINDOWS_S}
@@ -28,7 +29,8 @@ ODD = 4
 GAP_S, GAP_RATIO = 1.5, 5.0
 """A silence this long, and so many times the usual, is an event of its own: an evaluation."""
 _KEPT_S = 30.0
-SIGMAS = 1.96
+SIGMAS, SURE_SIGMAS = 1.96, 3.3
+"""Of the interval of a median; and of one whose lower end is acted upon."""
 CHANCE = 1e-6
 """A window is looked at each second, of each rank, for months."""
 
@@ -134,11 +136,11 @@ class Persistence:
         return recent[len(recent) // 4]
 
     def interval(
-        self, now: float, window_s: float, sigmas: float = SIGMAS
+        self, now: float, window_s: float, *, sure: bool
     ) -> tuple[float, float, float] | None:
         """Return the median excess of the last `window_s` between the ends of its interval."""
         since_s = now - window_s
-        return find_interval((e for at_s, e in self._samples if at_s > since_s), sigmas)
+        return find_interval((e for at_s, e in self._samples if at_s > since_s), sure=sure)
 
     def is_over(self, now: float, clear_s: float) -> bool:
         """Return whether little unusual was seen for `clear_s`: noise has odd samples as well."""
@@ -178,25 +180,40 @@ def is_exceptional(num_odd: int, num: int, usual: float) -> bool:
 
 
 def find_interval(
-    samples: Iterable[float], sigmas: float = SIGMAS
+    samples: Iterable[float], *, sure: bool = False
 ) -> tuple[float, float, float] | None:
     """Return low end, median and high end: in 95 of 100 cases the median lies between the ends.
 
-    With other `sigmas` it does so as often as a normal variable lies within so many of its mean.
     The ends are order statistics, so no shape of the noise is assumed; samples that depend on one
-    another make the truth wider. None without samples, and where they are too few to be surer than
-    usual.
+    another make the truth wider. None without samples. `sure` asks for what can be acted upon: the
+    truth is below the low end once in 2,000 times, samples in the order of time may depend on one
+    another, and too few of them are None as well.
 
     >>> find_interval([1.0, 2.0, 9.0])
     (1.0, 2.0, 9.0)
     """
-    ordered = sorted(samples)
-    n = len(ordered)
-    if not n or (sigmas > SIGMAS and n < sigmas**2):
+    series = list(samples)
+    ordered, n = sorted(series), len(series)
+    if not n or (sure and n < SURE_SIGMAS**2):
         return None
-    reach = 0.5 * sigmas * n**0.5
+    reach = 0.5 * (SURE_SIGMAS * _find_dependence(series) if sure else SIGMAS) * n**0.5
     low, high = max(0, int(n / 2 - reach)), min(n - 1, int(n / 2 + reach))
     return ordered[low], ordered[n // 2], ordered[high]
+
+
+def _find_dependence(series: list[float]) -> float:
+    """Return how much wider an interval is because each sample resembles the one before.
+
+    Work that changes slowly makes one rank slow for many steps: they are one event.
+    """
+    mean = sum(series) / len(series)
+    off = [x - mean for x in series]
+    variance = sum(x * x for x in off)
+    if variance <= 0.0:
+        return 1.0
+    alike = sum(a * b for a, b in pairwise(off)) / variance
+    alike = min(max(alike, 0.0), 0.99)
+    return float(((1.0 + alike) / (1.0 - alike)) ** 0.5)
 
 
 class Baseline:

@@ -17,7 +17,7 @@ from perdure.detect.collectives import CollectiveWatch, Comm, find_peers
 from perdure.detect.hosts import HostWatch
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.neighbours import STARVED, Neighbours
-from perdure.detect.persistence import SIGMAS, Persistence
+from perdure.detect.persistence import Persistence
 from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
@@ -39,8 +39,6 @@ COSTED_S = 10.0
 once it is to be acted upon, over all that it must have lasted."""
 ACTED_STEPS = 20
 """Fewer steps than this are never acted upon: one rank has the longest sequences of three."""
-ACTED_SIGMAS = 3.3
-"""Of the interval whose lower end is acted upon: the median is below it once in 2,000 times."""
 GROWN = 0.1
 """A verdict that may be acted upon is told again once its share of the step changed by so much."""
 PASSING = 3.0
@@ -250,7 +248,7 @@ class SlowWatch:
         for key, verdict in self._open.items():
             due_s = verdict.confirmed_s + wait_s
             if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
-                slowness = self._measure(now, verdict, thorough=True)
+                slowness = self._measure(now, verdict, sure=True)
                 if slowness is None and verdict.slowness is not None:
                     continue  # Too few of the last steps have shown it.
                 evidence = {
@@ -273,7 +271,7 @@ class SlowWatch:
             if not verdict.actionable or now - told_s < self._config.slow_action_s:
                 continue
             self._told[key] = now
-            slowness = self._measure(now, verdict, thorough=True)
+            slowness = self._measure(now, verdict, sure=True)
             known = 0.0 if verdict.slowness is None else verdict.slowness.share_low
             if slowness is None or abs(slowness.share_low - known) < GROWN:
                 continue
@@ -283,47 +281,47 @@ class SlowWatch:
 
     # --- what it costs ------------------------------------------------------------------------
 
-    def _measure(self, now: float, verdict: Verdict, *, thorough: bool = False) -> Slowness | None:
+    def _measure(self, now: float, verdict: Verdict, *, sure: bool = False) -> Slowness | None:
         """Return how slow the culprit is and what that costs, as things stand.
 
-        `thorough` asks for what is good enough to be acted upon: noise makes anybody slow for a
+        `sure` asks for what is good enough to be acted upon: noise makes anybody slow for a
         few steps.
         """
         step_s = max(1.0, self.collectives.step_s)
-        window_s, sigmas = COSTED_S * step_s, SIGMAS
-        if thorough:
-            window_s, sigmas = self._wait_s, ACTED_SIGMAS
+        window_s = self._wait_s if sure else COSTED_S * step_s
         if verdict.kind == "HostBusy":
             return None
         if verdict.kind == "CommSlow":
             slow = [c for c in self.collectives.comms() if c.slow is not None]
             ends = verdict.culprit.link or ()
             mine = [c for c in slow if set(ends) <= set(c.ranks)]
-            return self._measure_comms(now, mine or slow, window_s, sigmas)
+            return self._measure_comms(now, mine or slow, window_s, sure=sure)
         ranks: tuple[int, ...] = ()
         if verdict.culprit.rank is not None:
             ranks = (verdict.culprit.rank,)
         elif verdict.culprit.node is not None:
             ranks = self._find_ranks(verdict.culprit.node)
-        found = [s for rank in ranks if (s := self.stages.measure(now, rank, window_s, sigmas))]
+        found = [s for rank in ranks if (s := self.stages.measure(now, rank, window_s, sure=sure))]
         if found:
             return max(found, key=lambda s: s.share_low)
         late = [one for r in ranks if (one := self.collectives.lateness.get(r)) is not None]
-        spans = [x for one in late if one.late and (x := one.late.interval(now, window_s, sigmas))]
+        spans = [
+            x for one in late if one.late and (x := one.late.interval(now, window_s, sure=sure))
+        ]
         if not spans:
             return None
         low, mid, high = max(spans)
         return _make_slowness((low, mid, high), max(mid, 0.0) / (1.0 + max(mid, 0.0)))
 
     def _measure_comms(
-        self, now: float, slow: list[Comm], window_s: float, sigmas: float
+        self, now: float, slow: list[Comm], window_s: float, *, sure: bool
     ) -> Slowness | None:
         """Return what slow communicators cost: what waits grew by, else what the pace fell by."""
-        spans = [x for c in slow if c.slow and (x := c.slow.interval(now, window_s, sigmas))]
+        spans = [x for c in slow if c.slow and (x := c.slow.interval(now, window_s, sure=sure))]
         if not spans:
             return None
         excess = max(spans, key=lambda x: x[1])
-        waits = self.stages.find_waits(now, window_s, sigmas)
+        waits = self.stages.find_waits(now, window_s, sure=sure)
         if waits is None:
             return _make_slowness(excess, self._find_loss(slow))
         made = _make_slowness(excess, waits[1])

@@ -175,21 +175,21 @@ class StageWatch:
         return max(0.0, rest_s - self._rest.value) / max(step_s, 1e-9)
 
     def find_waits(
-        self, now: float, window_s: float, sigmas: float
+        self, now: float, window_s: float, *, sure: bool
     ) -> tuple[float, float, float] | None:
         """Return `exposed` of the last `window_s` as an interval; None where unknown."""
         since_s = now - window_s
-        return find_interval((share for at_s, share in self._waits if at_s > since_s), sigmas)
+        return find_interval((share for at_s, share in self._waits if at_s > since_s), sure=sure)
 
-    def measure(self, now: float, rank: int, window_s: float, sigmas: float) -> Slowness | None:
+    def measure(self, now: float, rank: int, window_s: float, *, sure: bool) -> Slowness | None:
         """Return what suspect `rank` and the others of its home cost; None where unknown.
 
-        It is that of the last `window_s`, with intervals of so many `sigmas`.
+        It is that of the last `window_s`.
         """
         since_s = now - window_s
         seen = [g for g in self._gains.get(self._home(rank), ()) if g[0] > since_s]
-        ratio = find_interval((g[1] for g in seen), sigmas)
-        share = find_interval((g[2] for g in seen), sigmas)
+        ratio = find_interval((g[1] for g in seen), sure=sure)
+        share = find_interval((g[2] for g in seen), sure=sure)
         if ratio is None or share is None:
             return None
         return Slowness(

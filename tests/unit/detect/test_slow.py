@@ -1,3 +1,5 @@
+import math
+
 import pytest
 from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
@@ -65,22 +67,38 @@ def test_slowness_that_moves_about_is_told_and_not_acted_upon():
     assert [e.verdict.culprit.rank for e in run.acted] == [0], "what lasts is acted upon"
 
 
-@pytest.mark.parametrize(("step_s", "seed"), [(1.0, 0), (5.0, 0)])
-def test_sequences_of_unequal_length_cost_no_node_its_place(step_s, seed):
-    """T6: each rank's step takes another time, lognormal; no node is slow for long enough."""
+class Packed(Training):
+    """Each rank's step takes another time, lognormal, and resembles its last one by `alike`."""
 
-    class Packed(Training):
-        def _run_step(self):
-            self.factors = [self._rng.lognormvariate(0.0, 0.6) for _ in self._ranks]
-            super()._run_step()
+    sigma, alike = 0.6, 0.0
 
-        def _work(self, r, stage, seconds):
-            super()._work(r, stage, seconds * self.factors[r.rank])
+    def _run_step(self):
+        known = getattr(self, "_lengths", [0.0] * len(self._ranks))
+        left = (1.0 - self.alike**2) ** 0.5
+        self._lengths = [self.alike * x + left * self._rng.gauss(0.0, 1.0) for x in known]
+        super()._run_step()
 
-    lay = Layout(8, nproc=4)
+    def _work(self, r, stage, seconds):
+        super()._work(r, stage, seconds * math.exp(self.sigma * self._lengths[r.rank]))
+
+
+class Drifting(Packed):
+    sigma, alike = 0.4, 0.97
+
+
+@pytest.mark.parametrize(
+    ("kind", "lay", "step_s", "seed"),
+    [
+        (Packed, Layout(8, nproc=4), 1.0, 0),
+        (Packed, Layout(8, nproc=4), 5.0, 0),
+        (Drifting, Layout(2), 1.0, 4),
+    ],
+)
+def test_sequences_of_unequal_length_cost_no_node_its_place(kind, lay, step_s, seed):
+    """T6: no node is slow for long enough, drawn anew at each step or adrift."""
     run = Run(lay)
-    run.training = Packed(lay, seed, step_s=step_s)
-    run.run(180 * max(step_s, 1.0))
+    run.training = kind(lay, seed, step_s=step_s)
+    run.run(180 * step_s)
     worth = [e for e in run.acted if e.verdict.slowness.step_ratio_low >= 1.5]
     assert worth == []
 
