@@ -59,7 +59,11 @@ def test_without_a_command_there_is_help(
         (["join", "x", "--grace", "1e300"], "'--grace': 1e+300 is too large", "join --help"),
         (["pull", "nosuch", "d", "--up-to", "inf"], "'--up-to': inf is not finite", "pull --help"),
         (["stop", "nosuch", "--timeout-s", "inf"], "inf is not finite", "stop --help"),
-        (["trace", "convert", "x", "y", "--gap", "inf"], "inf is not finite", "trace convert --h"),
+        (
+            ["trace", "convert", "x", "--to", "y", "--gap", "inf"],
+            "inf is not finite",
+            "trace convert --h",
+        ),
         (["invite", "nosuch", "--uses", "9" * 30], "too large", "invite --help"),
         (["inject", "x", "slow", "--rank", "0", "--arg", "ms=1.5e999"], "ms: inf is not", "NAME"),
         (["queue", "add", "inf.toml"], "inf.toml: item.0.backoff_s: inf is not finite", "number"),
