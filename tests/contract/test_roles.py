@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -61,6 +62,7 @@ from perdure.service.control_loop import ControllerService
 from perdure.service.credentials import make_server, set_certificate, write_credentials
 from perdure.service.jobfiles import load_endpoint, paths_of
 from perdure.service.journal import Journal
+from perdure.service.logins import renew_logins
 
 JOB = "roles.job"
 SPEC = JobSpec(script="train.py", name=JOB, nodes=2, spares=0)
@@ -108,6 +110,28 @@ async def site(home: Site) -> AsyncIterator[Site]:
     home.start()
     yield home
     await home.close()
+
+
+async def test_a_login_that_is_ended_is_cut_off_and_its_next_one_works(site: Site) -> None:
+    """D3: revoking an invitation left the login that was taken by it for as long as the job ran."""
+    heard = await hear(await site.connect("controller"), subject_beats(JOB, 1))
+    taken = await site.connect("agent-1")
+    kept = load_endpoint(site.paths, "agent-1")
+    other = await site.connect("agent-0")
+    assert site.process is not None
+    renew_logins(site.paths, [site.server], [1])
+    site.process.send_signal(signal.SIGHUP)
+
+    await until(lambda: not taken.connected, "who came by the old one is cut off")
+    with pytest.raises(PlatformError):
+        await NatsBus.connect(kept, timeout_s=1)
+    with contextlib.suppress(Exception):
+        await taken.publish(subject_beats(JOB, 1), b"{}")
+    await asyncio.sleep(0.1)
+    assert heard == []
+    assert other.connected
+    await (await site.connect("agent-1")).publish(subject_beats(JOB, 1), b"{}")
+    await until(lambda: heard, "the new login's word")
 
 
 async def until(condition: object, what: str, timeout_s: float = 10.0) -> None:

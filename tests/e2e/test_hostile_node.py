@@ -16,7 +16,7 @@ import pytest
 
 from perdure.adapters.nats import NatsBus
 from perdure.model.codec import encode
-from perdure.model.errors import RequestError
+from perdure.model.errors import PlatformError, RequestError
 from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
 from perdure.model.exits import ExitRecord
 from perdure.model.progress import RankAccount
@@ -147,5 +147,11 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     events = (job.folder / "journal.jsonl").read_text()
     assert '"InvitationUsed"' in events
     assert invitation.secret not in events
+
+    said = job.cli("invite", JOB, "--revoke", invitation.id, "--end-login").stdout
+    assert f"{JOB}: the login of node 1 was ended" in said
+    with pytest.raises(PlatformError):
+        asyncio.run(NatsBus.connect(admission.endpoint, timeout_s=2))
+    job.wait_step(job.state()["step"] + 10)
     job.cli("stop", JOB)
     assert job.wait() == 0, job.text()[-2000:]

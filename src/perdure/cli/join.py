@@ -16,6 +16,7 @@ from perdure.model.invitations import EXPIRES_S
 from perdure.service.jobfiles import resolve_home, write_atomic
 from perdure.service.joining import join as join_job
 from perdure.service.joining import make_invitation, read_invitation, read_source
+from perdure.service.logins import end_logins
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _ANSWER_S = 30.0
@@ -38,6 +39,10 @@ def invite(
     revoke: Annotated[
         str | None, typer.Option("--revoke", metavar="ID", help="Let nobody come by it any more.")
     ] = None,
+    end_login: Annotated[
+        bool,
+        typer.Option("--end-login", help="With --revoke: who came by it is cut off at once."),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Print what a machine needs to join a job. It holds a secret: pass it over a pipe or a file.
@@ -50,8 +55,10 @@ def invite(
         _list(found, as_json)
         return
     if revoke is not None:
-        _revoke(found, revoke, as_json)
+        _revoke(found, revoke, end_login, as_json)
         return
+    if end_login:
+        raise ConfigError("--end-login: of which invitation?", hint="--revoke ID --end-login")
 
     def register(args: dict[str, Any]) -> dict[str, Any]:
         return send_command(found, "invite", args, timeout_s=_ANSWER_S)
@@ -113,14 +120,23 @@ def _list(found: Job, as_json: bool) -> None:
     print(render_table(head, cells))
 
 
-def _revoke(found: Job, id_: str, as_json: bool) -> None:
+def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
+    rows = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)["invitations"]
+    holding = [node for row in rows if row["id"] == id_ for node in row["nodes"]]
     result = send_command(found, "revoke", {"id": id_}, timeout_s=_ANSWER_S)
+    if end_login and holding:
+        end_logins(found.paths, holding)
     if as_json:
-        print_json({"job": found.name, **result})
+        print_json({"job": found.name, **result, "logins_ended": holding if end_login else []})
         return
     print(f"{found.name}: nobody comes by invitation {id_} any more")
+    if end_login:
+        for node in holding:
+            print(f"{found.name}: the login of node {node} was ended")
+        return
     for node in result["nodes"]:
-        note(f"node {node} came by it and is there: perdure evict {found.name} {node}")
+        note(f"node {node} came by it and is there, with its login: perdure evict {found.name} "
+             f"{node} moves its ranks; --revoke {id_} --end-login cuts it off")  # fmt: skip
 
 
 def join(

@@ -47,6 +47,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.journal import clear_stream, find_end
 from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
+from perdure.service.logins import answer_asked, find_asked, renew_logins
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -460,7 +461,22 @@ class Supervisor:
                 self._write_parts()
             reap_adopted({child.pid for child in self._children.values()})
             self._end_stopped()
+            self._end_logins()
             await asyncio.sleep(_POLL_S)
+
+    def _end_logins(self) -> None:
+        """Cut off the machines whose logins are to end, as somebody has asked."""
+        nodes = find_asked(self._paths) if self._servers and self._bus is not None else []
+        if not nodes:
+            return
+        try:
+            renew_logins(self._paths, self._servers, nodes)
+            for child in find_servers(self._children.values()):
+                child.process.send_signal(signal.SIGHUP)
+            self._note(f"logins are ended, as asked: of nodes {', '.join(map(str, nodes))}")
+        except PerdureError as error:
+            self._note(f"logins are not ended: {error}")
+        answer_asked(self._paths)
 
     def _show_lines(self, *, last: bool = False) -> None:
         if self._spec.tee == "all":

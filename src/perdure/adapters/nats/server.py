@@ -17,7 +17,7 @@ import socket
 import sys
 import sysconfig
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -197,18 +197,35 @@ class NatsServer:
         Raises:
             PlatformError: no binary, or the folder cannot be written.
         """
-        path = server_config(self.folder)
-        text = self._render()
         try:
             os.makedirs(self.folder, exist_ok=True)
             for old in Path(self.folder).glob("*.ports"):
                 old.unlink()
+        except OSError as error:
+            raise PlatformError(f"cannot write {self.folder}: {error.strerror}") from error
+        return [find_binary(), "-c", self.write_config()]
+
+    def set_password(self, name: str, password: str) -> None:
+        """Give a user another password, from the next `write_config` on."""
+        self.users = tuple(
+            replace(user, password=password) if user.name == name else user for user in self.users
+        )
+
+    def write_config(self) -> str:
+        """Write the configuration, which a running server reads again at SIGHUP; return its path.
+
+        Raises:
+            PlatformError: it cannot be written.
+        """
+        path = server_config(self.folder)
+        text = self._render()
+        try:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "w") as file:
                 file.write(text)
         except OSError as error:
             raise PlatformError(f"cannot write {path}: {error.strerror}") from error
-        return [find_binary(), "-c", path]
+        return path
 
     def poll_ready(self) -> bool:
         """Return whether it accepts clients, with JetStream up; learns `port` on the way."""
