@@ -72,7 +72,7 @@ def load_profile(name: str, home: str) -> Resolved:
     chain: list[tuple[str, dict[str, Any]]] = []
     seen: set[Path] = set()
     wanted = name
-    while wanted:
+    while wanted or not seen:
         path = _find_file(wanted, home, seen)
         seen.add(path)
         document = _read(path)

@@ -47,6 +47,7 @@ def test_without_a_command_there_is_help(
         (["run", "--name", "a/b", "x"], "options: name: not a name of a job", "letters"),
         (["queue", "add", "nosuch.toml"], "cannot read nosuch.toml: No such file", "path"),
         (["launch", "good.toml", "--on", "nosuch"], "no profile `nosuch`", "there is autodl"),
+        (["profiles", ""], "no profile ``", "there is autodl"),
         (["verify", "good.toml"], "no checkpoints in good.toml", "step-*"),
         (["run", "--numa_binding", "node", "x"], "--numa-binding of torchrun", "numactl"),
         (["run", "nosuch.py", "--json"], "no such script: nosuch.py", "looked in"),
