@@ -49,7 +49,8 @@ class ProbeParts:
     """The parts that one node has taken on."""
 
     node: int
-    _taken: dict[tuple[str, int], None] = field(default_factory=dict)
+    _taken: dict[tuple[str, int], set[int]] = field(default_factory=dict)
+    """(probe, round) -> the nodes that were ordered to ask this one for a door."""
 
     def take(self, order: RunProbe) -> ProbePart | None:
         """Return this node's part of `order`; None where it has none, or has it already."""
@@ -57,8 +58,12 @@ class ProbeParts:
         concerned = {node for pair in order.pairs for node in pair} | set(order.hosts)
         if key in self._taken or self.node not in concerned:
             return None
-        self._taken[key] = None
+        self._taken[key] = {src for src, dst in order.pairs if dst == self.node}
         while len(self._taken) > _KEPT:
             del self._taken[next(iter(self._taken))]
         destinations = tuple(dst for src, dst in order.pairs if src == self.node)
         return ProbePart(order, self.node, destinations, self.node in order.hosts)
+
+    def expects(self, id_: str, round_: int, src: int) -> bool:
+        """Return whether the controller has ordered node `src` to send something here."""
+        return src in self._taken.get((id_, round_), ())

@@ -22,6 +22,7 @@ from perdure.model.events import (
     AnyEvent,
     NodeAsked,
     NodeRegistered,
+    ProbeEnded,
     RankExited,
     StoreReady,
     VerdictReached,
@@ -147,6 +148,10 @@ def _judge_agent(state: ControllerState, started: Started, node: int, event: Any
             return ""  # Its generation is what its keeper holds, which may be another run's.
         case NodeAsked(kind="stop") if node >= state.the_spec().local_nodes:
             return "a machine from elsewhere may not stop the job"
+        case ProbeEnded():
+            hosts = any(host.node != node for host in event.hosts)
+            if hosts or any(node not in (pair.src, pair.dst) for pair in event.pairs):
+                return "it tells of another node"
         case VerdictReached(verdict=verdict) | VerdictWithdrawn(verdict=verdict):
             return _judge_verdict(node, verdict)
         case StoreReady() if not state.of_replicas:

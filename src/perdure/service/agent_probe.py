@@ -2,8 +2,9 @@
 
 The sending agent asks the other on the bus for a door and connects to it; both ends use the
 address that their ranks' traffic uses, so that the same card is tested. All of it runs in threads
-and ends by the order's deadline; an agent listens only while a door is open. A node that cannot
-be asked was not measured, which is said and proves nothing of the network between the two.
+and ends by the order's deadline. An agent listens only while a door is open, and opens one only
+for whom the controller has ordered to ask, in an order that both nodes have. A node that cannot be
+asked was not measured, which is said and proves nothing of the network between the two.
 """
 
 import asyncio
@@ -131,6 +132,10 @@ class Prober:
     async def _open(self, data: bytes, reply: Reply) -> None:
         try:
             ask: ProbeAsk = decode(data, ProbeAsk)
+            if not self._parts.expects(ask.id, ask.round, ask.src):
+                # Or the order is still on its way: whoever may ask, asks again.
+                log.warning("probe: nobody has ordered %.100s", ask)
+                return
             if self._doors >= DOORS_MAX:
                 raise PlatformError(f"node {self._node} has {DOORS_MAX} doors open")
             door = Door(self._address() or "127.0.0.1")

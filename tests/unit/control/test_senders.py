@@ -21,6 +21,7 @@ from perdure.model.events import (
     MetricsLogged,
     NodeAsked,
     NodeRegistered,
+    ProbeEnded,
     QuorumFormed,
     RankExited,
     RanksStarted,
@@ -28,6 +29,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.links import HostProbe, PairProbe
 from perdure.model.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
 
@@ -47,6 +49,12 @@ STARTED = {2: {0: 0, 1: 0, 2: 1, 3: 1}}
 def exited(node: int, rank: int, generation: int = 3) -> RankExited:
     record = ExitRecord(rank=rank, generation=generation, pid=7, at_s=1.0, signal=9)
     return RankExited(node=node, record=record, account=RankAccount(), detected_s=1.0)
+
+
+def probed(node: int, src: int, dst: int, host: int) -> ProbeEnded:
+    pairs = (PairProbe(1, src, dst, 1000, 1.0),)
+    hosts = (HostProbe(1, host, "cpu", 1.0),)
+    return ProbeEnded(id="p1", node=node, round=1, at_s=1.0, pairs=pairs, hosts=hosts)
 
 
 def silent(node: int, kind: str = "Unresponsive", generation: int = -1) -> VerdictReached:
@@ -90,6 +98,7 @@ HONEST: list[tuple[str, str, AnyEvent]] = [
     ("2", "g3-r3-p12", FaultInjected(id="f", rank=3, kind="slow", at_s=1.0)),
     ("run", "run-12", ControllerLost(part="agent 0", at_s=1.0, pid=1, cause="", restarted_s=1.0)),
     ("lighthouse", "l12-ab", QuorumFormed(quorum_id=1, step=0, members=())),
+    ("0", "a0-1-x", probed(0, 1, 0, host=0)),
 ]
 UNTRUE: list[tuple[str, str, AnyEvent, str]] = [
     ("0", "a0-1-x", CommandReceived(id="x", kind="kill"), "not for the agent of node 0"),
@@ -100,6 +109,8 @@ UNTRUE: list[tuple[str, str, AnyEvent, str]] = [
     ("1", "a11-1-x", silent(1), "not one of the agent of node 1"),
     ("run", "a0-1-x", started(0, 0), "not one of `perdure run`"),
     ("0", "a0-1-x", started(1, 2), "another node"),
+    ("0", "a0-1-x", probed(0, 1, 2, host=0), "another node"),
+    ("0", "a0-1-x", probed(0, 0, 2, host=1), "another node"),
     ("1", "a1-1-x", started(1, 2), "rank 2 of generation 3 is not of node 1"),
     ("1", "a1-1-x", exited(1, 0), "rank 0 of generation 3 is not of node 1"),
     ("0", "a0-1-x", exited(0, 2, generation=2), "rank 2 of generation 2 is not of node 0"),

@@ -2,9 +2,14 @@
 
 import asyncio
 
+import pytest
+
 from perdure.agent.probe import ProbeParts
 from perdure.model.actions import RunProbe
+from perdure.model.codec import encode
+from perdure.model.errors import RequestError
 from perdure.model.events import ProbeEnded
+from perdure.model.probing import ProbeAsk, subject_probe
 from perdure.service.agent_probe import Prober
 from perdure.service.ports import FakeBus, FakeServer
 
@@ -69,8 +74,25 @@ async def test_a_node_that_cannot_open_a_door_says_why() -> None:
     await sender.prober.start()
     await receiver.prober.start()
     sender.prober.take(order((0, 1)))
+    receiver.prober.take(order((0, 1)))
     assert "cannot listen on 192.0.2.77" in (await sender.answer()).error
     await sender.prober.close()
+    await receiver.prober.close()
+
+
+@pytest.mark.parametrize(
+    "ask", [("p", 1, 2), ("p", 2, 0), ("q", 1, 0), ("", 0, 0)], ids=["src", "round", "id", "none"]
+)
+async def test_only_who_was_ordered_to_is_let_in(ask: tuple[str, int, int]) -> None:
+    """D3: any agent had any other open a door, and move a gigabyte beside its training."""
+    server = FakeServer()
+    receiver, other = Node(server, 1), FakeBus(server)
+    await receiver.prober.start()
+    receiver.prober.take(order((0, 1), hosts=()))
+    await receiver.answer()
+    asked = encode(ProbeAsk(*ask, bytes=1 << 30, deadline_s=30.0))
+    with pytest.raises(RequestError):
+        await other.request(subject_probe("job", 1), asked, timeout_s=0.1)
     await receiver.prober.close()
 
 
