@@ -184,3 +184,31 @@ def test_d1_an_index_that_is_no_file_blocks_nobody(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".metadata")
     with pytest.raises(pickle.UnpicklingError, match="no regular file"):
         read_index(tmp_path)
+
+
+_PAIR = b"2\x86"
+"""DUP and TUPLE2: the pair of a value with itself."""
+_INDEX = _name(_DCP + b"metadata", b"MetadataIndex") + b")\x81}" + _word(b"fqn")
+NESTED = b"K\x01" + 60 * _PAIR
+BOMBS: dict[str, bytes] = {
+    "key": b"\x80\x04}" + NESTED + b"K\x02s.",
+    "keys": b"\x80\x04}(" + NESTED + b"K\x02u.",
+    "keys of DICT": b"\x80\x04(" + NESTED + b"K\x02d.",
+    "member": b"\x80\x04\x8f(" + NESTED + b"\x90.",
+    "frozenset": b"\x80\x04(" + NESTED + b"\x91.",
+    "argument": b"\x80\x04" + _name(b"builtins", b"set") + b"](" + NESTED + b"e\x85R.",
+    "layout": b"\x80\x04" + _name(b"torch.serialization", b"_get_layout") + NESTED + b"\x85R.",
+    "field of a key": b"\x80\x04}" + _INDEX + NESTED + b"sbK\x02s.",
+    "what is altered": b"\x80\x04" + NESTED + b"}b.",
+    "what it is filled with": b"\x80\x04" + _META + b")\x81" + NESTED + b"b.",
+}
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("bomb", BOMBS.values(), ids=BOMBS)
+def test_an_index_of_values_nested_without_end_is_refused_at_once(bomb: bytes) -> None:
+    """D1: pairs nested sixty deep, of one value, were hashed or printed for ever."""
+    started_s = time.process_time()
+    with pytest.raises(pickle.UnpicklingError, match=r"without end|alters tuple|with tuple"):
+        read_plain(bomb)
+    assert time.process_time() - started_s < 5

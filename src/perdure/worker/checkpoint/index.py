@@ -7,6 +7,10 @@ values and does nothing else. Python's own unpickler in Python is used instead o
 (about 3 times as long, 4 s for an index of 64,000 shards) because its opcodes are a table as well:
 those that torch never writes are left out, and BUILD fills fields of an index's values only. The
 one in C would let a stream set attributes of the classes themselves.
+
+A stream may also name one value many times over, so that forty nested pairs are hashed, compared
+or printed as 2^40. What is hashed is therefore counted, each part as often as hashing looks at it,
+and a stream that has more of that than its length explains is refused; nothing of it is printed.
 """
 
 import io
@@ -54,6 +58,20 @@ _NEVER = (
     pickle.PERSID, pickle.BINPERSID, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER,
 )  # fmt: skip
 """Opcodes that no index has."""
+_PARTS_A_BYTE, _PARTS_MIN = 64, 100_000
+"""Parts that may be hashed for each byte of a stream, and in any case; an index has about one."""
+
+
+_HASHED: dict[bytes, slice] = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(None, None, 2),
+    pickle.DICT: slice(None, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+    pickle.REDUCE: slice(-1, None),
+    pickle.NEWOBJ: slice(-1, None),
+}
+"""Opcode -> what of the stack it hashes, or may: whatever is made may hash its arguments."""
 
 
 class _Unpickler(pickle._Unpickler):
@@ -61,6 +79,24 @@ class _Unpickler(pickle._Unpickler):
         op: call for op, call in pickle._Unpickler.dispatch.items() if bytes([op]) not in _NEVER
     }
     stack: list[Any]
+
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._parts_left = _PARTS_MIN + _PARTS_A_BYTE * len(data)
+
+    def _weigh(self, left: list[Any]) -> None:
+        """Count what hashing `left` looks at, so that it ends; refuse what is too much."""
+        while left:
+            one = left.pop()
+            self._parts_left -= 1
+            if self._parts_left < 0:
+                raise pickle.UnpicklingError("the index has values nested without end")
+            if isinstance(one, tuple | list | set | frozenset | dict):
+                left += one
+            elif isinstance(one, slice):
+                left += (one.start, one.stop, one.step)
+            elif type(one) in _FILLED:
+                left += vars(one).values()
 
     def find_class(self, module: str, name: str) -> Any:
         """Return what the table has under exactly this name; refuse everything else."""
@@ -74,15 +110,35 @@ class _Unpickler(pickle._Unpickler):
         state = self.stack.pop()
         one = self.stack[-1]
         if type(one) not in _FILLED:
-            raise pickle.UnpicklingError(f"the index alters {one!r:.80}")
+            raise pickle.UnpicklingError(f"the index alters {_name(one)}")
         if isinstance(one, metadata.TensorProperties):
             metadata.TensorProperties.__setstate__(one, state)  # type: ignore[no-untyped-call]
         elif isinstance(state, dict):
             vars(one).update(state)
         else:
-            raise pickle.UnpicklingError(f"the index fills {type(one).__name__} with {state!r:.80}")
+            raise pickle.UnpicklingError(f"the index fills {_name(one)} with {_name(state)}")
 
     dispatch[pickle.BUILD[0]] = load_build
+
+
+def _make_weighing(op: bytes, hashed: slice) -> Callable[[Any], None]:
+    """Return what an opcode does, once what it hashes has been counted."""
+    load = _Unpickler.dispatch[op[0]]
+
+    def weigh_and_load(one: _Unpickler) -> None:
+        one._weigh(one.stack[hashed])
+        load(one)
+
+    return weigh_and_load
+
+
+for _op, _hashed in _HASHED.items():
+    _Unpickler.dispatch[_op[0]] = _make_weighing(_op, _hashed)
+
+
+def _name(one: Any) -> str:
+    """Return what a value is, in a word that does not depend on what it holds."""
+    return f"the class {one.__name__}" if isinstance(one, type) else type(one).__name__
 
 
 def read_plain(data: bytes) -> Any:
@@ -92,11 +148,13 @@ def read_plain(data: bytes) -> Any:
         pickle.UnpicklingError: it names anything else, or is damaged.
     """
     try:
-        return _Unpickler(io.BytesIO(data)).load()
+        return _Unpickler(data).load()
     except pickle.UnpicklingError:
         raise
     except Exception as error:  # A damaged stream raises nearly anything.
-        raise pickle.UnpicklingError(f"the index is damaged: {error!r:.200}") from error
+        words = " ".join(each[:200] for each in error.args if isinstance(each, str))
+        why = f"{type(error).__name__} {words}".strip()
+        raise pickle.UnpicklingError(f"the index is damaged: {why}") from None
 
 
 def read_index(folder: Path) -> metadata.Metadata:
@@ -116,7 +174,7 @@ def read_index(folder: Path) -> metadata.Metadata:
         raise pickle.UnpicklingError("there is no index in it")
     for place in (places or {}).values():
         if type(place) is not filesystem._StorageInfo or not isinstance(place.relative_path, str):
-            raise pickle.UnpicklingError(f"the index has no place in {place!r:.80}")
+            raise pickle.UnpicklingError(f"the index has no place in {_name(place)}")
         why = explain_unsafe(place.relative_path)
         if why:
             raise pickle.UnpicklingError(
