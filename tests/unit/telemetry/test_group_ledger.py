@@ -157,3 +157,16 @@ def test_at_another_lighthouse_a_recovery_ends_with_the_first_commit() -> None:
     (recovery,) = journal.fold.report(90.0).recoveries
     assert recovery.total_s == pytest.approx(5.0)
     assert recovery.communicator_s == pytest.approx(4.0)
+
+
+def test_who_stood_still_is_no_incident_once_it_moves_where_nobody_tells_of_quorums() -> None:
+    journal = Journal()
+    for group in range(2):
+        journal.start(1.0, group, group)
+        journal.at(3.0, KeysDeclared(generation=group, keys=(), epoch=0, values={}, step=1))
+    stopped = ReplicaSeen(replica="", group=1, at_s=5.0, gone=True, reason="stopped", step=4)
+    journal.at(5.0, stopped)
+    (there,) = journal.fold.report(6.0).recoveries
+    assert (there.culprit, there.rung) == ("group 1", "left out")
+    journal.at(7.0, ReplicaSeen(replica="", group=1, at_s=7.0, step=9))
+    assert journal.fold.report(8.0).recoveries == ()
