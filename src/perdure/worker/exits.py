@@ -15,6 +15,7 @@ from perdure.model.codec import encode
 from perdure.model.events import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
 from perdure.model.wire import RankLaunch
+from perdure.worker.failure import RESERVED_BYTES
 
 _TAIL_BYTES = 1 << 16
 _LAST_LINES = 20
@@ -53,6 +54,7 @@ def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
     for path in filter(None, (error_file, traceback_file)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
+    _reserve(traceback_file)
     return Evidence(
         stdout=launch.stdout,
         stderr=launch.stderr,
@@ -61,6 +63,21 @@ def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
         stdout_from=_size(launch.stdout),
         stderr_from=_size(launch.stderr),
     )
+
+
+def _reserve(path: str) -> None:
+    """Keep room for what a rank's last exception says, as far as there is any."""
+    with contextlib.suppress(OSError), open(path, "wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVED_BYTES)
+
+
+def _give_back(path: str) -> None:
+    """Remove what was reserved and not used."""
+    with contextlib.suppress(OSError):
+        with _open(path) as file:
+            unused = file.read(1) in (b"", b"\0")
+        if unused:
+            os.unlink(path)
 
 
 def _size(path: str) -> int:
@@ -98,6 +115,7 @@ def make_record(
             error, traceback = find_error(evidence)
     except Exception as fault:
         error = f"what it left behind cannot be read: {fault!r}"
+    _give_back(evidence.traceback_file)
     return ExitRecord(
         rank=rank,
         generation=generation,

@@ -19,6 +19,9 @@ Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 _ERROR_MAX = 4096
 _TRACEBACK_MAX = 65_536
+_SHORT_MAX = 4096
+RESERVED_BYTES = 131_072
+"""Of the file, kept for it before the script begins: its disk may be full when it ends."""
 
 
 def _make_text(text: str, limit: int) -> str:
@@ -39,8 +42,16 @@ def save_failure(path: str, value: BaseException, trace: TracebackType | None) -
         error = lines[-1] if isinstance(value, SyntaxError) else lines[0]
         text = "".join(traceback.format_exception(type(value), value, trace))
         first = _make_text(error.strip().split("\n")[0], _ERROR_MAX)
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"error": first, "traceback": _make_text(text, _TRACEBACK_MAX)}, file)
+        data = b""
+        for limit in (_TRACEBACK_MAX, _SHORT_MAX):
+            told = {"error": first, "traceback": _make_text(text, limit)}
+            data = json.dumps(told).encode()
+            if len(data) <= RESERVED_BYTES:
+                break
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        with open(fd, "wb", buffering=0) as file:  # Over what is reserved, which stays so.
+            file.write(data)
+            file.truncate()
     except Exception:  # A full disk, no memory, an exception of somebody's that cannot be told.
         return
 

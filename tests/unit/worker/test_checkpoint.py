@@ -1,13 +1,10 @@
 """Saving and restoring in one process: what is on disk decides, and a damaged file never wins."""
 
-import contextlib
 import io
 import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from tests.disks import small_disk
 from torch import nn
 
 from perdure.adapters.checkpoints import verify_all
@@ -151,19 +149,6 @@ def test_half_written_checkpoint_is_never_seen_and_is_removed(tmp_path: Path) ->
     two = Trainee(str(tmp_path), seed=2, generation=1)
     assert two.saver.restore({}) == 10
     assert not left.exists()
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path) -> Iterator[Path]:
-    """Mount a disk of 64 KiB, where this user may."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("mounting a small disk needs root")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 def test_full_disk_fails_the_save_and_not_the_training(tmp_path: Path) -> None:

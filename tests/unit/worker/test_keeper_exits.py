@@ -1,5 +1,6 @@
 """What a rank left behind becomes its exit record."""
 
+import contextlib
 import json
 import os
 import resource
@@ -8,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.disks import small_disk
 
 from perdure.model.codec import decode, encode
 from perdure.model.events import ExitRecord
+from perdure.model.wire import RankLaunch
 from perdure.service.lines import LINE_MAX
 from perdure.worker import exits
-from perdure.worker.failure import save_failure
+from perdure.worker.failure import RESERVED_BYTES, save_failure
 
 USAGE = resource.getrusage(resource.RUSAGE_SELF)
 
@@ -171,3 +174,34 @@ def test_the_ends_of_many_ranks_are_one_message(tmp_path: Path) -> None:
     assert len(encode(fitting)) < LINE_MAX < len(encode([one] * 128))
     assert {(each.rank, each.code, each.error[:50]) for each in fitting} == {(1, 1, "E" * 50)}
     assert exits.fit_records([one]) == (one,)
+
+
+def launch_on(disk: Path) -> RankLaunch:
+    return RankLaunch(1, {}, *(str(disk / name) for name in ("stdout", "stderr", "ring")))
+
+
+@pytest.mark.parametrize("text", ["later", "\udcff\x00" * 100_000])
+def test_the_cause_is_known_although_the_disk_is_full(tmp_path: Path, text: str) -> None:
+    """T2: standard error and the copy of the exception are on the same disk as the job."""
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        evidence = exits.prepare_evidence(launch_on(disk), str(disk / "own.json"))
+        with contextlib.suppress(OSError), open(disk / "filler", "wb", buffering=0) as file:
+            while file.write(b"x" * 4096):
+                pass
+        try:
+            raise ValueError(text)
+        except ValueError as error:
+            save_failure(evidence.traceback_file, error, error.__traceback__)
+        record = make_record(evidence, 1 << 8)
+    assert record.error.startswith("ValueError: " + text[:1].replace("\udcff", "\\udcff"))
+    assert "in test_the_cause_is_known" in record.traceback
+
+
+def test_what_was_reserved_for_an_exception_is_given_back(tmp_path: Path) -> None:
+    evidence = exits.prepare_evidence(launch_on(tmp_path), str(tmp_path / "own.json"))
+    assert os.stat(evidence.traceback_file).st_blocks * 512 >= RESERVED_BYTES
+    assert make_record(evidence, 0).error == ""
+    assert not os.path.exists(evidence.traceback_file)
+    exits.prepare_evidence(launch_on(tmp_path), str(tmp_path / "own.json"))
+    assert make_record(evidence, 1 << 8).error == ""
+    assert not os.path.exists(evidence.traceback_file)
