@@ -62,18 +62,19 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
 
 @pytest.mark.slow
 def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
-    trail = tmp_path / "trail"
+    trail, alone = tmp_path / "trail", tmp_path / "alone"
     (tmp_path / "job.toml").write_text("[restart]\nreplace = false\n")
-    more = ("--exact", "--num-workers", "1")
-    job = begin(start, trail, "-c", str(tmp_path / "job.toml"), more=more)
-    os.kill(pid_of(job, 1), signal.SIGKILL)
-    job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
-    os.kill(pid_of(job, 0), signal.SIGKILL)
-    job.wait_until(lambda: read(trail, 2)[-1]["world"] == [2], "the last one's next step")
-    check(job, trail, (2,))
-    alone = tmp_path / "alone"  # One process, which loads what it needs when it needs it.
+    # One process beside the job, which loads what it needs when it needs it.
     words = [str(SCRIPTS / "elastic.py"), "--trail", str(alone), "--exact", "--steps", str(STEPS)]
-    subprocess.run([sys.executable, *words], check=True, timeout=120)
+    with subprocess.Popen([sys.executable, *words]) as process:
+        more = ("--exact", "--num-workers", "1")
+        job = begin(start, trail, "-c", str(tmp_path / "job.toml"), more=more)
+        os.kill(pid_of(job, 1), signal.SIGKILL)
+        job.wait_until(lambda: read(trail, 2)[-1]["world"] == [0, 2], "the others' next step")
+        os.kill(pid_of(job, 0), signal.SIGKILL)
+        job.wait_until(lambda: read(trail, 2)[-1]["world"] == [2], "the last one's next step")
+        check(job, trail, (2,))
+    assert process.returncode == 0
     assert [r["losses"] for r in read(trail, 2)] == [r["losses"] for r in read(alone, 0)]
 
 
@@ -82,7 +83,7 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:
     trail = tmp_path / "trail"
-    job = begin(start, trail, steps=100_000)
+    job = begin(start, trail, steps=100_000, more=("--pace-s", "0.05"))
     for rank, world in ((1, [0, 2, 4]), (4, [0, 2, 7])):
         os.kill(pid_of(job, rank), signal.SIGKILL)
         job.wait_until(lambda w=world: read(trail, 1)[-1]["world"] == w, f"world {world}")

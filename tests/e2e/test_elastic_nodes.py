@@ -43,7 +43,7 @@ def test_the_world_outlives_the_node_it_began_on(start: Callable[..., Job], tmp_
     trail = tmp_path / "trail"
     job = start(
         "el", "-n", "1", "--nodes", "2", "--spares", "1",
-        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000",
+        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
         timeout_s=300,
     )  # fmt: skip
     job.wait_until(lambda: len(read(trail, 1)) >= 10 and 2 in read_ready(job), "a spare")

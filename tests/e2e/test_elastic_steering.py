@@ -41,7 +41,7 @@ def test_a_change_and_a_drain_hold_whoever_dies(start: Callable[..., Job], tmp_p
     trail = tmp_path / "trail"
     job = start(
         "el", "-n", "1", "--nodes", "3", str(SCRIPTS / "elastic.py"),
-        "--trail", str(trail), "--steps", "100000", timeout_s=300,
+        "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05", timeout_s=300,
     )  # fmt: skip
     job.wait_step(5)
     change, victim = ask(job, "set", "el", "lr=0.002"), pid_of(job, 1)

@@ -106,7 +106,7 @@ def test_a_machine_from_elsewhere_comes_vanishes_comes_back_and_leaves(
     trail = tmp_path / "trail"
     job = start(
         "far", "-n", "1", "--nodes", "2", "--remote", "1",
-        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000",
+        str(SCRIPTS / "elastic.py"), "--trail", str(trail), "--steps", "100000", "--pace-s", "0.05",
         timeout_s=300,
     )  # fmt: skip
     secret = job.folder / "credentials" / "joiner.json"
