@@ -57,7 +57,9 @@ def run(driver: Driver, silent: frozenset[int] = frozenset()) -> Assignment:
     return state.assignment
 
 
-def blame(driver: Driver, culprit: Culprit, kind: str = "CommHang", **evidence: Any) -> Any:
+def blame(
+    driver: Driver, culprit: Culprit, kind: str = "CommHang", ground: Any = "", **evidence: Any
+) -> Any:
     driver.now += 20.0
     verdict = Verdict(
         kind=kind,  # type: ignore[arg-type]
@@ -70,6 +72,7 @@ def blame(driver: Driver, culprit: Culprit, kind: str = "CommHang", **evidence: 
         actionable=True,
         activity="quiet",
         evidence=evidence,
+        ground=ground,
     )
     actions = driver.do(VerdictReached(verdict=verdict))
     driver.now += 5.0
@@ -152,6 +155,25 @@ def test_slow_link_whose_end_cannot_be_told_is_only_reported() -> None:
     (record,) = tell_slow(driver, link, Culprit(link=(0, 2)))
     assert "nobody is to blame for certain" in record.reason
     assert driver.controller.state.phase == "running"
+
+
+def test_a_dead_link_is_left_out_with_one_of_its_ends_and_then_with_the_end_that_both_share() -> (
+    None
+):
+    """T5: it stays dead, so a restart on the same nodes would wait for it again."""
+    driver = start(nodes=3)
+    actions = blame(driver, Culprit(link=(0, 2)), ground="link")
+    assert one(actions, AssignNodes).assignment.placement == (0, 3, 2)
+    run(driver)
+    actions = blame(driver, Culprit(link=(2, 0)), ground="link")  # Now of nodes 3 and 0.
+    assert one(actions, AssignNodes).assignment.placement == (1, 3, 2)
+    assert one(actions, CordonNode).node == 0
+
+
+def test_a_dead_link_without_a_spare_restarts_the_same_nodes() -> None:
+    driver = start(nodes=3, spares=0)
+    actions = blame(driver, Culprit(link=(0, 2)), ground="link")
+    assert one(actions, AssignNodes).assignment.placement == (0, 1, 2)
 
 
 def test_interrupt_gives_the_script_a_word_before_its_end() -> None:

@@ -50,8 +50,9 @@ def find_cordoned_ready(state: ControllerState) -> list[int]:
 def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     """Return the node behind a verdict's culprit; None where it cannot be told.
 
-    Of a link it is the end that was blamed more often before, and nobody where that settles
-    nothing. A probe that finds one end slow makes the verdict that node's.
+    Of a link it is the end that was blamed more often before. Where that settles nothing it is
+    nobody, or the later of the two if the link is dead: without one of them it is not used. A
+    probe that finds one end slow makes the verdict that node's.
     """
     culprit = verdict.culprit
     if culprit.node is not None:
@@ -66,7 +67,7 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     ends = [find_home(state, rank) for rank in culprit.link]
     blames = [state.blames.get(node, 0) for node in ends]
     if blames[0] == blames[1]:
-        return None
+        return max(ends) if verdict.ground == "link" else None
     return ends[0] if blames[0] > blames[1] else ends[1]
 
 

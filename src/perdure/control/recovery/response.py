@@ -82,7 +82,10 @@ def blame(
     node = find_blamed_node(state, verdict)
     if node is None:
         return [], None
-    state.blames[node] = state.blames.get(node, 0) + 1
+    blames = state.blames.get(node, 0)
+    ends = {find_home(state, rank) for rank in verdict.culprit.link or ()}
+    for each in {node, *(end for end in ends if state.blames.get(end, 0) == blames)}:
+        state.blames[each] = blames + 1  # Of a link whose ends are alike it may be either.
     actions: list[AnyAction] = []
     if reaction.leave_out and verdict.kind in SLOW and _is_in_place(state, verdict):
         for member in find_spares(state, beside=(node,)):  # One of them takes its part.
