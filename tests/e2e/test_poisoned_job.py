@@ -1,6 +1,7 @@
 """T1, T2: a script that logs and raises whatever it likes costs nobody the job's control."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,4 +58,6 @@ def test_what_a_script_logs_and_raises_stops_nothing(start: Start, tmp_path: Pat
     text = read(job, "diagnose", job.name)
     assert "Crash of rank 1: rank 1 ended with exit code 1" in text
     assert "values of run.log" in text
+    strangers = re.findall(r"set aside: (\d+) of a stranger", text)
+    assert strangers == ["5"]  # Counted to the last one, though the job was over within a minute.
     assert "\x1b" not in text + read(job, "report", job.name) + read(job, "status", job.name)

@@ -2,6 +2,7 @@
 
 import math
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -36,6 +37,10 @@ for step in run.steps(100_000):
     if step == 9:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)  # From here on its disk is full.
     print(step, "x" * 10_000)
+    for _ in range(5 if step == 5 and run.rank == 1 else 0):  # Five strangers at the agent's door.
+        with socket.socket(socket.AF_UNIX) as line:
+            line.connect(os.environ["PERDURE_SOCKET"])
+            line.sendall(b"let me in\n")
     if gate.exists() and run.rank == 1 and os.environ["PERDURE_GENERATION"] == "0":
         raise ValueError("cannot open \udcff\ud800\x1b]0;x\x07 " + "w" * 10_000_000)
     time.sleep(0.02)
