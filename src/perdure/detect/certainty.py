@@ -60,10 +60,16 @@ class Stillness(msgspec.Struct, frozen=True):
     """Of the process group in which they are waited for."""
     told: bool
     """The rank could tell it."""
+    endless: bool = False
+    """The collectives are an elastic world's own: nobody else ends the wait, whatever changes."""
 
 
 def find_stillness(
-    suspects: Sequence[RankWatch], communicator: str, stack_changed_s: float
+    suspects: Sequence[RankWatch],
+    communicator: str,
+    stack_changed_s: float,
+    *,
+    endless: bool = False,
 ) -> Stillness:
     """Return since when nothing has changed about `suspects`, and how long it may be so.
 
@@ -75,7 +81,8 @@ def find_stillness(
     others = [max(c.timeout_s, SOONEST_S) for c in comms]  # Nobody is seen to wait in them.
     timeout_s = min(max(named or others, default=0.0), LONGEST_S)
     since_s = max(w.changed_s for w in suspects)
-    return Stillness(max(since_s, stack_changed_s), timeout_s or TIMEOUT_S, timeout_s > 0)
+    since_s = max(since_s, stack_changed_s)
+    return Stillness(since_s, timeout_s or TIMEOUT_S, timeout_s > 0, endless)
 
 
 def find_grounds(
@@ -106,7 +113,7 @@ def find_grounds(
         wait_s = config.comm_action_s or LINK_S
         why = "nobody answers on it" if fact == "link" else "ranks are blocked in a circle"
         return Grounds(fact, since_s + wait_s, why, True)
-    patient = _wait_for_timeout(activity, still)
+    patient = _wait_for_timeout(verdict, activity, still)
     if again:
         return patient
     if fact == "ended":
@@ -119,8 +126,14 @@ def find_grounds(
     return min((g for g in (patient, learned) if g is not None), key=lambda g: g.acts_s)
 
 
-def _wait_for_timeout(activity: Activity, still: Stillness) -> Grounds:
+def _wait_for_timeout(verdict: Verdict, activity: Activity, still: Stillness) -> Grounds:
     """Return the ground that is left when there is no other: as patient as torch itself."""
+    if still.endless:
+        why = (
+            "others wait for longer than the time-out of a process group, "
+            f"{still.timeout_s:g} s, in an elastic world's collectives, which have none"
+        )
+        return Grounds("timeout", verdict.first_seen_s + still.timeout_s, why)
     known = "" if still.told else ", torch's default"
     why = (
         "nothing may have changed for longer than the time-out of the process group, "

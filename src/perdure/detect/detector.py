@@ -550,11 +550,12 @@ class Detector:
         if not suspects:
             return None
         communicator = str(verdict.evidence.get("communicator", ""))
+        endless = self._epoch > 0
         return find_grounds(
             verdict,
             suspects,
             self._find_activity(verdict),
-            find_stillness(suspects, communicator, self._stack_changed_s),
+            find_stillness(suspects, communicator, self._stack_changed_s, endless=endless),
             self._config,
             self._habits,
             fact=self._find_fact(now, verdict),

@@ -372,7 +372,7 @@ class Supervisor:
         self._write_parts()
         restarted_s = self._now()
         self._note(f"{child.part} (pid {child.pid}) died: {cause}; started again")
-        if child.part == "nats-server":
+        if child.part.startswith("nats-server"):
             try:
                 check_space(self._paths)
             except PlatformError as error:

@@ -7,7 +7,13 @@ from tests.unit.detect.drive import inject
 from perdure.detect import Detector
 from perdure.detect.cadence import Habits
 from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, find_grounds, find_stillness
-from perdure.model.events import ControllerStarted, StacksTaken, VerdictReached, VerdictWithdrawn
+from perdure.model.events import (
+    ControllerStarted,
+    StacksTaken,
+    VerdictReached,
+    VerdictWithdrawn,
+    WorldReformed,
+)
 from perdure.model.job import DetectConfig
 from perdure.model.progress import CommProgress
 from perdure.model.verdicts import Culprit, Verdict
@@ -82,6 +88,21 @@ def test_while_cpu_moves_or_the_kernel_is_waited_for_time_alone_never_acts(make_
     world.ranks[1].busy, world.ranks[1].state = busy, state
     world.run(200, hold=hold_one)
     assert world.actionable == []
+
+
+def test_who_spins_in_an_elastic_world_is_ended_when_torch_would_end_the_wait(make_world):
+    """Its own collectives have none: a rank that computes for ever would be waited for for ever."""
+    world = make_world(timeout_s=30.0, beat_every_s=0.5)
+    for rank in (0, 1):
+        times = dict.fromkeys(("began_s", "ordered_s", "formed_s"), world.now)
+        world.take(WorldReformed(generation=0, rank=rank, epoch=1, step=0, **times))
+    world.run(20)
+    world.ranks[1].busy = True
+    world.run(29, hold=hold_one)
+    assert world.actionable == []
+    world.run(8, hold=hold_one)
+    (acted,) = world.actionable
+    assert (acted.culprit.rank, acted.ground) == (1, "timeout")
 
 
 def test_without_a_time_out_that_could_be_read_torchs_longest_counts(make_world):
