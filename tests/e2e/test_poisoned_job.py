@@ -1,6 +1,7 @@
 """T1, T2: a script that logs and raises whatever it likes costs nobody the job's control."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,13 @@ def load(text: str) -> Any:
 
 
 def test_what_a_script_logs_and_raises_stops_nothing(start: Start, tmp_path: Path) -> None:
+    """In the place of one ring a FIFO is put, too, on which the agent waited for ever.
+
+    Its environment is larger than what the warm image's socket takes at once.
+    """
     gate = tmp_path / "gate"
-    job = start("poisoned", "-n", "2", str(SCRIPTS / "train_poisoned.py"), str(gate))
+    large = [word for n in range(3) for word in ("--env", f"LARGE_{n}={'x' * 100_000}")]
+    job = start("poisoned", "-n", "2", *large, str(SCRIPTS / "train_poisoned.py"), str(gate))
     job.wait_step(12)
     job.cli("checkpoint", job.name)
     job.cli("set", job.name, "checkpoint.every_steps=50")
@@ -34,8 +40,13 @@ def test_what_a_script_logs_and_raises_stops_nothing(start: Start, tmp_path: Pat
     job.wait_until(lambda: job.state().get("generation") == 1, "the next generation")
     job.wait_until(lambda: job.state().get("state") == "running", "training again")
     gate.unlink()
+    agent = job.find(f"perdure agent {job.name} 0")[0].pid
+    foreign = job.folder / "rings" / "fifo"
+    os.mkfifo(foreign)
+    foreign.rename(job.folder / "rings" / "g1-r1.ring")
     before = job.state()["step"]
     job.wait_step(before + 5)
+    assert [each.pid for each in job.find(f"perdure agent {job.name} 0")] == [agent]
     job.cli("stop", job.name)
     job.wait()
 
@@ -45,6 +56,7 @@ def test_what_a_script_logs_and_raises_stops_nothing(start: Start, tmp_path: Pat
     kinds = [event["kind"] for event in events]
     assert "CheckpointSaved" in kinds
     assert "KeeperLost" not in kinds
+    assert all(event["warm"] for event in events if event["kind"] == "RanksStarted")
     ends = [event["record"] for event in events if event["kind"] == "RankExited"]
     first = next(end for end in ends if end["rank"] == 1)
     assert first["code"] == 1
@@ -60,4 +72,5 @@ def test_what_a_script_logs_and_raises_stops_nothing(start: Start, tmp_path: Pat
     assert "values of run.log" in text
     strangers = re.findall(r"set aside: (\d+) of a stranger", text)
     assert strangers == ["5"]  # Counted to the last one, though the job was over within a minute.
+    assert "a FIFO lies in the place of its ring" in text
     assert "\x1b" not in text + read(job, "report", job.name) + read(job, "status", job.name)
