@@ -1,6 +1,7 @@
 """Makes `tests` importable from every test: pytest puts this file's parent on the path."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,15 @@ settings.register_profile("explore", database=DirectoryBasedExampleDatabase(SEED
 settings.load_profile("explore" if os.environ.get("PERDURE_EXPLORE") else "fixed")
 
 
+def hear_interrupts() -> None:
+    """Hear Ctrl-C also where a shell has put the run into the background: children inherit it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """See to it that nothing outlives the run, and that second tries are counted."""
+    hear_interrupts()
     if not hasattr(config, "workerinput"):
         sweep_after_me()
     watch_second_tries(config)
