@@ -343,3 +343,37 @@ def test_files_that_are_rotated_away_while_they_are_pulled_stop_nothing(
         file.path for file in told.files
     )
     assert (here / "job" / "1-shorter.log").read_text() == "new"
+
+
+@pytest.mark.parametrize("left", ["nothing of it", "all of it"])
+def test_a_file_that_went_from_a_pod_does_not_cost_the_one_behind_it(
+    tmp_path: Path, left: str
+) -> None:
+    """The first needs no bytes, so that the sender's word on it comes in the second's place."""
+    there, here = tmp_path / "there", tmp_path / "here"
+    texts = {"a-gön.log": "" if left == "nothing of it" else "gone", "b.pt": "b" * 1000}
+    files = []
+    for name, text in texts.items():
+        there.mkdir(exist_ok=True)
+        (there / name).write_text(text)
+        files.append(PulledFile(name, *hash_file(str(there / name))))
+        (here / PARTIAL).mkdir(parents=True, exist_ok=True)
+        (here / PARTIAL / name).write_text(text[:500])
+    (there / "a-gön.log").unlink()
+    told: list[str] = []
+    fetch(_Pod(), str(there), here, files, tell=told.append)
+    assert {path.name: path.read_text() for path in here.glob("[ab]*")} == texts
+    assert told == []
+
+
+def test_a_pod_that_names_a_file_that_nobody_asked_for_is_not_asked_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Liar(_Pod):
+        def enter(self, *words: str, stdin: bool = True) -> list[str]:
+            word = 'changed: "/there/c.pt": it is no file any more'
+            return ["sh", "-c", f"cat >/dev/null; echo '{word}' >&2"]
+
+    monkeypatch.setattr("time.sleep", lambda s: None)
+    with pytest.raises(PlatformError, match="nothing more arrives"):
+        fetch(Liar(), "/there", tmp_path, [PulledFile("b.pt", 3, "0")], tell=lambda text: None)

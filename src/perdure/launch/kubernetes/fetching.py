@@ -31,11 +31,11 @@ for path, begin, end in json.load(sys.stdin):
             while begin < end:
                 chunk = file.read(min(1 << 20, end - begin))
                 if not chunk:
-                    sys.exit("changed: " + path + ": it has become shorter")
+                    sys.exit("changed: " + json.dumps(path) + ": it has become shorter")
                 sys.stdout.buffer.write(chunk)
                 begin += len(chunk)
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
-        sys.exit("changed: " + path + ": it is no file any more")
+        sys.exit("changed: " + json.dumps(path) + ": it is no file any more")
 sys.stdout.buffer.flush()
 """
 _CHANGED = "changed: "
@@ -67,6 +67,7 @@ def fetch(
     changed: Counter[str] = Counter()
     fruitless = 0
     while missing:
+        counted = changed.total()
         moved, last = _receive(channel, source, target, missing, changed)
         missing = [
             file
@@ -75,13 +76,13 @@ def fetch(
         ]
         if not missing:
             break
-        fruitless = 0 if moved or last.startswith(_CHANGED) else fruitless + 1
+        fruitless = 0 if moved or changed.total() > counted else fruitless + 1
         if fruitless == FRUITLESS_MAX:
             raise PlatformError(
                 f"{source} from {channel.name}: nothing more arrives: {last}",
                 hint="what has arrived is kept: the same command goes on from there",
             )
-        if last.startswith(_CHANGED):
+        if changed.total() > counted:
             continue
         tell(f"{source} from {channel.name}: broke ({last}); going on")
         time.sleep(min(2.0**fruitless / 2, 10.0))
@@ -118,7 +119,7 @@ def _receive(
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    moved, lacking = 0, None
+    moved, lacking = 0, False
     try:
         try:
             process.stdin.write(json.dumps(wanted).encode())
@@ -130,12 +131,12 @@ def _receive(
             arrived = _receive_file(process.stdout.fileno(), part, end - begin)
             moved += arrived
             if arrived < end - begin:
-                lacking = file
+                lacking = True
                 break
             whole = is_whole(part, file)
             changed[file.path] += not whole
             _keep(part, target / file.path, whole or changed[file.path] > 1)
-        if lacking is not None:
+        if lacking:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_LAST_WORDS_S)
     finally:
@@ -143,10 +144,10 @@ def _receive(
         _, err = process.communicate()
     lines = err.decode(errors="replace").strip().splitlines()
     why = next((line for line in lines if line.startswith(_CHANGED)), "")
-    if lacking is not None and why:
-        changed[lacking.path] += 1 if why.endswith(_SHORTER) else 2
-        part = _find_part(target / lacking.path, lacking)
-        _keep(part, target / lacking.path, why.endswith(_SHORTER) and changed[lacking.path] > 1)
+    for file, part, (path, *_) in zip(files, parts, wanted, strict=True):
+        if why.startswith(f"{_CHANGED}{json.dumps(path)}: "):  # It need not be the one that lacks.
+            changed[file.path] += 1 if why.endswith(_SHORTER) else 2
+            _keep(part, target / file.path, why.endswith(_SHORTER) and changed[file.path] > 1)
     last = lines[-1] if lines else f"nothing for {STALL_S} s, or the connection ended"
     return moved, why or last
 
