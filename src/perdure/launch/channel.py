@@ -29,6 +29,7 @@ from perdure.launch.exchange import (
     UnreachedError,
     close_pipes,
     exchange,
+    listen,
     make_flood,
     read_lines,
 )
@@ -135,7 +136,7 @@ class Channel:
             last = (err.strip().splitlines() or ["it said nothing"])[-1]
             raise UnreachedError(
                 f"{self.name} did not answer: {last}",
-                hint=f"this says nothing about a job there; try: {shlex.join(self._try())}",
+                hint=self._make_hint(),
             )
         err = err[: trailer.start()].rstrip()
         return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
@@ -169,6 +170,9 @@ class Channel:
             else:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _make_hint(self) -> str:
+        return f"this says nothing about a job there; try: {shlex.join(self._try())}"
 
     def _try(self) -> list[str]:
         config = self._section.ssh_config
@@ -282,11 +286,14 @@ class Channel:
             ender.cancel()
         raise unreached
 
-    def stream(self, script: str, on_line: Callable[[str], None]) -> int | None:
+    def stream(
+        self, script: str, on_line: Callable[[str], None], *, silence_s: float | None = None
+    ) -> int | None:
         """Run `script`, each of its lines to `on_line`; return its exit code, None if unknown.
 
         Raises:
             FloodError: more than `BANNER_MAX` was said before the script's own first line.
+            UnfinishedError: for `silence_s` nothing came, neither a byte nor the end.
         """
         process = self._start(script, stdin=subprocess.DEVNULL)
         assert process.stdout is not None
@@ -298,7 +305,7 @@ class Channel:
         errors.start()
         try:
             begun, before = False, 0
-            for data in read_lines(process.stdout):
+            for data in read_lines(listen(process.stdout, silence_s)):
                 line = data.decode(errors="replace")
                 if begun:
                     on_line(line)
@@ -307,7 +314,12 @@ class Channel:
                 before += len(data)
                 if before > BANNER_MAX:
                     raise make_flood(self.name, BANNER_MAX)
-            process.wait()
+            process.wait(silence_s)
+        except subprocess.TimeoutExpired:
+            raise UnfinishedError(
+                f"{self.name} says nothing, and does not end, for {silence_s:.0f} s",
+                hint=self._make_hint(),
+            ) from None
         finally:
             self._kill(process)
             process.stdout.close()  # Who still writes is ended by it, and ends the other stream.

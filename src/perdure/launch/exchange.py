@@ -5,12 +5,14 @@ memory of whoever asks. The bound is far above any answer of ours.
 """
 
 import contextlib
+import io
 import os
+import select
 import selectors
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import IO, AnyStr
+from typing import IO, Any, AnyStr
 
 from perdure.model.errors import PlatformError
 
@@ -140,3 +142,24 @@ def read_lines(pipe: IO[AnyStr]) -> Iterator[AnyStr]:
     """Yield the lines of a pipe as they come; one of more than `LINE_MAX` comes in pieces."""
     while line := pipe.readline(LINE_MAX):
         yield line
+
+
+def listen(pipe: IO[bytes], silence_s: float | None) -> IO[bytes]:
+    """Return what reads `pipe`, and raises `TimeoutExpired` after `silence_s` without a byte.
+
+    Only its own waits count: whoever reads it may take their time with what has come.
+    """
+    return io.BufferedReader(_Listener(pipe.fileno(), silence_s))
+
+
+class _Listener(io.RawIOBase):
+    def __init__(self, fd: int, silence_s: float | None) -> None:
+        self._fd, self._silence_s = fd, silence_s
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        if not select.select([self._fd], [], [], self._silence_s)[0]:
+            raise subprocess.TimeoutExpired("", self._silence_s or 0.0)
+        return os.readv(self._fd, [into])

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from perdure.launch.channel import Channel
+from perdure.launch.channel import ATTEMPTS, Channel
 from perdure.launch.exchange import UnreachedError
 from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
@@ -28,8 +28,9 @@ LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
 """Commands that may be run twice: they change nothing."""
 FOLLOWS = {"-f", "--follow", "--watch"}
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
-"""Before a broken stream is taken up again; then it is left."""
-
+"""Before a broken stream that is followed is taken up again; then it is left."""
+SILENCE_S = 60.0
+"""Without a byte for so long, a box that has all it is asked for by now is given up."""
 _LEFT_OUT = 60
 """Characters that are shown of a line that cannot be read."""
 
@@ -123,8 +124,15 @@ def follow(
 ) -> int:
     """Follow a stream to its end, over as many connections as it takes; no line comes twice.
 
-    `show` is of an earlier call, where this one goes on with the same stream.
+    `show` is of an earlier call, where this one goes on with the same stream. Without an option of
+    `FOLLOWS`, `argv` asks for what is there now: fewer connections are tried, and silence is none.
+
+    Raises:
+        UnreachedError: connections bring nothing more.
+        UnfinishedError: a box that is not followed hangs.
     """
+    endless = argv[0] == "watch" or bool(FOLLOWS & set(argv))
+    pauses_s = _PAUSES_S if endless else [2.0**attempt for attempt in range(ATTEMPTS - 1)]
     show = show or make_lines(argv)
     if argv[0] == "logs" and "--json" not in argv:
         argv = [*argv, "--json"]
@@ -132,16 +140,19 @@ def follow(
     while True:
         before = show.shown
         show.begin()
-        code = channel.stream(carry(record, argv), show)
+        script = carry(record, argv)
+        code = channel.stream(script, show, silence_s=None if endless else SILENCE_S)
         if code is not None:
             return code
         broken = 0 if show.shown > before else broken
-        if broken == len(_PAUSES_S):
+        if broken == len(pauses_s):
             raise UnreachedError(
                 f"{channel.name} does not answer any more",
                 hint=f"this says nothing about the job: perdure status {record.job}",
             )
-        time.sleep(_PAUSES_S[broken])
+        again = f"{channel.name}: no connection; it is asked again in {pauses_s[broken]:g} s"
+        print(again, file=sys.stderr, flush=True)
+        time.sleep(pauses_s[broken])
         broken += 1
         channel.disconnect()
 

@@ -1,0 +1,95 @@
+"""What only looks at a job elsewhere: how often a box is asked, and how long it may be silent."""
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.launch.catalog import load_profile, overlay
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import UnfinishedError, UnreachedError
+from perdure.launch.platforms import Here
+from perdure.launch.ssh import ask
+from perdure.model.launching import LaunchRecord
+from perdure.model.profile import LaunchSection
+
+LOOKS = [["logs", "gpt"], ["events", "gpt", "--json"]]
+HERE = Here("", {}, print)
+BEGUN = "echo '@@perdure begin@@'"
+
+
+def make_box(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> LaunchRecord:
+    """Return the record of a job on a box that does as `script` says whenever it is asked."""
+    ssh = folder / "ssh"
+    close = 'case "$*" in *"-O exit"*) exit 0;; esac'
+    ssh.write_text(f"#!/bin/sh\n{close}\necho >> {folder}/asked\n{script}\n")
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    profile = overlay(
+        load_profile("generic-ssh", "/nonexistent"), {"launch.host": "box"}, "test"
+    ).profile
+    return LaunchRecord(
+        job="gpt", profile=profile, place="/b/gpt", home="/b/state", python="python3"
+    )
+
+
+def count_pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return where the pauses between two connections are noted, which last no time."""
+    pauses: list[float] = []
+    monkeypatch.setattr("time.sleep", lambda s: pauses.append(s) if s >= 0.5 else None)
+    return pauses
+
+
+@pytest.mark.parametrize("argv", LOOKS, ids=lambda argv: argv[0])
+def test_a_box_that_is_not_reached_is_asked_four_times_and_this_is_said(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    argv: list[str],
+) -> None:
+    pauses = count_pauses(monkeypatch)
+    record = make_box(tmp_path, monkeypatch, "exit 255")
+    with pytest.raises(UnreachedError, match="box does not answer any more") as caught:
+        ask.run(record, argv, HERE)
+    assert "perdure status gpt" in caught.value.hint
+    assert (pauses, len((tmp_path / "asked").read_text())) == ([1.0, 2.0, 4.0], 4)
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"box: no connection; it is asked again in {s} s" for s in (1, 2, 4)]
+
+
+def test_a_stream_that_is_followed_is_taken_up_for_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = count_pauses(monkeypatch)
+    record = make_box(tmp_path, monkeypatch, "exit 255")
+    with pytest.raises(UnreachedError):
+        ask.run(record, ["logs", "gpt", "-f"], HERE)
+    assert sum(pauses) > 60
+
+
+@pytest.mark.parametrize("argv", LOOKS, ids=lambda argv: argv[0])
+@pytest.mark.parametrize("script", ["", f"{BEGUN};", f"{BEGUN}; exec >&-;"])
+def test_a_box_that_hangs_is_waited_for_no_longer_than_it_may_be_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str], script: str
+) -> None:
+    monkeypatch.setattr(ask, "SILENCE_S", 0.3)
+    record = make_box(tmp_path, monkeypatch, f"{script} exec sleep 60")
+    began = time.monotonic()
+    with pytest.raises(UnfinishedError, match="box says nothing, and does not end") as caught:
+        ask.run(record, argv, HERE)
+    assert "says nothing about a job" in caught.value.hint
+    assert time.monotonic() - began < 30
+    assert len((tmp_path / "asked").read_text()) == 1
+
+
+def test_a_reader_that_is_slow_makes_no_silence() -> None:
+    seen: list[str] = []
+
+    def read(line: str) -> None:
+        time.sleep(0.6)  # As where the lines go to `less`.
+        seen.append(line)
+
+    script = "echo one; echo two; sleep 0.1; printf three"
+    assert Channel(LaunchSection()).stream(script, read, silence_s=0.5) == 0
+    assert seen == ["one\n", "two\n", "three"]
