@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.groups.watch import ReplicaWatch
@@ -9,12 +10,13 @@ from perdure.model.actions import AnyAction, AssignNodes, EvictReplica, FenceAbo
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
+    RanksStarted,
     ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
     TimerFired,
 )
-from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.job import DetectConfig, JobSpec, TorchftConfig
 from perdure.model.progress import BusyPhase, NodeBeat, ProcSample, RankAccount, RankProgress
 
 GROUPS = 3
@@ -31,6 +33,7 @@ class World:
         self.states, self.still = ["S"] * GROUPS, set[int]()
         self.busy: BusyPhase | None = None
         self.found: list[AnyEvent] = []
+        self.journal: list[tuple[float, AnyEvent]] = []
         self.actions: list[AnyAction] = []
         self.steps = [10] * GROUPS
         self.train(2.0)
@@ -38,8 +41,15 @@ class World:
 
     def take(self, event: AnyEvent) -> None:
         self.lab.now = self.now
+        self.journal.append((self.now, event))
         self.actions += self.lab.machine.handle(self.now, event)
         self.watch.note(self.now, event)
+
+    def take_over(self) -> None:
+        """Another controller comes: it has heard the journal, and no heartbeat yet."""
+        self.watch = ReplicaWatch(self.lab.machine.state.the_spec())
+        for at_s, event in self.journal:
+            self.watch.note(at_s, event)
 
     def beat(self) -> None:
         """Let a fifth of a second pass, and every agent say what it sees."""
@@ -82,8 +92,8 @@ class World:
         for group in set(range(GROUPS)) - self.still:
             self.take(
                 ReplicaWaiting(
-                    generation=self.lab.generation(group), rank=group, quorum_id=1, step=1,
-                    since_s=since_s, timeout_s=60.0, over=over,
+                    generation=self.lab.generation(group), rank=group, quorum_id=1,
+                    step=self.steps[group], since_s=since_s, timeout_s=60.0, over=over,
                 )
             )  # fmt: skip
 
@@ -186,10 +196,10 @@ def test_a_controller_that_takes_over_tells_nothing_twice() -> None:
     world.states[2], world.still = "T", {2}
     world.wait(3.0)
     world.told()
-    world.watch = ReplicaWatch(world.lab.machine.state.the_spec())
+    world.take_over()
     world.would()
     world.wait(3.0)
-    assert world.would() == []
+    assert (world.told(), world.would()) == ([], [])
     assert world.lab.machine.next_deadline() is None
 
 
@@ -199,3 +209,86 @@ def test_a_stopped_group_is_started_again_where_the_job_is_not_only_observed() -
     world.wait(3.0)
     orders = [a for a in world.actions if isinstance(a, AssignNodes)]
     assert [(o.nodes, o.assignment.phase) for o in orders] == [((2,), "store")]
+
+
+@pytest.mark.parametrize("observe", [True, False])
+def test_t9_who_comes_back_after_a_takeover_is_not_restarted(observe: bool) -> None:
+    """T9: it saves for long, is left out, and trains again under the next controller."""
+    world = World(observe=observe, hung_s=2.0)
+    world.still = {1}
+    world.wait(5.0)
+    assert world.told() == ["ReplicaLate 1", "ReplicaSeen 1 gone"]
+    world.actions.clear()
+    world.take_over()
+    world.train(3.0)
+    world.still = set()
+    world.train(1.0)
+    assert world.told() == ["ReplicaLate 1 over", "ReplicaSeen 1"]
+    assert world.lab.machine.next_deadline() is None
+    assert world.actions == []
+
+
+def test_t9_what_was_told_of_an_earlier_life_is_not_held_against_the_next() -> None:
+    world = World()
+    world.states[2], world.still = "T", {2}
+    world.wait(3.0)
+    world.told()
+    world.take_over()
+    number = world.lab.generation(2)
+    world.watch.note(
+        world.now, RanksStarted(node=2, generation=number, pids={2: 9}, at_s=world.now, warm=True)
+    )
+    world.states[2], world.still = "S", set()
+    world.train(3.0)
+    assert world.told() == []
+
+
+def test_who_has_just_come_back_is_not_said_to_be_left_behind() -> None:
+    """Its own heartbeat of the step that all have taken comes last."""
+    world = World()
+    world.still = {2}
+    world.wait(5.0)
+    assert world.told() == ["ReplicaLate 2"]
+    world.still = set()
+    world.steps = [s + 9 for s in world.steps]  # Many steps go by between two heartbeats.
+    world.beat()
+    world.train(1.0)
+    assert world.told() == ["ReplicaLate 2 over"]
+    assert world.would() == []
+
+
+def test_a_wait_of_long_ago_accuses_nobody_at_once_after_a_takeover() -> None:
+    """One that ended in an error was never told to be over."""
+    world = World()
+    world.still = {2}
+    world.tell(world.now)  # Those of 0 and 1.
+    world.still = {1, 2}
+    world.tell(world.now, over=True)  # That of 0.
+    world.now += 600.0
+    world.take_over()
+    for _ in range(5):
+        world.beat()
+    assert (world.told(), world.would()) == ([], [])
+
+
+def test_a_hang_is_found_across_a_takeover() -> None:
+    world = World()
+    world.still = {1}
+    world.wait(5.0)
+    assert world.told() == ["ReplicaLate 1"]
+    world.take_over()
+    for _ in range(5 * 62):
+        world.beat()
+    assert world.told() == ["ReplicaSeen 1 gone"]
+
+
+def test_what_is_set_live_holds_for_the_first_steps_of_a_group() -> None:
+    world = World()
+    world.take_over()
+    world.watch.reconfigure(DetectConfig(phase_allowance_s=90.0))
+    world.still = {1}
+    world.wait(85.0)
+    assert world.told() == []
+    for _ in range(5 * 8):
+        world.beat()
+    assert world.told() == ["ReplicaSeen 1 gone"]

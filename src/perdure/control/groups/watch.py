@@ -14,6 +14,8 @@ Both `gone` events carry no replica id: nobody here knows it. Pure: time is an a
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from perdure.control.groups.outputs import make_quorum_config
 from perdure.control.groups.silences import Silences
 from perdure.detect.unwatched import Unwatched
@@ -22,11 +24,12 @@ from perdure.model.events import (
     JobEnded,
     KeeperLost,
     RankExited,
+    RanksStarted,
     ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
 )
-from perdure.model.job import JobSpec
+from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.progress import NodeBeat
 
 _TRUSTED_AFTER = 3
@@ -39,12 +42,11 @@ _AHEAD_STEPS = 2
 class _Group:
     """One life of a group."""
 
-    generation: int
     step: int = -1
     attempts: int = 0
     """At a step, that were seen to end."""
     mark: tuple[float, ...] = ()
-    """Of its ranks' accounts: changes with every attempt at a step."""
+    """Of its ranks' accounts: changes with every attempt at a step; empty before a heartbeat."""
     waits: dict[int, ReplicaWaiting] = field(default_factory=dict)
     """Rank -> what it has told of its wait."""
     stopped_s: float | None = None
@@ -53,10 +55,6 @@ class _Group:
     """When it was last known to be in a declared phase."""
     moved_s: float = 0.0
     """When its last attempt at a step was seen to have ended, or it was seen first."""
-    late: bool = False
-    late_step: int = -1
-    """The others' step when it was told of as late."""
-    gone: bool = False
 
     @property
     def known(self) -> bool:
@@ -69,33 +67,52 @@ class ReplicaWatch(Unwatched):
 
     def __init__(self, spec: JobSpec) -> None:
         """Watch the groups of `spec`."""
-        self._nproc, self._config = spec.nproc, make_quorum_config(spec)
+        self._spec, self._config = spec, make_quorum_config(spec)
         self._groups: dict[int, _Group] = {}
+        # Known from the journal alone, so that the next controller knows it before any heartbeat:
+        # each group's newest generation, and what was told of it.
+        self._generations: dict[int, int] = {}
+        self._late: set[int] = set()
+        self._gone: set[int] = set()
         self._silences = Silences()
+
+    def reconfigure(self, config: DetectConfig) -> None:
+        """Judge by `config` from now on."""
+        self._config = make_quorum_config(msgspec.structs.replace(self._spec, detect=config))
 
     def note(self, now: float, event: AnyEvent) -> list[AnyEvent]:
         """Take an event of the journal, its own among them."""
         match event:
             case RankExited(node=node) | KeeperLost(node=node):
-                self._groups.pop(node, None)
+                self._forget(node)
+            case RanksStarted(node=node, generation=generation):
+                if generation > self._generations.get(node, -1):  # Told again by a new agent.
+                    self._forget(node)
+                    self._generations[node] = generation
             case ReplicaWaiting():
                 self._note_wait(now, event)
-            case ReplicaSeen(group=number, gone=gone) if number in self._groups:
-                self._groups[number].gone = gone
-            case ReplicaLate(group=number, over=over) if number in self._groups:
-                group = self._groups[number]
-                group.late, group.late_step = not over, self._find_step()
+            case ReplicaSeen(group=number, gone=gone):
+                (self._gone.add if gone else self._gone.discard)(number)
+            case ReplicaLate(group=number, over=over):
+                (self._late.discard if over else self._late.add)(number)
             case JobEnded():
                 self._groups.clear()
             case _:
                 pass
         return []
 
+    def _forget(self, number: int) -> None:
+        """A life of a group is over."""
+        self._groups.pop(number, None)
+        self._late.discard(number)
+        self._gone.discard(number)
+
     def _note_wait(self, now: float, event: ReplicaWaiting) -> None:
-        number = event.rank // self._nproc
-        group = self._groups.setdefault(number, _Group(event.generation))
-        if event.generation != group.generation:
+        number = event.rank // self._spec.nproc
+        known = self._generations.setdefault(number, event.generation)
+        if event.generation != known:
             return
+        group = self._groups.setdefault(number, _Group())
         if not event.over:
             group.waits[event.rank] = event
             return
@@ -104,58 +121,55 @@ class ReplicaWatch(Unwatched):
 
     def observe(self, now: float, beat: NodeBeat) -> list[AnyEvent]:
         """Take a heartbeat; return what it, and the time that has passed, tell of the groups."""
-        number, group = beat.node, self._groups.get(beat.node)
-        if not beat.ranks:
+        number = beat.node
+        if not beat.ranks or beat.generation < self._generations.get(number, -1):
             return []
-        if group is None or beat.generation > group.generation:
-            group = self._groups[number] = _Group(beat.generation, moved_s=now)
-        accounts = [rank.account for rank in beat.ranks]
-        group.step = max(group.step, *(account.step for account in accounts))
-        if any(rank.busy_phase is not None for rank in beat.ranks):
-            group.busy_s = now
-        mark = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
-        moved, group.mark = bool(group.mark) and mark != group.mark, mark
+        if beat.generation > self._generations.setdefault(number, beat.generation):
+            self._forget(number)
+            self._generations[number] = beat.generation
+        group = self._groups.setdefault(number, _Group())
+        moved = _follow(now, group, beat)
         events: list[AnyEvent] = []
         if moved:
-            group.moved_s, group.attempts = now, group.attempts + 1
-            group.waits.clear()  # One that ended in an error is not told to be over.
-            if group.late:
-                why = "has come"
-                events.append(_tell_late(number, now, 0.0, why, over=True))
-        # A debugger's `t` ends by itself.
-        stopped = any(rank.proc.state == "T" for rank in beat.ranks)
-        group.stopped_s = (group.stopped_s or beat.sent_s) if stopped else None
-        if group.gone and not stopped and moved:
-            events.append(ReplicaSeen(replica="", group=number, at_s=now, step=self._find_step()))
+            if number in self._late:
+                events.append(_tell_late(number, now, 0.0, "has come", over=True))
+            if number in self._gone and group.stopped_s is None:
+                step = self._find_step()
+                events.append(ReplicaSeen(replica="", group=number, at_s=now, step=step))
+        behind: list[AnyEvent] = []
         if group.stopped_s is not None and beat.sent_s - group.stopped_s >= self._config.silent_s:
-            events += self._leave_behind(now, number, "its process is stopped (state T)", True)
-        return events + self._find_late(now)
+            behind = self._leave_behind(now, number, "its process is stopped (state T)", True)
+        elif number in self._late and not moved and not group.waits:
+            others = (g.step for n, g in self._groups.items() if n != number)
+            if max(others, default=-1) >= group.step + _AHEAD_STEPS:
+                behind = self._leave_behind(now, number, "the others train without it")
+        return events + (behind or self._find_late(now))
 
     def _find_late(self, now: float) -> list[AnyEvent]:
         waits = [wait for group in self._groups.values() for wait in group.waits.values()]
+        if not waits:
+            return []
         told = [wait.timeout_s for wait in waits if wait.timeout_s]
-        since_s = min((wait.since_s for wait in waits), default=now)
+        since_s = min(wait.since_s for wait in waits)
+        expected_s = self._silences.expected_s
         events: list[AnyEvent] = []
         for number, group in sorted(self._groups.items()):
-            if group.waits or group.gone or group.stopped_s is not None:
+            if group.waits or not group.mark or number in self._gone or group.stopped_s is not None:
                 continue
             waited_s = now - max(since_s, group.busy_s, group.moved_s)
-            expected_s = self._silences.expected_s
             long = waited_s >= self._config.late_s + expected_s
-            if waits and long and group.known and not group.late:
+            if long and group.known and number not in self._late:
                 why = f"the others have waited for it for {waited_s:.2f} s"
                 events.append(_tell_late(number, now, waited_s, why))
             patience_s = self._config.find_patience_s(expected_s, told, known=group.known)
-            if group.late and self._find_step() >= group.late_step + _AHEAD_STEPS:
-                events += self._leave_behind(now, number, "the others train without it")
-            elif waits and waited_s >= patience_s:
+            if waited_s >= patience_s:
                 events += self._leave_behind(now, number, "the others have waited in vain for it")
         return events
 
     def _leave_behind(
         self, now: float, number: int, reason: str, stopped: bool = False
     ) -> list[AnyEvent]:
-        if self._groups[number].gone:
+        if number in self._gone:
             return []
         step = self._find_step()
         return [
@@ -167,6 +181,28 @@ class ReplicaWatch(Unwatched):
 
     def _find_step(self) -> int:
         return max((group.step for group in self._groups.values()), default=-1)
+
+
+def _follow(now: float, group: _Group, beat: NodeBeat) -> bool:
+    """Take what a heartbeat tells of its group; return whether an attempt at a step has ended."""
+    accounts = [rank.account for rank in beat.ranks]
+    first = not group.mark
+    if first:  # Of the waits that an earlier controller was told of, those of older steps are over.
+        steps = {rank.rank: rank.account.step for rank in beat.ranks}
+        group.waits = {r: w for r, w in group.waits.items() if steps.get(r, -1) <= w.step}
+        group.moved_s = now
+    group.step = max(group.step, *(account.step for account in accounts))
+    if any(rank.busy_phase is not None for rank in beat.ranks):
+        group.busy_s = now
+    # A debugger's `t` ends by itself.
+    stopped = any(rank.proc.state == "T" for rank in beat.ranks)
+    group.stopped_s = (group.stopped_s or beat.sent_s) if stopped else None
+    mark = tuple(n for a in accounts for n in (a.step, a.lost_s, a.reform_s, a.heal_s))
+    moved, group.mark = not first and mark != group.mark, mark
+    if moved:
+        group.moved_s, group.attempts = now, group.attempts + 1
+        group.waits.clear()  # One that ended in an error is not told to be over.
+    return moved
 
 
 def _tell_late(
