@@ -23,6 +23,8 @@ from perdure.model.events import Decision, JobEnded, JournalEntry
 
 POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
+_PIECE = 1 << 20
+"""Bytes of a line that are shown at once."""
 _WIDE = 100
 """Longest value of a field in an event's line; --json has all of it."""
 _HIDDEN = ("seq", "t", "kind", "at_s", "account", "accounts", "comms")
@@ -42,18 +44,35 @@ class Stream:
     offset: int = 0
 
     def read(self, *, last: bool) -> Iterator[str]:
-        """Yield the whole lines that are new; with `last` also one without an end."""
+        """Yield the whole lines that are new; with `last` also one without an end.
+
+        A line of more than `_PIECE` comes in pieces. What is written while this is read is for
+        the next time, however fast it comes.
+        """
         try:
             with open(self.path, "rb") as file:
+                end = os.fstat(file.fileno()).st_size
                 file.seek(self.offset)
-                data = file.read()
+                while self.offset < end:
+                    line = file.readline(_PIECE)
+                    whole = line.endswith(b"\n")
+                    if not whole and len(line) == _PIECE:
+                        line = line[: _find_cut(line)]
+                        file.seek(self.offset + len(line))
+                    elif not whole and not last:
+                        return
+                    self.offset += len(line)
+                    yield line.decode(errors="replace").removesuffix("\n")
         except OSError:
             return
-        if not last:
-            data = data[: data.rfind(b"\n") + 1]
-        self.offset += len(data)
-        if data:
-            yield from data.decode(errors="replace").removesuffix("\n").split("\n")
+
+
+def _find_cut(piece: bytes) -> int:
+    """Return the length of `piece` without the UTF-8 character at its end, which may go on."""
+    for length in range(len(piece) - 1, len(piece) - 4, -1):
+        if piece[length] & 0xC0 == 0xC0:
+            return length
+    return len(piece)
 
 
 def find_streams(folder: str) -> list[Stream]:

@@ -1,5 +1,6 @@
 """Following: streams of ranks, and the journal's mirror."""
 
+import tracemalloc
 from pathlib import Path
 
 from perdure.cli.output import MirrorTail, Stream, describe_entry, find_streams, render_entry
@@ -37,6 +38,40 @@ def test_a_line_is_shown_when_it_is_whole(tmp_path: Path) -> None:
     assert list(stream.read(last=False)) == ["two\r50%", ""]
     assert list(stream.read(last=True)) == ["end \ufffd"]
     assert list(stream.read(last=True)) == []
+
+
+def test_a_long_log_is_read_in_pieces(tmp_path: Path) -> None:
+    """Neither a long file nor a long line is held whole; a character is not cut in two."""
+    path = tmp_path / "rank-0.out"
+    lines, long = "".join(f"{n}{'-' * 50_000}\n" for n in range(200)), "ab" + "\u20ac" * (1 << 20)
+    path.write_text(lines + long)
+    stream = Stream(0, 0, "out", str(path))
+    numbers, rest = [], []
+    tracemalloc.start()
+    for line in stream.read(last=True):
+        if "-" in line:
+            numbers.append(int(line.strip("-")))
+        else:
+            rest.append((len(line), line.removeprefix("ab").strip("\u20ac")))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert numbers == list(range(200))
+    assert (sum(size for size, _ in rest), {odd for _, odd in rest}) == (len(long), {""})
+    assert peak < 8 << 20
+    assert list(stream.read(last=True)) == []
+
+
+def test_a_rank_that_prints_faster_than_is_read_is_read_to_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.out"
+    path.write_bytes(b"1\n2\n")
+    stream, seen = Stream(0, 0, "out", str(path)), []
+    for line in stream.read(last=False):
+        seen.append(line)
+        with open(path, "ab") as file:
+            file.write(b"more\n" * 1000)
+        if len(seen) > 2:
+            break
+    assert seen == ["1", "2"]
 
 
 def test_the_mirror_is_followed_through_a_rewrite(tmp_path: Path) -> None:
