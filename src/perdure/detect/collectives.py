@@ -92,6 +92,8 @@ class CollectiveWatch:
         self._of: dict[int, list[tuple[str, Comm]]] = {}
         self.point_to_point: set[str] = set()
         """Names of communicators in which something was sent or received."""
+        self.senders: set[int] = set()
+        """Ranks that have sent or received something."""
         self._ready: list[tuple[Comm, int]] = []
         self.lateness: dict[int, Lateness] = {}
         self.by_lateness = True
@@ -99,7 +101,7 @@ class CollectiveWatch:
         self.step_s = 0.0
         """Learned step time of the job; 0 where it declares no steps."""
         self.grown = 0
-        """Counts new communicators, so that what is derived from them can be renewed."""
+        """Counts new communicators and senders, so that what is derived from them is renewed."""
 
     def reconfigure(self, config: DetectConfig) -> None:
         """Judge by `config` from now on."""
@@ -127,6 +129,9 @@ class CollectiveWatch:
             if span.peer >= 0:
                 if index < num:
                     self.point_to_point.add(mine[index][0])
+                if rank not in self.senders:
+                    self.senders.add(rank)
+                    self.grown += 1
                 continue
             end_s = span.end_s
             if index >= num or end_s <= span.start_s:
@@ -278,12 +283,14 @@ class CollectiveWatch:
             mine.base.add(now, max(late_s, 1e-6), 1.5 if usual_s > 1e-3 else 1e3)
 
 
-def find_peers(comms: Sequence[Comm], apart: set[str], world_size: int) -> list[list[int]]:
+def find_peers(
+    comms: Sequence[Comm], apart: set[str], senders: set[int], world_size: int
+) -> list[list[int]]:
     """Return groups of ranks whose work is alike: joined by collectives of more than a pair.
 
-    Sends and receives join nobody: a stage without copies is a group of its own. Where there is a
-    pipeline, a communicator of the whole world joins its stages for a norm or a barrier and says
-    nothing about their work.
+    Sends and receives, in the communicators `apart`, join nobody: a stage without copies is a
+    group of its own. A communicator of the whole world joins the `senders`, which may be stages of
+    a pipeline, for a norm or a barrier and says nothing about their work.
     """
     parent: dict[int, int] = {}
 
@@ -294,12 +301,15 @@ def find_peers(comms: Sequence[Comm], apart: set[str], world_size: int) -> list[
         return rank
 
     for comm in comms:
-        if comm.name in apart or (apart and comm.size == world_size):
-            for rank in comm.ranks:
-                root(rank)
-            continue
-        for rank in comm.ranks[1:]:
-            a, b = root(comm.ranks[0]), root(rank)
+        joined = list(comm.ranks)
+        if comm.name in apart:
+            joined = []
+        elif comm.size == world_size:
+            joined = [rank for rank in comm.ranks if rank not in senders]
+        for rank in comm.ranks:
+            root(rank)
+        for rank in joined[1:]:
+            a, b = root(joined[0]), root(rank)
             parent[max(a, b)] = min(a, b)
     groups: dict[int, list[int]] = {}
     for rank in sorted(parent):

@@ -166,8 +166,8 @@ class SlowWatch:
             collectives.step_s = first.cadence.typical_s if declared else self.stages.step_s
         if collectives.grown != self._grown:
             self._grown = collectives.grown
-            apart = collectives.point_to_point
-            peers = find_peers(collectives.comms(), apart, self._spec.world_size)
+            comms, apart = collectives.comms(), collectives.point_to_point
+            peers = find_peers(comms, apart, collectives.senders, self._spec.world_size)
             self.stages.set_peers(peers)
 
     def _report(self, now: float, verdict: Verdict) -> list[VerdictReached | VerdictWithdrawn]:

@@ -14,6 +14,7 @@ an exact, additive account of the step.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from heapq import nlargest
 from itertools import islice
 
 import msgspec
@@ -138,6 +139,8 @@ class StageWatch:
         self._gained_s = 0.0
         self._noise: dict[int, tuple[_Noise, int]] = {}
         """Lowest rank of a group of peers -> its noise, and how many they are."""
+        self._noise_alone = _Noise()
+        """Of all ranks that have no peers."""
         self.suspects: dict[int, Persistence] = {}
 
     def reconfigure(self, config: DetectConfig) -> None:
@@ -255,18 +258,21 @@ class StageWatch:
         calm = 1.0 + (self._config.straggler_ratio - 1.0) / 2
         suspected = {self._peers.get(rank, -1) for rank in self.suspects}
         everybody: list[float] = []
-        for key, members in self._find_groups(row):
-            group = [r for r in members if r in row]
-            noise = self._noise[key][0] if key in self._noise else _Noise()
-            self._noise[key] = (noise, len(group))
-            noise.begin_row(len(group))
+        groups = [(key, [r for r in ranks if r in row]) for key, ranks in self._find_groups(row)]
+        num_alone = sum(len(group) == 1 for _, group in groups)
+        self._noise_alone.begin_row(num_alone)
+        for key, group in groups:
             if len(group) > 1:
+                noise = self._noise[key][0] if key in self._noise else _Noise()
+                self._noise[key] = (noise, len(group))
+                noise.begin_row(len(group))
                 ordered = sorted([row[r][4] for r in group])
                 # Who does little more than its peers needs no closer look: nearly everybody.
                 clear_s = calm * ordered[(len(ordered) - 1) // 2]
                 if not learn and key not in suspected and ordered[-1] <= clear_s:
                     continue
             else:
+                self._noise[key] = (self._noise_alone, num_alone)
                 everybody = everybody or sorted(v[4] for v in row.values())
                 ordered, clear_s = everybody, 0.0
             for rank in group:
@@ -282,21 +288,35 @@ class StageWatch:
         if self._rest.known:
             over_s = max(0.0, self._rest_now[-1] - self._rest.value)
             self._waits.append((now, min(over_s / whole_s, 1.0)))
-        homes = {self._home(rank) for rank in self.suspects}
-        for _, members in self._find_groups(row) if homes else ():
+        suspected = {(self._home(r), self._peers.get(r, -1)) for r in self.suspects}
+        if not suspected:
+            return
+        # In a pipeline the longest stage bounds the step, so those of other peers count as well.
+        mates: dict[int, list[int]] = {home: [] for home, _ in suspected}
+        most: dict[int, float] = {}
+        for rank, mine in row.items():
+            home = self._home(rank)
+            most[home] = max(most.get(home, 0.0), mine[4])
+            if home in mates:
+                mates[home].append(rank)
+        longest = nlargest(2, most, key=most.__getitem__)
+        for key, members in self._find_groups(row):
             slowest: dict[int, tuple[float, int]] = {}
             for rank in members:
                 if rank in row:
-                    home, mine = self._home(rank), (row[rank][4], rank)
-                    slowest[home] = max(slowest.get(home, mine), mine)
-            for home in homes & slowest.keys():
+                    home, own = self._home(rank), (row[rank][4], rank)
+                    slowest[home] = max(slowest.get(home, own), own)
+            for home in sorted(h for h in slowest if (h, key) in suspected):
                 own_s, rank = slowest[home]
-                others = [s for h, (s, _) in slowest.items() if h != home]
-                left_s = self._find_left(rank, others)
+                left_s = self._find_left(rank, [s for h, (s, _) in slowest.items() if h != home])
                 gains = self._gains.setdefault(home, deque(maxlen=GAINED_KEPT))
                 if gains and gains[-1][0] == now:  # It has ranks among several groups of peers.
                     continue
-                share = min(max(0.0, own_s - max([left_s, *others])) / whole_s, 1.0)
+                bounds = [left_s, *(most[h] for h in longest if h != home)]
+                # What else runs there goes with it, and takes there what it usually does.
+                others = [r for r in mates[home] if self._peers.get(r, -1) != key]
+                bounds += [self._own.get(r, 0.0) for r in others]
+                share = min(max(0.0, own_s - max(bounds)) / whole_s, 1.0)
                 gains.append((now, own_s / max(left_s, 1e-6), share))
 
     def _find_left(self, rank: int, others: list[float]) -> float:

@@ -97,3 +97,53 @@ def test_however_long_a_step_twice_the_work_is_found_in_a_few(step_s: float) -> 
     assert ranks.train(max(40 * step_s, 20.0)) is None
     after_s = ranks.train(max(12 * step_s * 2, 3.0), 2.0)
     assert after_s is not None
+
+
+class Pipeline:
+    """Stages of a pipeline, each with its own work; the longest bounds the step."""
+
+    def __init__(self, groups: list[list[int]], nodes: dict[int, int] | None = None) -> None:
+        self.watch = StageWatch(DetectConfig(), (nodes or {}).get if nodes else lambda rank: rank)
+        self.watch.set_peers(groups)
+        self.now, self.step = 0.0, 0
+
+    def train(self, seconds: float, own: dict[int, float]) -> None:
+        until_s = self.now + seconds
+        while self.now < until_s:
+            end_s = self.now + max(own.values()) + 0.1
+            for rank, work_s in own.items():
+                stages = StepStages(
+                    step=self.step, begin_s=self.now, end_s=end_s, data_s=0.0, forward_s=work_s,
+                    backward_s=0.0, optimizer_s=0.0, wait_s=0.0, other_s=0.0,
+                )  # fmt: skip
+                self.watch.take(end_s, rank, [stages])
+            self.now, self.step = end_s, self.step + 1
+            self.watch.look(self.now, len(own))
+
+    def cost(self, rank: int) -> float:
+        """Return the share of the step that is certainly won by replacing `rank`."""
+        found = self.watch.measure(self.now, rank, 30.0, sure=True)
+        assert found is not None
+        return found.share_low
+
+
+@pytest.mark.parametrize("groups", [[[0], [1]], [[0, 1], [2, 3]]])
+def test_a_slower_stage_that_does_not_bound_the_step_is_worth_no_replacement(groups) -> None:
+    """T6: a stage is not only measured by its own past: the longest stage bounds the step."""
+    heavy, light = groups
+    pipeline = Pipeline(groups)
+    usual = dict.fromkeys(heavy, 0.9) | dict.fromkeys(light, 0.4)
+    pipeline.train(60, usual)
+    pipeline.train(45, usual | {light[0]: 0.8})
+    assert pipeline.cost(light[0]) == 0.0
+    pipeline.train(45, usual | {light[0]: 1.6})
+    assert pipeline.cost(light[0]) == pytest.approx((1.6 - 0.9) / 1.7, abs=0.02)
+
+
+def test_a_slower_stage_takes_the_other_stages_of_its_node_along() -> None:
+    """T6: what shares its node goes with it, and takes elsewhere what it usually does."""
+    pipeline = Pipeline([[0], [1], [2]], {0: 0, 1: 1, 2: 1})
+    usual = {0: 0.3, 1: 0.4, 2: 0.9}
+    pipeline.train(60, usual)
+    pipeline.train(45, usual | {1: 0.8})
+    assert pipeline.cost(1) == 0.0
