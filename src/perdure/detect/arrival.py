@@ -79,7 +79,8 @@ def find_stuck(
         inside = any(is_inside(members[r]) for r in arrived if r in watches)
         left = any(r in exited for r in missing)  # Who is out of it again has failed.
         if missing and (inside or left):
-            certain = any(0 <= members[r].ended_seq < top for r in arrived)
+            living = [members[r] for r in arrived if r in watches]  # The others' records are old.
+            certain = any(0 <= c.ended_seq < top for c in living)
             stuck.append(Stuck(name, members[arrived[0]].op, top, arrived, missing, certain))
     return tuple(stuck)
 

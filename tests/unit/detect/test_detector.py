@@ -195,6 +195,23 @@ def test_a_rank_that_left_is_blamed_for_the_one_whose_collective_failed_for_want
     assert not world.actionable  # It may be writing down what it has.
 
 
+def test_the_stale_record_of_one_that_has_left_proves_nothing_about_who_waits(make_world):
+    """T5: ranks 1 and 2 end by os._exit, each with a record of its own age; rank 0 saves."""
+    world = make_world(size=3, resumable=False)
+    world.run(20)
+    waiting, behind, torn = world.ranks
+    behind.started = behind.ended = waiting.started - 1  # Its last poll was skipped.
+    torn.started, torn.ended = waiting.started, waiting.started - 1
+    waiting.ended = waiting.started
+    for rank in (behind, torn):
+        world.take(exited(rank.rank, world.now, comms=world.progress(rank).comms))
+    world.run(60, hold=lambda rank: True)
+    assert [(v.kind, v.culprit.rank, v.certain) for v in world.verdicts] == [
+        ("EarlyExit", 1, False)
+    ]
+    assert not world.actionable
+
+
 def test_a_rank_that_left_after_the_last_collective_is_none(make_world):
     world = make_world(resumable=False, ends_known=False)
     world.run(20)
