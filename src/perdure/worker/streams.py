@@ -7,36 +7,51 @@ soon as there is room. Standard library only: `worker.cold` uses it in scripts t
 """
 
 import errno
+import functools
 import io
+import os
 import sys
 from typing import Any
 
-_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE})
+_DISK = frozenset({
+    errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS,
+    errno.ESTALE, errno.ENOTCONN, errno.ESHUTDOWN, errno.ETIMEDOUT,  # Its server is away.
+})  # fmt: skip
 
 
 class LossyFile(io.FileIO):
-    """A descriptor that takes whatever its disk does not."""
+    """A descriptor that takes all of what it is given, also what its disk does not.
+
+    It stands below a text stream with no `BufferedWriter` between, which lets nobody in twice: a
+    signal's handler that prints may run within any line of Python, thus also within `write`.
+    """
 
     lost = 0
     """Bytes not yet said to be."""
 
     def write(self, data: Any, /) -> int:
-        """Write `data` or drop it, and return how much of it was taken.
+        """Write all of `data`, drop what does not fit, and return the size of both in bytes.
 
         Raises:
             OSError: the fault is not the disk's.
         """
+        size, taken = memoryview(data).nbytes, 0
+        lost, self.lost = self.lost, 0  # A handler that prints meanwhile does not say it again.
         try:
-            if self.lost:
-                super().write(f"\nperdure: {self.lost:,} bytes did not fit on the disk\n".encode())
-                self.lost = 0
-            return super().write(data)
+            if lost:
+                super().write(f"\nperdure: {lost:,} bytes did not fit on the disk\n".encode())
+                lost = 0
+            rest = data
+            while taken < size and (part := super().write(rest)):
+                taken += part
+                rest = memoryview(data).cast("B")[taken:]
         except OSError as error:
-            if error.errno not in _DISK:
+            trace = error.__traceback__
+            by_handler = trace is not None and trace.tb_next is not None
+            if by_handler or error.errno not in _DISK:
                 raise
-            size: int = memoryview(data).nbytes
-            self.lost += size
-            return size
+        self.lost += lost + size - taken
+        return size
 
 
 def survive_full_disks() -> None:
@@ -48,9 +63,9 @@ def survive_full_disks() -> None:
         before.flush()
         raw = LossyFile(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
-        unbuffered = isinstance(before.buffer, io.FileIO)  # python -u
+        os.register_at_fork(after_in_child=functools.partial(setattr, raw, "lost", 0))
         stream = io.TextIOWrapper(
-            raw if unbuffered else io.BufferedWriter(raw),
+            raw,
             encoding=before.encoding,
             errors=before.errors,
             line_buffering=before.line_buffering,
