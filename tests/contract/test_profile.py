@@ -69,6 +69,7 @@ def run_profile(folder: Path, *args: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
+@pytest.mark.long
 def test_a_script_is_measured_once(tmp_path: Path) -> None:
     script = str(tmp_path / "train.py")
     code, report, said = run_profile(tmp_path, "--ranks", "2", script)

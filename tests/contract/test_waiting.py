@@ -18,6 +18,7 @@ SCRIPT = Path(__file__).with_name("waiting_rank.py")
 STEPS, SLOW_S = 60, 0.02
 
 
+@pytest.mark.long
 def test_no_wait_is_counted_as_work_on_a_busy_cpu(tmp_path: Path) -> None:
     """A future wakes whoever waits before it calls back: some ends were stamped too late."""
     try:

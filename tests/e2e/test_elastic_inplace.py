@@ -61,6 +61,7 @@ def check(job: Job, trail: Path, survivors: tuple[int, ...]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_survivors_of_two_deaths_train_on(start: Callable[..., Job], tmp_path: Path) -> None:
     trail, alone = tmp_path / "trail", tmp_path / "alone"
     (tmp_path / "job.toml").write_text("[restart]\nreplace = false\n")
@@ -120,6 +121,7 @@ def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_world_without_a_survivor_starts_again_from_its_checkpoint(
     start: Callable[..., Job], tmp_path: Path
 ) -> None:

@@ -231,12 +231,12 @@ def run_ranks(world: int, case: Callable[..., str], *args: Any) -> None:
     ("world", "kind", "save_at"),
     [
         (2, "ddp", 3),
-        (3, "ddp", 3),
+        pytest.param(3, "ddp", 3, marks=pytest.mark.long),
         pytest.param(3, "ddp", 1, marks=pytest.mark.long),
         pytest.param(4, "ddp", 2, marks=pytest.mark.long),
         (3, "view", 2),
         (3, "static", 2),
-        (3, "sparing", 2),
+        pytest.param(3, "sparing", 2, marks=pytest.mark.long),
         (2, "fsdp", 3),
     ],
 )

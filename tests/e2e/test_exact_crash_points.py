@@ -123,7 +123,11 @@ def try_every_point(folder: str, damaged: bool) -> list[int]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("damaged", [False, True], ids=["first time", "over a damaged one"])
+@pytest.mark.parametrize(
+    "damaged",
+    [pytest.param(False, marks=pytest.mark.long), True],
+    ids=["first time", "over a damaged one"],
+)
 def test_killed_at_every_file_operation(tmp_path: Path, damaged: bool) -> None:
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(1, context) as pool:  # A process without pytest's threads.

@@ -35,7 +35,7 @@ EXAMPLES = int(os.environ.get("PERDURE_EXACT_EXAMPLES", "1"))
 @pytest.mark.parametrize(
     ("ranks", "kind", "steps", "kills"),
     [
-        (3, "fsdp", 100, 3),
+        (2, "fsdp", 60, 2),
         *(
             pytest.param(*more, 200, 5, marks=pytest.mark.long)
             for more in ((2, "ddp"), (2, "fsdp"), (3, "ddp"), (3, "fsdp"), (4, "fsdp"), (4, "ddp"))
@@ -64,6 +64,7 @@ def test_kills_change_no_bit(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_rank_0_killed_while_it_writes_a_large_checkpoint(start: Start, tmp_path: Path) -> None:
     steps = 40
     options = ["--steps", str(steps), "--width", "768"]

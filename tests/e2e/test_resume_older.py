@@ -32,7 +32,7 @@ def as_floats(loss: Any) -> list[float]:
     "depth",
     [
         "resumable",
-        "elastic",
+        pytest.param("elastic", marks=pytest.mark.long),
         pytest.param("sharded", marks=pytest.mark.long),
         pytest.param("stages", marks=pytest.mark.long),
     ],

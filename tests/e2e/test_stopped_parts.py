@@ -87,6 +87,7 @@ def test_a_stopped_keeper_is_named_and_replaced_unless_it_goes_on_in_time(
     assert any("stopped (state T)" in v.reason for v in verdicts(job, "Crash"))
 
 
+@pytest.mark.long
 def test_a_rank_that_dies_under_a_stopped_keeper_is_not_waited_for(
     start: Start, tmp_path: Path, pause: Callable[[int], None]
 ) -> None:

@@ -259,6 +259,7 @@ def test_a_group_that_was_left_out_and_came_back_is_an_incident(
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.long
 def test_a_job_that_saves_by_itself_goes_on_when_all_groups_die_and_when_run_again(
     start: Start, tmp_path: Path
 ) -> None:
@@ -329,6 +330,7 @@ def test_at_torchfts_own_lighthouse_survivors_go_on_and_the_dead_comes_back(
     job.wait()
 
 
+@pytest.mark.long
 def test_groups_that_synchronize_every_few_steps(start: Start, tmp_path: Path) -> None:
     training = Training(start, tmp_path, name="torchft_local_sgd.py")
     training.wait_trusted()

@@ -137,12 +137,16 @@ EARLY = {
 @pytest.mark.parametrize(
     ("every", "kill_at", "options"),
     [
-        (5, 11, {}),  # saved in the second epoch of 7 steps
+        pytest.param(5, 11, {}, marks=pytest.mark.long),  # saved in the second epoch of 7 steps
         (3, 7, {"gradient_accumulation_steps": 2}),
-        (5, 11, {"train_sampling_strategy": "group_by_length"}),  # drawn from the global state
+        pytest.param(  # drawn from the global state
+            5, 11, {"train_sampling_strategy": "group_by_length"}, marks=pytest.mark.long
+        ),
         (7, 8, {"train_sampling_strategy": "group_by_length"}),  # saved where an epoch ends
         (5, 12, {"eval_strategy": "steps", "eval_steps": 5}),  # evaluation draws from it as well
-        (7, 8, {"eval_strategy": "epoch", "logging_strategy": "epoch"}),
+        pytest.param(
+            7, 8, {"eval_strategy": "epoch", "logging_strategy": "epoch"}, marks=pytest.mark.long
+        ),
         (5, 11, EARLY),
     ],
 )
