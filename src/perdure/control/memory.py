@@ -7,7 +7,8 @@ the entries since, equals the fold over all of them.
 
 The detector's own knowledge is not written down. Most of it comes from heartbeats, which no
 journal has, and is learned again within seconds; of the journal it needs the newest two
-generations. `find_recent` keeps those, and a detector hears exactly them after a replay, however
+generations, and of a torchft job, whose groups have generations of their own, the newest one of
+each group. `find_recent` keeps those, and a detector hears exactly them after a replay, however
 long that was: from a snapshot or from the first entry on.
 """
 
@@ -25,6 +26,7 @@ from perdure.model.events import (
     ControllerStarted,
     Decision,
     DeviceReported,
+    JobSubmitted,
     JournalEntry,
     LinksNoted,
     MessagesSetAside,
@@ -36,6 +38,8 @@ from perdure.model.events import (
     ProgressNoted,
     RankExited,
     RanksStarted,
+    ReplicaLate,
+    ReplicaSeen,
     StacksTaken,
     TimerFired,
     VerdictReached,
@@ -180,7 +184,7 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     Pruning twice is pruning once: what is left of a part of the journal and the entries after it
     gives the same as all of them.
     """
-    oldest = _find_newest(entries) - _GENERATIONS + 1
+    oldest, of_groups = _find_newest(entries) - _GENERATIONS + 1, _find_of_groups(entries)
     kept: list[JournalEntry] = []
     counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
@@ -188,7 +192,7 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
         if isinstance(event, Decision | MetricsLogged | MessagesSetAside | TimerFired):
             continue
         generation = _find_generation(event)
-        if generation is not None and generation < oldest:
+        if generation is not None and generation < oldest and generation not in of_groups:
             continue
         key: tuple[type, int | str] = (type(event), 0)
         limit = _OF_A_KIND
@@ -197,6 +201,8 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
                 key, limit = (type(event), event.node), 1
             case DeviceReported():
                 key, limit = (type(event), event.device), 1
+            case ReplicaSeen() | ReplicaLate():
+                key, limit = (type(event), event.group), 1
             case LinksNoted():
                 limit = 1
             case ProgressNoted() | StacksTaken():
@@ -215,6 +221,14 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
 def _find_newest(entries: Sequence[JournalEntry]) -> int:
     started = (e.body.generation for e in entries if isinstance(e.body, RanksStarted))
     return max(started, default=-1)
+
+
+def _find_of_groups(entries: Sequence[JournalEntry]) -> set[int]:
+    """Return the generation that each group of a torchft job is in; of any other job, none."""
+    events = [entry.body for entry in entries]
+    if not any(isinstance(e, JobSubmitted) and e.spec.torchft.replicas for e in events):
+        return set()
+    return set({e.node: e.generation for e in events if isinstance(e, RanksStarted)}.values())
 
 
 def _find_generation(event: AnyEvent) -> int | None:

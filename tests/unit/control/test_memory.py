@@ -1,9 +1,18 @@
 """T3: what a controller knows of its journal is bounded, whoever speaks."""
 
 from perdure.control import memory
-from perdure.control.memory import Memory, decode_memory, encode_memory
-from perdure.model.events import GenerationStopped, JournalEntry
-from perdure.model.job import JobSpec
+from perdure.control.memory import Memory, decode_memory, encode_memory, find_recent
+from perdure.model.events import (
+    AnyEvent,
+    GenerationStopped,
+    JobSubmitted,
+    JournalEntry,
+    RanksStarted,
+    ReplicaLate,
+    ReplicaSeen,
+    ReplicaWaiting,
+)
+from perdure.model.job import JobSpec, TorchftConfig
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 
@@ -27,3 +36,29 @@ def test_sources_without_end_are_forgotten_and_who_speaks_is_known(monkeypatch) 
     assert len(known.taken) == 40
     assert known.taken["g0-r1-p7"] == 199
     assert again.taken == known.taken, "from a snapshot as from the first entry on"
+
+
+def test_what_stands_of_each_replica_group_is_heard_however_often_the_others_restart() -> None:
+    """T9: each group of a torchft job has generations of its own."""
+    spec = JobSpec(script="x.py", nodes=3, torchft=TorchftConfig(replicas=3))
+    left = ReplicaSeen(replica="", group=1, at_s=2.0, gone=True)
+    late = ReplicaLate(replica="", group=1, at_s=2.0, waited_s=1.0)
+    wait = ReplicaWaiting(generation=2, rank=2, quorum_id=1, step=4, since_s=2.0)
+    begun = [started(1, 0), started(0, 1), started(2, 2)]
+    events: list[AnyEvent] = [JobSubmitted(spec=spec, at_s=1.0), *begun, left, late, wait]
+    for generation in range(3, 60):
+        seen = ReplicaSeen(replica="", group=0, at_s=3.0, gone=generation % 2 == 0)
+        events += [started(0, generation), seen]
+    entries = [JournalEntry(n, 1.0, event) for n, event in enumerate(events)]
+    kept = find_recent(entries)
+    heard = [entry.body for entry in kept]
+    assert [e for e in heard if isinstance(e, RanksStarted)] == [begun[0], begun[2], *events[-4::2]]
+    assert [e for e in heard if isinstance(e, ReplicaSeen)] == [left, events[-1]]
+    assert late in heard
+    assert wait in heard
+    for cut in range(0, len(entries), 7):
+        assert find_recent([*find_recent(entries[:cut]), *entries[cut:]]) == kept
+
+
+def started(node: int, generation: int) -> RanksStarted:
+    return RanksStarted(node=node, generation=generation, pids={node: 9}, at_s=1.0, warm=True)
