@@ -358,8 +358,9 @@ class Controller:
                 return []
             would, node = "restarted the world", f"node {event.node}"
             return note_withheld(
-                state, now, cause="NodeLost", culprit=node, reason=why, would=would
-            )
+                state, now, cause="NodeLost", culprit=node, reason=why, would=would,
+                first_seen_s=event.at_s,
+            )  # fmt: skip
         outside = reform.lose_outside(state, event.node)
         if outside is not None:
             return outside

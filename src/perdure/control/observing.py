@@ -10,6 +10,9 @@ from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import ActionWithheld
 from perdure.model.verdicts import Verdict
 
+_WITHHELD_MAX = 1024
+"""Grounds that are remembered: replica groups have no common generation that would end them."""
+
 
 def is_observed(state: ControllerState) -> bool:
     """Return whether nothing may be done about what is found."""
@@ -33,7 +36,8 @@ def note_withheld(
     key = f"{cause} {culprit} {first_seen_s!r} {ground or would}"
     if key in state.withheld:
         return []
-    state.withheld.add(key)
+    state.withheld.append(key)
+    del state.withheld[:-_WITHHELD_MAX]
     event = ActionWithheld(
         at_s=now,
         generation=state.generation if generation is None else generation,

@@ -239,8 +239,9 @@ class ControllerState:
     """When the rank that the newest failure is blamed on ended; None where it was no exit."""
     standing: dict[str, Verdict] = field(default_factory=dict)
     """Slowness that may be acted upon, and was not yet: it is weighed again as things change."""
-    withheld: set[str] = field(default_factory=set)
-    """Verdicts of this generation, each with a ground on which nothing was done about it."""
+    withheld: list[str] = field(default_factory=list)
+    """Verdicts of this generation, each with a ground on which nothing was done about it; the
+    newest of them, oldest first."""
     replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
     """Kind and group rank of a slow node that was left out -> the generation it was left out of,
     and when. In an elastic world: kind and each rank that might take the part of a slow one."""

@@ -38,6 +38,7 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
     RanksStarted,
+    ReplicaSeen,
     StacksTaken,
     StoreReady,
     TimerFired,
@@ -120,6 +121,10 @@ def test_a_silent_node_is_left_alone_and_a_dead_keeper_ends_the_job() -> None:
     actions = driver.do(NodeLost(node=1, at_s=driver.now, reason="silent"))
     assert acted(actions) == []
     assert [e.cause for e in withheld(actions)] == ["NodeLost"]
+    driver.now += 60.0
+    again = NodeLost(node=1, at_s=driver.now, reason="silent")
+    (told,) = withheld(driver.do(again))
+    assert (told.cause, told.first_seen_s) == ("NodeLost", again.at_s), "another silence"
     assert driver.controller.state.phase == "running"
     actions = driver.do(KeeperLost(node=0, generation=0, at_s=driver.now))
     assert one(actions, AssignNodes).assignment.phase == "end"
@@ -275,3 +280,26 @@ def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:
     assert acted(actions) == []
     assert [e.cause for e in withheld(actions)] == ["Preemption"]
     assert lab.machine.state.quorum.moves == {}
+
+
+def test_a_torchft_group_that_is_never_formed_is_given_up_even_if_its_node_was_silent() -> None:
+    lab = Lab(observe=True, lighthouse="stock")
+    group = lab.machine.state.groups[2]
+    group.phase, group.deadline_s = "forming", lab.now + 100.0
+    lab.add(NodeLost(node=2, at_s=lab.now, reason="silent"))
+    assert group.phase == "forming", "it may come yet"
+    lab.now += 101.0
+    actions = lab.add(TimerFired())
+    assert [e.cause for e in withheld(actions)] == ["forming took too long"]
+    assert (group.phase, one(actions, AssignNodes).assignment.phase) == ("failed", "stop")
+
+
+def test_what_was_withheld_is_remembered_up_to_a_bound() -> None:
+    """T12: a group is left out and comes back for weeks, in one generation."""
+    lab = Lab(observe=True, lighthouse="stock")
+    sizes = []
+    for _ in range(2000):
+        lab.add(ReplicaSeen(replica="", group=1, at_s=lab.now, gone=True, reason="why"))
+        lab.add(ReplicaSeen(replica="", group=1, at_s=lab.now))
+        sizes.append(len(lab.machine.state.withheld))
+    assert sizes[-1] == sizes[-500]

@@ -133,6 +133,8 @@ def _note_loss(
         state, now, cause=failure.cause, culprit=failure.culprit, reason=decision.reason,
         would=would, first_seen_s=now, generation=group.generation,
     )  # fmt: skip
+    if silent and group.phase == "forming":
+        return actions  # It still has until its deadline.
     group.deadline_s = None
     if silent:
         return actions

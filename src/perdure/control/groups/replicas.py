@@ -297,7 +297,8 @@ def _fire(state: ControllerState, now: float) -> list[AnyAction]:
         if group.deadline_s is None or now < group.deadline_s:
             continue
         cause = group.absent or f"{group.phase} took too long"
-        actions += fail_group(state, now, group, cause, silent=True)
+        silent = group.phase != "forming"  # Of one that is being formed, nothing trains.
+        actions += fail_group(state, now, group, cause, silent=silent)
     return actions
 
 
