@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.codec import encode
+from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
 from perdure.model.exits import ExitRecord
@@ -23,16 +23,21 @@ from perdure.model.progress import RankAccount
 from perdure.model.wire import (
     Admission,
     Command,
+    CommandReply,
+    Endpoint,
     EventBatch,
     EventMessage,
+    JoinRequest,
     NodeOrder,
     stream_journal,
     subject_commands,
     subject_events,
+    subject_joins,
     subject_journal,
     subject_orders,
 )
 from perdure.service.joining import ask_place, read_invitation
+from perdure.service.neighbours import MINE
 from tests.e2e.harness import SCRIPTS, Job
 
 JOB = "prey"
@@ -95,6 +100,16 @@ def send_too_much(admission: Admission) -> bool:
     return b"Maximum Payload Violation" in answer
 
 
+async def send(endpoint: Endpoint, request: bytes) -> CommandReply:
+    """Ask for a place, in the very bytes of `request`."""
+    bus = await NatsBus.connect(endpoint, timeout_s=10)
+    try:
+        answer = await bus.request(subject_joins(JOB), request, timeout_s=5)
+        return decode(answer, CommandReply)  # type: ignore[no-any-return]
+    finally:
+        await bus.close()
+
+
 def join(home: Path, invitation: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
         [sys.executable, "-m", "perdure", "join", "-", "--wait", "5"],
@@ -144,6 +159,12 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     rows = json.loads(job.cli("invite", JOB, "--list", "--json").stdout)["invitations"]
     assert [row["state"] for row in rows] == ["spent", "expired", "revoked"]
     assert [row["nodes"] for row in rows] == [[1], [], []]
+    request = encode(JoinRequest(
+        id="same", machine="evil", host="evil", invitation=invitation.id, secret=invitation.secret,
+        speaks=MINE,
+    ))  # fmt: skip
+    told = asyncio.run(send(invitation.endpoint, request))
+    assert told.result["admission"]["endpoint"]["token"] == admission.endpoint.token
     events = (job.folder / "journal.jsonl").read_text()
     assert '"InvitationUsed"' in events
     assert invitation.secret not in events
@@ -152,6 +173,8 @@ def test_a_hostile_machine_with_an_invitation_is_no_operator(
     assert f"{JOB}: the login of node 1 was ended" in said
     with pytest.raises(PlatformError):
         asyncio.run(NatsBus.connect(admission.endpoint, timeout_s=2))
+    told = asyncio.run(send(invitation.endpoint, request))
+    assert (told.ok, told.reason) == (False, f"invitation {invitation.id} was revoked")
     job.wait_step(job.state()["step"] + 10)
     job.cli("stop", JOB)
     assert job.wait() == 0, job.text()[-2000:]

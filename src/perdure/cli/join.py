@@ -121,18 +121,19 @@ def _list(found: Job, as_json: bool) -> None:
 
 
 def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
-    rows = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)["invitations"]
-    holding = [node for row in rows if row["id"] == id_ for node in row["nodes"]]
     result = send_command(found, "revoke", {"id": id_}, timeout_s=_ANSWER_S)
-    if end_login and holding:
-        end_logins(found.paths, holding)
+    ended = result["served"] if end_login else []
+    if ended:
+        end_logins(found.paths, ended)
     if as_json:
-        print_json({"job": found.name, **result, "logins_ended": holding if end_login else []})
+        print_json({"job": found.name, **result, "logins_ended": ended})
         return
     print(f"{found.name}: nobody comes by invitation {id_} any more")
     if end_login:
-        for node in holding:
-            print(f"{found.name}: the login of node {node} was ended")
+        for node in ended:
+            there = node in result["nodes"]
+            other = "" if there else "; a machine that came to it later asks for its place again"
+            print(f"{found.name}: the login of node {node} was ended{other}")
         return
     for node in result["nodes"]:
         note(f"node {node} came by it and is there, with its login: perdure evict {found.name} "

@@ -45,7 +45,7 @@ def receive_invite(state: ControllerState, now: float, command: OpenCommand) -> 
 
 
 def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
-    """Let nobody come by an invitation any more; who is there already is named."""
+    """Let nobody come by an invitation any more; name who is there, and the nodes it served."""
     id_ = str(command.args["id"])
     known = state.invitations.get(id_)
     if known is None:
@@ -53,7 +53,7 @@ def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> 
         return answer(state, command.id, False, f"there is no invitation {id_:.40}: {names}", {})
     there = [n for n, (m, _) in state.claims.items() if m in known.machines and n in state.nodes]
     there = sorted(node for node in there if node not in state.lost)
-    result = {"id": id_, "nodes": there}
+    result = {"id": id_, "nodes": there, "served": sorted(known.nodes)}
     revoked = InvitationRevoked(id=id_, at_s=now, who=command.who)
     reason = f"asked for by {command.who or 'an operator'}"
     return [RecordEvent(event=revoked, reason=reason), *answer(state, command.id, True, "", result)]
@@ -105,6 +105,7 @@ def note_invitation(
                 del state.invitations[id_]
         case InvitationUsed() if known is not None:
             known.machines[event.machine] = event.host
+            known.nodes.add(event.node)
         case InvitationRevoked() if known is not None:
             known.revoked = True
         case _:

@@ -154,6 +154,8 @@ class Invited:
     who: str = ""
     machines: dict[str, str] = field(default_factory=dict)
     """Machine -> its host, of those that have used it."""
+    nodes: set[int] = field(default_factory=set)
+    """Of this run, whose logins it gave away: whoever took one may have it still."""
     revoked: bool = False
 
 

@@ -11,7 +11,6 @@ from what the machines know, and is looked at where they are asked (`control/sen
 """
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections import deque
@@ -106,6 +105,8 @@ class Inbox:
         nproc = spec.nproc
         self._notes = _Allowance(_NOTES_MAX, _NOTES_A_S, clock)
         self._names = _Allowance(NAMES_MAX + 8 * nproc, NAMES_A_S + nproc, clock)
+        self._waits: dict[str, str] = {}
+        """Sender -> its source whose first batch had to wait last."""
         self.asides = Asides(clock)
         """What was refused beside the stream of events."""
         self.refused = 0
@@ -195,9 +196,8 @@ class Inbox:
 
         args = {"machine": asked.machine, "host": asked.host}
         args |= {"invitation": asked.invitation, "proof": digest_secret(asked.secret)}
-        # Who repeats another's request without its secret has not made the same request.
-        same = hashlib.sha256(encode([asked.id, asked.machine, asked.invitation, asked.secret]))
-        id_ = f"join-{same.hexdigest()[:16]}"
+        # Decided anew each time: an answer that was kept would give away the login of now.
+        id_ = f"join-{token_hex(8)}"
         self.put(Command(id=id_, kind="join", args=args, who=asked.host), let_in)
 
     def take_beat(self, sender: str, data: bytes, _: Reply) -> None:
@@ -242,7 +242,9 @@ class Inbox:
         """Return whether `sender` may have another source now; where not, that is counted."""
         if self._names.take(sender):
             return True
-        self.pass_over(sender, source, "more new sources of events than it has processes")
+        if self._waits.get(sender) != source:  # A batch that is only repeated counts once.
+            self._waits[sender] = source
+            self.pass_over(sender, source, "more new sources of events than it has processes")
         return False
 
     def pass_over(self, sender: str, source: str, why: str) -> None:

@@ -47,7 +47,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.journal import clear_stream, find_end
 from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
-from perdure.service.logins import answer_asked, find_asked, renew_logins
+from perdure.service.logins import end_asked
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -168,6 +168,8 @@ class Supervisor:
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown, self._torchft = -1, dict[str, str]()
         self._parts_written = True
+        self._told = ""
+        """What came of the newest request to end logins."""
 
     def _now(self) -> float:
         return time.monotonic() + self._offset_s
@@ -177,7 +179,7 @@ class Supervisor:
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing behind; return the exit code."""
         self._catch_signals()
-        watch = asyncio.create_task(self._watch_files())
+        watch = self._start_watch()
         try:
             await self._start_or_fail()
             await self._over.wait()
@@ -452,6 +454,17 @@ class Supervisor:
 
     # --- what is shown ------------------------------------------------------------------------
 
+    def _start_watch(self) -> asyncio.Task[None]:
+        """Watch files; should that ever end by itself, say so."""
+
+        def tell(watch: asyncio.Task[None]) -> None:
+            if not watch.cancelled():
+                self._note(f"what is shown here is out of date from now on: {watch.exception()!r}")
+
+        watch = asyncio.create_task(self._watch_files())
+        watch.add_done_callback(tell)
+        return watch
+
     async def _watch_files(self) -> None:
         """Show new lines and pictures, and reap orphans, ten times a second."""
         while True:
@@ -466,17 +479,17 @@ class Supervisor:
 
     def _end_logins(self) -> None:
         """Cut off the machines whose logins are to end, as somebody has asked."""
-        nodes = find_asked(self._paths) if self._servers and self._bus is not None else []
-        if not nodes:
+        if not self._servers or self._bus is None:
             return
-        try:
-            renew_logins(self._paths, self._servers, nodes)
+
+        def reload() -> None:
             for child in find_servers(self._children.values()):
                 child.process.send_signal(signal.SIGHUP)
-            self._note(f"logins are ended, as asked: of nodes {', '.join(map(str, nodes))}")
-        except PerdureError as error:
-            self._note(f"logins are not ended: {error}")
-        answer_asked(self._paths)
+
+        told = end_asked(self._paths, self._servers, reload)
+        if told and told != self._told:  # A request that cannot be removed is found at each look.
+            self._note(told)
+        self._told = told
 
     def _show_lines(self, *, last: bool = False) -> None:
         if self._spec.tee == "all":

@@ -97,9 +97,22 @@ def test_a_revoked_one_brings_back_nobody() -> None:
     assert places.join("x").ok
     places.driver.register(0)
     places.driver.register(1)
-    assert places.ask("revoke", id="i1").result == {"id": "i1", "nodes": [1]}
+    assert places.ask("revoke", id="i1").result == {"id": "i1", "nodes": [1], "served": [1]}
     assert places.join("x").reason == "invitation i1 was revoked"
     assert not places.ask("revoke", id="i9").ok
+
+
+def test_a_revoked_one_names_every_node_whose_login_it_gave_away() -> None:
+    """D3: who had held a place before its present holder kept the login of it."""
+    places = Places()
+    for id_ in ("i1", "i2", "i3"):
+        places.invite(id_)
+    assert places.join("x", "i1").ok
+    places.lose()
+    assert places.join("y", "i2").result == {"node": 1}
+    for id_, served in (("i1", [1]), ("i2", [1]), ("i3", [])):
+        told = places.ask("revoke", id=id_).result
+        assert told == {"id": id_, "nodes": [], "served": served}, "y is not there yet"
 
 
 def test_anothers_place_is_not_taken_by_its_name() -> None:

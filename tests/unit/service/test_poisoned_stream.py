@@ -132,3 +132,19 @@ async def test_a_peer_that_invents_sources_is_counted_and_delays_nobody(tmp_path
         note = notes[0]
         assert note.reason == "more new sources of events than it has processes"
         assert note.source == "the agent of node 0"
+
+
+async def test_a_batch_that_waits_is_counted_once(tmp_path: Path) -> None:
+    """T3: each time that its sender said it again it was one more message set aside."""
+    bus = FakeBus(FakeServer())
+    buses = (FakeBus(bus.server), FakeBus(bus.server))
+    async with open_stream(str(tmp_path / "a"), None, *buses) as (stream, _):
+        event = GenerationStopped(node=0, generation=0, at_s=1000.0)
+        for number in [*range(NAMES_MAX + 30), *[NAMES_MAX + 30] * 50]:
+            message = EventMessage(0, (EventBatch(f"a0-{number}", 1, (event,)),))
+            await bus.request(subject_events("job", 0), encode(message), timeout_s=5)
+        known = {entry.source for entry in await stream.entries()}
+        waiting = {f"a0-{number}" for number in range(NAMES_MAX + 31)} - known
+        stream.time_s += 61.0
+        await bus.request(subject_events("job", 0), encode(message), timeout_s=5)
+        assert sum(note.count for note in await stream.notes()) == len(waiting) > 1

@@ -218,11 +218,12 @@ class NatsServer:
             PlatformError: it cannot be written.
         """
         path = server_config(self.folder)
-        text = self._render()
+        new, text = f"{path}.new", self._render()
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(fd, "w") as file:
                 file.write(text)
+            os.replace(new, path)  # A server that reads it again never finds half of it.
         except OSError as error:
             raise PlatformError(f"cannot write {path}: {error.strerror}") from error
         return path
