@@ -6,9 +6,11 @@ Nothing of the user's is imported or executed here; a file is only compiled.
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import warnings
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -23,6 +25,12 @@ from perdure.service.jobfiles import is_alive, paths_of
 
 FREE_BYTES_MIN = 64 << 20
 """Below this much free space a journal and logs would soon fail."""
+_STRING_MAX = 128 << 10
+"""Bytes of one variable or argument, with its end, that Linux hands to a program."""
+_STRINGS_MAX = 6 << 20
+"""Bytes of all of them where the limit of the stack, of which they may fill a quarter, is high."""
+_OWN = 32 << 10
+"""Bytes of these that are kept for perdure's own variables."""
 
 
 def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
@@ -38,6 +46,7 @@ def check_job(spec: JobSpec, home: str, environ: dict[str, str]) -> list[str]:
         check_module(spec)
     else:
         check_script(spec)
+    check_environment(spec, environ)
     check_folder(home)
     url = spec.checkpoint.url
     if url and "://" not in url:
@@ -119,6 +128,33 @@ def check_module(spec: JobSpec) -> None:
     if path is not None and PathFinder.find_spec("__main__", path) is None:
         raise ConfigError(
             f"{spec.script} is a package without a __main__ module", hint="name one of its modules"
+        )
+
+
+def check_environment(spec: JobSpec, environ: Mapping[str, str]) -> None:
+    """Check that a program can be executed with the job's variables and arguments.
+
+    Raises:
+        ConfigError: Linux would refuse; the message names the largest of them.
+    """
+    texts = {name: f"{name}={value}" for name, value in environ.items() if name not in spec.env}
+    texts |= {f"env.{name}": f"{name}={value}" for name, value in spec.env.items()}
+    texts |= {f"args[{index}]": text for index, text in enumerate(spec.args)}
+    sizes = {what: len(text.encode(errors="replace")) + 1 for what, text in texts.items()}
+    largest, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    hint = "write it to a file, and hand the script the file's path"
+    if size > _STRING_MAX:
+        raise ConfigError(
+            f"{largest}: {size:,} bytes, and Linux hands a program at most {_STRING_MAX:,} in one",
+            hint=hint,
+        )
+    total = sum(sizes.values()) + struct.calcsize("P") * len(sizes)
+    total_max = min(os.sysconf("SC_ARG_MAX"), _STRINGS_MAX) - _OWN
+    if total > total_max:
+        raise ConfigError(
+            f"{total:,} bytes of variables and arguments for a rank, and Linux hands a program "
+            f"at most {total_max:,}; the largest is {largest}, {size:,} bytes",
+            hint=hint,
         )
 
 

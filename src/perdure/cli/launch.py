@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.checks import check_module, check_script, choose_name
+from perdure.cli.checks import check_environment, check_module, check_script, choose_name
 from perdure.cli.jobspec import read_job_file, validate
 from perdure.cli.options import Json
 from perdure.cli.profiles import Host, choose_profile, here, render_danger
@@ -175,7 +175,7 @@ def make_launch_spec(job_file: str, home: str) -> JobSpec:
     """Return the job of a job file, its project as an absolute path, its script looked at.
 
     Raises:
-        ConfigError: a field is wrong, or the script is not there or does not compile.
+        ConfigError: a field is wrong or too large, the script is not there or does not compile.
     """
     document = read_job_file(job_file)
     document.setdefault("script", "")
@@ -194,6 +194,7 @@ def make_launch_spec(job_file: str, home: str) -> JobSpec:
         check_module(looked_at)
     elif not spec.no_python:
         check_script(looked_at)
+    check_environment(spec, {})
     return spec if "name" in document else choose_name(spec, home)
 
 

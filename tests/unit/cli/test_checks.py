@@ -1,7 +1,9 @@
 """What is refused before anything starts."""
 
+import json
 import os
 import shutil
+import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from perdure.cli import checks
+from perdure.cli.launch import make_launch_spec
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import JobLock, paths_of
@@ -88,6 +91,47 @@ def test_no_space_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10 << 30, 10 << 30, 5 << 20))
     with pytest.raises(PlatformError, match="no space left: 5 MiB free"):
         checks.check_folder(str(tmp_path))
+
+
+def run_with(spec: JobSpec, environ: dict[str, str]) -> None:
+    """Have this machine execute a program with a job's variables and arguments."""
+    subprocess.run(["/bin/true", *spec.args], env={**environ, **spec.env}, check=True)
+
+
+@pytest.mark.parametrize(
+    ("env", "args", "named"),
+    [
+        ({"BIG": "x" * (128 << 10)}, (), r"env\.BIG: 131,077 bytes"),
+        ({"BIG": "\u20ac" * (44 << 10)}, (), r"env\.BIG: 135,173 bytes"),
+        ({}, ("a", "x" * (128 << 10)), r"args\[1\]: 131,073 bytes"),
+        ({f"V{n:02}": "x" * 100_000 for n in range(21)}, (), r"2,1.* largest is env\.V00, 100,005"),
+        ({}, ("x" * 1000,) * 2200, r"2,2.* largest is HOST, 9,005 bytes"),
+    ],
+)
+def test_what_linux_hands_to_no_program_is_named_before_anything_starts(
+    tmp_path: Path, env: dict[str, str], args: tuple[str, ...], named: str
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "job.toml").write_text(
+        f'name = "gpt"\nscript = "train.py"\nargs = {json.dumps(args)}\n[env]\n'
+        + "".join(f"{name} = {json.dumps(value)}\n" for name, value in env.items())
+    )
+    spec, around = job(tmp_path, "train.py", env=env, args=args), {"HOST": "y" * 8_999}
+    with pytest.raises(OSError, match="Argument list too long"):
+        run_with(spec, around)
+    with pytest.raises(ConfigError, match=named) as caught:
+        checks.check_job(spec, str(tmp_path / "home"), around)
+    assert "file" in caught.value.hint
+    with pytest.raises(ConfigError, match=named.partition("largest")[0]):
+        make_launch_spec(str(tmp_path / "job.toml"), str(tmp_path / "home"))
+
+
+def test_what_is_just_not_too_large_is_run(tmp_path: Path) -> None:
+    one = job(tmp_path, "train.py", env={"BIG": "x" * ((128 << 10) - 5)})
+    many = job(tmp_path, "train.py", env={f"V{n:02}": "x" * 100_000 for n in range(20)})
+    for spec in (one, many):
+        checks.check_environment(spec, {"HOST": "y" * 8_999})
+        run_with(spec, {"HOST": "y" * 8_999})
 
 
 def test_devices_and_default_threads_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
