@@ -149,7 +149,7 @@ class ReplicaRow(msgspec.Struct, frozen=True):
     """Its replica id now; empty before its first quorum."""
     node: int
     state: str
-    """starting, healing, training, held, spare, evicted."""
+    """starting, healing, training, spare, evicted, silent, failed, finished, left."""
     step: int
     quorum_id: int
     late: str = ""

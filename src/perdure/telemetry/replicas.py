@@ -28,6 +28,7 @@ _RANK_STATES = {
     "healing": "running",
     "spare": "waiting",
     "evicted": "suspected",
+    "silent": "suspected",
     "failed": "failed",
     "finished": "exited",
     "left": "exited",
@@ -165,6 +166,8 @@ class ReplicaFold:
         view = self.groups.get(group)
         if not told and view is not None and not view.away:
             state = "training" if step > 0 else "starting"
+        elif not told and view is not None and view.away == "evicted":
+            state = "silent"  # Whom such a lighthouse leaves out, it tells nobody.
         elif view is None or not view.replica:
             state = view.away if view is not None and view.away else "starting"
         elif view.away:

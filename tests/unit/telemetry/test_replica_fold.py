@@ -108,6 +108,19 @@ def test_one_left_out_that_comes_back() -> None:
     assert lab.states()[2] == "training"
 
 
+def test_t9_nobody_is_said_to_be_evicted_by_a_lighthouse_that_is_not_perdure_s() -> None:
+    stock = TorchftConfig(replicas=3, lighthouse="stock")
+    lab = Lab(JobSpec(script="x.py", nodes=4, torchft=stock))
+    why = "its process is stopped (state T)"
+    lab.add(ReplicaSeen(replica="", group=2, at_s=1.0, gone=True, stopped=True, reason=why))
+    picture = lab.picture()
+    assert picture.replicas[2].state == "silent"
+    assert picture.ranks[2].state == "suspected"
+    assert picture.incidents == 1
+    lab.add(ReplicaSeen(replica="", group=2, at_s=2.0))
+    assert lab.states()[2] == "starting"
+
+
 def test_one_that_falls_silent_while_it_ends_was_not_lost() -> None:
     lab = running()
     lab.see(2, gone=True, reason="no heartbeat")
