@@ -205,7 +205,7 @@ class Controller:
             case GenerationStopped():
                 return self._note_stopped(now, event)
             case RanksStarted():
-                return note_started(self.state, event)
+                return note_started(self.state, now, event)
             case RankExited():
                 return self._note_exit(now, event)
             case KeeperLost() | NodeLost():

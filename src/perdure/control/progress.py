@@ -71,10 +71,10 @@ def note_progress(
             note_high(state, max((a.step for a in event.accounts.values()), default=event.step))
             return []
         case GenerationStepping():
-            state.stepping, state.stepping_s = True, event.at_s
+            state.stepping, state.stepping_s = True, now
             state.step = event.step
             if state.failed_s is not None:
-                state.restarts_s.append(max(0.0, event.at_s - state.failed_s))
+                state.restarts_s.append(max(0.0, now - state.failed_s))
                 state.failed_s = None
             plan_checkpoint(state, now)
             actions = settle_resume(state) + start_waiting_command(state, now)
@@ -115,7 +115,7 @@ def note_checkpoint(
 ) -> list[AnyAction]:
     """Take what became of a checkpoint, and answer who asked for it."""
     if isinstance(event, CheckpointSaved):
-        state.stall_s, state.saved_s = event.stall_s, event.at_s
+        state.stall_s, state.saved_s = event.stall_s, now
     actions = note_saved(state, now, event)
     if event.generation == state.generation and state.checkpoint_due_s is not None:
         plan_checkpoint(state, now)

@@ -279,7 +279,8 @@ class ControllerState:
     saved_s: float | None = None
     """When the newest checkpoint was verified: what came after it is lost by a restart."""
     stepping_s: float | None = None
-    """When this generation began to train: without a checkpoint a restart loses all since."""
+    """When this generation began to train, or its ranks were started where they tell no steps:
+    without a checkpoint a restart loses all since. By the controller's clock, as `saved_s`."""
 
     steering: SteeringState = field(default_factory=SteeringState)
     elastic: ElasticState = field(default_factory=ElasticState)

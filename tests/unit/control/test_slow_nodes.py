@@ -11,10 +11,14 @@ from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     CheckpointSaved,
+    GenerationStepping,
+    GenerationStopped,
     NodeLost,
     NodeRegistered,
     NodeRestored,
     ProgressNoted,
+    RanksStarted,
+    StoreReady,
     VerdictReached,
     VerdictWithdrawn,
 )
@@ -138,6 +142,28 @@ def test_hours_of_work_without_a_checkpoint_are_not_given_for_a_slow_node() -> N
     assert watched.orders == []
     assert " s of work that is in no checkpoint" in watched.reasons[0]
     assert "later than policy.payback_s = 600" in watched.reasons[0]
+
+
+def test_a_nodes_clock_makes_no_hours_of_work() -> None:
+    """T6: when training began is told by the controller's own clock."""
+    watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
+    watched.tell(GenerationStepping(generation=0, at_s=BEGIN_S - 7200.0, step=5), BEGIN_S)
+    watched.run(FAULT_S - BEGIN_S + 55)
+    assert watched.orders[0].assignment.placement == (0, 2)
+
+
+def test_work_counts_from_the_ranks_start_where_the_script_declares_no_steps() -> None:
+    """T6: without steps nobody says when training began, and a restart still loses all of it."""
+    driver = start()
+    state, driver.now = driver.controller.state, 7300.0
+    driver.exit(0, code=1)
+    assert state.stepping_s is None
+    for node in range(driver.spec.num_nodes):
+        driver.do(GenerationStopped(node=node, generation=0, at_s=driver.now))
+    driver.do(StoreReady(generation=1, host="h", port=7, agent_store=True))
+    for node in state.placement:
+        driver.do(RanksStarted(node=node, generation=1, pids={}, at_s=driver.now, warm=True))
+    assert (state.phase, state.stepping_s) == ("running", 7300.0)
 
 
 def test_what_grows_is_weighed_again() -> None:

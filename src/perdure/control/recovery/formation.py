@@ -59,7 +59,7 @@ def form_world(
     state.exits.clear()
     state.elastic = ElasticState()
     state.joined.clear()
-    state.stepping = False
+    state.stepping, state.stepping_s = False, None
     state.resumed_step = -1
     state.boundary = None
     state.stacks = None
@@ -134,12 +134,12 @@ def wait_for_nodes(state: ControllerState, now: float, missing: list[int]) -> li
     return end_job(state, now, "failed", 1, why)
 
 
-def note_started(state: ControllerState, event: RanksStarted) -> list[AnyAction]:
+def note_started(state: ControllerState, now: float, event: RanksStarted) -> list[AnyAction]:
     """A node has started its ranks; the world runs once all have."""
     if event.generation == state.generation and state.phase == "starting":
         state.started.add(event.node)
         if state.started >= set(state.placement):
-            state.phase = "running"
+            state.phase, state.stepping_s = "running", now
             state.phase_deadline_s = None
     return []
 
