@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence
+from perdure.detect.persistence import Baseline, Persistence, is_duration
 from perdure.model.job import DetectConfig
 from perdure.model.progress import CommProgress, RankProgress
 
@@ -134,7 +134,8 @@ class CollectiveWatch:
                     self.grown += 1
                 continue
             end_s = span.end_s
-            if index >= num or end_s <= span.start_s:
+            duration_s = end_s - span.start_s
+            if index >= num or not is_duration(duration_s) or not duration_s:
                 continue
             comm = mine[index][1]
             seq = span.seq
@@ -143,7 +144,7 @@ class CollectiveWatch:
             row = comm.rows.get(seq)
             if row is None:
                 row = comm.rows[seq] = Row(span.op, span.bytes, {})
-            row.durations[rank] = end_s - span.start_s
+            row.durations[rank] = duration_s
             if rank == comm.first:
                 row.end_s = end_s
             if len(row.durations) == comm.size:

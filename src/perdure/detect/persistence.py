@@ -31,6 +31,10 @@ GAP_S, GAP_RATIO = 1.5, 5.0
 _KEPT_S = 30.0
 SIGMAS, SURE_SIGMAS = 1.96, 3.3
 """Of the interval of a median; and of one whose lower end is acted upon."""
+DURATION_MAX_S = 30 * 86400.0
+"""No step and no collective is longer, whatever a rank tells."""
+WIDEST = 0.99
+"""Likeness of neighbouring samples above which no interval is made wider."""
 CHANCE = 1e-6
 """A window is looked at each second, of each rank, for months."""
 
@@ -161,6 +165,15 @@ def _has_gap(seen: list[tuple[float, float]], now: float, window_s: float) -> bo
     return now - before_s > window_s / 2
 
 
+def is_duration(seconds: float) -> bool:
+    """Return whether it can be one: finite, not below 0, no longer than `DURATION_MAX_S`.
+
+    >>> is_duration(0.5), is_duration(float("nan")), is_duration(-1.0)
+    (True, False, False)
+    """
+    return 0.0 <= seconds <= DURATION_MAX_S
+
+
 def is_exceptional(num_odd: int, num: int, usual: float) -> bool:
     """Return whether so many odd samples of `num` are too many for chance.
 
@@ -212,7 +225,7 @@ def _find_dependence(series: list[float]) -> float:
     if variance <= 0.0:
         return 1.0
     alike = sum(a * b for a, b in pairwise(off)) / variance
-    alike = min(max(alike, 0.0), 0.99)
+    alike = min(max(alike, 0.0), WIDEST) if math.isfinite(alike) else WIDEST
     return float(((1.0 + alike) / (1.0 - alike)) ** 0.5)
 
 

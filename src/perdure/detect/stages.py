@@ -19,7 +19,7 @@ from itertools import islice
 
 import msgspec
 
-from perdure.detect.persistence import Baseline, Persistence, find_interval
+from perdure.detect.persistence import Baseline, Persistence, find_interval, is_duration
 from perdure.model.collectives import StepStages
 from perdure.model.job import DetectConfig
 from perdure.model.verdicts import Slowness
@@ -212,14 +212,15 @@ class StageWatch:
     def take(self, now: float, rank: int, stages: Iterable[StepStages]) -> None:
         """Take the ended steps of one rank."""
         for s in stages:
-            if s.step <= self._taken:
+            own = (s.data_s, s.forward_s, s.backward_s, s.optimizer_s)
+            whole_s = s.end_s - s.begin_s - s.other_s
+            if s.step <= self._taken or not all(map(is_duration, (*own, whole_s))):
                 continue
             row = self._rows.get(s.step)
             if row is None:
                 row = self._rows[s.step] = {}
                 self._since[s.step] = now
-            own = (s.data_s, s.forward_s, s.backward_s, s.optimizer_s)
-            row[rank] = (*own, sum(own), s.end_s - s.begin_s - s.other_s)
+            row[rank] = (*own, sum(own), whole_s)
 
     def look(self, now: float, num_live: int) -> None:
         """Judge the rows that are complete, or will not be."""

@@ -116,6 +116,25 @@ def test_a_stage_of_a_pipeline_that_has_more_to_do_by_design_is_no_straggler(dat
     assert run.run(60).said == []
 
 
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf"), 1e300, -5.0])
+def test_durations_that_cannot_be_are_dropped(poison):
+    """T1: a slow rank's heartbeat with such numbers ended the controller, or hid the slowness."""
+
+    def change(beat):
+        return replace(beat, ranks=tuple(map(spoil, beat.ranks)))
+
+    def spoil(one):
+        stages = [replace(s, forward_s=poison) for s in one.stages[::2]]
+        stages += [replace(s, end_s=poison) for s in one.stages[::3]]
+        spans = [replace(s, end_s=s.start_s + poison) for s in one.spans[::2]]
+        return replace(one, stages=(*one.stages, *stages), spans=(*one.spans, *spans))
+
+    run = Run(Layout(2), Fault("slow-forward", FAULT_S, 1, factor=2.0))
+    run.run(FAULT_S - BEGIN_S + 60, change)
+    assert {e.verdict.kind for _, e in run.said} == {"Straggler"}
+    assert 1.5 < run.acted[0].verdict.slowness.ratio_high < 2.5
+
+
 def test_all_ranks_of_one_node_are_that_node():
     class Host(Training):
         def _work(self, r, stage, seconds):
