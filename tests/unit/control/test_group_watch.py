@@ -257,7 +257,7 @@ def test_who_has_just_come_back_is_not_said_to_be_left_behind() -> None:
     assert world.would() == []
 
 
-def test_a_wait_of_long_ago_accuses_nobody_at_once_after_a_takeover() -> None:
+def test_a_wait_of_long_ago_accuses_nobody_after_a_takeover() -> None:
     """One that ended in an error was never told to be over."""
     world = World()
     world.still = {2}
@@ -265,8 +265,9 @@ def test_a_wait_of_long_ago_accuses_nobody_at_once_after_a_takeover() -> None:
     world.still = {1, 2}
     world.tell(world.now, over=True)  # That of 0.
     world.now += 600.0
+    world.steps = [s + 100 for s in world.steps]
     world.take_over()
-    for _ in range(5):
+    for _ in range(5 * 70):  # All of them validate, longer than the first steps may take.
         world.beat()
     assert (world.told(), world.would()) == ([], [])
 
