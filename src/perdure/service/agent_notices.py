@@ -183,7 +183,9 @@ async def wait_to_leave(
         await pause(look_s)
         idle = idle + 1 if watch.warned and is_idle() else 0
         if bus.refused:
-            return StartedAnewError("the job was started anew", hint="perdure join again")
+            return StartedAnewError(
+                "the job was started anew, or ended this login", hint="perdure join again"
+            )
         away = 0 if bus.connected else away + 1
         if away * look_s >= orphan_s:
             return OrphanedError(

@@ -210,7 +210,7 @@ def join(
             if code is not None:
                 return code
             end_family(job, home, spare=frozenset())
-            on_line(f"{job} was started anew: asking for a place again")
+            on_line(f"{job} was started anew, or ended this login: asking for a place again")
     finally:
         end_family(job, home, spare=frozenset())
         remove_folders(paths)
