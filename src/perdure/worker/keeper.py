@@ -45,8 +45,6 @@ AGENT_AWAY_MAX_S = 60.0
 REFRESH_S = 4.0
 ORPHANED_GRACE_S = 2.0
 _STRAYS_MAX_S = 20.0
-_FLUSH_S = 0.002
-"""Between two parts of an order that a socket does not take at once."""
 
 
 class Keeper:
@@ -105,7 +103,7 @@ class Keeper:
         else:
             self.warmth.start(read_imports(self._imports))
         while not (self._leaving and self.ranks.all_stopped):
-            for key, _ in self._select.select(self._timeout()):
+            for key, _ in self._select.select(min(self.ranks.next_look_s, 1.0)):
                 key.data()
             self._tick(time.monotonic())
         self.close()
@@ -125,13 +123,6 @@ class Keeper:
 
     # --- the loop's parts ---------------------------------------------------------------------
 
-    def _timeout(self) -> float:
-        image = self.warmth.current
-        if image is not None and image.lines.wants_write:  # It reads as fast as it can.
-            image.lines.flush()
-            return _FLUSH_S
-        return min(self.ranks.next_look_s, 1.0)
-
     def _tick(self, now: float) -> None:
         self._reap()
         if self._told_to_end:
@@ -144,6 +135,8 @@ class Keeper:
         if now >= self._refresh_at.get(generation, now + 1):
             self._refresh_at[generation] = now + 10.0
             self.warmth.refresh(read_imports(self._imports))
+        for image in self.warmth.images:
+            self._image_writes(image)
         if self._agent is not None:
             self._agent_seen = now
             self._agent_writes()
@@ -182,6 +175,13 @@ class Keeper:
     def _on(self, fileobj: Any, call: Callable[[], None]) -> None:
         self._select.register(fileobj, selectors.EVENT_READ, call)
 
+    def _wait_to_write(self, lines: LineSocket) -> None:
+        """Be woken as well when `lines` takes more, for as long as something waits for it."""
+        key = self._select.get_key(lines.sock)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if lines.wants_write else 0)
+        if key.events != events:
+            self._select.modify(lines.sock, events, key.data)
+
     # --- agent --------------------------------------------------------------------------------
 
     def _accept(self) -> None:
@@ -189,7 +189,7 @@ class Keeper:
             sock, _ = self._listener.accept()
             self._close_agent()
             self._agent = LineSocket(sock)
-            self._on(sock, self._read_agent)
+            self._on(sock, self._serve_agent)
 
     def _close_agent(self) -> None:
         agent, self._agent = self._agent, None
@@ -200,10 +200,11 @@ class Keeper:
                     self._select.unregister(key.fileobj)
             agent.close()
 
-    def _read_agent(self) -> None:
+    def _serve_agent(self) -> None:
         agent = self._agent
         if agent is None:
             return
+        agent.flush()
         for message in agent.read(ToKeeper, lambda why: _log(f"agent: set aside: {why}")):
             try:
                 self._obey(message)
@@ -240,33 +241,30 @@ class Keeper:
         if agent.closed:
             self._close_agent()
             return
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if agent.wants_write else 0)
-        if self._select.get_key(agent.sock).events != events:
-            call = self._read_agent if events == selectors.EVENT_READ else self._serve_agent
-            self._select.modify(agent.sock, events, call)
-
-    def _serve_agent(self) -> None:
-        if self._agent is not None:
-            self._agent.flush()
-        self._read_agent()
+        self._wait_to_write(agent)
 
     # --- images -------------------------------------------------------------------------------
 
     def _watch_image(self, image: ImageProcess) -> None:
-        self._on(image.lines.sock, lambda: self._read_image(image))
+        self._on(image.lines.sock, lambda: self._serve_image(image))
 
     def _unwatch_image(self, image: ImageProcess) -> None:
         for key in list(self._select.get_map().values()):
             if key.fileobj is image.lines.sock:
                 self._select.unregister(key.fileobj)
 
-    def _read_image(self, image: ImageProcess) -> None:
-        if image.lines.closed:
-            return
+    def _serve_image(self, image: ImageProcess) -> None:
+        image.lines.flush()
         for answer in self.warmth.read(image):
             self.ranks.take_answer(answer)
         if image.lines.closed:
             self.ranks.image_lost(image)
+
+    def _image_writes(self, image: ImageProcess) -> None:
+        if image.lines.closed:  # While an order was sent to it.
+            self._serve_image(image)
+        else:
+            self._wait_to_write(image.lines)
 
 
 def main(job: str, node: int) -> None:

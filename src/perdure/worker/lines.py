@@ -21,6 +21,7 @@ class LineSocket:
         self._in = bytearray()
         self._out = bytearray()
         self.closed = False
+        """The peer is gone, or we are; the socket keeps its number until `close`."""
 
     @property
     def wants_write(self) -> bool:
@@ -40,7 +41,7 @@ class LineSocket:
             except BlockingIOError:
                 return
             except OSError:
-                self.close()
+                self.closed = True
                 return
             del self._out[:sent]
 
@@ -67,8 +68,7 @@ class LineSocket:
             self._in += data
         *lines, rest = bytes(self._in).split(b"\n")
         self._in = bytearray(rest)
-        if ended:
-            self.close()
+        self.closed = self.closed or ended
         messages: list[Any] = []
         for line in filter(None, lines):
             try:
@@ -81,6 +81,5 @@ class LineSocket:
 
     def close(self) -> None:
         """Close it; harmless when repeated."""
-        if not self.closed:
-            self.closed = True
-            self.sock.close()
+        self.closed = True
+        self.sock.close()

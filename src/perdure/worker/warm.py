@@ -77,9 +77,14 @@ class Warmth:
         self._deaths = 0
 
     @property
+    def images(self) -> tuple[ImageProcess, ...]:
+        """Return those that there are: at most two."""
+        return tuple(image for image in (self.current, self.coming) if image is not None)
+
+    @property
     def pids(self) -> set[int]:
         """Pids of the images."""
-        return {image.pid for image in (self.current, self.coming) if image is not None} - {0}
+        return {image.pid for image in self.images} - {0}
 
     @property
     def settled(self) -> bool:
@@ -110,9 +115,8 @@ class Warmth:
     def restart(self, env: Mapping[str, str], names: tuple[str, ...]) -> None:
         """Start over with another environment, as the last ranks had it."""
         self.env = dict(env)
-        for image in (self.current, self.coming):
-            if image is not None:
-                self._drop(image)
+        for image in self.images:
+            self._drop(image)
         self.current = self.coming = None
         self.start(names)
 
@@ -143,8 +147,8 @@ class Warmth:
 
     def note_reaped(self, pid: int) -> None:
         """Forget the pid of an image that was waited for: it may be another process's soon."""
-        for image in (self.current, self.coming):
-            if image is not None and image.pid == pid:
+        for image in self.images:
+            if image.pid == pid:
                 image.pid = 0
 
     def tick(self, now: float) -> None:
@@ -161,9 +165,8 @@ class Warmth:
 
     def close(self) -> None:
         """End all images."""
-        for image in (self.current, self.coming):
-            if image is not None:
-                self._drop(image)
+        for image in self.images:
+            self._drop(image)
         self.current = self.coming = None
 
     def _promote(self) -> None:

@@ -67,6 +67,7 @@ def test_lines() -> None:
             lines.read(ToKeeper)
     lines.flush()
     assert lines.closed
+    lines.close()
 
 
 def test_keeper_needs_no_torch() -> None:

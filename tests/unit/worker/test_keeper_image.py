@@ -1,0 +1,103 @@
+"""An image that dies while the keeper sends it an order."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from perdure.model.paths import job_paths
+from perdure.model.wire import (
+    FromKeeper,
+    KeeperExit,
+    KeeperKill,
+    KeeperState,
+    KeeperStatus,
+    KeeperStore,
+    KeeperStoreReady,
+)
+from perdure.worker.lines import LineSocket
+
+T = TypeVar("T")
+
+KEEPER = """
+import math, os, socket, sys
+from perdure.model.paths import job_paths
+from perdure.worker import keeper, warm
+paths = job_paths(os.environ["PERDURE_HOME"], "j", os.getuid())
+keeper.make_private(os.path.dirname(paths.sockets))
+keeper.make_private(paths.sockets)
+one = keeper.Keeper("j", 0, paths)
+image = warm.ImageProcess(0, socket.socket(fileno=int(sys.argv[1])), (), 1, math.inf)
+one.warmth.current = image
+one.warmth._deaths = warm.DEATHS_MAX - 1  # No other takes its place.
+one._watch_image(image)
+image.lines.send("x" * 1_000_000)  # It reads as if it were stopped.
+one.run(cold=True)
+"""
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, socket.socket]]:
+    """Return a keeper's pid, and the image's end of its line to it."""
+    monkeypatch.setenv("PERDURE_HOME", str(tmp_path))
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", KEEPER, str(theirs.fileno())]
+    with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as keeper:
+        theirs.close()
+        try:
+            yield keeper.pid, ours
+            assert keeper.wait(60) == 0
+        finally:
+            keeper.kill()
+
+
+def connect(home: Path) -> LineSocket:
+    """Be an agent, once there is a keeper."""
+    sock = socket.socket(socket.AF_UNIX)
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            sock.connect(job_paths(str(home), "j", os.getuid()).keeper_socket(0))
+            return LineSocket(sock)
+        time.sleep(0.05)
+    raise TimeoutError("no keeper")
+
+
+def wait_for(agent: LineSocket, kind: type[T]) -> T:
+    """Return the next answer of this kind; within 20 s."""
+    for _ in range(2000):
+        for message in agent.read(FromKeeper):
+            if isinstance(message, kind):
+                return message
+        time.sleep(0.01)
+    raise TimeoutError(f"no {kind.__name__}")
+
+
+def test_an_image_that_dies_with_half_an_order_unsent_is_lost_at_once(
+    image: tuple[int, socket.socket], tmp_path: Path
+) -> None:
+    pid, line = image
+    agent = connect(tmp_path)
+    agent.send(KeeperStatus())
+    assert wait_for(agent, KeeperState).warm
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED)
+    agent.send(KeeperStore(generation=1, world_size=2))
+    agent.send(KeeperKill(0))  # It begins what follows at once: it writes before it reads.
+    line.close()
+    os.kill(pid, signal.SIGCONT)
+    ready = wait_for(agent, KeeperStoreReady)
+    assert (ready.port, ready.why_not) == (0, "the image died while forking")
+    another = connect(tmp_path)
+    another.send(KeeperStatus())
+    assert not wait_for(another, KeeperState).warm
+    another.send(KeeperExit())
+    for peer in (agent, another):
+        peer.close()
