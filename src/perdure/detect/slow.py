@@ -317,6 +317,9 @@ class SlowWatch:
         self, now: float, slow: list[Comm], window_s: float, *, sure: bool
     ) -> Slowness | None:
         """Return what slow communicators cost: what waits grew by, else what the pace fell by."""
+        if sure:  # Collectives that are rare are few in a time that is long enough for others.
+            units_s = [ACTED_STEPS * c.slow.unit for c in slow if c.slow and c.slow.unit > 1.0]
+            window_s = max([window_s, *units_s])
         spans = [x for c in slow if c.slow and (x := c.slow.interval(now, window_s, sure=sure))]
         if not spans:
             return None

@@ -163,6 +163,19 @@ def test_a_slow_link_is_pinned(lay, factor, seconds):
     assert run.suspected_s < run.verdicts[0].confirmed_s
 
 
+def test_a_slow_link_whose_collectives_are_rare_is_acted_upon():
+    """T6: seconds apart, too few lie in the 40 s after which others are acted upon."""
+
+    def undeclare(beat):
+        ranks = [replace(r, account=replace(r.account, step=-1)) for r in beat.ranks]
+        return replace(beat, ranks=tuple(ranks))
+
+    fault = Fault("slow-link", BEGIN_S + 400, 0, 1, 4.0)
+    run = Run(Layout(4), fault, step_s=15.0, stages=False).run(900, undeclare)
+    assert {str(e.verdict.culprit) for e in run.acted} == {"link 0->1"}
+    assert 2.5 < run.acted[0].verdict.slowness.ratio_low < 4.5
+
+
 def test_a_slow_card_is_its_node_and_with_two_nodes_a_question_for_the_probe():
     run = inject(Layout(4), "slow-nic", 2, 5, factor=6.0)
     assert run.standing.culprit.node == 2
