@@ -152,6 +152,9 @@ class Control:
     def _run(self) -> None:
         while not self._stop.is_set():
             try:
+                if not self._is_intact():
+                    self._close_pair()
+                    self._wake_read, self._wake_write = _make_pair()
                 self._line = OwnSocket(self._connect())
                 self._serve(self._line)
             except OSError:
@@ -162,9 +165,6 @@ class Control:
                 line, self._line = self._line, None
                 if line is not None:
                     line.close()
-            if not self._is_intact():
-                self._close_pair()
-                self._wake_read, self._wake_write = _make_pair()
             self._stop.wait(RETRY_S)
 
     def _is_intact(self) -> bool:

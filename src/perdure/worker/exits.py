@@ -1,6 +1,7 @@
 """How a rank ended: its status, and what it left behind about the reason."""
 
 import contextlib
+import glob
 import json
 import os
 import signal
@@ -51,6 +52,9 @@ def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
     traceback_file = f"{own.removesuffix('.json')}.traceback.json"
     for path in filter(None, (launch.stdout, launch.stderr, launch.ring, error_file, own)):
         os.makedirs(os.path.dirname(path), exist_ok=True)
+    before = glob.escape(os.path.dirname(own)) + f"/g*-r{launch.rank}.traceback.json"
+    for path in glob.glob(before):  # What a keeper that was killed has reserved.
+        _give_back(path)
     for path in filter(None, (error_file, traceback_file)):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)

@@ -123,14 +123,11 @@ class Replica:
 
     def end_wait(self, since_s: float, *, well: bool) -> None:
         """It has ended, `well` if with a result."""
-        self._since.pop(threading.get_ident(), None)
         waited_s = self._now() - since_s
         self._waits.append(waited_s)
-        told, self._open = self._open, None
         if well and waited_s >= _LATE_S:
             self._long.append(waited_s)
-        if well and told is not None and self._emit is not None:
-            self._emit(msgspec.structs.replace(told, over=True))
+        self._wait_no_more(well=well)
 
     def begin_quorum_wait(self) -> bool:
         """The calling thread is about to wait for a quorum; return whether that is noted."""
@@ -142,6 +139,10 @@ class Replica:
 
     def end_quorum_wait(self, *, well: bool) -> None:
         """A wait that was noted has ended, `well` if with a quorum."""
+        self._wait_no_more(well=well)
+
+    def _wait_no_more(self, *, well: bool) -> None:
+        """Tell that what was told of is over, where the wait has ended `well`."""
         self._since.pop(threading.get_ident(), None)
         told, self._open = self._open, None
         if well and told is not None and self._emit is not None:

@@ -245,7 +245,7 @@ def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, contr
 
 
 CLOSER = """
-import os, sys
+import os, resource, sys, time
 from perdure.model.events import RankJoined
 from perdure.model.wire import WorkerHello
 from perdure.worker.control import Control
@@ -254,7 +254,11 @@ control = Control(sys.argv[1], WorkerHello("job", 1, 2, 3))
 control.start()
 control.emit(RankJoined(generation=2, rank=1))
 assert control.drain(10)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), limits[1]))
 os.closerange(3, 100)
+time.sleep(0.5 if sys.argv[3] == "3" else 0)
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 files = [open(f"{sys.argv[2]}/{number}", "wb+", 0) for number in range(20)]
 for rank in range(2, 7):
     control.emit(RankJoined(generation=2, rank=rank))
@@ -264,11 +268,14 @@ assert all(file.write(b"mine") == 4 for file in files)
 """
 
 
-def test_a_script_that_closes_every_descriptor_keeps_its_files_and_its_line(agent, tmp_path):
+@pytest.mark.parametrize("allowed", [100, 3], ids=["", "none are to be had for a while"])
+def test_a_script_that_closes_every_descriptor_keeps_its_files_and_its_line(
+    agent, tmp_path, allowed
+):
     """T2: what has the number of a socket of ours by then is the script's, perhaps a checkpoint."""
     folder = tmp_path / "files"
     folder.mkdir()
-    command = [sys.executable, "-c", CLOSER, str(tmp_path / "s"), str(folder)]
+    command = [sys.executable, "-c", CLOSER, str(tmp_path / "s"), str(folder), str(allowed)]
     script = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     seen = set()
     while 6 not in seen:

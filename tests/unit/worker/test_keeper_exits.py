@@ -176,8 +176,8 @@ def test_the_ends_of_many_ranks_are_one_message(tmp_path: Path) -> None:
     assert exits.fit_records([one]) == (one,)
 
 
-def launch_on(disk: Path) -> RankLaunch:
-    return RankLaunch(1, {}, *(str(disk / name) for name in ("stdout", "stderr", "ring")))
+def launch_on(disk: Path, rank: int = 1) -> RankLaunch:
+    return RankLaunch(rank, {}, *(str(disk / name) for name in ("stdout", "stderr", "ring")))
 
 
 @pytest.mark.parametrize("text", ["later", "\udcff\x00" * 100_000])
@@ -205,3 +205,15 @@ def test_what_was_reserved_for_an_exception_is_given_back(tmp_path: Path) -> Non
     exits.prepare_evidence(launch_on(tmp_path), str(tmp_path / "own.json"))
     assert make_record(evidence, 1 << 8).error == ""
     assert not os.path.exists(evidence.traceback_file)
+
+
+def test_what_a_killed_keeper_had_reserved_is_given_back_by_the_next(tmp_path: Path) -> None:
+    """What says something stays, and so does what another rank needs."""
+    for name in ("g1-r0", "g2-r0", "g1-r7"):
+        exits.prepare_evidence(launch_on(tmp_path, int(name[-1])), str(tmp_path / f"{name}.json"))
+    told = tmp_path / "g1-r0.traceback.json"
+    assert not told.exists()
+    save_failure(str(told), ValueError("bad"), None)
+    exits.prepare_evidence(launch_on(tmp_path, 0), str(tmp_path / "g3-r0.json"))
+    left = {path.name.partition(".")[0] for path in tmp_path.glob("*.traceback.json")}
+    assert left == {"g1-r0", "g1-r7", "g3-r0"}
