@@ -9,6 +9,8 @@ import os
 import shutil
 import sys
 
+from perdure.model.fitting import cut_text
+
 TIMEOUT_S = 3.0
 _TEXT_MAX = 20_000
 
@@ -54,7 +56,7 @@ async def dump_stack(
             raise
         return f"no stack: py-spy took longer than {timeout_s:g} s"
     if process.returncode == 0:
-        return out.decode(errors="replace").strip()[:_TEXT_MAX]
+        return cut_text(out.decode(errors="replace").strip(), _TEXT_MAX)
     lines = [line for line in err.decode(errors="replace").splitlines() if line.strip()]
     why = "; ".join(lines[-3:]) or f"exit code {process.returncode}"
     return f"no stack: py-spy: {why}"

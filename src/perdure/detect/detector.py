@@ -315,7 +315,7 @@ class Detector:
         for rank, text in event.stacks.items():
             stack = parse_threads(text)
             known = self._stacks.get(rank, ())
-            if stack and known and [t.frames for t in stack] != [t.frames for t in known]:
+            if stack and known and _find_work(stack) != _find_work(known):
                 self._stack_changed_s = now
             if stack:
                 self._stacks[rank] = stack
@@ -601,6 +601,11 @@ def is_stuck(threads: Sequence[ThreadStack]) -> bool:
     return any(t.is_blocked for t in main) and not any(
         t.is_at_work for t in threads if not t.is_main
     )
+
+
+def _find_work(threads: Sequence[ThreadStack]) -> list[tuple[str, ...]]:
+    """Return where the main thread is, and all that work: a background thread may tick for ever."""
+    return [t.frames for t in threads if t.is_main or t.is_at_work]
 
 
 def _put(verdict: Verdict, grounds: Grounds) -> Verdict:

@@ -28,6 +28,8 @@ _FREE = frozenset(
 """Fields that hold texts for people, or as much evidence as somebody liked to put there."""
 _OTHER_MAX = 8192
 """Characters of any other text: no path and no name is as long."""
+CUT = "characters, cut] …"
+"""How the mark ends that stands where something was cut out of a text."""
 _LIMITS = (65_536, 16_384, 4096, 1024, 256, 64)
 
 
@@ -35,7 +37,7 @@ def cut_text(text: str, limit: int) -> str:
     """Return `text` as it can be encoded; of a long one its beginning, and more of its end."""
     if len(text) <= limit:
         return make_encodable(text)
-    mark = f" … [{len(text):,} characters, cut] … "
+    mark = f" … [{len(text):,} {CUT} "
     room = max(limit - len(mark), 8)
     return make_encodable(f"{text[: room // 4]}{mark}{text[len(text) - room + room // 4 :]}")
 

@@ -4,11 +4,24 @@ The text is `Thread ID (state): "name"`, then indented frames, innermost first.
 """
 
 import re
-import sys
 from typing import NamedTuple
 
+from perdure.model.fitting import CUT
+
 _THREAD = re.compile(r'^Thread (\S+) \(([^)]*)\)(?:: "(.*)")?$')
-_FILE = re.compile(r"\(([^()]*):\d+\)$")
+_IDLE_LOOP = re.compile(
+    r"\b(?:_worker \(concurrent/futures/thread|_feed \(multiprocessing/queues"
+    r"|_pin_memory_loop \(torch/utils/data/_utils/pin_memory|run \(tqdm/_monitor"
+    r"|_read_thread \(torch/_inductor/compile_worker/subproc_pool)\.py:"
+)
+"""What runs in a background thread of Python's, torch's or tqdm's own."""
+_WAIT = re.compile(
+    r"\b(?:wait \(threading|select \(selectors)\.py:"
+    r"| \((?:multiprocessing|torch/utils/data|torch/multiprocessing|torch/_inductor/compile_worker"
+    r"|tqdm)/"
+)
+"""Frames inside such a loop while it waits. Files are named by their package, so that a file of
+the script's own may have the name of one of Python's."""
 _OWN = "perdure-"
 _DISTRIBUTED = "torch/distributed/"
 
@@ -39,22 +52,22 @@ class ThreadStack(NamedTuple):
     def is_at_work(self) -> bool:
         """Whether it may yet enter a collective.
 
-        It does, or it runs code that is neither Python's nor torch's.
+        Only what is known to wait for work that somebody else hands on is not: a timer, or a loop
+        that waits for an event, may call any of the script's functions next.
         """
-        return any(_DISTRIBUTED in frame or not _is_library(frame) for frame in self.frames)
-
-
-def _is_library(frame: str) -> bool:
-    """Return whether a frame is of Python itself, of torch, or of no file."""
-    file = _FILE.search(frame)
-    if file is None or file[1].startswith("<"):
-        return True
-    top = file[1].partition("/")[0].removesuffix(".py")
-    return top in sys.stdlib_module_names or top == "torch"
+        for frame in self.frames:
+            if _IDLE_LOOP.search(frame):
+                return False
+            if not _WAIT.search(frame):
+                return True
+        return bool(self.frames)
 
 
 def parse_threads(text: str) -> tuple[ThreadStack, ...]:
-    """Return the script's threads, without perdure's own; none where `text` shows no stack."""
+    """Return the script's threads, without perdure's own; none where `text` shows no stack.
+
+    What was cut out of a text is shown as one more thread: anything may be at work in it.
+    """
     threads: list[ThreadStack] = []
     name = state = ""
     frames: list[str] | None = None
@@ -67,4 +80,6 @@ def parse_threads(text: str) -> tuple[ThreadStack, ...]:
             state, name, frames = head[2], head[3] or head[1], []
         elif frames is not None and line.strip():
             frames.append(line.strip())
+    if threads and CUT in text:
+        threads.append(ThreadStack("others", "cut", ("the text was too long",)))
     return tuple(t for t in threads if not t.name.startswith(_OWN))

@@ -14,6 +14,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
     WorldReformed,
 )
+from perdure.model.fitting import CUT
 from perdure.model.job import DetectConfig
 from perdure.model.progress import CommProgress
 from perdure.model.verdicts import Culprit, Verdict
@@ -30,6 +31,9 @@ OWN_THREAD = """Thread 8 (idle): "perdure-recorder"
     poll (recorder.py:{line})"""
 THREAD = """Thread 9 (idle): "writer"
     write (save.py:{line})"""
+TICKING = """Thread 9 (idle): "Thread-4"
+    refresh (tqdm/std.py:{line})
+    run (tqdm/_monitor.py:84)"""
 
 
 def hold_one(rank: int) -> bool:
@@ -135,10 +139,10 @@ def test_ten_times_the_jobs_own_longest_silence_is_enough_where_steps_are_known(
 
 @pytest.mark.parametrize(
     ("line", "beside", "changed"),
-    [(1, "", False), (2, "", True), (1, OWN_THREAD, False), (1, THREAD, True)],
+    [(1, "", False), (2, "", True), (1, OWN_THREAD, False), (1, TICKING, False), (1, THREAD, True)],
 )
 def test_a_stack_that_has_changed_is_alive(make_world, line, beside, changed):
-    """The script's threads count, and perdure's own do not: they come and go at an alarm."""
+    """The script's threads count; perdure's own and a progress bar's do not: they tick (T5)."""
     world = make_world(resumable=False, timeout_s=60.0)
     world.run(20)
     world.ranks[1].busy = False
@@ -266,8 +270,47 @@ Thread 8 (idle): "perdure-control"
     Control._serve (perdure/worker/control.py:184)
     Thread._bootstrap (threading.py:1002)
 Thread 9 (idle): "Thread-1 (_pin_memory_loop)"
+    select (selectors.py:415)
     Queue.get (multiprocessing/queues.py:103)
-    _pin_memory_loop (torch/utils/data/_utils/pin_memory.py:51)"""
+    do_one_step (torch/utils/data/_utils/pin_memory.py:30)
+    _pin_memory_loop (torch/utils/data/_utils/pin_memory.py:51)
+    run (threading.py:982)
+Thread 10 (idle): "ThreadPoolExecutor-1_0"
+    _worker (concurrent/futures/thread.py:90)
+    run (threading.py:982)
+Thread 11 (idle): "Thread-4"
+    wait (threading.py:327)
+    wait (threading.py:629)
+    TMonitor.run (tqdm/_monitor.py:60)
+Thread 12 (idle): "QueueFeederThread"
+    wait (threading.py:327)
+    _feed (multiprocessing/queues.py:231)
+    run (threading.py:982)"""
+TIMER = """
+Thread 8 (idle): "Thread-1"
+    wait (threading.py:655)
+    run (threading.py:1431)
+    _bootstrap (threading.py:1002)"""
+LOOP = """
+Thread 8 (idle): "Thread-1 (run_forever)"
+    select (selectors.py:468)
+    _run_once (asyncio/base_events.py:1949)
+    run_forever (asyncio/base_events.py:641)
+    run (threading.py:982)"""
+SHADOW = """
+Thread 8 (active): "Thread-1 (profile)"
+    step (profile.py:12)
+    run (threading.py:982)"""
+POOLED = """
+Thread 8 (active): "ThreadPoolExecutor-1_0"
+    get (queue.py:12)
+    run (concurrent/futures/thread.py:58)
+    _worker (concurrent/futures/thread.py:92)
+    run (threading.py:982)"""
+LONG = f"""
+Thread 8 (idle): "perdure-control"
+    serve (perdure/worker/control.py:184) … [30,000 {CUT}
+    run (threading.py:982)"""
 WRITER = """
 Thread 8 (idle): "Thread-1 (save)"
     save (train.py:12)
@@ -280,14 +323,19 @@ Thread 8 (idle): "ThreadPoolExecutor-0_0"
 
 @pytest.mark.parametrize(
     ("blocked", "beside"),
-    [(True, ""), (True, OWN), (False, ""), (True, WRITER), (True, ASYNC_SAVE)],
+    [
+        (True, ""),
+        (True, OWN),
+        (False, ""),
+        *((True, s) for s in (WRITER, ASYNC_SAVE, TIMER, LOOP, SHADOW, POOLED, LONG)),
+    ],
 )
 def test_a_circle_of_waiting_is_proven_by_the_stacks_of_all_that_are_in_it(
     make_world, blocked, beside
 ):
     """Whoever has a collective under way may still be computing, or another thread may enter it.
 
-    Its stacks tell.
+    Its stacks tell, where they are whole: no thread but a known one waits for nothing (T5).
     """
     world = make_world()
     world.run(20)
