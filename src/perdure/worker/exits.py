@@ -27,6 +27,7 @@ _TOGETHER_BYTES_MAX = 8 << 20
 """Of all ranks' records, where they are told at once."""
 _JSON_BYTES_MAX = 64 << 20
 """Of a script's own error file: a larger one is not read."""
+_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -198,9 +199,9 @@ def _open(path: str) -> Iterator[BinaryIO]:
     """Open a file that a script may have replaced by anything; a pipe must hold nobody up.
 
     Raises:
-        OSError: it is not there, or no plain file.
+        OSError: it is not there, no plain file, or a link to one.
     """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _PLAIN)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(f"{path} is no plain file")
         yield file

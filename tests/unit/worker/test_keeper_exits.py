@@ -147,6 +147,15 @@ def test_a_pipe_in_the_place_of_evidence_holds_nobody_up(tmp_path: Path) -> None
     assert make_record(make_evidence(tmp_path), 1 << 8).code == 1
 
 
+def test_a_link_in_the_place_of_evidence_leads_nowhere(tmp_path: Path) -> None:
+    """T2: a record tells what the rank said, not what lies elsewhere."""
+    (tmp_path / "elsewhere").write_text("a secret")
+    for name in ("error_file", "traceback_file", "stderr", "stdout"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    record = make_record(make_evidence(tmp_path), 1 << 8)
+    assert (record.code, record.last_output, record.error) == (1, (), "")
+
+
 def test_a_fault_of_our_own_costs_the_reason_and_not_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
