@@ -36,7 +36,8 @@ UNPLACED_S = 12.0
 """A communicator of whose links none stands out, though they are watched, is slow after this."""
 COSTED_S = 10.0
 """Over how long what a verdict costs is summed up, in steps where they are longer than a second;
-once it is to be acted upon, over all that it must have lasted."""
+once it is to be acted upon, over the time that it must have lasted, as far as samples are kept:
+30 s of a collective (`Persistence`), 1,024 steps of a suspect (`stages.GAINED_KEPT`)."""
 ACTED_STEPS = 20
 """Fewer steps than this are never acted upon: one rank has the longest sequences of three."""
 GROWN = 0.1
