@@ -1,4 +1,4 @@
-"""An image that dies while the keeper sends it an order."""
+"""A keeper's line to its image: what it does not take at once, and an image that dies amid it."""
 
 import contextlib
 import os
@@ -101,3 +101,16 @@ def test_an_image_that_dies_with_half_an_order_unsent_is_lost_at_once(
     another.send(KeeperExit())
     for peer in (agent, another):
         peer.close()
+
+
+def test_an_order_larger_than_a_socket_takes_arrives_whole(
+    image: tuple[int, socket.socket], tmp_path: Path
+) -> None:
+    """T3: such as one with a large environment for each rank."""
+    line = image[1]
+    line.settimeout(20)
+    with line.makefile("rb") as lines:
+        assert len(lines.readline()) > 1_000_000
+    agent = connect(tmp_path)
+    agent.send(KeeperExit())
+    agent.close()
