@@ -40,6 +40,9 @@ once it is to be acted upon, over the time that it must have lasted, as far as s
 30 s of a collective (`Persistence`), 1,024 steps of a suspect (`stages.GAINED_KEPT`)."""
 ACTED_STEPS = 20
 """Fewer steps than this are never acted upon: one rank has the longest sequences of three."""
+UNMEASURED = 3.0
+"""So many times that long again one waits for its cost to be measured, until it is told without:
+nothing is done about it then, and the journal says so."""
 GROWN = 0.1
 """A verdict that may be acted upon is told again once its share of the step changed by so much."""
 PASSING = 3.0
@@ -250,7 +253,8 @@ class SlowWatch:
             due_s = verdict.confirmed_s + wait_s
             if not verdict.actionable and now >= due_s and verdict.kind != "HostBusy":
                 slowness = self._measure(now, verdict, sure=True)
-                if slowness is None and verdict.slowness is not None:
+                waits = now < due_s + UNMEASURED * wait_s
+                if slowness is None and verdict.slowness is not None and waits:
                     continue  # Too few of the last steps have shown it.
                 evidence = {
                     **verdict.evidence,

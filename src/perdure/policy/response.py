@@ -67,6 +67,8 @@ def react(verdict: Verdict, config: PolicyConfig, situation: Situation) -> React
     if wanted == "report":
         why = f"policy.{_FIELDS.get(verdict.kind, verdict.kind)} = report"
         return Reaction("none", why, "report")
+    if verdict.kind in _SLOW and verdict.slowness is None:
+        return Reaction("none", "what it costs could not be measured", "unmeasured")
     if wanted == "stop":
         return Reaction("stop", f"{verdict.kind}: {verdict.reason}")
     if verdict.kind in _SLOW:
@@ -124,8 +126,7 @@ def _weigh(verdict: Verdict, config: PolicyConfig, situation: Situation) -> Reac
     What counts is the whole step, and of what was measured the end that promises least.
     """
     slow = verdict.slowness
-    if slow is None:
-        return Reaction("none", "what it costs could not be measured", "unmeasured")
+    assert slow is not None, "what could not be measured is not weighed"
     factor = slow.step_ratio_low
     if factor < config.evict_factor:
         why = f"{factor:.2f}x of the step is below policy.evict_factor = {config.evict_factor:g}"

@@ -176,6 +176,21 @@ def test_a_slow_link_whose_collectives_are_rare_is_acted_upon():
     assert 2.5 < run.acted[0].verdict.slowness.ratio_low < 4.5
 
 
+def test_what_can_no_longer_be_measured_is_said_and_not_waited_for_without_end():
+    """T6: the policy then says that it does nothing, and why."""
+
+    def thin(beat):
+        if beat.sent_s < FAULT_S + 6:
+            return beat
+        ranks = [replace(r, spans=[s for s in r.spans if s.seq % 40 == 0]) for r in beat.ranks]
+        return replace(beat, ranks=tuple(ranks))
+
+    run = Run(Layout(2), Fault("slow-link", FAULT_S, 0, 1, 4.0)).run(230, thin)
+    (acted,) = [e.verdict for e in run.acted]
+    assert (acted.kind, acted.slowness) == ("CommSlow", None)
+    assert acted.evidence["acted_after_s"] >= 160.0
+
+
 def test_a_slow_card_is_its_node_and_with_two_nodes_a_question_for_the_probe():
     run = inject(Layout(4), "slow-nic", 2, 5, factor=6.0)
     assert run.standing.culprit.node == 2

@@ -105,6 +105,15 @@ def test_desync_stops_and_an_unknown_kind_is_only_reported() -> None:
     assert react(verdict("Preemption"), PolicyConfig(), situation).rung == "none"
 
 
+@pytest.mark.parametrize("response", ["restart", "evict", "stop"])
+def test_slowness_that_could_not_be_measured_ends_nothing(response: Any) -> None:
+    """T6: neither a node's place nor the job."""
+    config = PolicyConfig(straggler=response, comm_slow=response)
+    for kind in ("Straggler", "CommSlow"):
+        reaction = react(verdict(kind), config, Situation(node=1, spares=(2,)))
+        assert (reaction.rung, reaction.ground) == ("none", "unmeasured")
+
+
 @pytest.mark.parametrize("response", ["report", "restart", "evict", "stop"])
 def test_policy_is_plain_data(response: str) -> None:
     config = convert({"compute_hang": response}, PolicyConfig)
