@@ -401,10 +401,8 @@ def render_acted(rows: list[Row]) -> str:
     if any(row["acted_s"] is not None for row in rows):
         return text + (" (the job stops)" if all(row["stops"] for row in rows) else "")
     due = [row["acts_at_s"] for row in rows if row["acts_at_s"] and row["over_s"] is None]
-    if due and all(row["activity"] == "busy" for row in rows):
-        return "never while it computes"
     if due:
-        return f"due after {statistics.median(due):.0f}"
+        return f"due after {statistics.median(due):.0f} (not waited for)"
     return text + ("; withdrawn" if any(row["withdrawn"] for row in rows) else "")
 
 
