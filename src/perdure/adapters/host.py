@@ -97,6 +97,18 @@ class ProcStat:
         return total_s + self._ended_s
 
 
+def measure_cpu(pid: int) -> float:
+    """Return the CPU seconds of a process and of children that it has waited for."""
+    try:
+        stat = ProcStat(pid)
+    except OSError:
+        return 0.0
+    try:
+        return stat.sample().cpu_s
+    finally:
+        stat.close()
+
+
 class CoreMeter:
     """How busy the cores are that this process may use, from look to look."""
 
@@ -232,6 +244,19 @@ def list_parents() -> dict[int, int]:
                     text = file.read()
                 parents[int(name)] = int(text[text.rfind(b")") + 2 :].split()[1])
     return parents
+
+
+def list_children(pid: int) -> set[int]:
+    """Return the processes that `pid` has started, or taken over, and not waited for.
+
+    Raises:
+        OSError: it is gone, or this kernel has no such list (CONFIG_PROC_CHILDREN).
+    """
+    found: set[int] = set()
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        with open(f"/proc/{pid}/task/{thread}/children") as file:
+            found.update(int(word) for word in file.read().split())
+    return found
 
 
 def list_descendants(roots: Iterable[int]) -> dict[int, set[int]]:

@@ -1,5 +1,6 @@
 """What the agent reads off its ranks: rings five times a second, /proc as seldom as will do."""
 
+import contextlib
 import os
 import re
 import time
@@ -7,7 +8,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from perdure.adapters.host import CoreMeter, ProcSampler, read_boot_id
+from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import find_foreign, open_regular, read_ring
 from perdure.agent.messages import RankEnded
@@ -56,17 +57,21 @@ class RankReader:
             for key, follower in self._followers.items()
             if key[0] == generation and key[1] in running
         }
-        host = self._look_at_host(running.values(), now)
+        host = self._look_at_host(running.values(), keeper.pid if keeper else 0, now)
         ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
         return NodeBeat(node, incarnation, seq, now, generation, ranks, host=host)
 
-    def _look_at_host(self, pids: Iterable[int], now: float) -> HostLoad | None:
-        """Return what the cores did since the last look, and who; None where it is too soon."""
+    def _look_at_host(self, pids: Iterable[int], keeper: int, now: float) -> HostLoad | None:
+        """Return what the cores did since the last look, and who; None where it is too soon.
+
+        An image of the keeper's imports for seconds while ranks train: that is no other's work.
+        """
         if now - self._host_s < HOST_S:
             return None
         window_s, self._host_s = now - self._host_s, now
         look = self._cores.measure(now)
         used = {os.getpid(): (time.process_time(), 0.0)}
+        used |= {pid: (cpu_s, 0.0) for pid, cpu_s in _measure_family(keeper).items()}
         for pid in pids:
             proc = self._sampler.sample(pid, now)
             used[pid] = (proc.cpu_s, proc.run_delay_s)
@@ -165,6 +170,15 @@ class RankReader:
         last = max((generation for generation, _ in found), default=-1)
         newest = max((generation for generation, rank in found if rank in ranks), default=-1)
         return newest, tuple(sorted(pair for pair in found if pair[0] == last))
+
+
+def _measure_family(keeper: int) -> dict[int, float]:
+    """Return the CPU seconds of a keeper and of what it runs: ranks, images, those that start."""
+    family = {}
+    with contextlib.suppress(OSError):
+        for pid in (keeper, *list_children(keeper)):
+            family[pid] = measure_cpu(pid)
+    return family
 
 
 def _read_record(path: str) -> ExitRecord | None:

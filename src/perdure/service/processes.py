@@ -18,7 +18,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
 
-from perdure.adapters.host import read_start_time
+from perdure.adapters.host import list_children, read_start_time
 from perdure.worker.prctl import set_death_signal
 
 
@@ -259,11 +259,10 @@ def find_by_title(title: str) -> list[int]:
 def reap_adopted(known: set[int]) -> None:
     """Reap orphans that have come to us and ended; `known` pids have somebody who waits."""
     try:
-        children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        pids = [int(pid) for pid in children]
-    except OSError:  # a kernel without CONFIG_PROC_CHILDREN
+        pids = list_children(os.getpid())
+    except OSError:
         stats = ((pid, _read_stat(pid)) for pid in _list_pids())
-        pids = [pid for pid, stat in stats if stat is not None and stat[0] == os.getpid()]
+        pids = {pid for pid, stat in stats if stat is not None and stat[0] == os.getpid()}
     for pid in pids:
         if pid not in known:
             with contextlib.suppress(ChildProcessError):

@@ -1,0 +1,50 @@
+"""What an agent says of its machine's cores, with processes that really use them."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from perdure.agent.state import KeeperView
+from perdure.model.paths import JobPaths
+from perdure.service.agent_beats import HOST_S, RankReader
+from perdure.service.aside import Asides
+
+_KEEPER = """\
+import subprocess, sys
+image = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print("started", flush=True)
+sys.stdin.read()
+image.kill()
+image.wait()
+"""
+
+
+def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -> None:
+    """An image of it imports for seconds while ranks train; that was told as others' work."""
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0.0, Asides(time.monotonic))
+    with subprocess.Popen(
+        [sys.executable, "-c", _KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as keeper:
+        assert keeper.stdout is not None
+        keeper.stdout.readline()
+        own, deadline = 0.0, time.monotonic() + 20.0
+        while own < 0.3 and time.monotonic() < deadline:
+            now = time.monotonic()
+            beat = reader.read_beat(0, "a0-1", 1, now, KeeperView(keeper.pid))
+            own = beat.host.own if beat.host is not None else 0.0
+            time.sleep(HOST_S / 2)
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+    assert own >= 0.3
+
+
+def test_a_keeper_that_is_gone_uses_nothing(tmp_path: Path) -> None:
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0.0, Asides(time.monotonic))
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    for now in (0.0, 1.0):
+        beat = reader.read_beat(0, "a0-1", 1, now, KeeperView(gone.pid))
+    assert beat.host is not None
+    assert beat.host.own < (os.cpu_count() or 1)
