@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 HOME = ROOT / ".demo-links"
 PERDURE = [sys.executable, "-m", "perdure"]
 JOB = "links"
-LEARN_S, FIND_S = 8.0, 20.0
+LEARN_S, FIND_S = 12.0, 20.0
 SLOW_LINK = ["slow-link", "--rank", "2", "--arg", "to=1", "--arg", "mbit=100"]
 
 sys.path.insert(0, str(ROOT))

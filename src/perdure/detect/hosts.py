@@ -5,7 +5,8 @@ looks like a slow link, or a slow rank, and is neither. A machine that the job's
 another matter: that is theirs to mend.
 """
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 
 from perdure.model.progress import HostLoad, NodeBeat
 
@@ -20,6 +21,9 @@ CONFIRM_S = 3.0
 BREAK_S = 1.5
 """Moments with an idle core end it after so long."""
 FRESH_S = 3.0
+LOOKS_KEPT = 64
+EXPLAINED = 0.3
+"""Share of the looks in which a machine was busy that explains what was slow there meanwhile."""
 
 
 @dataclass(slots=True)
@@ -33,6 +37,8 @@ class _Node:
     """What was seen at that time."""
     others: float = 0.0
     """Cores in use by others, at that time."""
+    looks: deque[tuple[float, bool]] = field(default_factory=lambda: deque(maxlen=LOOKS_KEPT))
+    """When it was looked at, and whether it was busy with others' work then."""
 
 
 class HostWatch:
@@ -58,15 +64,23 @@ class HostWatch:
         own = sum(mate.load.own for mate in mates if now - mate.taken_s <= FRESH_S)
         others = load.busy - own
         full = load.cores > 0 and load.busy >= FULL * load.cores
-        if full and others >= OTHERS * load.cores and load.waited >= WAITED:
+        busy = full and others >= OTHERS * load.cores and load.waited >= WAITED
+        node.looks.append((now, busy))
+        if busy:
             if now - node.busy_s > BREAK_S:
                 node.since_s = now
             node.busy_s, node.seen, node.others = now, load, others
 
-    def is_busy(self, now: float, node: int, within_s: float) -> bool:
-        """Return whether a node's machine was seen busy with others' work so recently."""
+    def explains(self, now: float, node: int, since_s: float) -> bool:
+        """Return whether others' work explains what is slow on a node since `since_s`.
+
+        A moment of it does not.
+        """
         known = self._nodes.get(node)
-        return known is not None and now - known.busy_s <= within_s
+        if known is None:
+            return False
+        looks = [busy for at_s, busy in known.looks if at_s > min(since_s, now - BREAK_S)]
+        return bool(looks) and sum(looks) >= EXPLAINED * len(looks)
 
     def find_confirmed(self, now: float) -> list[int]:
         """Return the nodes whose machines have been busy with others' work for a while."""

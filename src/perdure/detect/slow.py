@@ -218,9 +218,8 @@ class SlowWatch:
     def _lasts(self, now: float, verdict: Verdict) -> bool:
         clear_s = self._config.slow_clear_s
         if verdict.kind == "HostBusy":
-            return any(
-                self._hosts.is_busy(now, node, clear_s) for node in self._find_nodes(verdict)
-            )
+            nodes = self._find_nodes(verdict)
+            return any(self._hosts.explains(now, node, now - clear_s) for node in nodes)
 
         def on(watch: Persistence | None) -> bool:
             return watch is not None and not watch.is_over(now, clear_s)
@@ -384,7 +383,8 @@ class SlowWatch:
         the others of the same machines are not.
         """
         nodes = self._find_nodes(verdict)
-        busy = {node for node in nodes if self._hosts.is_busy(now, node, within_s)}
+        since_s = max(verdict.first_seen_s, now - within_s)
+        busy = {node for node in nodes if self._hosts.explains(now, node, since_s)}
         link = verdict.culprit.link
         mates = {mate for node in busy for mate in self._hosts.find_mates(node)}
         if link is not None and self.links.stands_out(now, link, mates):

@@ -70,6 +70,14 @@ def test_it_is_withdrawn_when_the_load_is_gone_and_a_link_that_stays_slow_is_fou
     assert run.standing.confirmed_s >= gone_s - 1.0
 
 
+def test_a_moment_of_others_work_does_not_hide_a_slow_link():
+    """One command of a user's when the link turns slow: it was told 5 s later than the link."""
+    fault = Fault("slow-link", FAULT_S, 0, 1, 4.0)
+    run = play(fault, Layout(2), load({0, 1}, until_s=FAULT_S + 0.5, starve=False))
+    assert run.standing.kind == "CommSlow"
+    assert run.standing.confirmed_s - FAULT_S < 4.0
+
+
 def test_where_all_nodes_share_the_load_nobody_is_blamed():
     run = play(Fault("slow-link", FAULT_S, 0, 1, 4.0), Layout(2), load({0, 1}, starve=False))
     assert run.standing.culprit.node is None
