@@ -35,6 +35,7 @@ from perdure.launch.reminding import find_cost
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JournalEntry
 from perdure.model.launching import LaunchRecord
+from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
@@ -168,7 +169,7 @@ def render_snapshot(snapshot: Snapshot) -> str:
         f"{restarts}, depth {snapshot.depth}"
     ]
     if snapshot.reason:
-        lines.append(snapshot.reason)
+        lines.append(shorten_line(snapshot.reason, REASON_MAX))
     if snapshot.observed:
         lines += render_withheld(snapshot.withheld)
     if snapshot.metrics:
@@ -310,7 +311,7 @@ def diagnose(
     if fate.state in ("dead", "stalled"):
         print(f"{job} is {fate.state}: {fate.reason}\n")
     for row in named:
-        print(f"{row['trap']}: {row['says']}: {row['line']}\n  mend: {row['mend']}\n")
+        print(f"{row['trap']}: {row['says']}: {shorten_line(row['line'])}\n  mend: {row['mend']}\n")
     if vanished is not None:
         print(f"`perdure run` is gone: {vanished.cause}: {vanished.reason}")
         for name, value in vanished.evidence.items():
@@ -328,7 +329,8 @@ def diagnose(
     if verdicts or late:
         print("\n\n".join([*late, *(render_verdict(verdict, start_s) for verdict in verdicts)]))
     elif not snapshot.withheld:
-        print(f"{job}: {snapshot.state}; nothing was found wrong. {snapshot.reason}".rstrip())
+        reason = shorten_line(snapshot.reason, REASON_MAX)
+        print(f"{job}: {snapshot.state}; nothing was found wrong. {reason}".rstrip())
     if native:
         print("\nstacks now, with native frames")
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")

@@ -20,6 +20,7 @@ from perdure.launch.output import print_output
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, ProtocolError
 from perdure.model.events import Decision, JobEnded, JournalEntry
+from perdure.model.plain import REASON_MAX, shorten_line
 
 POLL_S = 0.2
 _FILE = re.compile(r"rank-(\d+)\.(out|err)")
@@ -235,7 +236,7 @@ def render_entry(entry: JournalEntry, start_s: float) -> str:
     """Return an entry as one line."""
     body = entry.body
     if isinstance(body, Decision):
-        text = f"-> {body.action}: {body.summary} ({body.reason})"
+        text = f"-> {body.action}: {body.summary} ({shorten_line(body.reason, REASON_MAX)})"
     else:
         fields = describe_entry(entry)
         shown = [

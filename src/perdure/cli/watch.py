@@ -27,6 +27,7 @@ from perdure.cli.say import note, print_json
 from perdure.dash.live import render_status
 from perdure.dash.watch import Line, render_clock, render_watch
 from perdure.model.codec import encode
+from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.report import Snapshot
 
 SPEEDS_KEPT = 400
@@ -101,7 +102,7 @@ def _show_lines(job: Job, every: float) -> None:
         )  # fmt: skip
         if state != shown or snapshot.at_s - at_s >= QUIET_S:
             shown, at_s = state, snapshot.at_s
-            reason = f"  {snapshot.reason}" if snapshot.reason else ""
+            reason = f"  {shorten_line(snapshot.reason, REASON_MAX)}" if snapshot.reason else ""
             print(f"{render_clock(snapshot.at_s)} {render_status(snapshot)}{reason}", flush=True)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
+from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.report import Recovery, Report
 from perdure.telemetry.series import Series
 
@@ -31,7 +32,7 @@ def _render_head(report: Report) -> str:
         f"{report.job}: {report.state} after {report.wall_s:.1f} s on {report.ranks} ranks{steps}; "
         f"goodput {report.goodput:.1%}"
     )
-    lines = [line, report.reason] if report.reason else [line]
+    lines = [line, shorten_line(report.reason, REASON_MAX)] if report.reason else [line]
     if report.observed:
         lines += render_withheld(report.withheld)
     return "\n".join(lines)

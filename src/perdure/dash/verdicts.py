@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from perdure.model.codec import encode
+from perdure.model.plain import REASON_MAX, shorten_line, shorten_lines
 from perdure.model.report import WithheldRow
 from perdure.model.verdicts import Slowness, Verdict
 from perdure.telemetry import render_stacks
@@ -16,7 +17,8 @@ _WAITS_MAX = 12
 def describe_verdict(verdict: Verdict) -> str:
     """Return a verdict as one line."""
     over = " (withdrawn)" if "withdrawn" in verdict.evidence else ""
-    return f"{verdict.kind} of {verdict.culprit}: {verdict.reason}{over}"
+    reason = shorten_line(verdict.reason, REASON_MAX)
+    return f"{verdict.kind} of {verdict.culprit}: {reason}{over}"
 
 
 def render_verdict(verdict: Verdict, start_s: float) -> str:
@@ -69,12 +71,13 @@ def render_withheld(rows: Sequence[WithheldRow]) -> list[str]:
     lines = ["Observed only: nothing was ever acted upon."]
     for row in rows:
         where = f" at step {row.step}" if row.step >= 0 else ""
-        lines.append(f"  would have {row.would}{where}: {row.cause} of {row.culprit}: {row.reason}")
+        reason = shorten_line(f"{row.cause} of {row.culprit}: {row.reason}", REASON_MAX)
+        lines.append(f"  would have {row.would}{where}: {reason}")
     return lines
 
 
 def render_evidence(name: str, value: Any) -> list[str]:
-    """Return one piece of evidence as indented lines."""
+    """Return one piece of evidence as indented lines, of a long text its beginning and its end."""
     if isinstance(value, list | tuple | dict | str) and not value:
         return []
     if name == "nothing_done" and isinstance(value, list | tuple):
@@ -85,18 +88,18 @@ def render_evidence(name: str, value: Any) -> list[str]:
         texts = {str(rank): str(text) for rank, text in value.items()}
         return _render_block("stacks", render_stacks(texts))
     if isinstance(value, str) and "\n" in value:
-        return _render_block(name, value.rstrip().splitlines())
+        return _render_block(name, shorten_lines(value.rstrip().splitlines()))
     if isinstance(value, dict) and any("\n" in str(item) for item in value.values()):
         return [
             line for key, item in value.items() for line in render_evidence(f"{name} {key}", item)
         ]
     if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value):
-        return _render_block(name, value)
+        return _render_block(name, shorten_lines(value))
     if isinstance(value, float):
         value = round(value, 3)
     if isinstance(value, dict | list | tuple):
         value = encode(value).decode()
-    return [f"{INDENT}{name}: {value}"]
+    return [f"{INDENT}{name}: {shorten_line(str(value), REASON_MAX)}"]
 
 
 def render_waits(edges: Iterable[Any]) -> list[str]:

@@ -8,6 +8,14 @@ own, so that a JSON document stays one, and stays exact.
 """
 
 import re
+from collections.abc import Sequence
+
+LINE_MAX = 200
+"""Characters of a line of somebody else's text on a screen; --json has the rest."""
+REASON_MAX = 400
+"""Characters of a reason, which may hold such a text among words of perdure's own."""
+_FIRST_LINES, _LAST_LINES = 2, 8
+"""Of a longer text."""
 
 _ACTS = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f"  # Controls but for the newline.
@@ -44,6 +52,31 @@ def show_output(line: str) -> str:
         for index, part in enumerate(parts)
     )
     return shown + _RESET if len(parts) > 1 and not shown.endswith(_RESET) else shown
+
+
+def shorten_line(line: str, limit: int = LINE_MAX) -> str:
+    """Return one line as it fits a screen; of a long one about `limit` characters of both ends.
+
+    >>> shorten_line("ValueError: " + "x" * 1000 + " at step 3", 20)
+    'ValueError: xxx ... 1,002 more characters; --json has all ... tep 3'
+    """
+    more = len(line) - limit
+    if more <= 0:
+        return line
+    end = limit // 4
+    mark = f" ... {more:,} more characters; --json has all ... "
+    return f"{line[: limit - end]}{mark}{line[-end:]}"
+
+
+def shorten_lines(lines: Sequence[str]) -> list[str]:
+    """Return `lines` as they fit a screen: each shortened, of many the first and the last."""
+    left = lines[_FIRST_LINES:-_LAST_LINES]
+    shown = [shorten_line(line) for line in lines]
+    if len(left) <= 1:
+        return shown
+    count = sum(len(line) for line in left)
+    mark = f"... {len(left):,} more lines, {count:,} more characters; --json has all"
+    return [*shown[:_FIRST_LINES], mark, *shown[-_LAST_LINES:]]
 
 
 def _escape(match: re.Match[str]) -> str:
