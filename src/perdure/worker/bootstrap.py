@@ -150,7 +150,8 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
     """Run `script` as `__main__`; raises SystemExit or KeyboardInterrupt for the interpreter.
 
     An exception is shown here, without the frames below the script's, and ends in exit code 1;
-    the interpreter does the rest as ever: threads, atexit, streams.
+    the interpreter does the rest as ever: threads, atexit, streams. What a script says by
+    `sys.exit("why")` is kept as an exception is.
     """
     main = types.ModuleType("__main__")
     main.__dict__.update(
@@ -166,7 +167,9 @@ def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file
             runpy._run_module_as_main(script)  # type: ignore[attr-defined]
         else:
             _run_path(script, main)
-    except SystemExit:
+    except SystemExit as leaving:
+        if traceback_file and not isinstance(leaving.code, int | None):  # It says why.
+            save_failure(traceback_file, leaving, _find_own(leaving))
         raise
     except BaseException as error:
         _end_by(error, traceback_file)
@@ -209,12 +212,17 @@ def _set_path(first: str) -> None:
         sys.path.insert(0, first)
 
 
-def _end_by(error: BaseException, traceback_file: str) -> None:
-    """Show `error` as the interpreter would and leave as it would."""
+def _find_own(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of `error` without the frames below the script's."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
         trace = trace.tb_next
-    error.__traceback__ = trace
+    return trace
+
+
+def _end_by(error: BaseException, traceback_file: str) -> None:
+    """Show `error` as the interpreter would and leave as it would."""
+    trace = error.__traceback__ = _find_own(error)
     if traceback_file:
         save_failure(traceback_file, error, trace)
     kind = type(error)
