@@ -101,12 +101,14 @@ class ProgressNotes:
     ) -> ProgressNoted:
         self._noted_s, self._moved = now, False
         accounts: dict[int, RankAccount] = {r: w.account for r, w in sorted(watches.items())}
-        live = [w for w in watches.values() if not w.gone]
+        live = [w for w in watches.values() if not w.gone and not w.unseen]
         size = self._spec.world_size  # Beyond it are members that came later, or are held.
         steps = [
             a.step
             for r, a in accounts.items()
-            if (r < size or a.step >= 0) and not (watches[r].gone and self._is_out(r))
+            if (r < size or a.step >= 0)
+            and not watches[r].unseen
+            and not (watches[r].gone and self._is_out(r))
         ]
         return ProgressNoted(
             generation=self._generation,
@@ -127,7 +129,7 @@ class ProgressNotes:
         return GenerationStepping(
             generation=self._generation,
             at_s=max(self._ready.values()),
-            step=min(a.step for a in accounts),
+            step=min((w.account.step for w in watches.values() if not w.unseen), default=-1),
             stamps={name: at_s for name, at_s in stamps.items() if at_s > 0},
         )
 

@@ -73,6 +73,8 @@ class RankWatch:
     recorder: str = ""
     busy_phase: BusyPhase | None = None
     """What the script has declared to be busy with."""
+    unseen: bool = False
+    """Its ring cannot be read: of its steps and collectives nothing is known."""
     peers: dict[str, int] = field(default_factory=dict)
     """Communicator -> the other end of a send or receive that is under way, where known."""
     _anchor: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
@@ -214,6 +216,7 @@ class RankWatch:
         self.state = progress.proc.state
         self.recorder = progress.recorder
         self.busy_phase = progress.busy_phase
+        self.unseen = progress.unseen
         self.peers = _find_peers(progress)
         self.instrumented = self.collectives > 0 or progress.account.first_step_s > 0
 

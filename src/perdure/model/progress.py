@@ -151,6 +151,8 @@ class RankProgress(msgspec.Struct, frozen=True, omit_defaults=True):
     """`compiled`, `python`, `status` or `off`."""
     busy_phase: BusyPhase | None = None
     """What the script has declared to be busy with; of nested phases the one that ends last."""
+    unseen: bool = False
+    """Something else lies in the place of its ring: nothing but `proc` is known of it."""
 
 
 class HostLoad(msgspec.Struct, frozen=True, omit_defaults=True):

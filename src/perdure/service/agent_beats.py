@@ -98,7 +98,7 @@ class RankReader:
             self._followers[generation, rank] = follower
         look = follower.read(now)
         if look is None:
-            self._look_for_foreign(generation, rank)
+            unseen = self._look_for_foreign(generation, rank)
             proc = self._sampler.sample(pid, now, HEALTHY_S)
             return RankProgress(
                 rank=rank,
@@ -108,6 +108,7 @@ class RankReader:
                 heartbeat_s=0.0,
                 account=RankAccount(),
                 proc=proc,
+                unseen=unseen,
             )
         reading = look.reading
         mark = (reading.heartbeat_s, reading.phase_since_s)
@@ -117,8 +118,8 @@ class RankReader:
             reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
         )
 
-    def _look_for_foreign(self, generation: int, rank: int) -> None:
-        """Say once where something else than a file lies in the place of a ring."""
+    def _look_for_foreign(self, generation: int, rank: int) -> bool:
+        """Return whether something else than a file lies in the place of a ring; say so once."""
         path = self._paths.ring(generation, rank)
         kind = find_foreign(path)
         if kind and (generation, rank) not in self._foreign:
@@ -126,6 +127,7 @@ class RankReader:
             self._foreign.add((generation, rank))
             why = f"{kind} lies in the place of its ring, so nothing is seen of its progress"
             self._asides.note("ring", f"rank {rank} of generation {generation}", why, path)
+        return bool(kind)
 
     def read_end(self, record: ExitRecord) -> RankEnded:
         """Return `record` with what the rank's ring says after its end."""

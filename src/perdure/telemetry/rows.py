@@ -97,6 +97,11 @@ class RankRows:
         """Whether any rank's script has called `perdure.init`."""
         return any(track.progress.account.init_s > 0 for track in self._tracks.values())
 
+    @property
+    def unseen(self) -> set[int]:
+        """Ranks of which no steps can be seen, whatever they do."""
+        return {rank for rank, track in self._tracks.items() if track.progress.unseen}
+
     def find_pace(self, generation: int) -> Pace | None:
         """Return how far the furthest rank is and how fast it goes; None where none moves."""
         furthest: Track | None = None

@@ -173,7 +173,8 @@ class SnapshotFold:
         if self.certain.stopping and history.ended is None:
             state = "stopping"
         rows = self._rows.make(newest, suspected, self.certain.homes, self.certain.pids)
-        present = _find_present(rows, newest)
+        unseen = self._rows.unseen
+        present = [row for row in _find_present(rows, newest) if row.rank not in unseen]
         steps = [row.step for row in present if row.step >= 0]
         step = min(steps) if steps and len(steps) == len(present) else -1
         if step < 0:

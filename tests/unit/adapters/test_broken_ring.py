@@ -85,6 +85,7 @@ def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: s
     keeper = KeeperView(pid=1, generation=0, running={0: os.getpid(), 1: os.getpid()})
     beats = [reader.read_beat(0, "a", seq, 1.0, keeper) for seq in range(3)]
     assert [[p.phase for p in beat.ranks] for beat in beats] == [["spawned"] * 2] * 3
+    assert [p.unseen for p in beats[-1].ranks] == [True, False]  # The other's may still come.
     assert read_spans(str(ring), 0.0) == read_records(str(ring), 0.0) == ()
     assert read_nccl(str(ring), 0.0) is None
     assert reader.read_lost(0, [0], 1.0) == []

@@ -1,8 +1,11 @@
 """What the journal says of the whole world's progress, as its members come and go."""
 
+import msgspec
+
 from perdure.model.elastic import WorldReformed
-from perdure.model.events import ProgressNoted, RankExited
+from perdure.model.events import GenerationStepping, ProgressNoted, RankExited
 from perdure.model.exits import ExitRecord
+from perdure.model.progress import ProcSample, RankAccount, RankProgress
 
 
 def leave(world, rank: int, *, asked: bool = False) -> None:
@@ -51,3 +54,24 @@ def test_who_has_finished_in_the_newest_world_counts(make_world):
     left_at = world.ranks[2].step
     world.run(10.0)
     assert world.of(ProgressNoted)[-1].step == left_at
+
+
+def test_who_cannot_be_seen_holds_no_step_back(make_world):
+    """T1: a FIFO in the place of one rank's ring; the job's step was unknown from then on."""
+    world = make_world(size=3)
+    see = world.progress
+
+    def look(rank):
+        if rank.rank != 1:
+            return see(rank)
+        proc = ProcSample(state="S", cpu_s=rank.cpu_s)
+        blank = RankProgress(rank.rank, 101, "spawned", 0.0, 0.0, RankAccount(), proc=proc)
+        return msgspec.structs.replace(blank, unseen=True)
+
+    world.progress = look
+    world.run(10.0)
+    newest = world.of(ProgressNoted)[-1]
+    assert newest.step == min(newest.accounts[r].step for r in (0, 2)) > 10
+    assert newest.collectives > 10
+    world.run(30.0)
+    assert world.of(GenerationStepping)[0].step > 10

@@ -1,3 +1,4 @@
+import msgspec
 from tests.journals import Story, tell
 
 from perdure.model import codec
@@ -50,6 +51,18 @@ def test_heartbeats_give_steps_speed_and_waiting():
     assert (row.state, row.pid, row.cpu_s, row.rss_bytes) == ("waiting", 101, 3.0, 9)
     assert row.collective == "allreduce #7 (waiting 2.0 s)"
     assert codec.decode(codec.encode(snapshot), Snapshot) == snapshot
+
+
+def test_a_rank_that_cannot_be_seen_leaves_the_step_to_the_others():
+    story = Story()
+    story.start()
+    fold = fold_of(story)
+    seen = beat(1, story.now, 20)
+    blank = RankProgress(1, 101, "spawned", 0.0, 0.0, RankAccount())
+    for unseen, step in ((False, 0), (True, 20)):  # The former may still be at its start.
+        other = msgspec.structs.replace(blank, unseen=unseen)
+        fold.observe(story.now, msgspec.structs.replace(seen, ranks=(seen.ranks[0], other)))
+        assert fold.snapshot(story.now).step == step
 
 
 def test_a_late_heartbeat_of_an_older_generation_is_ignored():
