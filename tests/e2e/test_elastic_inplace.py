@@ -111,6 +111,26 @@ def test_a_new_process_takes_the_place_of_a_dead_one(
 
 @pytest.mark.slow
 @pytest.mark.long
+def test_a_member_that_ends_well_too_early_is_replaced(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    trail = tmp_path / "trail"
+    job = begin(start, trail, steps=100_000, more=("--pace-s", "0.05", "--quit-at", "20"))
+    job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0, 2], "a world without rank 1")
+    job.wait_until(lambda: read(trail, 0)[-1]["world"] == [0, 2, 4], "the world of three again")
+    found = json.loads(job.cli("diagnose", "el", "--json").stdout)["verdicts"]
+    assert [(v["kind"], v["culprit"], v["ground"]) for v in found] == [
+        ("EarlyExit", {"rank": 1}, "ended")
+    ]
+    job.cli("stop", "el", "--now")
+    job.wait()
+    rows = read(trail, 0)
+    assert [row["step"] for row in rows] == list(range(len(rows)))
+    assert len({row["pid"] for row in rows}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
 def test_the_controller_may_die_with_a_rank(start: Callable[..., Job], tmp_path: Path) -> None:
     trail = tmp_path / "trail"
     job = begin(start, trail)

@@ -414,10 +414,10 @@ class Controller:
         """Do what the policy makes of `verdict`: the next world, or the end."""
         state = self.state
         state.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
+        if verdict.kind in STACKS_FOR:
+            state.stacks = None  # Acted upon once; the next one's are taken anew.
         reaction = weigh_verdict(state, verdict, now)
         if is_observed(state):
-            if state.stacks is not None:
-                state.stacks.held = None
             would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
             return withhold_verdict(state, now, verdict, reaction.reason, would=would)
         if reaction.rung == "stop":
@@ -427,7 +427,9 @@ class Controller:
         ended = reform.end_hung_rank(state, verdict)
         if ended is not None:
             return [*actions, *ended]
-        interrupt_s = state.the_spec().policy.interrupt_s if verdict.kind in STACKS_FOR else 0.0
+        freed = reform.free_slot(state, verdict)
+        hangs = verdict.kind in STACKS_FOR and not freed
+        interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
         if interrupt_s:
             waiting = tuple(r for r in state.asked if r not in state.exits)
             actions.append(
@@ -442,6 +444,7 @@ class Controller:
             without=node,
             why=reaction.reason,
             grace_s=interrupt_s,
+            freed=freed,
         )
 
     def _fail(
@@ -459,6 +462,7 @@ class Controller:
         why: str = "",
         grace_s: float = 0.0,
         taken: OpenNotice | None = None,
+        freed: bool = False,
     ) -> list[AnyAction]:
         """Decide on one failure of the world: the next generation, or the end."""
         state = self.state
@@ -488,8 +492,8 @@ class Controller:
         if is_observed(state):
             return self._end_observed(now, failure, decision.rung, reason, code or 1, exit_s)
         if decision.rung != "give up":
-            state.failed_s = now
-            in_place = reform.reform_world(state, now, reason)
+            in_place = reform.reform_world(state, now, reason, freed=freed)
+            state.failed_s = state.failed_s if freed else now  # Nobody stands still for a slot.
             if in_place is not None:
                 return in_place
         open_ = state.boundary is not None and state.boundary.move == "prepare"

@@ -93,6 +93,10 @@ class Detector:
         self._waiting: tuple[int, ...] = ()
         """Ranks whose progress ends the open verdict, where it names none."""
         self._early: frozenset[int] = frozenset()
+        self._finished: set[int] = set()
+        """Members of an elastic world that have applied its last step."""
+        self._quits: dict[int, Verdict] = {}
+        """What is said of those that ended before, and is not acted upon yet."""
         self._acted: dict[str, int] = {}
         """Kind, culprit and place of each verdict that was acted upon -> in which generation."""
         self._stacks: dict[int, tuple[ThreadStack, ...]] = {}
@@ -129,7 +133,7 @@ class Detector:
         out: list[AnyEvent] = [*self._notes.make(now, self._watches, self._note_habits)]
         self._slow.take(now, beat)
         if now - self._weighed_s >= self._weigh_every_s:
-            out += self._weigh(now)
+            out += [*self._weigh(now), *self._act_on_quits()]
         if (suspicious or self._open) and now - self._looked_s >= self._look_every_s:
             out += self._look(now)
         return out
@@ -160,7 +164,7 @@ class Detector:
                 self._note_broken(now, event)
             case WorldReformed() if event.generation == self._generation:
                 self._nodes.trust()
-                self._go_on(event)
+                return self._go_on(now, event)
             case StacksTaken() if event.generation == self._generation:
                 self._note_stacks(now, event)
             case ProbeJudged():
@@ -212,6 +216,7 @@ class Detector:
         """The newest that was formed or has broken, and whether a rank has ended in it."""
         self._slow, self._desync = SlowWatch(self._spec, generation), DesyncWatch()
         self._waiting, self._early = (), frozenset()
+        self._finished, self._quits = set(), {}
         self._stacks, self._second_s, self._stack_changed_s = {}, None, 0.0
         self._nodes.trust()
         self._notes.begin(generation, now)
@@ -267,6 +272,8 @@ class Detector:
                 self._nodes.note_exit(now, lost_peer=not explained)
             self._failed = self._closed = True
         elif not record.asked:
+            if event.account.finished_s:
+                self._finished.add(record.rank)
             self._exited[record.rank] = event.comms or (watch.comms if watch else ())
             self._notes.mark_ended(record.rank, record.at_s)
             return self._acquit(now, record.rank)
@@ -283,16 +290,54 @@ class Detector:
         reason = f"rank {rank} went on and ended with exit code 0"
         return [VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason)]
 
-    def _go_on(self, event: WorldReformed) -> None:
-        """The world goes on in place, without those who failed: watch who is left."""
+    def _go_on(self, now: float, event: WorldReformed) -> list[AnyEvent]:
+        """The world goes on in place, without those who ended: watch who is left."""
         self._enter_epoch(event.epoch)
         self._notes.mark_formed(event.rank, event.epoch)
         if event.finished:
-            return
+            self._finished.add(event.rank)
+            self._quits.pop(event.rank, None)
+            return []
+        out = [r for r in self._exited if r not in self._finished and self._notes.has_left(r)]
+        for rank in out:
+            del self._exited[rank]  # Nobody waits for it any more.
         for rank in [r for r, w in self._watches.items() if w.gone and r not in self._exited]:
             del self._watches[rank]
             self._notes.mark_ended(rank, self._exit_s.get(rank, event.formed_s))
         self._closed, self._open = False, None
+        return [VerdictReached(verdict=self._describe_quit(now, rank, event)) for rank in out]
+
+    def _describe_quit(self, now: float, rank: int, event: WorldReformed) -> Verdict:
+        """Return what is to be said of a member that others have formed epoch `event` without."""
+        return Verdict(
+            kind="EarlyExit",
+            culprit=Culprit(rank=rank),
+            generation=self._generation,
+            first_seen_s=self._exit_s[rank],
+            confirmed_s=now,
+            confidence=0.9,
+            reason=f"rank {rank} ended with exit code 0 before the last step; "
+            f"the others go on without it in epoch {event.epoch}",
+            step=event.step,
+            evidence={"epoch": event.epoch},
+            certain=True,
+            ground="ended",
+            acts_s=max(now, self._exit_s[rank] + self._config.exit_skew_s),
+            acts_why=f"rank {rank} has ended, and the others train on",
+        )
+
+    def _act_on_quits(self) -> list[AnyEvent]:
+        """Let a member that ended early be replaced, once the others have trained on meanwhile.
+
+        Where all leave the loop at one step, as a script may, nobody commits another step.
+        """
+        stepped = [w.account.last_step_s for w in self._watches.values() if not w.gone]
+        newest_s = max(stepped, default=0.0)
+        due = [verdict for verdict in self._quits.values() if newest_s > verdict.acts_s]
+        return [
+            VerdictReached(verdict=msgspec.structs.replace(verdict, actionable=True))
+            for verdict in due
+        ]
 
     def _learn(self, event: ProgressNoted) -> None:
         """After a controller's restart the journal is all that is known of what is usual."""
@@ -324,8 +369,13 @@ class Detector:
         verdict = event.verdict
         if verdict.generation != self._generation:
             return
+        rank = verdict.culprit.rank
         if verdict.kind in SLOW:
             self._slow.note(event)
+        elif verdict.kind == "EarlyExit" and rank is not None and self._notes.has_left(rank):
+            self._quits[rank] = verdict  # Nothing stands still: the others have gone on.
+            if verdict.actionable:
+                del self._quits[rank]
         elif isinstance(event, VerdictReached):
             self._open = verdict
             self._closed |= verdict.actionable

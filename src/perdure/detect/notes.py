@@ -119,6 +119,10 @@ class ProgressNotes:
             habits=habits,
         )
 
+    def has_left(self, rank: int) -> bool:
+        """Return whether it was a member of an epoch before the newest one."""
+        return rank in self._epochs and self._is_out(rank)
+
     def _is_out(self, rank: int) -> bool:
         """Return whether the others have formed an epoch without it, and go on from its step."""
         return self._epochs.get(rank, 0) < max(self._epochs.values(), default=0)

@@ -6,6 +6,7 @@ Once the trail's folder has a file `hurry`, the steps wait no more for `--pace-s
 import argparse
 import json
 import os
+import sys
 import time
 
 import torch
@@ -33,6 +34,8 @@ parser.add_argument("--pace-s", type=float, default=0.0)
 parser.add_argument("--exact", action="store_true")
 parser.add_argument("--shard", choices=["full"])
 parser.add_argument("--pipeline", type=int)
+parser.add_argument("--quit-at", type=int, default=-1)
+"""Rank 1 ends with exit code 0 once it has committed this step."""
 parser.add_argument("--num-workers", type=int, default=0)
 args = parser.parse_args()
 os.makedirs(args.trail, exist_ok=True)
@@ -63,6 +66,8 @@ def note(step: perdure.elastic.Step) -> None:
     out.write(json.dumps(row) + "\n")
     if args.pace_s and not os.path.exists(f"{args.trail}/hurry"):
         time.sleep(args.pace_s)
+    if step.step == args.quit_at and rank == "1":
+        sys.exit(0)
 
 
 perdure.elastic.train(

@@ -215,6 +215,8 @@ def test_a_hung_rank_is_ended_and_the_others_go_on() -> None:
     faults = [a for a in actions if isinstance(a, InjectFault)]
     assert [(a.rank, a.kind) for a in faults] == [(1, "crash")]
     assert not restarts(actions)
+    assert machine.next_deadline() is None  # It is ended once.
+    assert orders(die(machine, due_s + 0.1, 1)) == [(1, (0, 2))]
 
 
 def test_the_job_is_done_when_every_member_has_ended_well() -> None:
@@ -232,3 +234,50 @@ def test_who_has_finished_is_not_waited_for() -> None:
     machine = train()
     machine.handle(1.0, reformed(0, 0, finished=True, step=9))
     assert orders(die(machine, 1.1, 1, step=9)) == [(1, (2,))]
+
+
+def end_early(machine: Controller, now: float, rank: int, left: tuple[int, ...]) -> list[AnyAction]:
+    """A member ends with exit code 0, the others go on, and that is acted upon."""
+    epoch = machine.state.elastic.epoch
+    leave(machine, now, rank)
+    broken = WorldBroken(generation=0, epoch=epoch, rank=left[0], at_s=now, error="reset")
+    machine.handle(now, broken)
+    machine.handle(now + RETRY_S, TimerFired())
+    for other in left:
+        machine.handle(now + 1.0, reformed(other, epoch + 1, step=int(now)))
+    verdict = Verdict(
+        kind="EarlyExit", culprit=Culprit(rank=rank), generation=0, first_seen_s=now,
+        confirmed_s=now + 1.0, confidence=0.9, reason="it ended", step=5, actionable=True,
+        certain=True, ground="ended",
+    )  # fmt: skip
+    machine.handle(now + 5.0, VerdictReached(verdict=verdict))  # Stacks are waited for.
+    return machine.handle(now + 7.0, TimerFired())
+
+
+def test_a_member_that_ended_early_is_replaced_and_the_others_are_left_alone() -> None:
+    machine = train()
+    actions = end_early(machine, 1.0, 1, (0, 2))
+    assert extra(actions) == [(4,)]
+    assert not restarts(actions)
+    assert orders(actions) == []
+    (join,) = machine.handle(9.0, RankJoined(generation=0, rank=4, depth="elastic"))
+    assert isinstance(join, ReformWorld)
+    assert join.ranks == (0, 2, 4)
+    for rank in join.ranks:
+        machine.handle(9.1, reformed(rank, join.epoch))
+    assert orders(die(machine, 10.0, 2)) == [(join.epoch + 1, (0, 4))]
+
+
+def test_members_that_always_end_early_end_the_job_as_crashes_would() -> None:
+    machine, rank = train(), 1
+    for turn in range(3):
+        now = 10.0 * turn + 1.0
+        assert extra(end_early(machine, now, rank, (0, 2)))[0][-1] == rank + 3
+        rank += 3
+        machine.handle(now + 8.0, RankJoined(generation=0, rank=rank, depth="elastic"))
+        for member in (0, 2, rank):
+            epoch = machine.state.elastic.epoch
+            machine.handle(now + 8.1, reformed(member, epoch, step=int(now) + 8))
+    end = end_early(machine, 31.0, rank, (0, 2))
+    assert [a.assignment.phase for a in end if isinstance(a, AssignNodes)] == ["end"]
+    assert "3 restarts in a row without progress are used up" in end[-1].reason

@@ -126,17 +126,30 @@ def _find_patience(state: ControllerState) -> float:
     return state.the_spec().detect.node_doubt_s + _SURE_S
 
 
-def reform_world(state: ControllerState, now: float, reason: str) -> list[AnyAction] | None:
+def free_slot(state: ControllerState, verdict: Verdict) -> bool:
+    """Have the slot of a member that ended early filled again; return whether it was one."""
+    elastic, rank = state.elastic, verdict.culprit.rank
+    if not is_elastic(state) or verdict.kind != "EarlyExit" or rank not in state.exits:
+        return False
+    elastic.finished.discard(rank)
+    elastic.left.add(rank)
+    return True
+
+
+def reform_world(
+    state: ControllerState, now: float, reason: str, *, freed: bool = False
+) -> list[AnyAction] | None:
     """Return the order that leaves out who is lost; None where that cannot be done in place.
 
-    Spares come in with it, so that the world is at its full strength at once.
+    Spares come in with it, so that the world is at its full strength at once. With `freed`, the
+    others have gone on already without a member that ended early: its slot is filled.
     """
     elastic = state.elastic
     if not is_elastic(state):
         return None
     left = find_living(state)
     if left == elastic.members:
-        return None
+        return [*fill_slots(state, reason), *admit(state, now)] if freed else None
     if not have_state(state, left):
         elastic.given_up = "no member that has the state is left"
         return None

@@ -16,7 +16,7 @@ class ElasticState:
     formed: set[int] = field(default_factory=set)
     """Members that have been in a world, and so have its state."""
     left: set[int] = field(default_factory=set)
-    """Members that have left at an agreed step, because their node is drained."""
+    """Members that have left at an agreed step, because their node is drained; or ended early."""
     finished: set[int] = field(default_factory=set)
     """Members that have applied the last step and need no world any more."""
     members: tuple[int, ...] = ()
