@@ -443,6 +443,11 @@ class ControllerService:
         for reply, sources in turn.acks:
             seqs = {source: self._memory.taken.get(source, 0) for source in sorted(sources)}
             await reply(encode(EventAck(seqs, self._term)))
+        now = self._clock()
+        # Who is answered may look at once, and sees what the answer says.
+        if turn.answers or now >= self._show_at_s or self._ended is not None:
+            self._show_at_s = now + SNAPSHOT_S
+            self._show(self._memory.fold.snapshot(now))
         for action in turn.answers:
             answer = CommandReply(
                 id=action.id, ok=action.ok, reason=action.reason, result=action.result
@@ -454,9 +459,6 @@ class ControllerService:
         now = self._clock()
         if now - turn.now > _LAG_S:
             self._settled_at_s = now + _SETTLE_S
-        if now >= self._show_at_s or self._ended is not None:
-            self._show_at_s = now + SNAPSHOT_S
-            self._show(self._memory.fold.snapshot(now))
         self._write_snapshot()
 
     def _write_snapshot(self) -> None:

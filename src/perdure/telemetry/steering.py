@@ -3,7 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.model.events import AnyEvent, JobPaused, JobResumed, KeysDeclared, SettingsChanged
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryReached,
+    JobPaused,
+    JobResumed,
+    KeysDeclared,
+    SettingsChanged,
+)
 from perdure.model.settings import Change, KeySpec, is_kept_elsewhere
 
 _CHANGES_MAX = 100
@@ -24,13 +31,16 @@ class SteeringFold:
     changes: list[Change] = field(default_factory=list)
     paused: str = ""
     """Id of the pause that was agreed upon."""
+    reached: int = -1
+    """The last step of an agreement that a rank of this generation has come to: heartbeats may
+    not have said so yet."""
 
     def add(self, event: AnyEvent) -> None:
         """Take the next event."""
         match event:
             case KeysDeclared() if event.generation >= self.generation:
                 self.generation, self.keys = event.generation, event.keys
-                self.since = event.step
+                self.since, self.reached = event.step, -1
                 self.base |= {spec.name: spec.default for spec in event.keys} | event.values
                 self.epoch = event.epoch
             case SettingsChanged() if event.change.epoch not in {c.epoch for c in self.changes}:
@@ -38,6 +48,8 @@ class SteeringFold:
                 self.changes.sort(key=lambda change: (change.step, change.epoch))
                 while len(self.changes) > _CHANGES_MAX:
                     self.base |= self.changes.pop(0).values
+            case BoundaryReached(error=""):
+                self.reached = max(self.reached, event.step)
             case JobPaused():
                 self.paused = event.id
             case JobResumed() if event.id == self.paused:
@@ -48,6 +60,7 @@ class SteeringFold:
     def find_settings(self, step: int) -> tuple[dict[str, object], int]:
         """Return the values in force at `step`, and the epoch of the newest of them."""
         values, epoch = dict(self.base), self.epoch
+        step = max(step, self.reached)
         for change in self.changes:
             if self.since < change.step <= step:
                 epoch = max(epoch, change.epoch)
@@ -57,4 +70,6 @@ class SteeringFold:
 
     def find_coming(self, step: int) -> tuple[Change, ...]:
         """Return the changes that are agreed for steps yet to come, the next one first."""
-        return tuple(change for change in self.changes if change.step > max(step, self.since))
+        return tuple(
+            change for change in self.changes if change.step > max(step, self.since, self.reached)
+        )

@@ -236,6 +236,14 @@ async def test_a_repeated_command_gets_its_first_answer_also_from_the_next_contr
     assert await ask(rig, command) == first
 
 
+async def test_who_was_answered_sees_at_once_what_the_answer_says(rig: Rig) -> None:
+    await rig.form()
+    assert rig.snapshots[-1].version < len(rig.bodies())  # A picture is made twice a second.
+    command = Command(id="x", kind="inject", args={"rank": 9, "kind": "crash"}, who="test")
+    assert (await ask(rig, command)).reason
+    assert rig.snapshots[-1].version == len(rig.bodies())
+
+
 async def test_orders_are_repeated_until_the_job_ends(rig: Rig) -> None:
     await rig.form()
     count = len(rig.assigned())

@@ -2,9 +2,10 @@ import msgspec
 from tests.journals import Story, tell
 
 from perdure.model import codec
-from perdure.model.events import CommandReceived
+from perdure.model.events import BoundaryReached, CommandReceived, KeysDeclared, SettingsChanged
 from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
 from perdure.model.report import Snapshot
+from perdure.model.settings import Change, KeySpec
 from perdure.telemetry import SnapshotFold, make_series
 
 
@@ -63,6 +64,26 @@ def test_a_rank_that_cannot_be_seen_leaves_the_step_to_the_others():
         other = msgspec.structs.replace(blank, unseen=unseen)
         fold.observe(story.now, msgspec.structs.replace(seen, ranks=(seen.ranks[0], other)))
         assert fold.snapshot(story.now).step == step
+
+
+def test_a_change_that_was_taken_back_is_shown_so_before_the_next_heartbeat():
+    story = Story()
+    story.start()
+    key = KeySpec(name="lr", type="float", default=0.1)
+    story.write(KeysDeclared(generation=0, keys=(key,)))
+    shown = []
+    for epoch, (step, lr) in enumerate(((20, 0.2), (22, 0.1)), 1):
+        story.write(SettingsChanged(change=Change(epoch=epoch, step=step, values={"lr": lr})))
+        for refused in ("no", ""):
+            reached = BoundaryReached(
+                id=f"b{epoch}", rank=0, step=step, at_s=story.now, error=refused
+            )
+            story.write(reached)
+            fold = fold_of(story)
+            fold.observe(story.now, beat(1, story.now, 19))
+            snapshot = fold.snapshot(story.now)
+            shown.append((snapshot.settings["lr"], snapshot.epoch, len(snapshot.coming)))
+    assert shown == [(0.1, 0, 1), (0.2, 1, 0), (0.2, 1, 1), (0.1, 2, 0)]
 
 
 def test_a_late_heartbeat_of_an_older_generation_is_ignored():
