@@ -14,7 +14,7 @@ from perdure.worker.prctl import set_death_signal
 INJECT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "inject")
 
 _IMAGE_PROGRAM = (
-    "import sys; del sys.path[0]; from perdure.worker.zygote import main; "
+    "import sys; sys.flags.safe_path or sys.path.pop(0); from perdure.worker.zygote import main; "
     "main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
 )
 """Run by `-c`, since `-m` or `-P` would show in the `sys.flags` and modules of every rank."""

@@ -1,6 +1,7 @@
 """When a rank may come from the image, and what the image may import."""
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -31,6 +32,23 @@ def test_environment_of_the_image() -> None:
     assert zygote_environ({"C": "d"}, spec) == {"A": "b", "C": "d", "OMP_NUM_THREADS": "1"}
     assert zygote_environ({"OMP_NUM_THREADS": "3"}, spec)["OMP_NUM_THREADS"] == "3"
     assert zygote_environ({"C": "d"}, b"not json") == {"C": "d"}
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
+    """PYTHONSAFEPATH leaves out the folder of the script, so nothing has to be taken out again."""
+    package = tmp_path / "perdure" / "worker"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    told = "import os, sys\ndef main(job, node, fd): os.write(fd, sys.path[0].encode())\n"
+    (package / "zygote.py").write_text(told)
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe}
+    pid, ours = launch.start_image("j", 0, env)
+    with ours:
+        ours.settimeout(20)
+        assert ours.recv(1000).decode() == str(tmp_path)
+    os.waitpid(pid, 0)
 
 
 def test_only_what_is_installed_is_preloaded(tmp_path: Path) -> None:
