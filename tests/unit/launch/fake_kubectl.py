@@ -72,7 +72,8 @@ def main() -> None:
         case ["exec", *_] if "roster" in cluster:
             serve(cluster)
         case ["exec" | "logs" | "port-forward", *_]:
-            print(" ".join(words))
+            print(" ".join(words), flush=True)
+            time.sleep(cluster.get("hangs_s", 0))
             sys.exit(cluster.get("code", 0))
 
 

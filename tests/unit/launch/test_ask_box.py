@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from perdure.launch.catalog import load_profile, overlay
@@ -93,3 +94,64 @@ def test_a_reader_that_is_slow_makes_no_silence() -> None:
     script = "echo one; echo two; sleep 0.1; printf three"
     assert Channel(LaunchSection()).stream(script, read, silence_s=0.5) == 0
     assert seen == ["one\n", "two\n", "three"]
+
+
+def make_boxes(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, scripts: dict[str, str]
+) -> LaunchRecord:
+    """Return the record of a job on several boxes, each of which does as its script says."""
+    cases = " ".join(f'*"{name}"*) {script};;' for name, script in scripts.items())
+    record = make_box(folder, monkeypatch, f'case "$*" in {cases} esac')
+    replace = msgspec.structs.replace
+    first, *others = (
+        replace(
+            record,
+            profile=replace(record.profile, launch=replace(record.profile.launch, host=name)),
+        )
+        for name in scripts
+    )
+    return replace(first, others=tuple(others))
+
+
+def say_line(rank: int) -> str:
+    return f"""echo '{{"generation":0,"rank":{rank},"stream":"out","text":"hello"}}'"""
+
+
+END = "echo '@@perdure rc=0 boot=x@@' >&2"
+
+
+def test_boxes_are_asked_at_once_and_their_lines_come_one_box_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The first box ends only once the last one was asked."""
+    met = tmp_path / "met"
+    meets = f"while [ ! -e {met} ]; do sleep 0.05; done"
+    record = make_boxes(
+        tmp_path,
+        monkeypatch,
+        {
+            "one": f"{BEGUN}; {meets}; {say_line(0)}; {END}",
+            "two": f"{BEGUN}; {say_line(1)}; {END}",
+            "six": f"{BEGUN}; {say_line(2)}; : > {met}; {say_line(2)}; {END}",
+        },
+    )
+    assert ask.run(record, ["logs", "gpt"], HERE) == 0
+    said = capfd.readouterr().out.splitlines()
+    assert said == [f"[rank {rank}] hello" for rank in (0, 1, 2, 2)]
+
+
+def test_a_box_that_hangs_keeps_no_other_from_its_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ask, "SILENCE_S", 0.5)
+    hangs = f"{BEGUN}; : > {tmp_path}/$$.hangs; exec sleep 60"
+    record = make_boxes(
+        tmp_path, monkeypatch,
+        {"one": hangs, "two": f"{BEGUN}; {say_line(1)}; {END}", "six": hangs},
+    )  # fmt: skip
+    assert ask.run(record, ["logs", "gpt"], HERE) == 0
+    said = capfd.readouterr()
+    assert said.out == "[rank 1] hello\n"
+    assert [f"{box} says nothing, and does not end" in said.err for box in ("one", "six")] == [
+        True, True,
+    ]  # fmt: skip

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from perdure.launch import kubernetes as platform
 from perdure.launch.catalog import load_profile
+from perdure.launch.exchange import UnfinishedError
 from perdure.launch.kubernetes import client
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.project import LIMIT, PACKED, unpack
@@ -272,6 +273,17 @@ def test_the_log_of_a_pod_that_ended_and_of_its_last_life(
     assert "--previous" in read()["calls"][-1][0]
     with pytest.raises(PlatformError, match="no pod"):
         platform.run(record(), ["map", "gpt"], HERE)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("phase", ["Running", "Failed"])
+def test_logs_that_hang_are_waited_for_no_longer_than_they_may_be_silent(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, phase: str
+) -> None:
+    cluster(job=JOB, pods=[{**RUNNING, "status": {"phase": phase}}], hangs_s=60)
+    monkeypatch.setattr(platform, "SILENCE_S", 0.5)
+    with pytest.raises(UnfinishedError, match="kubectl says nothing, and does not end"):
+        platform.run(record(), ["logs", "gpt"], HERE)
 
 
 def test_no_answer_is_waited_for_so_long_only(

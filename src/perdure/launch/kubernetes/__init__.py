@@ -13,7 +13,7 @@ import yaml
 from perdure.launch import lint
 from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.kubernetes.checks import check_profile
-from perdure.launch.kubernetes.client import Client
+from perdure.launch.kubernetes.client import Client, show_lines
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
@@ -29,7 +29,7 @@ from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.ssh.ask import FOLLOWS, make_lines
+from perdure.launch.ssh.ask import FOLLOWS, SILENCE_S, make_lines
 from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
@@ -274,13 +274,15 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
         words = ["logs", pod["metadata"]["name"], "-c", find_container(section)]
         words += ["--previous"] if _is_restarted(pod) else []
-        return subprocess.run(client.command(*words), check=False).returncode
+        return show_lines(client.command(*words), SILENCE_S)
     if job.state == "waiting":
         raise PlatformError(f"no pod of job `{record.job}` runs: {job.state}: {job.reason}",
                             hint="what it wrote is on its volume")  # fmt: skip
     with open_pod(record, here) as there:
         words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
         command = there.enter(*words, *argv, stdin=False)
+        if argv[0] in ("logs", "events"):
+            return show_lines(command, SILENCE_S)
         return subprocess.run(command, check=False).returncode
 
 

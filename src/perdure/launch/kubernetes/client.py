@@ -10,7 +10,14 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from perdure.launch.exchange import UnreachedError, run_bounded
+from perdure.launch.exchange import (
+    UnfinishedError,
+    UnreachedError,
+    listen,
+    read_lines,
+    run_bounded,
+)
+from perdure.launch.output import print_output
 from perdure.model.errors import PlatformError
 from perdure.model.kubernetes import JobState, KubernetesSection, explain_job
 
@@ -165,6 +172,29 @@ class Client:
             return found
         owner = self.get(kind, name)
         return None if owner is None else {"metadata": {"name": name}}
+
+
+def show_lines(command: Sequence[str], silence_s: float) -> int:
+    """Run a command line of kubectl's, show its lines as they come, and return its exit code.
+
+    Raises:
+        UnfinishedError: for `silence_s` nothing came, neither a byte nor the end.
+    """
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        for data in read_lines(listen(process.stdout, silence_s)):
+            print_output(data.decode(errors="replace").removesuffix("\n"))
+        return process.wait(silence_s)
+    except subprocess.TimeoutExpired:
+        raise UnfinishedError(
+            f"kubectl says nothing, and does not end, for {silence_s:g} s",
+            hint="this says nothing about the job; kubectl cluster-info says how the cluster is",
+        ) from None
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def _last(text: str) -> str:

@@ -157,39 +157,41 @@ def follow(
         channel.disconnect()
 
 
-def make_lines(argv: Sequence[str]) -> "Lines":
-    """Return what shows the lines of a command that follows."""
+def make_lines(argv: Sequence[str], turn: threading.Event | None = None) -> "Lines":
+    """Return what shows the lines of a command that follows; those of ranks not before `turn`."""
     one = any(word.split("=")[0] == "--rank" for word in argv)
-    return _LogLines("--json" in argv, one) if argv[0] == "logs" else _Numbered()
+    return _LogLines("--json" in argv, one, turn) if argv[0] == "logs" else _Numbered()
 
 
 def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
     """Show the ranks' output of every box, each where it is; a rank's lines stay in order.
 
-    A box that does not answer is named, and the others' lines come all the same.
+    All boxes are asked at once. Where they are not followed, the lines of one come after those of
+    the one before: until then they wait at the box, since nobody knows how many they are. A box
+    that does not answer is named, and the others' lines come all the same.
     """
-    rest = list(argv[1:])
     outcomes: list[int | PerdureError] = []
+    through = [threading.Event() for _ in record.boxes]
 
-    def read(box: LaunchRecord) -> None:
+    def read(number: int, box: LaunchRecord) -> None:
+        waits = number > 0 and not FOLLOWS & set(argv)
+        show = make_lines(argv, through[number - 1] if waits else None)
         try:
-            alone = msgspec.structs.replace(box, others=())
-            if FOLLOWS & set(rest):
-                outcomes.append(follow(Channel(box.profile.launch), box, argv, run_beside))
-            else:
-                outcomes.append(run(alone, argv, Here("", {}, print)))
+            outcomes.append(follow(Channel(box.profile.launch), box, argv, run_beside, show))
         except PerdureError as error:
             print(f"{box.box}: {error}", file=sys.stderr, flush=True)
             outcomes.append(error)
+        finally:
+            if waits:
+                through[number - 1].wait()
+            through[number].set()
 
     readers = [
-        threading.Thread(target=read, args=(box,), name=f"perdure-logs-{box.box}", daemon=True)
-        for box in record.boxes
+        threading.Thread(target=read, args=job, name=f"perdure-logs-{job[1].box}", daemon=True)
+        for job in enumerate(record.boxes)
     ]
     for reader in readers:
         reader.start()
-        if not FOLLOWS & set(rest):
-            reader.join()
     for reader in readers:
         reader.join()
     codes = [outcome for outcome in outcomes if isinstance(outcome, int)]
@@ -201,9 +203,9 @@ def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
 class _LogLines:
     """Lines of ranks, each shown once: the n-th of a stream is the same on every connection."""
 
-    def __init__(self, as_json: bool, one: bool) -> None:
+    def __init__(self, as_json: bool, one: bool, turn: threading.Event | None) -> None:
         self.shown = 0
-        self._as_json, self._one = as_json, one
+        self._as_json, self._one, self._turn = as_json, one, turn
         self._seen: Counter[tuple[int, int, str]] = Counter()
         self._now: Counter[tuple[int, int, str]] = Counter()
 
@@ -212,6 +214,8 @@ class _LogLines:
         self._now.clear()
 
     def __call__(self, line: str) -> None:
+        if self._turn is not None:
+            self._turn.wait()
         try:
             row = msgspec.json.decode(line)
         except msgspec.DecodeError:  # Of a line that is too long to be one; or none of ours.
