@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from perdure.control.elastic.reform import REFORM_TIMEOUT_S
 from tests.e2e.harness import SCRIPTS, Job
 
 STEPS = 120
@@ -127,6 +128,21 @@ def test_a_member_that_ends_well_too_early_is_replaced(
     rows = read(trail, 0)
     assert [row["step"] for row in rows] == list(range(len(rows)))
     assert len({row["pid"] for row in rows}) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_world_is_formed_with_a_member_that_is_busy_for_longer_than_others_may_take(
+    start: Callable[..., Job], tmp_path: Path
+) -> None:
+    trail, busy_s = tmp_path / "trail", REFORM_TIMEOUT_S + 5.0
+    job = begin(start, trail, more=("--pace-s", "0.05", "--busy-s", str(busy_s)))
+    job.wait_until(
+        lambda: any((r.get("busy_phase") or {}).get("name") for r in job.state().get("ranks", ())),
+        "the declared phase",
+    )
+    os.kill(pid_of(job, 1), signal.SIGKILL)
+    check(job, trail, (0, 2))
 
 
 @pytest.mark.slow

@@ -140,7 +140,6 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
-from perdure.model.steering import Pace
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 
@@ -234,7 +233,7 @@ class Controller:
                 error = event.error
                 return answer_open(self.state, event.id, not error, error or "done", dict(result))
             case TimerFired():
-                return self._fire(now, event.pace)
+                return self._fire(now, event)
             case JobEnded():
                 return note_end(self.state)
             case PreemptionNoticed() | PreemptionWithdrawn():
@@ -522,15 +521,15 @@ class Controller:
 
     # --- time --------------------------------------------------------------------------------
 
-    def _fire(self, now: float, pace: Pace | None) -> list[AnyAction]:
+    def _fire(self, now: float, event: TimerFired) -> list[AnyAction]:
         """Do what is due; the machine's own deadline and nothing else brings it here."""
         state = self.state
-        note_pace(state, pace)
+        note_pace(state, event.pace)
         if state.phase == "ending":
             return advance_end(state, now)
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
             return self._phase_overdue(now)
-        due_elastic = reform.fire_elastic(state, now)
+        due_elastic = reform.fire_elastic(state, now, event.busy)
         if isinstance(due_elastic, str):
             return self._fail(now, "the job", due_elastic, code=1)
         if due_elastic:

@@ -141,9 +141,12 @@ class Memory:
 
     def make_timer(self, now: float) -> TimerFired:
         """Return what a passed deadline is to the machine."""
-        due_s = self.machine.state.checkpoint_due_s
-        paced = due_s is not None and due_s <= now
-        return TimerFired(pace=self.fold.find_pace() if paced else None)
+        state, fold = self.machine.state, self.fold
+        paced = state.checkpoint_due_s is not None and state.checkpoint_due_s <= now
+        overdue = state.elastic.deadline_s is not None and state.elastic.deadline_s <= now
+        return TimerFired(
+            pace=fold.find_pace() if paced else None, busy=fold.find_busy() if overdue else ()
+        )
 
     def recent(self) -> list[tuple[float, AnyEvent]]:
         """Return what a new detector has to hear of, each event with its time."""

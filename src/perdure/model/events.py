@@ -486,6 +486,8 @@ class TimerFired(Event, frozen=True, kw_only=True):
 
     pace: Pace | None = None
     """Where all ranks shall do something at one step now."""
+    busy: tuple[int, ...] = ()
+    """Where an elastic world is overdue: ranks whose declared busy phase is in force."""
 
 
 class JobEnded(Event, frozen=True, kw_only=True):

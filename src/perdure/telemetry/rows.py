@@ -121,6 +121,17 @@ class RankRows:
         step = furthest.progress.account.step
         return Pace(generation=generation, step=step, at_s=at_s, step_s=step_s)
 
+    def find_busy(self) -> tuple[int, ...]:
+        """Return the ranks whose declared busy phase is in force; whoever is stopped is in none."""
+        heard_s = max((track.sent_s for track in self._tracks.values()), default=0.0)
+        return tuple(
+            rank
+            for rank, track in sorted(self._tracks.items())
+            if (phase := track.progress.busy_phase) is not None
+            and heard_s - _SILENT_S <= track.sent_s <= phase.until_s
+            and track.progress.proc.state != "T"
+        )
+
     def begin(self) -> None:
         """Forget what older generations have said."""
         self._tracks = {}

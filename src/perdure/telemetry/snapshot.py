@@ -155,6 +155,10 @@ class SnapshotFold:
         apart = self._spec.torchft.replicas > 0
         return self._rows.find_pace(-1 if apart else self._beat_generation)
 
+    def find_busy(self) -> tuple[int, ...]:
+        """Return the ranks whose declared busy phase is in force."""
+        return self._rows.find_busy()
+
     def snapshot(self, now: float) -> Snapshot:
         """Return the picture at `now`."""
         history = self._history

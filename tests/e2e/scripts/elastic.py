@@ -36,6 +36,8 @@ parser.add_argument("--shard", choices=["full"])
 parser.add_argument("--pipeline", type=int)
 parser.add_argument("--quit-at", type=int, default=-1)
 """Rank 1 ends with exit code 0 once it has committed this step."""
+parser.add_argument("--busy-s", type=float, default=0.0)
+"""Rank 2 is busy for so long, and says so, once it has committed step 20."""
 parser.add_argument("--num-workers", type=int, default=0)
 args = parser.parse_args()
 os.makedirs(args.trail, exist_ok=True)
@@ -68,6 +70,9 @@ def note(step: perdure.elastic.Step) -> None:
         time.sleep(args.pace_s)
     if step.step == args.quit_at and rank == "1":
         sys.exit(0)
+    if args.busy_s and step.step == 20 and rank == "2":
+        with perdure.elastic.busy("evaluate", at_most_s=2 * args.busy_s):
+            time.sleep(args.busy_s)
 
 
 perdure.elastic.train(

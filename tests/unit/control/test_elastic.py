@@ -151,6 +151,26 @@ def test_a_formation_that_does_not_end_becomes_a_restart() -> None:
     assert "ranks [2] did not form epoch 1 in time" in actions[-1].reason
 
 
+def test_who_is_busy_as_declared_is_waited_for_and_then_as_long_as_any_other() -> None:
+    machine = train()
+    die(machine, 1.0, 1)
+    machine.handle(1.1, reformed(0, 1))
+    now = 1.0
+    for busy in ((2,), (0, 2), ()):
+        now += REFORM_TIMEOUT_S
+        assert machine.handle(now, TimerFired(busy=busy)) == []
+        assert machine.next_deadline() == now + REFORM_TIMEOUT_S
+    assert restarts(machine.handle(now + REFORM_TIMEOUT_S, TimerFired(busy=(0,))))
+
+
+def test_a_busy_phase_excuses_nobody_else() -> None:
+    machine = train(4)
+    die(machine, 1.0, 1)
+    machine.handle(1.1, reformed(0, 1))
+    machine.handle(1.1, reformed(2, 1))
+    assert restarts(machine.handle(1.0 + REFORM_TIMEOUT_S, TimerFired(busy=(0, 2))))
+
+
 def test_a_world_that_broke_without_a_loss_is_formed_again_but_not_for_ever() -> None:
     machine, now = train(2), 1.0
     for epoch in range(RETRIES_MAX):

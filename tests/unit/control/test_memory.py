@@ -1,5 +1,7 @@
 """T3: what a controller knows of its journal is bounded, whoever speaks."""
 
+import msgspec
+
 from perdure.control import memory
 from perdure.control.memory import Memory, decode_memory, encode_memory, find_recent
 from perdure.model.events import (
@@ -13,6 +15,7 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.progress import BusyPhase, NodeBeat, ProcSample, RankAccount, RankProgress
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 
@@ -62,3 +65,21 @@ def test_what_stands_of_each_replica_group_is_heard_however_often_the_others_res
 
 def started(node: int, generation: int) -> RanksStarted:
     return RanksStarted(node=node, generation=generation, pids={node: 9}, at_s=1.0, warm=True)
+
+
+def test_an_overdue_world_is_told_who_is_busy_as_declared() -> None:
+    phases = {0: BusyPhase("evaluate", 1.0, 90.0), 1: BusyPhase("evaluate", 1.0, 40.0), 2: None}
+    known = Memory(JobSpec(name="job", script="train.py", nproc=4))
+    ranks = [
+        RankProgress(
+            rank, 100 + rank, "step", 1.0, 1.0, RankAccount(),
+            proc=ProcSample(state="S", cpu_s=0.0, io_bytes=0), busy_phase=phase,
+        )
+        for rank, phase in phases.items()
+    ]  # fmt: skip
+    stopped = ProcSample(state="T", cpu_s=0.0, io_bytes=0)
+    ranks.append(msgspec.structs.replace(ranks[0], rank=3, proc=stopped))
+    known.fold.observe(50.0, NodeBeat(0, "a", 1, 50.0, 0, tuple(ranks)))
+    known.machine.state.elastic.deadline_s = 60.0
+    assert known.make_timer(59.0).busy == ()
+    assert known.make_timer(60.0).busy == (0,)

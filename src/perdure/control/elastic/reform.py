@@ -240,11 +240,21 @@ def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction
     return [*(outside or []), *strays, *fill_slots(state, f"node {event.node} is back")]
 
 
-def fire_elastic(state: ControllerState, now: float) -> list[AnyAction] | str:
-    """Return what is due; a string says why the world has to be restarted after all."""
+def fire_elastic(
+    state: ControllerState, now: float, busy: Collection[int] = ()
+) -> list[AnyAction] | str:
+    """Return what is due; a string says why the world has to be restarted after all.
+
+    Members that are `busy`, as they have declared, are waited for: so long, and then for as long
+    as any other.
+    """
     elastic = state.elastic
     if elastic.deadline_s is not None and now >= elastic.deadline_s:
         silent = sorted(set(elastic.members) - elastic.answered)
+        excused, elastic.excused = elastic.excused, set(silent).intersection(busy)
+        if excused or elastic.excused:
+            elastic.deadline_s = now + REFORM_TIMEOUT_S
+            return []
         elastic.given_up = f"ranks {silent} did not form epoch {elastic.epoch} in time"
         elastic.deadline_s = elastic.retry_s = None
         return elastic.given_up
@@ -317,6 +327,7 @@ def order_world(
     elastic.answered.clear()
     elastic.retry_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S
+    elastic.excused.clear()
     stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]
     elastic.order = ReformWorld(
         generation=state.generation,

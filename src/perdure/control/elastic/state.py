@@ -27,6 +27,8 @@ class ElasticState:
     answered: set[int] = field(default_factory=set)
     deadline_s: float | None = None
     """A re-formation that has not ended by then is given up for a restart."""
+    excused: set[int] = field(default_factory=set)
+    """Members that were waited for at that time because of their declared busy phase."""
     retry_s: float | None = None
     """A world that broke although nobody is known to be lost is formed again then."""
     retries: int = 0
