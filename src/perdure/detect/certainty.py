@@ -21,7 +21,8 @@ from perdure.model.verdicts import Activity, Ground, Verdict
 SURE = 0.7
 """Confidence from which a verdict may be acted upon by what the job has taught."""
 LINK_S = 10.0
-"""A dead link is acted upon after so long: retransmissions have backed off for seconds by then."""
+"""A dead link is acted upon after so long, once the kernel has tried again in vain: a switch that
+restarts takes no longer."""
 TIMEOUT_S = 1800.0
 """torch's own time-out of a process group, where the rank could not tell it: the longest default
 (gloo's; NCCL's is 600 s)."""

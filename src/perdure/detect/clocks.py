@@ -41,7 +41,11 @@ class NodeClocks:
             )
             for p in beat.ranks
         )
-        moved = msgspec.structs.replace(beat, sent_s=beat.sent_s + behind_s, ranks=ranks)
+        sweep = beat.sweep
+        if sweep is not None:
+            sweep = msgspec.structs.replace(sweep, at_s=sweep.at_s + behind_s)
+        sent_s = beat.sent_s + behind_s
+        moved = msgspec.structs.replace(beat, sent_s=sent_s, ranks=ranks, sweep=sweep)
         return moved, behind_s
 
 

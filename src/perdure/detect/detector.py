@@ -418,7 +418,7 @@ class Detector:
         """Let the open verdict be acted upon, where something allows it by now.
 
         Patience that has run out is looked at once more: the suspect's stack must still be what
-        it was, where it can be read.
+        it was, where it can be read. A dead link must have been tried again in vain.
         """
         verdict = self._open
         if verdict is None or verdict.actionable or self._closed:
@@ -427,6 +427,10 @@ class Detector:
         if grounds is None or now < grounds.acts_s:
             self._second_s = None
             return []
+        if grounds.ground == "link":
+            dead_s = verdict.first_seen_s + grounds.acts_s - verdict.confirmed_s
+            if not self._slow.links.is_in_vain(now, dead_s):
+                return []
         verdict = _put(verdict, grounds)
         if grounds.ground in ("timeout", "habit"):
             if self._second_s is None:
@@ -479,9 +483,13 @@ class Detector:
             better = settle_verdict(verdict, event.finding, nodes)
             if better is None:
                 continue
-            reason = f"better explained: {better.reason}"
-            out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
-            out.append(VerdictReached(verdict=msgspec.structs.replace(better, confirmed_s=now)))
+            known = better.kind == verdict.kind
+            if not (known and better.culprit == verdict.culprit):
+                reason = f"better explained: {better.reason}"
+                out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
+            if not (known and self._is_nearby(verdict.culprit, better.culprit)):
+                better = msgspec.structs.replace(better, confirmed_s=now)
+            out.append(VerdictReached(verdict=better))
         for derived in out:
             if isinstance(derived, VerdictReached | VerdictWithdrawn):
                 self._note_verdict(derived)
@@ -497,7 +505,7 @@ class Detector:
 
     def _report(self, now: float, finding: Finding) -> list[AnyEvent]:
         culprit = Culprit(rank=finding.rank, node=finding.node, link=finding.link)
-        old = self._open
+        old, since_s = self._open, now
         out: list[AnyEvent] = []
         if old is not None:
             same = old.kind == finding.kind and old.culprit == culprit
@@ -505,11 +513,30 @@ class Detector:
                 return []
             reason = f"better explained: {finding.reason}"
             out.append(VerdictWithdrawn(verdict=old, at_s=now, reason=reason))
+            still = all(w.progress_s <= old.confirmed_s for w in self._watches.values())
+            if (
+                old.kind == finding.kind == "CommHang"
+                and still
+                and self._is_nearby(old.culprit, culprit)
+            ):
+                since_s = old.confirmed_s
         self._waiting, self._second_s, self._stacks = finding.waiting, None, {}
-        self._open = self._make_verdict(now, finding, culprit)
+        self._open = self._make_verdict(now, finding, culprit, since_s)
         return [*out, VerdictReached(verdict=self._open)]
 
-    def _make_verdict(self, now: float, finding: Finding, culprit: Culprit) -> Verdict:
+    def _is_nearby(self, one: Culprit, other: Culprit) -> bool:
+        """Return whether two places have a node in common, so that one fault is seen at both."""
+        found = []
+        for culprit in (one, other):
+            ranks = culprit.link or (() if culprit.rank is None else (culprit.rank,))
+            nodes = {watch.node for rank in ranks if (watch := self._watches.get(rank))}
+            found.append(nodes if culprit.node is None else {culprit.node})
+        return not found[0].isdisjoint(found[1])
+
+    def _make_verdict(
+        self, now: float, finding: Finding, culprit: Culprit, since_s: float
+    ) -> Verdict:
+        """Return the verdict that `finding` makes; since when it is known decides when to act."""
         watch = self._watches.get(finding.rank) if finding.rank is not None else None
         evidence = dict(finding.evidence)
         first_s = max(w.progress_s for w in self._watches.values() if not w.gone)
@@ -535,7 +562,7 @@ class Detector:
             culprit=culprit,
             generation=self._generation,
             first_seen_s=first_s,
-            confirmed_s=now,
+            confirmed_s=since_s,
             confidence=finding.confidence,
             reason=f"{finding.reason}; no progress for {now - first_s:.1f} s",
             step=step,

@@ -34,6 +34,8 @@ CALM = 1.3
 """Below this multiple of itself a link needs no closer look."""
 ONE_WAY = 0.6
 """An end that was heard of so much more recently than it hears is heard, and deaf."""
+ANSWER_S = 0.3
+"""What was sent again is in vain without an answer for so long."""
 LOSS_EXCESS = 2.0
 """What loss counts for, as an excess, at the threshold."""
 
@@ -60,6 +62,10 @@ class Link:
     unsent: int = 0
     backoff: int = 0
     last_ack_s: float = 0.0
+    swept_s: float = 0.0
+    """When its node looked last."""
+    tried_s: float = 0.0
+    """No later than this, the kernel last sent again what nobody had answered."""
     unread: int = 0
     comms: tuple[str, ...] = ()
     slow: Persistence | None = None
@@ -132,6 +138,7 @@ class LinkWatch:
             link = self.links.get(key)
             if link is None:
                 link = self.links[key] = Link(*key, self._node_of(key[0]) == self._node_of(key[1]))
+            backoff, looked_s = link.backoff, min(link.swept_s, link.seen_s)
             if isinstance(samples, list):
                 self._merge(now, link, samples)
             else:
@@ -140,6 +147,9 @@ class LinkWatch:
                 link.unsent, link.backoff = s.unsent_bytes, s.backoff
                 link.last_ack_s, link.comms = s.last_ack_s, (s.comm,)
                 self._update(now, link, s.bytes_acked, s.busy_s)
+            link.swept_s = sweep.at_s
+            if link.backoff > backoff:
+                link.tried_s = looked_s
 
     def _merge(self, now: float, link: Link, samples: list[LinkSample]) -> None:
         """Take the sockets of several communicators between the same two ranks."""
@@ -247,9 +257,8 @@ class LinkWatch:
         ]
         return len(others) >= OTHERS and all(others)
 
-    def find_stuck(self, now: float) -> list[Link]:
-        """Return links that have something to send and get no answer, the worst first."""
-        stuck = [
+    def _find_unanswered(self, now: float) -> list[Link]:
+        return [
             link
             for link in self.links.values()
             if now - link.seen_s <= FRESH_S
@@ -257,6 +266,21 @@ class LinkWatch:
             and link.last_ack_s >= self._config.link_stuck_s
             and not self.is_unread(link)
         ]
+
+    def is_in_vain(self, now: float, since_s: float) -> bool:
+        """Return whether what the kernel has sent since then had no answer either.
+
+        It waits twice as long each time before it sends again, and a link that has come back
+        meanwhile looks as dead as before. Where no link is stuck, there is nothing to wait for.
+        """
+        stuck = self._find_unanswered(now)
+        return not stuck or any(
+            x.tried_s >= since_s and x.swept_s - x.tried_s >= ANSWER_S for x in stuck
+        )
+
+    def find_stuck(self, now: float) -> list[Link]:
+        """Return links that have something to send and get no answer, the worst first."""
+        stuck = self._find_unanswered(now)
         self._deaf = {(x.src, x.dst) for x in stuck if self._is_deaf(now, x)}
         turned = {(x.src, x.dst): self._turn(x) for x in stuck}
         guilty = {(x.src, x.dst): x for x in turned.values()}.values()

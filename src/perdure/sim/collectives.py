@@ -6,6 +6,7 @@ with spans, stages, link sweeps and process states. Everything comes from the se
 nothing of the detector; the caller passes beats on, and the nodes to be swept more often.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -17,6 +18,9 @@ from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccou
 from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise, Silence
 
 __all__ = ["Fault", "Layout", "Noise", "Training"]
+
+RETRY_S = 0.2
+"""When the kernel first sends again what nobody has answered; it doubles each time."""
 
 
 @dataclass(slots=True)
@@ -514,5 +518,8 @@ class Training:
                 age_s = now - fault.at_s
                 mine = self.layout.node_of(link[0]) == node
                 if mine and waits and age_s > 0.3 and self._is_hit(link):
-                    stuck.append(LinkSample(*link, group.name, 0, age_s, 0.0, 3, 65536, 2, age_s))
+                    tries = int(math.log2(age_s / RETRY_S + 1.0) + 1e-6)
+                    stuck.append(
+                        LinkSample(*link, group.name, 0, age_s, 0.0, tries, 65536, tries, age_s)
+                    )
         return stuck

@@ -3,6 +3,8 @@
 import pytest
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
+from perdure.model.events import ProbeJudged, VerdictWithdrawn
+from perdure.model.links import ProbeFinding
 from perdure.sim.collectives import Layout
 
 LAYOUTS = [
@@ -63,10 +65,50 @@ def test_another_collective_is_a_desync_of_its_rank(lay, kind):
 
 
 def test_a_communication_hang_with_a_known_link_is_acted_upon():
-    run = inject(Layout(4), "drop-link", 0, 14, peer=1)
-    acted = [v for v in run.verdicts if v.actionable]
+    """Once the kernel has tried again in vain, which it does 6.2 and 12.6 s after the first time.
+
+    In between, a link that has come back looks the same.
+    """
+    run = inject(Layout(4), "drop-link", 0, 12.4, peer=1)
+    assert run.acted == []
+    acted = [v for v in run.run(1.0).verdicts if v.actionable]
     assert [str(v.culprit) for v in acted] == ["link 0->1"]
-    assert 10 <= acted[0].evidence["acted_after_s"] <= 10.5
+    acted_s = acted[0].confirmed_s + acted[0].evidence["acted_after_s"]
+    assert 12.6 <= acted_s - FAULT_S <= 13.0
+
+
+def probe(run: Run, kind: str, **what) -> None:
+    finding = ProbeFinding(kind=kind, reason="measured", confidence=0.9, **what)
+    event = ProbeJudged(id="p", at_s=run.training.now, finding=finding)
+    for said in run.detector.note(run.training.now, event):
+        run.take(run.training.now, said)
+
+
+@pytest.mark.parametrize("lay", [Layout(2), Layout(4)])
+def test_a_dead_link_that_a_probe_confirms_is_dead_since_its_first_report(lay):
+    """Its verdict stands; the end that is to blame may be told more exactly."""
+    for finding, culprit in (
+        ({"kind": "slow link", "link": (0, 1)}, "link 0->1"),
+        ({"kind": "slow NIC", "node": 1}, "node 1"),
+    ):
+        run = inject(lay, "drop-link", 0, 5.6, peer=1)
+        (first,) = run.verdicts
+        assert first.evidence["probe"] == [0, 1]
+        probe(run, **finding)
+        withdrawn = [e for _, e in run.said if isinstance(e, VerdictWithdrawn)]
+        assert len(withdrawn) == (str(first.culprit) != culprit)
+        assert run.run(8.0).standing.actionable
+        assert str(run.standing.culprit) == culprit
+        assert run.standing.confirmed_s == first.confirmed_s
+        acted_s = first.confirmed_s + run.standing.evidence["acted_after_s"]
+        assert 12.6 <= acted_s - FAULT_S <= 13.0
+
+
+def test_what_a_probe_finds_elsewhere_is_known_since_then():
+    run = inject(Layout(4), "drop-link", 0, 5.6, peer=1)
+    probe(run, "slow link", link=(2, 3))
+    assert run.standing.confirmed_s == run.training.now
+    assert run.run(8.0).acted == []
 
 
 def test_a_node_that_is_cut_off_is_named_long_before_it_is_lost():

@@ -29,3 +29,22 @@ def test_a_cable_is_both_ways_and_left_to_the_probe():
 def test_a_look_from_before_the_trouble_proves_nothing():
     _, stuck = look(10.0, (1, 0, 0, 0.0, 1.6), (0, 1, 2, 1.5, 0.0))
     assert [(x.src, x.dst) for x in stuck] == [(0, 1)]
+
+
+def test_tries_that_are_told_of_late_were_no_later_than_they_were():
+    """A partition holds heartbeats back, and they arrive together once it is over."""
+
+    def say(watch, now, at_s, backoff):
+        sample = LinkSample(0, 1, "0", 0, 1.0, 1e-3, 1, 1000, backoff, at_s)
+        watch.take(now, LinkSweep(at_s, 0.2, (sample,)))
+
+    watch = LinkWatch(DetectConfig(), lambda rank: rank)
+    for at_s, backoff in ((2.8, 3), (3.2, 4), (6.0, 4), (6.4, 5), (9.0, 5)):
+        say(watch, 9.1, at_s, backoff)
+    assert watch.is_in_vain(9.5, 6.0)
+    assert not watch.is_in_vain(9.5, 6.1)
+    say(watch, 12.8, 12.4, 5)
+    say(watch, 12.8, 12.6, 6)
+    assert not watch.is_in_vain(12.8, 10.0), "the answer may be on its way"
+    say(watch, 13.0, 12.8, 6)
+    assert watch.is_in_vain(13.0, 10.0)
