@@ -26,7 +26,7 @@ from perdure.control.senders import describe_sender, is_sender
 from perdure.model.access import ASKED_BY, Role
 from perdure.model.aside import MessagesSetAside, make_plain
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ProtocolError
+from perdure.model.errors import PerdureError, ProtocolError
 from perdure.model.events import AnyEvent, RankExited
 from perdure.model.invitations import digest_secret
 from perdure.model.job import JobSpec
@@ -186,12 +186,19 @@ class Inbox:
 
         async def let_in(answer: bytes) -> None:
             told: CommandReply = decode(answer, CommandReply)
-            admission = self.admit(told.result["node"]) if told.ok else None
+            admission, why = None, "its credentials are gone"
+            try:
+                admission = self.admit(told.result["node"]) if told.ok else None
+            except (OSError, PerdureError) as error:
+                log.error("%s is not let in: %s", asked.host, error)
+                # A path on this machine is nobody's business elsewhere.
+                words = error.message if isinstance(error, PerdureError) else error.strerror
+                why = f"its credentials cannot be read where the job runs: {words}"
             if admission is not None:
                 result = {"admission": msgspec.to_builtins(admission)}
                 told = msgspec.structs.replace(told, result=result)
             elif told.ok:
-                told = CommandReply(id=told.id, ok=False, reason="its credentials are gone")
+                told = CommandReply(id=told.id, ok=False, reason=why)
             await reply(encode(told))
 
         args = {"machine": asked.machine, "host": asked.host}

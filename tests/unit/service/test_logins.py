@@ -2,6 +2,7 @@
 """D3: whose login was ended stays out, and a request that fails costs nobody else anything."""
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -46,6 +47,7 @@ class Door:
     def __init__(self) -> None:
         self.bus, self.count = FakeBus(), 0
         self.passwords = {1: "one", 2: "two"}
+        self.service: ControllerService
 
     async def ask(self, kind: str, **args: Any) -> CommandReply:
         self.count += 1
@@ -75,6 +77,7 @@ async def door() -> AsyncIterator[Door]:
         SPEC, FakeBus(door.bus.server), Journal(FakeStream(), writer="c"), clock=lambda: 1000.0,
         incarnation="c", submitted_s=990.0, show=lambda snapshot: None,
     )  # fmt: skip
+    door.service = service
     service.inbox.admit = lambda node: Admission(
         node=node, spec=SPEC, endpoint=Endpoint("nats://x", door.passwords[node], 0.0)
     )
@@ -100,6 +103,30 @@ async def test_an_old_request_for_a_place_brings_nobody_the_new_login(door: Door
     told = await door.send(request)
     assert (told.ok, told.reason) == (False, "invitation i1 was revoked")
     assert "another" not in str(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/secret/path"), "No space left"),
+        (PlatformError("the register does not answer"), "does not answer"),
+    ],
+)
+async def test_a_machine_that_cannot_be_admitted_now_is_told_why_and_the_job_goes_on(
+    door: Door, error: Exception, words: str
+) -> None:
+    def fail(node: int) -> Admission:
+        raise error
+
+    await door.invite("i1")
+    works, door.service.inbox.admit = door.service.inbox.admit, fail
+    told = await door.send(render_request("far", "i1"))
+    assert not told.ok
+    assert words in told.reason
+    assert "/secret" not in told.reason
+    door.service.inbox.admit = works
+    told = await door.send(render_request("far", "i1"))
+    assert (told.ok, told.result["admission"]["node"]) == (True, 1)
 
 
 # --- who ends logins -----------------------------------------------------------------------------
