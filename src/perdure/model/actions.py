@@ -154,6 +154,10 @@ class HoldReplicas(Action, frozen=True, kw_only=True):
     number: int
     groups: tuple[ReplicaGroup, ...] = ()
     """All groups that run or are about to."""
+    startup_s: float | None = None
+    """Its patience with groups that start, as set by now; None: as the job file has it."""
+    alone_s: float | None = None
+    """Likewise, of a newcomer with members of which none asks."""
 
 
 class EvictReplica(Action, frozen=True, kw_only=True):

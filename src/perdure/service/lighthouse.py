@@ -209,6 +209,10 @@ class LighthouseService:
             log.info("hold #%d: %s", order.hold.number, order.hold.groups)
             self._hold_number = order.hold.number
             self._keep(msgspec.structs.replace(self._file, groups=order.hold.groups))
+            told = {"startup_s": order.hold.startup_s, "alone_s": order.hold.alone_s}
+            self.machine.config = msgspec.structs.replace(
+                self.machine.config, **{name: s for name, s in told.items() if s is not None}
+            )
             self._do(self.machine.regroup(now, order.hold.groups))
         if order.evict is not None:
             evict = order.evict

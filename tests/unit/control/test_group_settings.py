@@ -5,7 +5,7 @@ from typing import Any
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.state import ControllerState
-from perdure.model.actions import AnyAction, AssignNodes, RecordEvent, SendBoundary
+from perdure.model.actions import AnyAction, AssignNodes, HoldReplicas, RecordEvent, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     BoundaryAnswered,
@@ -72,6 +72,21 @@ def test_a_change_is_promised_by_all_then_decided_and_answered_once_in_force() -
     assert answer.result["ranks"] == [0, 1, 2]
     undone = agreed_undo(lab)
     assert undone == {"lr": 0.1}
+
+
+def test_the_lighthouse_is_told_of_the_patience_that_is_set() -> None:
+    """T5: it went by the job file for ever, and nobody said so."""
+    lab = training()
+    lab.ask("set", id_="s", changes={"detect.phase_allowance_s": 300.0})
+    assert (lab.answer().ok, lab.find(HoldReplicas).startup_s) == (True, 300.0)
+    lab.ask("set", id_="t", changes={"lr": 0.2, "detect.hang_action_s": 900.0})
+    for order in sent(lab, "prepare").values():
+        say(lab, order)
+    for order in sent(lab, "commit").values():
+        assert lab.find(HoldReplicas) is None
+        reach(lab, order)
+    hold = lab.find(HoldReplicas)
+    assert (hold.startup_s, hold.alone_s) == (300.0, 900.0)
 
 
 def test_the_step_is_the_one_that_the_groups_come_to_next() -> None:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer, answer_open
+from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.state import GroupState
 from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
 from perdure.control.steering.boundary import correct_pace, look_ahead, note_answered
@@ -59,7 +60,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
             return answer(state, command.id, False, error.message, {})
         return []  # No script has said yet what it declares.
     if all(is_kept_elsewhere(name) for name in values):
-        return set_alone(state, now, command, undoes, values)
+        return set_alone(state, now, command, undoes, values) + _tell_lighthouse(state, values)
     if state.the_spec().torchft.lighthouse != "perdure":
         why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
         return answer(state, command.id, False, f"{why} can a step be agreed upon", {})
@@ -281,6 +282,12 @@ def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
     return actions + ask_members(state, now, boundary, f"again at a later step: {reason}")
 
 
+def _tell_lighthouse(state: ControllerState, values: dict[str, Any]) -> list[AnyAction]:
+    """Hand on what of `values`, which are in force by now, the lighthouse goes by."""
+    own = [name for name in ("detect.phase_allowance_s", "detect.hang_action_s") if name in values]
+    return [hold_groups(state, f"{' and '.join(own)} set")] if own and state.groups else []
+
+
 def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
     """Answer once the change is in force wherever it was promised, or surely will be."""
     asked, change, boundary = _find_asked(state), open_.change, state.boundary
@@ -289,7 +296,7 @@ def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
     if state.step > change.step or (asked and asked <= open_.reached):
         state.steering.open.remove(open_)
         keep_change(state, change)
-        return _tell(state, open_, "")
+        return _tell(state, open_, "") + _tell_lighthouse(state, change.values)
     far = change.step - state.step > FAR_STEPS
     if known and (far or state.quorum.paused):
         why = "the job is paused" if state.quorum.paused else "the step is yet to come"

@@ -1,11 +1,15 @@
 """What the lighthouse is told of the groups: a level, numbered and repeated."""
 
+from perdure.control.groups.outputs import make_quorum_config
 from perdure.control.state import ControllerState
 from perdure.model.actions import HoldReplicas, ReplicaGroup
 
 
 def hold_groups(state: ControllerState, reason: str) -> HoldReplicas:
-    """Return the newest word: which store is whose, and who gets no quorum for now."""
+    """Return the newest word: which store is whose, and who gets no quorum for now.
+
+    Its patience, of which `perdure set` may have changed a part, goes with it.
+    """
     state.quorum.holds += 1
     groups = []
     for number, group in sorted(state.groups.items()):
@@ -21,6 +25,12 @@ def hold_groups(state: ControllerState, reason: str) -> HoldReplicas:
         for _, g in sorted(state.groups.items())
         if g.replica and (not g.active or g.leaving or state.quorum.paused)
     )
+    patience = make_quorum_config(state.the_spec())
     return HoldReplicas(
-        replicas=held_names, number=state.quorum.holds, groups=tuple(groups), reason=reason
+        replicas=held_names,
+        number=state.quorum.holds,
+        groups=tuple(groups),
+        startup_s=patience.startup_s,
+        alone_s=patience.alone_s,
+        reason=reason,
     )
