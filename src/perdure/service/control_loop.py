@@ -87,6 +87,15 @@ class _Turn:
     acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
 
 
+def _find_strange_version(event: AnyEvent) -> str:
+    """Return why an agent that registers cannot be worked with; empty where it can."""
+    if not isinstance(event, NodeRegistered) or not event.speaks.protocol:
+        return ""  # An agent of 0.1 did not say, and does not come on this subject.
+    if can_talk(MINE, event.speaks):
+        return ""
+    return f"node {event.node} runs {event.speaks}, and this job {MINE}"
+
+
 def make_detector(spec: JobSpec) -> Detector | Unwatched:
     """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
     if not spec.torchft.replicas:
@@ -303,29 +312,32 @@ class ControllerService:
             skipped = batch.skipped
             for number, event in enumerate(batch.events, batch.first_seq):
                 if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
-                    why = self._judge(turn, sender, batch.source, event)
+                    state, started = self._memory.machine.state, self._memory.started
+                    untrue = find_untrue(state, started, sender, batch.source, event)
+                    why = untrue or _find_strange_version(event)
                     note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
                     if note is None:
                         return  # Its sender repeats the rest, and by then there is room.
                     self._add(turn, note, batch.source, number)
+                    if isinstance(event, NodeRegistered) and why and not untrue:
+                        self._send_away(turn, event, why)
                 skipped = 0
 
-    def _judge(self, turn: _Turn, sender: str, source: str, event: AnyEvent) -> str:
-        """Return why `event` is not taken; empty where it is."""
-        known, started = self._memory.machine.state, self._memory.started
-        why = find_untrue(known, started, sender, source, event)
-        if why or not isinstance(event, NodeRegistered) or not event.speaks.protocol:
-            return why  # An agent of 0.1 did not say, and does not come on this subject.
-        if can_talk(MINE, event.speaks):
-            return ""
-        # It would understand half of what it is told: it leaves, and says so on its machine.
-        why = f"node {event.node} runs {event.speaks}, and this job {MINE}"
-        log.error("%s: they do not work together; it is told to leave", why)
-        number = (known.assignment.number if known.assignment else 0) + 1
+    def _send_away(self, turn: _Turn, event: NodeRegistered, why: str) -> None:
+        """Have an agent of another version leave: it would understand half of what it is told.
+
+        It says so on its machine, and the journal and every picture here.
+        """
+        reason = f"{why}: they do not work together; it is told to leave"
+        log.error("%s", reason)
+        known = self._memory.machine.state.assignment
+        number = (known.number if known else 0) + 1
         leave = Assignment(number=number, generation=event.generation + 1, phase="end", reason=why)
         order = NodeOrder(controller=self._incarnation, term=self._term, assignment=leave)
         turn.sendings.append((event.node, order))
-        return why
+        self._enter(
+            turn, Decision(action="AssignNodes", summary=f"node {event.node} leaves", reason=reason)
+        )
 
     def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
         match command.kind:

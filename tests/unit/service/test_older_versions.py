@@ -131,6 +131,8 @@ async def test_a_newer_agent_is_told_to_leave_and_is_in_the_journal(rig: Rig) ->
     assert rig.assigned() == [("end", 0)]
     (note,) = [body for body in rig.bodies() if isinstance(body, MessagesSetAside)]
     assert note.reason == f"node 0 runs {NEWER}, and this job {make_spoken(__version__)}"
+    rig.time_s += 1.0
+    await rig.until(lambda: rig.snapshots and rig.snapshots[-1].reason.startswith(note.reason))
     mine = msgspec.structs.replace(hello, speaks=make_spoken(__version__))
     await rig.send(mine)
     assert rig.assigned()[-1] == ("store", 0), "the one that fits is taken"
