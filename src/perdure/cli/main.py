@@ -6,6 +6,7 @@ imports torch.
 """
 
 import contextlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -27,6 +28,7 @@ WATCHERS = (["run"], ["join"], ["queue"])
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run one command line and leave with its exit code."""
+    open_streams()
     args = list(sys.argv[1:] if argv is None else argv)
     if args and args[0] in PARTS:
         try:
@@ -39,6 +41,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     with unread_streams() if args[:1] in WATCHERS else contextlib.nullcontext():
         code = run_command(args)
     sys.exit(code)
+
+
+def open_streams() -> None:
+    """Open those standard streams that were closed, so that no other file gets their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            fd = os.open(os.devnull, os.O_RDWR)  # The lowest number that is free: its own.
+            os.set_inheritable(fd, True)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 def run_part(part: str, args: Sequence[str]) -> int:

@@ -2,8 +2,11 @@
 
 import io
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -116,3 +119,24 @@ def test_a_descriptor_that_does_not_block_is_waited_for(pipe: Pipe) -> None:
 def test_what_has_no_descriptor_is_left_as_it_is() -> None:
     with pytest.raises(OSError, match="fileno"):
         UnreadStream(io.StringIO())
+
+
+@pytest.mark.parametrize(
+    ("closed", "command", "code"), [(">&-", "ps", 0), ("<&- >&- 2>&-", "run --bad", 2)]
+)
+def test_streams_that_were_closed_are_as_if_nobody_read(
+    closed: str, command: str, code: int, tmp_path: Path
+) -> None:
+    program = (
+        "import os, sys; from perdure.cli.main import main\n"
+        "try:\n    main(sys.argv[2:])\n"
+        "finally:\n    open(sys.argv[1], 'w').write(str([*map(os.get_inheritable, range(3))]))"
+    )
+    told = tmp_path / "told"
+    words = [sys.executable, "-c", program, str(told), *command.split()]
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", *words], env={"PERDURE_HOME": str(tmp_path)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert told.read_text() == "[True, True, True]"
