@@ -34,14 +34,16 @@ _TRACEBACK = "Traceback (most recent call last):"
 class Evidence(msgspec.Struct, frozen=True):
     """Where to look after a rank's end."""
 
-    stdout: str
-    stderr: str
-    error_file: str
+    stdout: str = ""
+    stderr: str = ""
+    error_file: str = ""
     """TORCHELASTIC_ERROR_FILE."""
-    traceback_file: str
+    traceback_file: str = ""
     stdout_from: int = 0
     """Sizes of the streams before the rank began: they are appended to."""
     stderr_from: int = 0
+    refused: str = ""
+    """Why it could not be started; it has none of these files then."""
 
 
 def prepare_evidence(launch: RankLaunch, own: str) -> Evidence:
@@ -140,6 +142,8 @@ def make_record(
 
 def find_error(evidence: Evidence) -> tuple[str, str]:
     """Return the exception's last line and its traceback: torch's, ours, or read off stderr."""
+    if evidence.refused:
+        return evidence.refused, ""
     found = _read_json(evidence.error_file)
     if found is not None:
         error, traceback = _parse_torch_error(found)

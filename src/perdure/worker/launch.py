@@ -135,6 +135,14 @@ def _execute(
         os._exit(1)
 
 
+def start_failed() -> int:
+    """Return the pid of a process that has failed already, in the place of one that cannot be."""
+    pid = os.fork()
+    if not pid:
+        os._exit(1)
+    return pid
+
+
 def describe_exit(status: int) -> str:
     """Return wait status `status` in words."""
     code = os.waitstatus_to_exitcode(status)

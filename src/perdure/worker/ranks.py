@@ -319,7 +319,11 @@ class Ranks:
             self._beside.remove(order)
         else:
             self._spawn = None
-        self._prepare(order)
+        try:
+            self._prepare(order)
+        except OSError as error:  # A full disk: those that live here live on.
+            self._refuse(order, f"cannot be started: {error}")
+            return
         image = self._warmth.current
         if why_cold or self._warmth.why_cold or image is None:
             self._spawn_cold(order, why_cold or self._warmth.why_cold)
@@ -367,6 +371,13 @@ class Ranks:
             self._evidence[one.rank] = exits.prepare_evidence(one, own)
             if one.ring:
                 RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
+
+    def _refuse(self, order: KeeperSpawn, why: str) -> None:
+        """Have processes in the place of these ranks, that end at once."""
+        self._log(f"generation {order.generation}: {why}")
+        self._evidence |= {one.rank: exits.Evidence(refused=why) for one in order.ranks}
+        pids = {one.rank: launch.start_failed() for one in order.ranks}
+        self._adopt(order, pids, warm=False, why_cold=why)
 
     def _mark_launches(self, order: KeeperSpawn) -> tuple[RankLaunch, ...]:
         mark = {reap.KEEPER: self._mark, reap.GENERATION: str(order.generation)}

@@ -1,4 +1,7 @@
-"""A keeper's line to its image: what it does not take at once, and an image that dies amid it."""
+"""A keeper's line to its image: what it does not take at once, and an image that dies amid it.
+
+And what a keeper cannot do at all.
+"""
 
 import contextlib
 import os
@@ -17,11 +20,15 @@ from perdure.model.paths import job_paths
 from perdure.model.wire import (
     FromKeeper,
     KeeperExit,
+    KeeperExited,
     KeeperKill,
+    KeeperSpawn,
+    KeeperSpawned,
     KeeperState,
     KeeperStatus,
     KeeperStore,
     KeeperStoreReady,
+    RankLaunch,
 )
 from perdure.worker.lines import LineSocket
 
@@ -112,5 +119,32 @@ def test_an_order_larger_than_a_socket_takes_arrives_whole(
     with line.makefile("rb") as lines:
         assert len(lines.readline()) > 1_000_000
     agent = connect(tmp_path)
+    agent.send(KeeperExit())
+    agent.close()
+
+
+def make_order(rank: int, folder: Path, *, beside: bool = False) -> KeeperSpawn:
+    """Return an order to start a rank that sleeps, and has all its files in `folder`."""
+    out, err, ring = (str(folder / f"{rank}.{name}") for name in ("out", "err", "ring"))
+    return KeeperSpawn(
+        1, (RankLaunch(rank, {}, out, err, ring),), "/bin/sleep", ("60",),
+        module=False, no_python=True, cwd="/", cold=True, beside=beside,
+    )  # fmt: skip
+
+
+def test_a_rank_whose_files_cannot_be_made_has_failed_and_the_others_live_on(
+    image: tuple[int, socket.socket], tmp_path: Path
+) -> None:
+    """Such as on a full disk."""
+    agent = connect(tmp_path)
+    agent.send(make_order(0, tmp_path))
+    running = wait_for(agent, KeeperSpawned).pids
+    (tmp_path / "full").touch()
+    agent.send(make_order(1, tmp_path / "full", beside=True))
+    record = wait_for(agent, KeeperExited).record
+    assert (record.rank, record.generation, record.code) == (1, 1, 1)
+    assert record.error.startswith("cannot be started: [Errno ")
+    agent.send(KeeperStatus())
+    assert wait_for(agent, KeeperState).running == running
     agent.send(KeeperExit())
     agent.close()
