@@ -11,6 +11,7 @@ from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus, NatsLease, Nat
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import BusConfig, JobSpec
 from perdure.model.paths import JobPaths, job_paths
+from perdure.service.controller import restart_server
 from perdure.service.credentials import make_servers, set_certificates, write_credentials
 from perdure.service.jobfiles import load_endpoint, make_folders, remove_folders
 from perdure.service.lease import LeaseLoop
@@ -116,3 +117,22 @@ async def test_a_killed_leader_costs_neither_entries_nor_the_lease(
         task.cancel()
     await asyncio.gather(*tasks, elections, return_exceptions=True)
     await system.close()
+
+
+async def test_of_three_servers_the_one_that_keeps_the_stuck_journal_is_started_anew(
+    cluster: Cluster, buses: list[NatsBus], caplog: pytest.LogCaptureFixture
+) -> None:
+    stream = await insist(NatsStream.open, buses[0], SPEC.name, replicas=3)
+    assert isinstance(stream, NatsStream)
+    await insist(stream.append, b"0", expected_last=0, message_id="m0")
+    leader = await stream.find_leader()
+    await restart_server(SPEC, cluster.paths, stream)
+    async with asyncio.timeout(10):
+        while all(process.poll() is None for process in cluster.processes):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    ended = [n for n, process in enumerate(cluster.processes) if process.poll() is not None]
+    assert [f"perdure-{SPEC.name}-{node}" for node in ended] == [leader]
+    assert f"nats-server {ended[0]}" in caplog.text
+    other = NatsStream(buses[(ended[0] + 1) % 3], SPEC.name, direct=True)
+    assert await insist(other.append, b"1", expected_last=1, message_id="m1") == 2
+    assert await other.find_leader() != leader

@@ -16,7 +16,7 @@ from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
 from perdure.adapters.host import read_state
-from perdure.adapters.nats import NatsBus, server_config
+from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import JobEnded
 from perdure.model.job import JobSpec
@@ -103,7 +103,9 @@ async def _main(job: str, node: int) -> JobEnded:
                 stream,
                 writer=incarnation,
                 mirror=Mirror(paths.journal, shared=spec.contested),
-                on_stuck=lambda: _restart_server(spec, paths),
+                on_stuck=(lambda: restart_server(spec, paths, stream))
+                if isinstance(stream, NatsStream)
+                else None,
             ),
             clock=clock,
             incarnation=incarnation,
@@ -201,15 +203,21 @@ def _watch_run(service: ControllerService) -> Iterator[None]:
             os.close(fd)
 
 
-def _restart_server(spec: JobSpec, paths: JobPaths) -> None:
+async def restart_server(spec: JobSpec, paths: JobPaths, stream: NatsStream) -> None:
     """Have the supervisor start nats-server anew, which refuses to write since its disk was full.
 
-    Nothing is lost: what it has acknowledged is on disk, and all clients reconnect.
+    Nothing is lost: what it has acknowledged is on disk, and all clients reconnect. Of several it
+    is the one that leads the journal, if it is on this machine: its disk may hang, while the others
+    renew the lease. Where these cannot write either, the lease is over, and this process fenced,
+    before anybody comes here.
     """
-    if spec.bus.arbiter:
-        return  # The journal is not the server's.
-    log.error("the journal cannot be written: nats-server is started anew if it is perdure's own")
-    _end_servers([paths.nats])
+    folder, who = paths.nats, "nats-server"
+    if spec.bus.replicas > 1:
+        leader = await stream.find_leader()
+        node = leader.rpartition("-")[2]
+        folder, who = os.path.join(paths.nats, node or "-"), f"nats-server {node or '(unknown)'}"
+    log.error("the journal cannot be written: %s is started anew if it is perdure's own", who)
+    _end_servers([folder])
 
 
 def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:

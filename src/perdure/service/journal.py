@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -182,7 +182,7 @@ class Journal:
         *,
         writer: str,
         mirror: Mirror | None = None,
-        on_stuck: Callable[[], None] = lambda: None,
+        on_stuck: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         """Append to `stream` as `writer` (a controller's incarnation); call `open` first.
 
@@ -313,8 +313,9 @@ class Journal:
                     log.warning("%s; nothing is decided until it can be written", error)
                 fits = len(data) <= self._stream.bytes_max  # Else the server is not to blame.
                 if fits and asyncio.get_running_loop().time() > stuck_at_s:
+                    if self._on_stuck is not None:
+                        await self._on_stuck()
                     stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
-                    self._on_stuck()
                 await asyncio.sleep(_RETRY_S)
         if failures:
             log.warning("the journal can be written again, after %d attempts", failures)

@@ -329,7 +329,11 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
     monkeypatch.setattr(journal_module, "_STUCK_S", 0.0)
     stuck: list[int] = []
     stream = FakeStream()
-    journal = Journal(stream, writer="c", on_stuck=lambda: stuck.append(1))
+
+    async def note() -> None:
+        stuck.append(1)
+
+    journal = Journal(stream, writer="c", on_stuck=note)
     entries = journal.number([Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0)
     stream.bytes_max = 1000
     appending = asyncio.create_task(journal.append(entries))

@@ -104,6 +104,14 @@ class NatsStream:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return last.data
 
+    async def find_leader(self) -> str:
+        """Return the name of the server that writes the journal; empty where nobody says so."""
+        try:
+            info = await self._bus.unless_lost(self._js.stream_info(self._name))
+        except _LOST:
+            return ""
+        return (info.cluster.leader if info.cluster is not None else None) or ""
+
     async def read_all(self, *, first: int = 1) -> list[bytes]:
         """Return every message from number `first` on, oldest first; none before it is made.
 
