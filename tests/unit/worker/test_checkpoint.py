@@ -224,12 +224,13 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
 ) -> None:
     """Rank 0 publishes step 1 (and cleans up) only once rank 1 has begun to write step 2."""
     ahead = tmp_path / "step-00000002.g0.2.tmp" / "plan-1.bin"
-    publish = writing.publish
+    publish, came = writing.publish, []
 
     def publish_late(folder: Path, root: Path, step: int, manifest: Manifest) -> Path:
         deadline = time.monotonic() + 20
         while step == 1 and not ahead.exists() and time.monotonic() < deadline:
             time.sleep(0.01)
+        came.append(ahead.exists())
         return publish(folder, root, step, manifest)
 
     monkeypatch.setattr(writing, "publish", publish_late)
@@ -249,6 +250,7 @@ def test_rank_that_is_ahead_keeps_its_next_checkpoint(
     with ThreadPoolExecutor(2) as pool:
         published, _ = pool.map(save_twice, range(2), timeout=60)
     assert [manifest and manifest.step for manifest in published] == [1, 2]
+    assert came[0]
 
 
 def test_rank_that_comes_after_rank_0_has_failed_does_not_wait(tmp_path: Path) -> None:

@@ -245,11 +245,22 @@ def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, contr
 
 
 CLOSER = """
-import os, resource, sys, time
+import os, resource, sys, threading
 from perdure.model.events import RankJoined
 from perdure.model.wire import WorkerHello
+from perdure.worker import control as line
 from perdure.worker.control import Control
 
+refused, make_pair = threading.Event(), line._make_pair
+
+def make_noting():
+    try:
+        return make_pair()
+    except OSError:
+        refused.set()
+        raise
+
+line._make_pair = make_noting
 control = Control(sys.argv[1], WorkerHello("job", 1, 2, 3))
 control.start()
 control.emit(RankJoined(generation=2, rank=1))
@@ -257,7 +268,7 @@ assert control.drain(10)
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (int(sys.argv[3]), limits[1]))
 os.closerange(3, 100)
-time.sleep(0.5 if sys.argv[3] == "3" else 0)
+assert sys.argv[3] != "3" or refused.wait(20)
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 files = [open(f"{sys.argv[2]}/{number}", "wb+", 0) for number in range(20)]
 for rank in range(2, 7):
