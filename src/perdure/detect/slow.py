@@ -384,7 +384,7 @@ class SlowWatch:
         """
         nodes = self._find_nodes(verdict)
         since_s = max(verdict.first_seen_s, now - within_s)
-        busy = {node for node in nodes if self._hosts.explains(now, node, since_s)}
+        busy = self._find_busy(now, nodes, since_s)
         link = verdict.culprit.link
         mates = {mate for node in busy for mate in self._hosts.find_mates(node)}
         if link is not None and self.links.stands_out(now, link, mates):
@@ -398,6 +398,14 @@ class SlowWatch:
             return False
         self._excused.update(dict.fromkeys(busy, now))
         return True
+
+    def _find_busy(self, now: float, nodes: set[int], since_s: float) -> set[int]:
+        return {node for node in nodes if self._hosts.explains(now, node, since_s)}
+
+    def _excuse(self, now: float, nodes: set[int]) -> None:
+        """Put what waits for a CPU down to those of its machines that others' work fills."""
+        busy = self._find_busy(now, nodes, now - self._config.slow_clear_s)
+        self._excused.update(dict.fromkeys(busy, now))
 
     def _judge_hosts(self, now: float) -> list[VerdictReached | VerdictWithdrawn]:
         """Say which hosts make the job slow by others' work, and take back what that explains.
@@ -413,11 +421,12 @@ class SlowWatch:
         found = [n for n in confirmed if now - self._excused.get(n, -1e9) <= recent_s]
         if not found:
             return []
-        every = len(self._housed) > 1 and set(confirmed) >= set(self._housed)
+        busy = {mate for node in confirmed for mate in self._hosts.find_mates(node)}
+        every = len(self._housed) > 1 and busy >= set(self._housed)
         firsts = {min(self._hosts.find_mates(n)) for n in found}
         out: list[VerdictReached | VerdictWithdrawn] = []
         for node in [found[0]] if every else sorted(firsts)[: OPEN_MAX // 2]:
-            verdict = self._blame_host(now, node, len(confirmed) if every else 0)
+            verdict = self._blame_host(now, node, len(self._housed) if every else 0)
             reason = f"better explained: {verdict.reason}"
             for key, old in list(self._open.items()):
                 other = old.kind == "HostBusy" and every != (old.culprit.node is None)
@@ -448,7 +457,11 @@ class SlowWatch:
             and comm.slow.is_recent(now, RECENT_S)
             and comm.slow.recent(now, RECENT_S) > 0.0
         ]
-        if self._neighbours_explain(slow) or self._is_hidden(slow):
+        if self._neighbours_explain(slow):
+            lasting = [c for c in slow if c.slow is not None and c.slow.confirm(now, hurry=0.5) > 0]
+            self._excuse(now, {self._node_of(rank) for c in lasting for rank in c.ranks})
+            return None
+        if self._is_hidden(slow):
             return None
         links = self.links.find_slow(now, fused=bool(slow))
         least = ACCOUNTED * self._find_loss(slow)
@@ -575,6 +588,7 @@ class SlowWatch:
             watch = watches.get(rank)
             if excess > 0.0 and watch is not None and not watch.gone:
                 if self._is_neighbour(rank, excess) and now - suspect.began_s < NEIGHBOUR_S:
+                    self._excuse(now, {self._node_of(rank)})
                     continue
                 confirmed[rank] = excess
         if 2 * len(confirmed) > max(len(watches), 2):

@@ -133,3 +133,26 @@ def test_a_link_that_is_slow_alone_is_not_put_down_to_its_busy_machine(host):
 
 def test_a_busy_host_on_which_nothing_is_slow_is_no_verdict():
     assert not play(None, Layout(2), load({0})).verdicts
+
+
+@pytest.mark.parametrize("kind", ["slow-link", "slow-backward"])
+def test_what_ranks_lose_that_wait_for_a_cpu_is_their_hosts_where_others_fill_it(kind):
+    """The neighbours explain it, so that no link and no rank is blamed: their machine is told."""
+    run = play(Fault(kind, FAULT_S, 0, 1, 4.0), Layout(2), load({0}))
+    assert told(run) == {("HostBusy", "node 0")}
+    assert run.standing.confirmed_s - FAULT_S < 8.0
+    idle = play(Fault(kind, FAULT_S, 0, 1, 4.0), Layout(2), load({0}, others=0.5))
+    assert "HostBusy" not in {v.kind for v in idle.verdicts}
+
+
+def test_a_machine_of_several_nodes_is_busy_as_a_whole():
+    """One of its nodes may be seen to be busy a moment before the other, or wait for no CPU."""
+    busy = load({0, 1}, host="one", others=1.55, own=0.45)
+
+    def change(beat):
+        beat = busy(beat)
+        return replace(beat, host=replace(beat.host, waited=0.0)) if beat.node else beat
+
+    run = play(Fault("slow-link", FAULT_S, 0, 1, 4.0), Layout(2), change)
+    assert told(run) == {("HostBusy", "the job")}
+    assert "all 2 nodes are busy with others' work: on node 0" in run.standing.reason
