@@ -259,21 +259,25 @@ class StageWatch:
         calm = 1.0 + (self._config.straggler_ratio - 1.0) / 2
         suspected = {self._peers.get(rank, -1) for rank in self.suspects}
         everybody: list[float] = []
-        groups = [(key, [r for r in ranks if r in row]) for key, ranks in self._find_groups(row)]
-        num_alone = sum(len(group) == 1 for _, group in groups)
+        groups = self._find_groups(row)
+        num_alone = sum(len(ranks) == 1 for _, ranks in groups)
         self._noise_alone.begin_row(num_alone)
-        for key, group in groups:
-            if len(group) > 1:
-                noise = self._noise[key][0] if key in self._noise else _Noise()
-                self._noise[key] = (noise, len(group))
+        for key, ranks in groups:
+            group = [r for r in ranks if r in row]
+            if len(ranks) > 1:
+                noise, _ = self._noise.get(key, (self._noise_alone, 0))
+                noise = _Noise() if noise is self._noise_alone else noise
+                self._noise[key] = (noise, len(ranks))
                 noise.begin_row(len(group))
+            else:
+                self._noise[key] = (self._noise_alone, num_alone)
+            if len(group) > 1:
                 ordered = sorted([row[r][4] for r in group])
                 # Who does little more than its peers needs no closer look: nearly everybody.
                 clear_s = calm * ordered[(len(ordered) - 1) // 2]
                 if not learn and key not in suspected and ordered[-1] <= clear_s:
                     continue
             else:
-                self._noise[key] = (self._noise_alone, num_alone)
                 everybody = everybody or sorted(v[4] for v in row.values())
                 ordered, clear_s = everybody, 0.0
             for rank in group:

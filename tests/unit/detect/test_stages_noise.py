@@ -147,3 +147,27 @@ def test_a_slower_stage_takes_the_other_stages_of_its_node_along() -> None:
     pipeline.train(60, usual)
     pipeline.train(45, usual | {1: 0.8})
     assert pipeline.cost(1) == 0.0
+
+
+def find_after(*, lost: bool) -> int:
+    """Return after how many steps rank 3 is found slow, whose peer is calm, and others are not.
+
+    Where `lost`, a step of one rank of each group is never heard of before.
+    """
+    chance, watch = random.Random(1), StageWatch(DetectConfig())
+    watch.set_peers([[0, 1], [2, 3]])
+    for step in range(300):
+        now = 0.5 * step
+        for rank in range(4):
+            odd = rank < 2 and chance.random() < 0.5
+            own_s = 0.1 if odd or (rank == 3 and step >= 200) else 0.05
+            if not (lost and (step, rank) in ((100, 1), (101, 3))):
+                watch.take(now, rank, [StepStages(step, now - 0.5, now, forward_s=own_s)])
+        watch.look(now, 4)
+        if step >= 200 and 3 in watch.suspects and watch.confirm(now, 3) > 0.0:
+            return step - 200
+    raise AssertionError("never")
+
+
+def test_a_step_that_is_lost_does_not_mix_the_noise_of_groups() -> None:
+    assert find_after(lost=True) == find_after(lost=False)
