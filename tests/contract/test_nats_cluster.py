@@ -132,7 +132,7 @@ async def test_of_three_servers_the_one_that_keeps_the_stuck_journal_is_started_
             await asyncio.sleep(0.02)
     ended = [n for n, process in enumerate(cluster.processes) if process.poll() is not None]
     assert [f"perdure-{SPEC.name}-{node}" for node in ended] == [leader]
-    assert f"nats-server {ended[0]}" in caplog.text
+    assert f"{cluster.paths.nats}/{ended[0]} is started anew" in caplog.text
     other = NatsStream(buses[(ended[0] + 1) % 3], SPEC.name, direct=True)
     assert await insist(other.append, b"1", expected_last=1, message_id="m1") == 2
     assert await other.find_leader() != leader

@@ -14,7 +14,7 @@ from perdure.adapters.shared_folder import make_run_folder, open_journal, open_l
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.service.lease import LeaseRegister
-from perdure.service.ports import JournalStream
+from perdure.service.ports import STUCK_S, JournalStream
 
 log = logging.getLogger("perdure.controller")
 
@@ -35,13 +35,20 @@ def prepare_arbiter(spec: JobSpec, started_s: float) -> JobSpec:
 
 
 @contextlib.asynccontextmanager
-async def open_stream(spec: JobSpec, bus: NatsBus) -> AsyncIterator[JournalStream]:
-    """Give the journal's stream, made where it is not there, waiting for who keeps it."""
+async def open_stream(
+    spec: JobSpec, bus: NatsBus, on_stuck: Callable[[], object] = lambda: None
+) -> AsyncIterator[JournalStream]:
+    """Give the journal's stream, made where it is not there, waiting for who keeps it.
+
+    `on_stuck` is called every `STUCK_S` meanwhile.
+    """
     if spec.bus.arbiter:
         with open_journal(spec.bus.arbiter) as stream:
             yield stream
         return
-    yield await _insist(lambda: NatsStream.open(bus, spec.name, replicas=spec.bus.replicas))
+    yield await _insist(
+        lambda: NatsStream.open(bus, spec.name, replicas=spec.bus.replicas), on_stuck
+    )
 
 
 @contextlib.asynccontextmanager
@@ -56,10 +63,17 @@ async def open_register(spec: JobSpec, bus: NatsBus) -> AsyncIterator[LeaseRegis
     yield register
 
 
-async def _insist(call: Callable[[], Awaitable[T]]) -> T:
+async def _insist(
+    call: Callable[[], Awaitable[T]], on_stuck: Callable[[], object] = lambda: None
+) -> T:
+    clock = asyncio.get_running_loop().time
+    stuck_at_s = clock() + STUCK_S
     while True:
         try:
             return await call()
         except PlatformError as error:
             log.warning("%s; trying again", error)
+            if clock() > stuck_at_s:
+                stuck_at_s = clock() + STUCK_S
+                on_stuck()
             await asyncio.sleep(_RETRY_S)

@@ -6,6 +6,7 @@ loses nothing. When `perdure run` itself is gone it ends the job, since nobody i
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -93,7 +94,11 @@ async def _main(job: str, node: int) -> JobEnded:
         name = f"perdure controller {job}"
         bus = await NatsBus.connect(endpoint, name=name, near=node)
         stack.push_async_callback(bus.close)
-        stream = await stack.enter_async_context(open_stream(spec, bus))
+        folders = _list_folders(spec, paths)
+        turns = itertools.cycle((*folders[node:], *folders[:node]))
+        stream = await stack.enter_async_context(
+            open_stream(spec, bus, lambda: _start_anew(next(turns)))
+        )
         lease = await stack.enter_async_context(lead(spec, paths, bus, incarnation, node))
         alerter = Alerter(job, spec.alerts)
         service = ControllerService(
@@ -209,15 +214,29 @@ async def restart_server(spec: JobSpec, paths: JobPaths, stream: NatsStream) -> 
     Nothing is lost: what it has acknowledged is on disk, and all clients reconnect. Of several it
     is the one that leads the journal, if it is on this machine: its disk may hang, while the others
     renew the lease. Where these cannot write either, the lease is over, and this process fenced,
-    before anybody comes here.
+    before anybody comes here: the next one cannot open the journal (`_start_anew`).
     """
-    folder, who = paths.nats, "nats-server"
-    if spec.bus.replicas > 1:
-        leader = await stream.find_leader()
-        node = leader.rpartition("-")[2]
-        folder, who = os.path.join(paths.nats, node or "-"), f"nats-server {node or '(unknown)'}"
-    log.error("the journal cannot be written: %s is started anew if it is perdure's own", who)
+    folders = _list_folders(spec, paths)
+    leader = await stream.find_leader() if len(folders) > 1 else ""
+    for folder in folders:
+        if len(folders) == 1 or leader == f"perdure-{spec.name}-{os.path.basename(folder)}":
+            _start_anew(folder)
+
+
+def _start_anew(folder: str) -> None:
+    """Have the supervisor start a server anew which does not keep the journal any more.
+
+    While no controller can open the journal all take turns, one at a time: a majority is enough.
+    """
+    log.error("the journal is stuck: the server of %s is started anew, if it is here", folder)
     _end_servers([folder])
+
+
+def _list_folders(spec: JobSpec, paths: JobPaths) -> list[str]:
+    """Return the folder of each of the job's own nats-servers."""
+    if spec.bus.replicas == 1:
+        return [paths.nats]
+    return [os.path.join(paths.nats, str(node)) for node in range(spec.bus.replicas)]
 
 
 def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
@@ -232,8 +251,7 @@ def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
     for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-    members = [os.path.join(paths.nats, str(node)) for node in range(spec.bus.replicas)]
-    _end_servers([paths.nats, *members])
+    _end_servers(_list_folders(spec, paths))
 
 
 def _end_servers(folders: Iterable[str]) -> None:

@@ -40,7 +40,7 @@ from perdure.service.jobfiles import (
     read_mirror,
     write_atomic,
 )
-from perdure.service.ports import JournalStream
+from perdure.service.ports import STUCK_S, JournalStream
 from perdure.service.processes import start_bound
 
 log = logging.getLogger("perdure.journal")
@@ -51,7 +51,6 @@ _ENTRY_BYTES = 4 << 20
 _ENTRY_ROOM = 2048
 """For what is around the body: its number, its time, and the name of its source."""
 _RETRY_S = 0.02
-_STUCK_S = 8.0
 _MIRROR_RETRY_S = 1.0
 
 
@@ -186,7 +185,7 @@ class Journal:
     ) -> None:
         """Append to `stream` as `writer` (a controller's incarnation); call `open` first.
 
-        `on_stuck` is called every `_STUCK_S` while the stream refuses: JetStream that once found
+        `on_stuck` is called every `STUCK_S` while the stream refuses: JetStream that once found
         its disk full writes again only after the server was restarted.
         """
         self._stream, self._writer, self._mirror = stream, writer, mirror
@@ -298,7 +297,7 @@ class Journal:
         data = b"".join(lines)
         message_id = f"{self._writer}-{self.last_seq + 1}"
         failures = 0
-        stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
+        stuck_at_s = asyncio.get_running_loop().time() + STUCK_S
         while True:
             try:
                 number = await self._stream.append(
@@ -315,7 +314,7 @@ class Journal:
                 if fits and asyncio.get_running_loop().time() > stuck_at_s:
                     if self._on_stuck is not None:
                         await self._on_stuck()
-                    stuck_at_s = asyncio.get_running_loop().time() + _STUCK_S
+                    stuck_at_s = asyncio.get_running_loop().time() + STUCK_S
                 await asyncio.sleep(_RETRY_S)
         if failures:
             log.warning("the journal can be written again, after %d attempts", failures)

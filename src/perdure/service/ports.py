@@ -79,6 +79,10 @@ class Bus(Protocol):
         ...
 
 
+STUCK_S = 8.0
+"""A server that has refused to write the journal for so long is started anew."""
+
+
 class JournalStream(Protocol):
     """A durable log of byte strings, numbered from 1 without gaps, with fenced appends."""
 

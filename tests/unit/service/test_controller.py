@@ -326,7 +326,7 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """T3: a server started anew takes no larger messages."""
-    monkeypatch.setattr(journal_module, "_STUCK_S", 0.0)
+    monkeypatch.setattr(journal_module, "STUCK_S", 0.0)
     stuck: list[int] = []
     stream = FakeStream()
 
