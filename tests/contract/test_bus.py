@@ -208,3 +208,14 @@ async def test_who_is_sent_away_again_and_again_comes_back() -> None:
     await bus.close()
     server.close()
     await server.wait_closed()
+
+
+def test_a_folder_may_have_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "a \"b\" \\ 'é' $x {y}"
+    folder.mkdir()
+    server = Server(folder)
+    try:
+        server.start()
+    finally:
+        server.kill()
+    assert (folder / "nats" / "jetstream").is_dir()

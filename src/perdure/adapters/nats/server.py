@@ -29,7 +29,7 @@ _CONFIG = """\
 server_name: "perdure-{name}"
 host: "{host}"
 port: {port}
-ports_file_dir: "{folder}"
+ports_file_dir: {folder}
 {users}
 {tls}max_payload: 8388608
 max_pending: 33554432
@@ -37,7 +37,7 @@ write_deadline: "2s"
 """
 _JETSTREAM = """\
 jetstream {{
-  store_dir: "{folder}"
+  store_dir: {folder}
   sync_interval: "{sync}"
   max_memory_store: 67108864
   max_file_store: {max_bytes}
@@ -50,6 +50,11 @@ _ANSWERS = {"max": 1, "expires": "1m"}
 SYSTEM = "system"
 """The user who may speak to the servers of a cluster themselves."""
 STORE_MAX_BYTES = 1 << 40
+
+
+def _quote(value: Any) -> str:
+    """Return a value as the server's configuration has it: JSON without letters by number."""
+    return json.dumps(value, indent=1, ensure_ascii=False)
 
 
 def find_binary() -> str:
@@ -149,12 +154,12 @@ class NatsServer:
         tls = ""
         if self.certificate is not None:
             cert, key = self.certificate
-            tls = f"tls: {json.dumps({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
+            tls = f"tls: {_quote({'cert_file': cert, 'key_file': key, 'timeout': 5})}\n"
         return (_CONFIG + (_JETSTREAM if self.jetstream else "")).format(
             name=self.member.name if self.member else self.name,
             host=self.host,
             port=self.port,
-            folder=self.folder,
+            folder=_quote(self.folder),
             users=self._render_users() + self._render_cluster(),
             tls=tls,
             sync=self.sync,
@@ -165,11 +170,11 @@ class NatsServer:
         users = [user.render() for user in self.users]
         if self.member is None:
             authorization: dict[str, Any] = {"users": users} if users else {"token": self.token}
-            return f"authorization: {json.dumps(authorization, indent=1)}"
+            return f"authorization: {_quote(authorization)}"
         system = {"users": [{"user": SYSTEM, "password": self.member.system}]}
         job = {"users": users} | ({"jetstream": "enabled"} if self.jetstream else {})
         accounts = {"SYS": system, ACCOUNT: job}
-        return f"accounts: {json.dumps(accounts, indent=1)}\nsystem_account: SYS"
+        return f"accounts: {_quote(accounts)}\nsystem_account: SYS"
 
     def _render_cluster(self) -> str:
         """Return the part that joins the others; a dead route is noticed within 3 s."""
@@ -189,7 +194,7 @@ class NatsServer:
             cert, key = self.certificate
             files = {"cert_file": cert, "key_file": key, "ca_file": me.authorities}
             cluster["tls"] = {**files, "timeout": 5}
-        return f"\ncluster: {json.dumps(cluster, indent=1)}"
+        return f"\ncluster: {_quote(cluster)}"
 
     def command(self) -> list[str]:
         """Write the configuration; return the command line that starts the server.
