@@ -54,9 +54,19 @@ class Parts(msgspec.Struct, frozen=True):
 
 
 def resolve_home(env: dict[str, str] | None = None) -> str:
-    """Return the absolute state directory: `$PERDURE_HOME`, or `~/.perdure`."""
+    """Return the absolute state directory: `$PERDURE_HOME`, or `~/.perdure`.
+
+    Raises:
+        ConfigError: its name is not UTF-8.
+    """
     value = (os.environ if env is None else env).get("PERDURE_HOME") or "~/.perdure"
-    return os.path.abspath(os.path.expanduser(value))
+    home = os.path.abspath(os.path.expanduser(value))
+    try:
+        home.encode()
+    except UnicodeEncodeError:
+        hint = "set PERDURE_HOME to a folder whose name is"
+        raise ConfigError(f"{home!a} is not UTF-8", hint=hint) from None
+    return home
 
 
 def paths_of(home: str, job: str) -> JobPaths:

@@ -116,3 +116,11 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_table() -> None:
     table = render_table(("name", "n"), [("a", 1), ("bcdef", 22)])
     assert table == "name    n\na       1\nbcdef  22"
+
+
+def test_a_home_whose_name_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PERDURE_HOME", "/tmp/a\udcff")
+    assert run_command(["ps"]) == 2
+    assert "'/tmp/a\\udcff' is not UTF-8" in capsys.readouterr().err
