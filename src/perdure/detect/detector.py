@@ -489,6 +489,8 @@ class Detector:
                 out.append(VerdictWithdrawn(verdict=verdict, at_s=now, reason=reason))
             if not (known and self._is_nearby(verdict.culprit, better.culprit)):
                 better = msgspec.structs.replace(better, confirmed_s=now)
+            if verdict is self._open and (grounds := self._find_grounds(now, better)):
+                better = _put(better, grounds)
             out.append(VerdictReached(verdict=better))
         for derived in out:
             if isinstance(derived, VerdictReached | VerdictWithdrawn):

@@ -104,6 +104,14 @@ def test_a_dead_link_that_a_probe_confirms_is_dead_since_its_first_report(lay):
         assert 12.6 <= acted_s - FAULT_S <= 13.0
 
 
+def test_what_a_probe_has_settled_is_a_ground_to_act_upon_from_then_on():
+    """The journal went on to say `timeout`, and acted upon the link."""
+    run = inject(Layout(2), "drop-nic", 0, 5.6)
+    assert (run.standing.confidence, run.standing.ground) == (0.6, "timeout")
+    probe(run, "slow NIC", node=1)
+    assert run.standing.ground == "link"
+
+
 def test_what_a_probe_finds_elsewhere_is_known_since_then():
     run = inject(Layout(4), "drop-link", 0, 5.6, peer=1)
     probe(run, "slow link", link=(2, 3))
