@@ -44,6 +44,8 @@ _EVERYTHING = 1 << 62
 _RESCAN_S = 0.005
 _RESCAN_S_MAX = 0.1
 _IDLE_S = 1.0
+_AGAIN_S = 2.0
+"""Until processes are asked for again that the machine has refused."""
 
 
 @dataclass(slots=True)
@@ -114,6 +116,8 @@ class Ranks:
         self._store_ready: KeeperStoreReady | None = None
         self._store_pid = 0
         self._forking: Forking | None = None
+        self._again_s = 0.0
+        """Nothing is started before: there was no process to be had."""
         self._evidence: dict[int, exits.Evidence] = {}
         self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
         self._ending: Ending | None = None
@@ -164,7 +168,7 @@ class Ranks:
             self._spawn_beside(order)
         elif self._spawned is not None and self._spawned.generation == order.generation:
             self._send(self._spawned)
-        elif self._is_under_way(order.generation):
+        elif self._is_under_way(order.generation) or order == self._spawn:
             return
         elif order.generation <= self.generation:
             self._send(KeeperStopped(order.generation))
@@ -251,9 +255,11 @@ class Ranks:
             return
         if self._store is not None:
             self._begin_store(self._store)
-        if self._forking is None and self._spawn is not None:
+        if self._forking is not None or now < self._again_s:
+            return
+        if self._spawn is not None:
             self._begin_spawn(self._spawn)
-        elif self._forking is None and self._beside:
+        elif self._beside:
             self._begin_spawn(self._beside[0])
 
     def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
@@ -386,18 +392,33 @@ class Ranks:
         )
 
     def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
-        pids = {}
+        """Execute the ranks; where there are not so many processes to be had, try again later."""
+        pids: dict[int, int] = {}
         name = os.path.basename(order.script)
-        for one in self._mark_launches(order):
-            title = f"perdure rank {self._job} g{order.generation} r{one.rank}: {name}"
-            pids[one.rank] = launch.start_cold(
-                order,
-                one,
-                title=title,
-                traceback_file=self._evidence[one.rank].traceback_file,
-                imports=self._paths.imports,
-            )
+        try:
+            for one in self._mark_launches(order):
+                title = f"perdure rank {self._job} g{order.generation} r{one.rank}: {name}"
+                pids[one.rank] = launch.start_cold(
+                    order,
+                    one,
+                    title=title,
+                    traceback_file=self._evidence[one.rank].traceback_file,
+                    imports=self._paths.imports,
+                )
+        except OSError as error:
+            self._log(f"generation {order.generation}: no process for every rank yet: {error}")
+            for pid in pids.values():
+                reap.send_signal(pid, signal.SIGKILL)
+            self._put_back(order)
+            return
         self._adopt(order, pids, warm=False, why_cold=why_cold)
+
+    def _put_back(self, order: KeeperSpawn) -> None:
+        self._again_s = time.monotonic() + _AGAIN_S
+        if order.beside:
+            self._beside.insert(0, order)
+        elif self._spawn is None:  # Else there is a newer one.
+            self._spawn = order
 
     def _adopt(
         self, order: KeeperSpawn, pids: dict[int, int], *, warm: bool, why_cold: str

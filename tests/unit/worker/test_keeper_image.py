@@ -148,3 +148,38 @@ def test_a_rank_whose_files_cannot_be_made_has_failed_and_the_others_live_on(
     assert wait_for(agent, KeeperState).running == running
     agent.send(KeeperExit())
     agent.close()
+
+
+PIDS = Path("/sys/fs/cgroup/pids")
+
+
+@pytest.mark.skipif(not os.access(PIDS, os.W_OK), reason="no cgroup of version 1 for processes")
+def test_ranks_for_which_there_is_no_process_are_started_once_there_is_one(
+    image: tuple[int, socket.socket], tmp_path: Path
+) -> None:
+    """A limit of a container that others' processes have used up ended the keeper and all ranks."""
+    agent = connect(tmp_path)
+    agent.send(make_order(0, tmp_path))
+    running = wait_for(agent, KeeperSpawned).pids
+    group = PIDS / f"perdure-test-{image[0]}"
+    group.mkdir()
+    try:
+        (group / "pids.max").write_text("1")
+        (group / "cgroup.procs").write_text(str(image[0]))
+        order = make_order(1, tmp_path, beside=True)
+        agent.send(order)
+        agent.send(order)
+        agent.send(KeeperStatus())
+        assert wait_for(agent, KeeperState).running == running
+        (group / "pids.max").write_text("max")
+        assert set(wait_for(agent, KeeperSpawned).pids) == {1}
+        agent.send(KeeperExit())
+        agent.close()
+        for _ in range(2000):
+            if not (group / "cgroup.procs").read_text():
+                break
+            time.sleep(0.01)
+    finally:
+        for pid in (group / "cgroup.procs").read_text().split():
+            (PIDS / "cgroup.procs").write_text(pid)
+        group.rmdir()
