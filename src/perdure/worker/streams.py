@@ -6,14 +6,11 @@ turn success into exit code 120. What does not fit is dropped instead, counted, 
 soon as there is room. Standard library only: `worker.cold` uses it in scripts that want no more.
 """
 
-import contextlib
 import errno
 import functools
 import io
 import os
 import sys
-import threading
-from collections import deque
 from typing import Any
 
 _DISK = frozenset({
@@ -23,7 +20,12 @@ _DISK = frozenset({
 
 
 class LossyFile(io.FileIO):
-    """A descriptor that takes all of what it is given, also what its disk does not."""
+    """A descriptor that takes all of what it is given, also what its disk does not.
+
+    Bytes go to it at once, as they do where Python runs with -u, which is how torchrun and a cold
+    start run it: the last words of a rank that is killed are not lost. It stands below a text stream with no `BufferedWriter` between, which lets nobody in twice: a
+    signal's handler that prints may run within any line of Python, thus also within `write`.
+    """
 
     lost = 0
     """Bytes not yet said to be."""
@@ -53,78 +55,6 @@ class LossyFile(io.FileIO):
         return size
 
 
-class ReentrantWriter(io.BufferedWriter):
-    """Buffers as `BufferedWriter` does, and lets a thread in again that is within it.
-
-    A signal's handler that prints may run within any line of Python, thus also within the
-    descriptor's `write`; Python's own buffer refuses it there.
-    """
-
-    def __init__(self, raw: LossyFile) -> None:
-        """Write to `raw`."""
-        super().__init__(raw)
-        self._held: deque[bytes] = deque()
-        self._size = 0
-        self.renew_lock()
-
-    def renew_lock(self) -> None:
-        """Be free, as in the child of a fork in which another thread was within."""
-        self._lock = threading.RLock()
-
-    def write(self, data: Any, /) -> int:
-        """Take all of `data`, and return its size in bytes.
-
-        Raises:
-            OSError: it is written, and the fault is not the disk's.
-            ValueError: the stream is closed.
-        """
-        view = memoryview(data)
-        if self.closed:
-            raise ValueError("write to closed file")
-        with self._lock:
-            if self._size + view.nbytes > io.DEFAULT_BUFFER_SIZE:
-                self.flush()
-            if view.nbytes > io.DEFAULT_BUFFER_SIZE:
-                self.raw.write(view)
-            else:
-                self._held.append(view.tobytes())
-                self._size += view.nbytes
-        return view.nbytes
-
-    def flush(self) -> None:
-        """Write what is held.
-
-        Raises:
-            OSError: the fault is not the disk's.
-            ValueError: the stream is closed.
-        """
-        if self.closed:
-            raise ValueError("flush of closed file")
-        with self._lock:
-            parts: list[bytes] = []
-            with contextlib.suppress(IndexError):  # A handler may take some meanwhile.
-                while True:
-                    parts.append(self._held.popleft())
-            self._size = 0
-            if data := b"".join(parts):
-                self.raw.write(data)
-
-    def tell(self) -> int:
-        """Return where the next byte will be."""
-        self.flush()
-        return super().tell()
-
-    def seek(self, target: int, whence: int = 0, /) -> int:
-        """Go to another place, and return it."""
-        self.flush()
-        return super().seek(target, whence)
-
-    def truncate(self, pos: int | None = None, /) -> int:
-        """Cut the file, and return its size."""
-        self.flush()
-        return super().truncate(pos)
-
-
 def survive_full_disks() -> None:
     """Put streams that survive a full disk in the place of standard output and error."""
     for name, fd in (("stdout", 1), ("stderr", 2)):
@@ -135,12 +65,8 @@ def survive_full_disks() -> None:
         raw = LossyFile(fd, "wb", closefd=False)
         raw.name = f"<{name}>"
         os.register_at_fork(after_in_child=functools.partial(setattr, raw, "lost", 0))
-        buffer: io.FileIO | io.BufferedWriter = raw
-        if isinstance(before.buffer, io.BufferedWriter):  # It is not where -u says so.
-            buffer = ReentrantWriter(raw)
-            os.register_at_fork(after_in_child=buffer.renew_lock)
         stream = io.TextIOWrapper(
-            buffer,
+            raw,
             encoding=before.encoding,
             errors=before.errors,
             line_buffering=before.line_buffering,

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import termios
 import time
 from pathlib import Path
@@ -160,89 +159,3 @@ print("after", flush=True)
     with start(program) as process:
         said, _ = process.communicate(timeout=60)
     assert said == "after\n\nperdure: 5 bytes did not fit on the disk\nafter\n"
-
-
-@pytest.mark.parametrize(("option", "writes"), [("-B", 1), ("-u", 1000)])
-def test_small_pieces_of_bytes_are_written_together_as_pythons_own_are(
-    option: str, writes: int
-) -> None:
-    program = """
-import os, sys
-from perdure.worker.streams import LossyFile
-counts, plain = [], LossyFile.write
-LossyFile.write = lambda self, data: (counts.append(len(data)), plain(self, data))[1]
-for _ in range(1000):
-    sys.stdout.buffer.write(b"x\\n")
-assert len(counts) in (0, 1000), counts
-sys.stdout.flush()
-print(len(counts), end="")
-"""
-    with start(program, option) as process:
-        said, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
-    assert said == "x\n" * 1000 + str(writes)
-
-
-def test_bytes_keep_their_order_and_nothing_is_lost_at_the_end() -> None:
-    program = """
-import sys, threading
-out = sys.stdout.buffer
-out.write(b"a")
-out.write(b"b" * 20_000)
-out.write(b"c" * 5_000)
-out.write(b"d" * 5_000)
-assert out.tell() == 30_001
-print("e", flush=True)
-threads = [
-    threading.Thread(target=lambda n=n: [out.write(b"%d" % n * 99 + b"\\n") for _ in range(500)])
-    for n in range(4)
-]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-out.write(b"the end")
-"""
-    with tempfile.TemporaryFile("w+") as file, start(program, stdout=file) as process:
-        _, errors = process.communicate(timeout=60)
-        file.seek(0)
-        said = file.read()
-    assert (process.returncode, errors) == (0, "")
-    assert said.startswith("a" + "b" * 20_000 + "c" * 5_000 + "d" * 5_000)
-    lines = said[30_001:].splitlines()
-    assert sorted(lines[1:-1]) == sorted(str(n) * 99 for n in range(4) for _ in range(500))
-    assert (lines[0], lines[-1]) == ("e", "the end")
-
-
-BYTES_HANDLER = PRINTING_HANDLER.replace(
-    'print("x" * 999, flush=True)', 'sys.stdout.buffer.write(b"x" * 999 + b"\\n")'
-).replace("import os, signal", "import os, signal, sys")
-
-
-def test_a_signal_handler_may_print_while_bytes_are_written() -> None:
-    with start(BYTES_HANDLER) as process:
-        signal_amid_a_line(process)
-        said, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (0, "")
-    assert (said.count("x"), said.count("tick\n"), said.count("\n")) == (199_800, 1, 201)
-
-
-def test_a_fork_may_write_while_another_thread_waits_for_a_reader() -> None:
-    program = """
-import os, sys, threading
-within = threading.Event()
-class Full(type(sys.stdout.buffer.raw)):
-    def write(self, data):
-        within.set()
-        threading.Event().wait()
-sys.stdout.buffer.raw.__class__ = Full
-threading.Thread(target=sys.stdout.buffer.write, args=(b"x" * 9000,), daemon=True).start()
-within.wait()
-if pid := os.fork():
-    os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-sys.stdout.buffer.write(b"short")
-os._exit(7)
-"""
-    with start(program) as process:
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (7, "")
