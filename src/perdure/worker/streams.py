@@ -23,8 +23,9 @@ class LossyFile(io.FileIO):
     """A descriptor that takes all of what it is given, also what its disk does not.
 
     Bytes go to it at once, as they do where Python runs with -u, which is how torchrun and a cold
-    start run it: the last words of a rank that is killed are not lost. It stands below a text stream with no `BufferedWriter` between, which lets nobody in twice: a
-    signal's handler that prints may run within any line of Python, thus also within `write`.
+    start run it: the last words of a rank that is killed are not lost. No `BufferedWriter` stands
+    between it and the text, because that lets nobody in twice: a signal's handler that prints may
+    run within any line of Python, thus also within `write`.
     """
 
     lost = 0
