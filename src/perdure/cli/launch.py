@@ -25,7 +25,7 @@ from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.launching import Finding, LaunchRecord, Plan
 from perdure.model.profile import Profile, find_unmeasured
-from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
 
 JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
 On = Annotated[str, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")]
@@ -101,6 +101,8 @@ def launch(
     before = read_record(home, plan.job)
     record = _keep_account(spec, platform.submit(plan, place), before)
     write_record(home, record)
+    if plan.kind == "local":
+        wait_for_start(paths_of(home, plan.job), int(record.id))
     if as_json:
         print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
     else:

@@ -18,7 +18,7 @@ from perdure.cli.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
 from perdure.service.credentials import check_outside
-from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
 
 CONTEXT: dict[str, Any] = {
     "allow_interspersed_args": False,
@@ -139,6 +139,7 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     placement = os.path.abspath(options.placement) if options.placement else ""
     plan = render(spec, home, placement=placement)
     pid = submit(plan)
+    wait_for_start(paths_of(home, spec.name), pid)
     if options.json:
         print_json({"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach})
     else:

@@ -9,6 +9,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,6 +35,7 @@ PREVIOUS = "previous"
 KEPT = frozenset({LOCK, PREVIOUS, "checkpoints"})
 SPACE_MIN_BYTES = 8_000_000
 _LAST_LINES_GUESS = 1 << 16
+_START_S, _LOOK_S = 20.0, 0.02
 
 
 class Parts(msgspec.Struct, frozen=True):
@@ -266,6 +268,19 @@ def is_alive(paths: JobPaths) -> bool:
         return False
     finally:
         os.close(fd)
+
+
+def wait_for_start(paths: JobPaths, pid: int) -> None:
+    """Wait until child `pid`, a `perdure run`, has taken the job, or has ended; at most 20 s.
+
+    A command that comes at once would else find the job that it takes the place of, or none.
+    """
+    deadline = time.monotonic() + _START_S
+    while not is_alive(paths) and time.monotonic() < deadline:
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(pid, os.WNOHANG)[0]:
+                return
+        time.sleep(_LOOK_S)
 
 
 def set_previous_aside(paths: JobPaths) -> str:
