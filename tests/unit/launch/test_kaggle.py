@@ -190,6 +190,21 @@ def test_an_answer_that_is_none_says_nothing_of_the_job(plan: Plan, service: Kag
             find_state(record, service.here)
 
 
+def test_who_asks_how_it_is_changes_nothing_that_was_brought_home(
+    plan: Plan, service: Kaggle
+) -> None:
+    """P6: `teardown` took that for something written after the pull, and refused each time."""
+    record = launched(plan, service)
+    fetch(record, service.here)
+    fetched = Path(record.roots["job"], "status.json")
+    before = fetched.stat()
+    find_state(record, service.here)
+    assert (fetched.stat().st_ino, fetched.stat().st_mtime_ns) == (
+        before.st_ino,
+        before.st_mtime_ns,
+    )
+
+
 def test_all_output_is_brought_home(plan: Plan, service: Kaggle) -> None:
     record = launched(plan, service)
     (service.root / "output" / "gpt" / "checkpoints").mkdir()

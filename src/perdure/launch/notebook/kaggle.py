@@ -8,6 +8,7 @@ import json
 import os
 import re
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -131,16 +132,17 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     if not word:
         return BoxState(state="not-started", reason=f"Kaggle knows no {record.id}")
     pattern = f"^{re.escape(record.job)}/status\\.json$"
-    folder = Path(record.home)
-    (folder / record.job / "status.json").unlink(missing_ok=True)
-    words = ("output", record.id, "-p", str(folder), "-o", "--file-pattern", pattern)
-    code, out = call(here, *words)
-    if code and "404" not in out:  # Else the session might be taken for one that left nothing.
-        raise PlatformError(f"kaggle kernels output: {_last(out)}", hint=_NOTHING_SAID)
-    try:
-        left = json.loads((folder / record.job / "status.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return BoxState(state="killed", reason=f"Kaggle: {word}: {message or 'it left no status'}")
+    # Apart from what was fetched: that a state was asked for changes nothing that was pulled.
+    with tempfile.TemporaryDirectory(prefix="perdure-") as folder:
+        words = ("output", record.id, "-p", folder, "-o", "--file-pattern", pattern)
+        code, out = call(here, *words)
+        if code and "404" not in out:  # Else the session might be taken for one that left nothing.
+            raise PlatformError(f"kaggle kernels output: {_last(out)}", hint=_NOTHING_SAID)
+        try:
+            left = json.loads(Path(folder, record.job, "status.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            reason = f"Kaggle: {word}: {message or 'it left no status'}"
+            return BoxState(state="killed", reason=reason)
     reason = f"session {left.get('session', 0)}: {left.get('state')}: {left.get('reason')}"
     if left.get("next") == "requeue":
         reason += "; the same `perdure launch` goes on"
