@@ -247,16 +247,15 @@ def list_parents() -> dict[int, int]:
 
 
 def list_children(pid: int) -> set[int]:
-    """Return the processes that `pid` has started, or taken over, and not waited for.
+    """Return what the main thread of `pid` has started, or taken over, and not waited for.
+
+    What another thread has started is not among it: that thread waits for it.
 
     Raises:
         OSError: it is gone, or this kernel has no such list (CONFIG_PROC_CHILDREN).
     """
-    found: set[int] = set()
-    for thread in os.listdir(f"/proc/{pid}/task"):
-        with open(f"/proc/{pid}/task/{thread}/children") as file:
-            found.update(int(word) for word in file.read().split())
-    return found
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return {int(word) for word in file.read().split()}
 
 
 def list_descendants(roots: Iterable[int]) -> dict[int, set[int]]:
