@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -13,6 +14,7 @@ from perdure.adapters.host import (
     end_leftovers,
     find_marked,
     kill_process,
+    list_children,
     list_descendants,
     read_start_time,
     read_state,
@@ -87,3 +89,17 @@ def test_leftovers_end_by_mark_and_by_pid(family: tuple[subprocess.Popen[bytes],
     assert set(killed) >= {parent.pid}
     assert find_marked(marks) == {}
     assert parent.wait() == -signal.SIGKILL
+
+
+def test_children_of_another_thread_are_not_listed() -> None:
+    """It waits for them itself: whoever reaped one of them would take its exit status away."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(subprocess.Popen, command, stdin=subprocess.PIPE).result()
+        with theirs, subprocess.Popen(command, stdin=subprocess.PIPE) as mine:
+            found = list_children(os.getpid())
+            assert mine.pid in found
+            assert theirs.pid not in found
+            for child in (mine, theirs):
+                assert child.stdin is not None
+                child.stdin.close()
