@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from perdure.control.state import ControllerState
+from perdure.control.state import Answer, ControllerState
 from perdure.model.actions import AnswerCommand, AnyAction
 
 
@@ -11,7 +11,13 @@ def answer(
 ) -> list[AnyAction]:
     """Close a command with its answer, which is kept for a client that asks again."""
     state.commands.pop(id_, None)
-    state.answered[id_] = (ok, reason, result)
+    state.answered[id_] = Answer(ok, reason, result)
+    return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
+
+
+def answer_again(state: ControllerState, id_: str) -> list[AnyAction]:
+    """Return the answer that a command has got, for a client that asks once more."""
+    ok, reason, result = state.answered[id_]
     return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
 
 

@@ -8,7 +8,7 @@ the digest of its secret, so that the journal, which viewers read, invites nobod
 from typing import Any
 
 from perdure.control.answers import answer
-from perdure.control.state import ControllerState, Invited, OpenCommand
+from perdure.control.state import Answer, ControllerState, Invited, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.invitations import (
     KEPT_MAX,
@@ -61,11 +61,11 @@ def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> 
 
 def preview_invitations(
     state: ControllerState, now: float, kind: str, args: dict[str, Any]
-) -> tuple[bool, str, dict[str, Any]] | None:
+) -> Answer | None:
     """Return the answer to a request for the list of invitations; None where it is none."""
     if kind != "invite" or not args.get("list"):
         return None
-    return True, "", {"invitations": _list_invitations(state, now)}
+    return Answer(True, "", {"invitations": _list_invitations(state, now)})
 
 
 def _list_invitations(state: ControllerState, now: float) -> list[dict[str, Any]]:

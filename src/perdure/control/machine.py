@@ -280,11 +280,10 @@ class Controller:
             if not has_enough(state):
                 return freed
             return form_world(state, now, f"{len(state.nodes)} nodes are there")
-        actions = reform.return_node(state, event)
-        if actions is None:
-            why = "its ranks are gone, keeper and all"
-            return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
-        actions = [*freed, *actions]
+        returned = reform.return_node(state, event)
+        if returned.broken:
+            return self._fail(now, f"node {event.node}", returned.broken, code=1, taken=taken)
+        actions = [*freed, *returned.actions]
         if state.assignment is None:
             return actions
         reason = f"node {event.node} registered"
@@ -307,9 +306,8 @@ class Controller:
         state.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
-        outside = reform.leave_outside(state, now, event)
-        if outside is not None:
-            return outside
+        if reform.is_outside(state, record.rank):
+            return reform.leave_outside(state, now, record.rank)
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
             left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
@@ -330,11 +328,11 @@ class Controller:
                 why=why,
                 taken=taken,
             )
-        others = reform.leave_world(state, now, event)
-        if isinstance(others, str):
-            return self._fail(now, f"rank {record.rank}", others)
+        left_well = reform.leave_world(state, now, event)
+        if left_well.broken:
+            return self._fail(now, f"rank {record.rank}", left_well.broken)
         if not reform.has_ended(state):
-            return others
+            return left_well.actions
         return finish_job(state, now)
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
@@ -343,11 +341,11 @@ class Controller:
         if isinstance(event, KeeperLost):
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
-            outside = reform.lose_outside(state, event.node, event.begun)
-            if outside is not None:
-                return outside
-            why = f": it {event.cause}" if event.cause else ""
-            return self._fail(now, f"node {event.node}", f"keeper died{why}", code=1, taken=taken)
+            why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
+            lost = reform.lose_ranks(state, event.node, why, event.begun)
+            if not lost.broken:
+                return lost.actions
+            return self._fail(now, f"node {event.node}", lost.broken, code=1, taken=taken)
         state.lost.setdefault(event.node, event.at_s)
         if state.phase == "ending":
             return advance_end(state, now)
@@ -360,9 +358,9 @@ class Controller:
                 state, now, cause="NodeLost", culprit=node, reason=why, would=would,
                 first_seen_s=event.at_s,
             )  # fmt: skip
-        outside = reform.lose_outside(state, event.node)
-        if outside is not None:
-            return outside
+        lost = reform.lose_ranks(state, event.node, why)
+        if not lost.broken:
+            return lost.actions
         if event.node not in state.placement and not reform.is_elastic(state):
             return []
         if taken is None:
@@ -388,8 +386,11 @@ class Controller:
         reaction = weigh_verdict(state, verdict, now)
         if reaction.rung == "none":
             return withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
-        waiting = hold_action(state, now, verdict) if verdict.kind in STACKS_FOR else None
-        return self._act_upon(now, verdict) if waiting is None else waiting
+        if verdict.kind in STACKS_FOR:
+            asked = [] if state.stacks is not None else ask_stacks(state, now, verdict)
+            if hold_action(state, now, verdict):
+                return asked
+        return self._act_upon(now, verdict)
 
     def _weigh_again(self, now: float) -> list[AnyAction]:
         """Slowness stands: a spare node may have come, its cost grown, or a checkpoint been saved.
@@ -424,7 +425,7 @@ class Controller:
         actions, node = blame(state, now, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
         ended = reform.end_hung_rank(state, verdict)
-        if ended is not None:
+        if ended:
             return [*actions, *ended]
         freed = reform.free_slot(state, verdict)
         hangs = verdict.kind in STACKS_FOR and not freed
@@ -493,8 +494,8 @@ class Controller:
         if decision.rung != "give up":
             in_place = reform.reform_world(state, now, reason, freed=freed)
             state.failed_s = state.failed_s if freed else now  # Nobody stands still for a slot.
-            if in_place is not None:
-                return in_place
+            if not in_place.broken:
+                return in_place.actions
         open_ = state.boundary is not None and state.boundary.move == "prepare"
         actions: list[AnyAction] = [abort_boundary(state, decision.reason)] if open_ else []
         state.boundary = None  # A commit is never taken back; it dies with its world.
@@ -530,10 +531,10 @@ class Controller:
         if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
             return self._phase_overdue(now)
         due_elastic = reform.fire_elastic(state, now, event.busy)
-        if isinstance(due_elastic, str):
-            return self._fail(now, "the job", due_elastic, code=1)
-        if due_elastic:
-            return due_elastic
+        if due_elastic.broken:
+            return self._fail(now, "the job", due_elastic.broken, code=1)
+        if due_elastic.actions:
+            return due_elastic.actions
         stacks = state.stacks
         if stacks is not None and stacks.held is not None and now >= stacks.due_s:
             return self._act_upon(now, stacks.held)

@@ -8,7 +8,7 @@ States of a job:
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from perdure.control.elastic.state import ElasticState
 from perdure.control.groups.state import GroupState, QuorumState
@@ -68,6 +68,14 @@ class OpenCommand:
     args: dict[str, Any]
     who: str
     at_s: float
+
+
+class Answer(NamedTuple):
+    """What a command was answered."""
+
+    ok: bool
+    reason: str
+    result: dict[str, Any]
 
 
 @dataclass(slots=True)
@@ -265,8 +273,8 @@ class ControllerState:
     commands: dict[str, OpenCommand] = field(default_factory=dict)
     injects: dict[str, OpenCommand] = field(default_factory=dict)
     """Injected faults that have not taken place."""
-    answered: dict[str, tuple[bool, str, dict[str, Any]]] = field(default_factory=dict)
-    """Command id -> (ok, reason, result), so that a repeated command gets the same answer."""
+    answered: dict[str, Answer] = field(default_factory=dict)
+    """By command's id, so that a repeated command gets the same answer."""
     checkpoint_due_s: float | None = None
     stall_s: float | None = None
     """Measured cost of the newest checkpoint to training."""

@@ -24,6 +24,7 @@ from perdure.control.elastic.members import (
     split_called,
 )
 from perdure.control.observing import is_observed
+from perdure.control.outcome import Outcome
 from perdure.control.state import ControllerState
 from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction, ReformWorld
@@ -138,21 +139,23 @@ def free_slot(state: ControllerState, verdict: Verdict) -> bool:
 
 def reform_world(
     state: ControllerState, now: float, reason: str, *, freed: bool = False
-) -> list[AnyAction] | None:
-    """Return the order that leaves out who is lost; None where that cannot be done in place.
+) -> Outcome:
+    """Return the order that leaves out who is lost, where that can be done in place.
 
     Spares come in with it, so that the world is at its full strength at once. With `freed`, the
     others have gone on already without a member that ended early: its slot is filled.
     """
     elastic = state.elastic
     if not is_elastic(state):
-        return None
+        return Outcome(broken="its members are fixed")
     left = find_living(state)
     if left == elastic.members:
-        return [*fill_slots(state, reason), *admit(state, now)] if freed else None
+        if not freed:
+            return Outcome(broken="no member of it is lost")
+        return Outcome([*fill_slots(state, reason), *admit(state, now)])
     if not have_state(state, left):
         elastic.given_up = "no member that has the state is left"
-        return None
+        return Outcome(broken=elastic.given_up)
     elastic.reforms += 1
     elastic.retries = 0  # It is the loss that had broken the world.
     nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
@@ -160,25 +163,26 @@ def reform_world(
     spares, followers = split_called(state, called)
     why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
     order = order_world(state, now, why, new=spares)
-    return [order, *order_following(state, followers), *fill_slots(state, reason)]
+    return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
 
 
-def leave_world(state: ControllerState, now: float, event: RankExited) -> list[AnyAction] | str:
+def leave_world(state: ControllerState, now: float, event: RankExited) -> Outcome:
     """A member has ended well: nobody waits for it any more.
 
-    A string says why the world has to be restarted: the others died while it left.
+    The world is broken where the others died while it left.
     """
     elastic, rank = state.elastic, event.record.rank
     order = elastic.order
     if state.boundary is not None and rank in state.boundary.leaves:
         elastic.left.add(rank)
-        return [] if find_living(state) else "the last member that had the state has left"
+        alone = "" if find_living(state) else "the last member that had the state has left"
+        return Outcome(broken=alone)
     elastic.finished.add(rank)
     if not is_elastic(state) or order is None or rank not in order.ranks:
-        return []
+        return Outcome()
     if rank in elastic.answered or not find_living(state):
-        return []
-    return [order_world(state, now, f"rank {rank} has ended")]
+        return Outcome()
+    return Outcome([order_world(state, now, f"rank {rank} has ended")])
 
 
 def has_ended(state: ControllerState) -> bool:
@@ -192,58 +196,57 @@ def has_ended(state: ControllerState) -> bool:
     )
 
 
-def leave_outside(state: ControllerState, now: float, event: RankExited) -> list[AnyAction] | None:
-    """Return what follows where who has ended was no member; None where it was one.
+def is_outside(state: ControllerState, rank: int) -> bool:
+    """Return whether `rank` runs beside an elastic world and is no member of it."""
+    return bool(state.elastic.members) and rank not in state.elastic.members
 
-    Nobody misses it. A spare that was ready is started again; whoever did not get that far would
-    not get further the next time.
+
+def leave_outside(state: ControllerState, now: float, rank: int) -> list[AnyAction]:
+    """Somebody has ended who is no member, and whom nobody misses.
+
+    A spare that was ready is started again; whoever did not get that far would not get further the
+    next time.
     """
-    elastic, rank = state.elastic, event.record.rank
-    if not elastic.members or rank in elastic.members:
-        return None
+    elastic = state.elastic
     if rank not in elastic.ready and rank not in elastic.lost:
         elastic.barren.add(state.the_spec().slot_of(rank))
     return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
 
-def lose_outside(
-    state: ControllerState, node: int, begun: Collection[int] | None = None
-) -> list[AnyAction] | None:
-    """Count what a node ran as lost; None where a member was among it, and the world has to form.
+def lose_ranks(
+    state: ControllerState, node: int, why: str, begun: Collection[int] | None = None
+) -> Outcome:
+    """Count what a node ran as lost; where a member was among it, the world is broken: `why`.
 
     The same loss may be told twice: by the keeper's end, and by a node that registers anew.
     """
-    if not is_elastic(state):
-        return None
-    if lose_node(state, node, begun):
-        return None
-    return fill_slots(state, f"node {node} lost its processes")
+    if not is_elastic(state) or lose_node(state, node, begun):
+        return Outcome(broken=why)
+    return Outcome(fill_slots(state, f"node {node} lost its processes"))
 
 
-def return_node(state: ControllerState, event: NodeRegistered) -> list[AnyAction] | None:
-    """Return what follows where a node registers; None where ranks of the world are gone with it.
+def return_node(state: ControllerState, event: NodeRegistered) -> Outcome:
+    """Return what follows where a node registers: ranks of the world may be gone with it.
 
     An elastic world has new members started on a node that was away.
     """
-    outside: list[AnyAction] | None = []
+    lost = Outcome()
     running = state.phase == "running" and event.node in state.placement
     if running and event.generation < state.generation:
         ranks = state.the_spec().ranks_of(state.placement.index(event.node))
-        outside = lose_outside(state, event.node, ())
-        if outside is None and any(rank not in state.exits for rank in ranks):
-            return None
+        lost = lose_ranks(state, event.node, "its ranks are gone, keeper and all", ())
+        if lost.broken and any(rank not in state.exits for rank in ranks):
+            return lost
     if not is_elastic(state):
-        return []
+        return Outcome()
     if state.assignment is not None:
         state.assignment = structs.replace(state.assignment, gone=list_gone(state))
     strays = end_strays(state, event.node, event.running)
-    return [*(outside or []), *strays, *fill_slots(state, f"node {event.node} is back")]
+    return Outcome([*lost.actions, *strays, *fill_slots(state, f"node {event.node} is back")])
 
 
-def fire_elastic(
-    state: ControllerState, now: float, busy: Collection[int] = ()
-) -> list[AnyAction] | str:
-    """Return what is due; a string says why the world has to be restarted after all.
+def fire_elastic(state: ControllerState, now: float, busy: Collection[int] = ()) -> Outcome:
+    """Return what is due; the world may have to be restarted after all.
 
     Members that are `busy`, as they have declared, are waited for: so long, and then for as long
     as any other.
@@ -254,23 +257,27 @@ def fire_elastic(
         excused, elastic.excused = elastic.excused, set(silent).intersection(busy)
         if excused or elastic.excused:
             elastic.deadline_s = now + REFORM_TIMEOUT_S
-            return []
-        elastic.given_up = f"ranks {silent} did not form epoch {elastic.epoch} in time"
-        elastic.deadline_s = elastic.retry_s = None
-        return elastic.given_up
+            return Outcome()
+        return _give_up(state, f"ranks {silent} did not form epoch {elastic.epoch} in time")
     if elastic.retry_s is not None and now >= elastic.retry_s:
         if is_observed(state):
             elastic.retry_s = None
-            return "the world broke, and is not formed again"
+            return Outcome(broken="the world broke, and is not formed again")
         elastic.retries += 1
         if elastic.retries > RETRIES_MAX:
-            elastic.given_up = f"the world broke {elastic.retries} times at step {elastic.step}"
-            elastic.deadline_s = elastic.retry_s = None
-            return elastic.given_up
-        return [
-            order_world(state, now, f"the world broke, and nobody is lost: try {elastic.retries}")
-        ]
-    return []
+            times = f"{elastic.retries} times at step {elastic.step}"
+            return _give_up(state, f"the world broke {times}")
+        why = f"the world broke, and nobody is lost: try {elastic.retries}"
+        return Outcome([order_world(state, now, why)])
+    return Outcome()
+
+
+def _give_up(state: ControllerState, why: str) -> Outcome:
+    """Form this generation no more in place."""
+    elastic = state.elastic
+    elastic.given_up = why
+    elastic.deadline_s = elastic.retry_s = None
+    return Outcome(broken=why)
 
 
 def reissue(state: ControllerState, reason: str) -> list[AnyAction]:
@@ -283,15 +290,15 @@ def reissue(state: ControllerState, reason: str) -> list[AnyAction]:
     return [*again, *order_following(state, tuple(open_))]
 
 
-def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction] | None:
-    """Return the order that ends a hung process, so that the others go on; None without one."""
+def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction]:
+    """Return the order that ends a hung process, if there is one without which others go on."""
     rank = verdict.culprit.rank
     if not is_elastic(state) or rank is None:
-        return None
+        return []
     left = find_living(state)
     alone = rank in left and len(left) < 2
     if alone or rank in state.exits or rank not in {*left, *state.elastic.extra}:
-        return None
+        return []
     why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
     return [end_rank(state, rank, why)]
 

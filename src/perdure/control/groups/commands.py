@@ -1,6 +1,6 @@
 """Operators' commands to a torchft job."""
 
-from perdure.control.answers import answer
+from perdure.control.answers import answer, answer_again
 from perdure.control.groups.agreement import start_group_set
 from perdure.control.groups.pauses import end_group_pause, start_group_pause
 from perdure.control.groups.saving import reopen_lost, start_group_checkpoint
@@ -8,7 +8,7 @@ from perdure.control.groups.verbs import order_replicas
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import note_pace
 from perdure.control.steering.commands import inject_action, receive_command
-from perdure.model.actions import AnswerCommand, AnyAction
+from perdure.model.actions import AnyAction
 from perdure.model.events import CommandReceived, NodeAsked
 
 
@@ -28,8 +28,7 @@ def receive_group_command(
 
 def _receive(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
-        ok, reason, result = state.answered[event.id]
-        return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
+        return answer_again(state, event.id)
     if event.id in state.commands:
         return []
     note_pace(state, event.pace)

@@ -15,7 +15,7 @@ from perdure.control.groups.lifecycle import find_spares, start_group
 from perdure.control.groups.moves import count_left, name_replicas, take_back
 from perdure.control.groups.state import GroupMove
 from perdure.control.recovery.placement import bar, release
-from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.state import Answer, ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_groups
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
@@ -53,15 +53,14 @@ def plan_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any
             return _plan_leave(state, verb, groups, bool(args.get("wait")))
 
 
-def preview_group_verb(
-    state: ControllerState, verb: PlaceVerb, args: dict[str, Any]
-) -> tuple[bool, str, dict[str, Any]]:
-    """Return the answer to a dry run: (ok, reason, result)."""
+def preview_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> Answer:
+    """Return the answer to a dry run."""
     try:
         plan = plan_group_verb(state, verb, args)
     except (TypeError, ValueError) as error:
-        return False, f"malformed arguments: {error}", {}
-    return not plan.refusal, plan.refusal or plan.words, {"dry_run": True, **render_plan(plan)}
+        return Answer(False, f"malformed arguments: {error}", {})
+    result = {"dry_run": True, **render_plan(plan)}
+    return Answer(not plan.refusal, plan.refusal or plan.words, result)
 
 
 def render_plan(plan: GroupPlan) -> dict[str, Any]:

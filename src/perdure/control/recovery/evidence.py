@@ -34,16 +34,13 @@ def ask_stacks(state: ControllerState, now: float, verdict: Verdict) -> list[Any
     return [TakeStacks(generation=state.generation, ranks=ranks, reason=reason)]
 
 
-def hold_action(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction] | None:
-    """Keep an actionable verdict until its stacks are there; None where it may be acted upon."""
-    actions: list[AnyAction] = []
-    if state.stacks is None:
-        actions = ask_stacks(state, now, verdict)
+def hold_action(state: ControllerState, now: float, verdict: Verdict) -> bool:
+    """Keep an actionable verdict if stacks are on their way; return whether it is kept."""
     request = state.stacks
     if request is None or not request.missing or now >= request.due_s:
-        return None
+        return False
     request.held = request.held or verdict
-    return actions
+    return True
 
 
 def ask_stacks_again(state: ControllerState, reason: str) -> list[AnyAction]:

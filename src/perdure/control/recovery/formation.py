@@ -8,7 +8,7 @@ from typing import Literal
 
 from perdure.control.elastic.state import ElasticState
 from perdure.control.recovery.placement import place_nodes
-from perdure.control.state import ControllerState, Ending
+from perdure.control.state import Answer, ControllerState, Ending
 from perdure.control.steering.changes import note_high, restart_changes
 from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
@@ -174,7 +174,7 @@ def _answer_all(state: ControllerState, reason: str) -> list[AnyAction]:
     actions: list[AnyAction] = []
     for id_ in sorted(state.commands):
         ok, why = state.commands[id_].kind in ("stop", "kill"), f"the job has ended: {reason}"
-        state.answered[id_] = (ok, why, {})
+        state.answered[id_] = Answer(ok, why, {})
         actions.append(AnswerCommand(id=id_, ok=ok, reason=why))
     state.commands.clear()
     return actions

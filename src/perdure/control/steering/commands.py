@@ -1,6 +1,6 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
-from perdure.control.answers import answer
+from perdure.control.answers import answer, answer_again
 from perdure.control.invitations import receive_invite, receive_revoke
 from perdure.control.joining import receive_join
 from perdure.control.recovery.formation import end_job
@@ -10,7 +10,7 @@ from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import note_pace, open_boundary
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
-from perdure.model.actions import AnswerCommand, AnyAction, InjectFault
+from perdure.model.actions import AnyAction, InjectFault
 from perdure.model.events import CommandReceived, NodeAsked
 
 _STOP_TIMEOUT_S = 30.0
@@ -75,8 +75,7 @@ def receive_command(
 
 def _receive(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
-        ok, reason, result = state.answered[event.id]
-        return [AnswerCommand(id=event.id, ok=ok, result=result, reason=reason)]
+        return answer_again(state, event.id)
     if event.id in state.commands:
         return []
     if state.phase in ("ending", "ended"):

@@ -15,7 +15,7 @@ from perdure.control.elastic.members import fill_slots
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.groups.verbs import preview_group_verb
 from perdure.control.recovery.placement import bar, find_shortage, release
-from perdure.control.state import ControllerState, OpenCommand, OpenMove
+from perdure.control.state import Answer, ControllerState, OpenCommand, OpenMove
 from perdure.control.steering.moves import restore_move
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, NoteDraining
@@ -58,22 +58,21 @@ def plan_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> 
             return _plan_leave(state, verb, nodes, args)
 
 
-def preview_verb(
-    state: ControllerState, kind: str, args: dict[str, Any]
-) -> tuple[bool, str, dict[str, Any]] | None:
-    """Return the answer to a dry run: (ok, reason, result); None where it is none."""
+def preview_verb(state: ControllerState, kind: str, args: dict[str, Any]) -> Answer | None:
+    """Return the answer to a dry run; None where the command is none."""
     verbs: dict[str, PlaceVerb] = {v: v for v in ("drain", "cordon", "evict", "restore")}
     if not args.get("dry_run") or kind not in verbs or state.spec is None:
         return None
     if state.phase in ("ending", "ended"):
-        return False, "the job is ending", {}
+        return Answer(False, "the job is ending", {})
     if state.spec.torchft.replicas:
         return preview_group_verb(state, verbs[kind], args)
     try:
         plan = plan_verb(state, verbs[kind], args)
     except (TypeError, ValueError) as error:
-        return False, f"malformed arguments: {error}", {}
-    return not plan.refusal, plan.refusal or plan.words, {"dry_run": True, **render_plan(plan)}
+        return Answer(False, f"malformed arguments: {error}", {})
+    result = {"dry_run": True, **render_plan(plan)}
+    return Answer(not plan.refusal, plan.refusal or plan.words, result)
 
 
 def render_plan(plan: Plan) -> dict[str, Any]:
@@ -96,8 +95,8 @@ def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> li
     """Begin a verb, refuse it, or say that it is done already."""
     verb: PlaceVerb = command.kind  # type: ignore[assignment]
     if command.args.get("dry_run"):
-        ok, reason, result = preview_verb(state, verb, command.args) or (False, "", {})
-        return answer(state, command.id, ok, reason, result)
+        told = preview_verb(state, verb, command.args) or Answer(False, "", {})
+        return answer(state, command.id, *told)
     plan = plan_verb(state, verb, command.args)
     if plan.refusal:
         return answer(state, command.id, False, plan.refusal, render_plan(plan))
