@@ -34,9 +34,9 @@ from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken,
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
-from perdure.worker.elastic.data import MicroBatches
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.samples.batches import MicroBatches
+from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
 
@@ -204,7 +204,7 @@ def make_trainer(
         replica = Replica(model, optimizer, clip_norm=1.0)
         return replica, Trainer(replica, compute, exact=scenario.get("exact", False), **common)
     from perdure.worker.elastic.shard_trainer import ShardTrainer
-    from perdure.worker.elastic.sharded import ShardedReplica
+    from perdure.worker.elastic.state.shards import ShardedReplica
 
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
     return sharded, ShardTrainer(
@@ -219,7 +219,7 @@ def make_stages(
     """Return what is trained, cut into stages, and its loop."""
     from perdure.plan.stages import Model, choose_balanced, cut_balanced
     from perdure.worker.elastic.stage_trainer import StageTrainer
-    from perdure.worker.elastic.staged import StagedReplica
+    from perdure.worker.elastic.state.blocks import StagedReplica
     from perdure.worker.pipeline import Runner
 
     killer.wrap(Runner, "_forward", "forward")

@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.state.replicated import Replica
 
 pytestmark = pytest.mark.torch
 

@@ -11,11 +11,11 @@ from torch import nn
 from perdure.model.errors import ConfigError
 from perdure.plan.stages import Model, choose_balanced
 from perdure.worker.elastic import open_pipeline_trainer, train
+from perdure.worker.elastic.joining.stage_follower import StagePupil
+from perdure.worker.elastic.joining.wire import At
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.parts import At
-from perdure.worker.elastic.stage_follow import StagePupil
 from perdure.worker.elastic.stage_trainer import StageTrainer
-from perdure.worker.elastic.staged import StagedReplica
+from perdure.worker.elastic.state.blocks import StagedReplica
 
 
 class Hasty(Membership):

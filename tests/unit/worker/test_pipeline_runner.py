@@ -24,8 +24,8 @@ from perdure.plan.pipeline.orders import (
     order_zero_bubble,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
+from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import Broken, Group, make_device
-from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
 BLOCKS, WIDTH, WAIT_S = 6, 4, 60.0

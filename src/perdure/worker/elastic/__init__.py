@@ -28,12 +28,12 @@ from perdure.plan.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
 from perdure.plan.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
-from perdure.worker.elastic.data import MicroBatches
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.prefetch import Prefetcher
+from perdure.worker.elastic.moving.packing import hash_tensors as hash_tensors
 from perdure.worker.elastic.rates import declare_rate
-from perdure.worker.elastic.replica import Replica, make_model
-from perdure.worker.elastic.state import hash_tensors as hash_tensors
+from perdure.worker.elastic.samples.batches import MicroBatches
+from perdure.worker.elastic.samples.prefetch import Prefetcher
+from perdure.worker.elastic.state.replicated import Replica, make_model
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 
 if TYPE_CHECKING:
@@ -238,9 +238,9 @@ def open_sharded_trainer(
     Raises:
         ConfigError: `shard` is no number of ranks.
     """
-    from perdure.worker.elastic.peers import find_memory
+    from perdure.worker.elastic.saving.peers import find_memory
     from perdure.worker.elastic.shard_trainer import ShardTrainer
-    from perdure.worker.elastic.sharded import ShardedReplica
+    from perdure.worker.elastic.state.shards import ShardedReplica
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
@@ -298,9 +298,9 @@ def open_pipeline_trainer(
         ConfigError: `stages` is no number of ranks or of another model, or blocks share a
             parameter.
     """
-    from perdure.worker.elastic.peers import find_memory
+    from perdure.worker.elastic.saving.peers import find_memory
     from perdure.worker.elastic.stage_trainer import StageTrainer
-    from perdure.worker.elastic.staged import StagedReplica
+    from perdure.worker.elastic.state.blocks import StagedReplica
 
     if isinstance(stages, int) and stages < 1:
         raise ConfigError(f"elastic: pipeline={stages!r} is no number of stages")

@@ -23,10 +23,10 @@ from torch import Tensor
 
 from perdure.plan.shards import NO_LINE, plan_mirrors
 from perdure.worker.elastic.group import Group
-from perdure.worker.elastic.mirror import Mirror
-from perdure.worker.elastic.part_saving import PartSaving
-from perdure.worker.elastic.peers import Peers
-from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.saving.mirror import Mirror
+from perdure.worker.elastic.saving.part_checkpoints import PartSaving
+from perdure.worker.elastic.saving.peers import Peers
+from perdure.worker.elastic.state.fsdp import Parts
 from perdure.worker.elastic.trainer import Trainer
 
 _HashStore: Any = vars(dist)["HashStore"]

@@ -31,16 +31,16 @@ from perdure.plan.shards import (
 )
 from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
-from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.group import Broken, Copy, Group, exchange_standings, make_device
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.moving.rows import move_parts, share_plain
 from perdure.worker.elastic.part_trainer import PartTrainer, open_prefix
-from perdure.worker.elastic.peers import Peers
-from perdure.worker.elastic.shard_saving import ShardSaving
-from perdure.worker.elastic.sharded import ShardedReplica
-from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.saving.peers import Peers
+from perdure.worker.elastic.saving.shard_checkpoints import ShardSaving
+from perdure.worker.elastic.state.fsdp import Parts
+from perdure.worker.elastic.state.shards import ShardedReplica
 from perdure.worker.elastic.trainer import BUCKET_BYTES
-from perdure.worker.elastic.transfer import move_parts, share_plain
 
 
 class ShardTrainer(PartTrainer):

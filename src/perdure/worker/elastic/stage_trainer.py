@@ -34,26 +34,26 @@ from perdure.plan.stage_commit import (
 from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
 from perdure.plan.stages import Choose, Layout, Runs, Section, list_blocks
 from perdure.worker.config import Config
-from perdure.worker.elastic.buckets import Buckets
-from perdure.worker.elastic.follow import CatchUp
+from perdure.worker.elastic.gradients.buckets import Buckets
+from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import Broken, Group, exchange_standings, make_device, wait_for
+from perdure.worker.elastic.joining.follower import CatchUp
+from perdure.worker.elastic.joining.stage_follower import StagePupil, find_node
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.moving.blocks import move_blocks
+from perdure.worker.elastic.moving.rows import share_plain
 from perdure.worker.elastic.part_trainer import PartTrainer, open_prefix
-from perdure.worker.elastic.peers import Peers
-from perdure.worker.elastic.sharding import Parts
-from perdure.worker.elastic.stage_follow import StagePupil, find_node
-from perdure.worker.elastic.stage_moves import move_blocks
-from perdure.worker.elastic.stage_saving import StageSaving
-from perdure.worker.elastic.staged import (
+from perdure.worker.elastic.saving.peers import Peers
+from perdure.worker.elastic.saving.stage_checkpoints import StageSaving
+from perdure.worker.elastic.state.blocks import (
     BlockState,
     StagedReplica,
     count_bytes,
     find_norms,
     join_block,
 )
+from perdure.worker.elastic.state.fsdp import Parts
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Trainer
-from perdure.worker.elastic.transfer import share_plain
-from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 
 _EXECUTED_MAX = 64

@@ -25,7 +25,7 @@ from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, wait_for
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.progress import Progress
-from perdure.worker.elastic.saving import Saving
+from perdure.worker.elastic.saving.checkpoints import Saving
 from perdure.worker.settings import declare_own_keys, plan_steering
 from perdure.worker.signals import SignalForwarding
 from perdure.worker.stderr import say

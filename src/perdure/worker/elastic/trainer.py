@@ -22,9 +22,8 @@ from perdure.plan.microbatches import assign
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
-from perdure.worker.elastic.buckets import Buckets
-from perdure.worker.elastic.feed import Feed
-from perdure.worker.elastic.follow import CatchUp, ReplicaPupil
+from perdure.worker.elastic.gradients.buckets import Buckets
+from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -33,19 +32,20 @@ from perdure.worker.elastic.group import (
     reaching_store,
     read_standings,
 )
+from perdure.worker.elastic.joining.donor import Feed
+from perdure.worker.elastic.joining.follower import CatchUp, ReplicaPupil
 from perdure.worker.elastic.membership import Membership, find_host
-from perdure.worker.elastic.progress import Progress
-from perdure.worker.elastic.replica import Replica
-from perdure.worker.elastic.saving import Saving
-from perdure.worker.elastic.state import (
+from perdure.worker.elastic.moving.packing import (
     open_state,
     pack_state,
     receive_state,
     restore_state,
     send_state,
 )
+from perdure.worker.elastic.progress import Progress
+from perdure.worker.elastic.saving.checkpoints import Saving
+from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.elastic.steering import Steering
-from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.replica import warm_up
 
 BUCKET_BYTES = 8 << 20

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from perdure.model.pipeline import Action, Executed
+from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import Broken
-from perdure.worker.elastic.tree import GradientTree
 from perdure.worker.pipeline.messages import (
     HEADER_BYTES,
     Layout,

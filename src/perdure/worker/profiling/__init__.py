@@ -24,8 +24,8 @@ from perdure.model.errors import PerdureError, ProtocolError
 from perdure.model.profiling import ASK, ProfileReport, ProfileRequest
 from perdure.plan.microbatches import plan_batches
 from perdure.worker.elastic import list_blocks, move_to
-from perdure.worker.elastic.data import MicroBatches
-from perdure.worker.elastic.replica import make_model
+from perdure.worker.elastic.samples.batches import MicroBatches
+from perdure.worker.elastic.state.replicated import make_model
 from perdure.worker.fingerprint import take_fingerprint
 from perdure.worker.profiling.blocks import BlockMeter, walk_tensors
 from perdure.worker.profiling.links import LinkFigures, measure_links

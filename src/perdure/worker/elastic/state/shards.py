@@ -17,8 +17,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from perdure.model.errors import ConfigError
 from perdure.plan.shards import Shard
 from perdure.worker.elastic.group import Copy
-from perdure.worker.elastic.replica import BufferGuard
-from perdure.worker.elastic.sharding import PARAMETER, Parts, Skeleton, release, shard_like
+from perdure.worker.elastic.state.fsdp import PARAMETER, Parts, Skeleton, release, shard_like
+from perdure.worker.elastic.state.replicated import BufferGuard
 
 
 class ShardedReplica:

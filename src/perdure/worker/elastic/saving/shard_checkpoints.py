@@ -3,8 +3,8 @@
 from typing import Any, cast
 
 from perdure.worker.checkpoint import Checkpointer
-from perdure.worker.elastic.part_saving import PartSaving
-from perdure.worker.elastic.sharded import ShardedReplica
+from perdure.worker.elastic.saving.part_checkpoints import PartSaving
+from perdure.worker.elastic.state.shards import ShardedReplica
 
 
 class ShardSaving(PartSaving):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import ProtocolError
-from perdure.worker.elastic.follow import Pupil
-from perdure.worker.elastic.parts import (
+from perdure.worker.elastic.joining.follower import Pupil
+from perdure.worker.elastic.joining.wire import (
     Ask,
     At,
     Line,
@@ -26,7 +26,7 @@ from perdure.worker.elastic.parts import (
     hash_blobs,
     view_bytes,
 )
-from perdure.worker.elastic.state import list_blobs, pack_state
+from perdure.worker.elastic.moving.packing import list_blobs, pack_state
 
 BACKLOG_MIN = 256 << 20
 """Bytes of gradients that may wait for a follower that is slow; or twice the state's share."""

@@ -32,8 +32,8 @@ from perdure.model.paths import job_paths
 from perdure.plan.shards import Snapshot
 from perdure.plan.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken
-from perdure.worker.elastic.mirror import Mirror
-from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.saving.mirror import Mirror
+from perdure.worker.elastic.state.fsdp import Parts
 
 _ALIGN = 64
 _LEAVE_S = 5.0

@@ -20,11 +20,11 @@ from perdure.model.actions import FollowWorld
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.plan.commit import FRESH
-from perdure.worker.elastic.buckets import Buckets
+from perdure.worker.elastic.gradients.buckets import Buckets
+from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take, hash_settings
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.parts import Ask, At, Line, Part, Take, hash_settings
-from perdure.worker.elastic.replica import Replica
-from perdure.worker.elastic.state import fill_blob, list_targets, open_state, restore_state
+from perdure.worker.elastic.moving.packing import fill_blob, list_targets, open_state, restore_state
+from perdure.worker.elastic.state.replicated import Replica
 
 _CONNECT_S = 5.0
 _LOOK_S = 0.002

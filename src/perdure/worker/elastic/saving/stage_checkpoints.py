@@ -13,9 +13,9 @@ from torch import Tensor
 
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.part_saving import PartSaving
-from perdure.worker.elastic.sharding import Parts
-from perdure.worker.elastic.staged import StagedReplica, join_block
+from perdure.worker.elastic.saving.part_checkpoints import PartSaving
+from perdure.worker.elastic.state.blocks import StagedReplica, join_block
+from perdure.worker.elastic.state.fsdp import Parts
 
 _SEPARATOR = "/"
 """Between a parameter's name and the key of its optimizer's state."""

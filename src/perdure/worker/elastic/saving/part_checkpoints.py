@@ -14,8 +14,8 @@ from typing import Any, cast
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.peers import Peers
-from perdure.worker.elastic.saving import Saving
+from perdure.worker.elastic.saving.checkpoints import Saving
+from perdure.worker.elastic.saving.peers import Peers
 
 
 class PartSaving(Saving):

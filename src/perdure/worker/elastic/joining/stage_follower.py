@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor
 
 from perdure.plan.stages import Choose, Runs, Section, find_rest
-from perdure.worker.elastic.buckets import Buckets
-from perdure.worker.elastic.follow import Lost
-from perdure.worker.elastic.parts import At, hash_settings
-from perdure.worker.elastic.staged import StagedReplica
+from perdure.worker.elastic.gradients.buckets import Buckets
+from perdure.worker.elastic.joining.follower import Lost
+from perdure.worker.elastic.joining.wire import At, hash_settings
+from perdure.worker.elastic.state.blocks import StagedReplica
 
 
 class StagePupil:

@@ -17,7 +17,7 @@ from torch import Tensor
 from perdure.model.errors import ProtocolError
 from perdure.plan.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
 from perdure.worker.elastic.group import Group, wait_for
-from perdure.worker.elastic.sharding import Parts
+from perdure.worker.elastic.state.fsdp import Parts
 
 _BLOB_BYTES = 8 << 20
 """Pieces are sent together up to about this size."""

@@ -11,7 +11,7 @@ from typing import Any
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.replica import Replica
+from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.spec import find_checkpoint_url, read_spec
 
 EVERY_S = 60.0

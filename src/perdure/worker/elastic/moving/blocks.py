@@ -12,8 +12,7 @@ from torch import Tensor
 
 from perdure.plan.stage_commit import Holder, Move
 from perdure.worker.elastic.group import Group, wait_for
-from perdure.worker.elastic.staged import BlockState
-from perdure.worker.elastic.state import (
+from perdure.worker.elastic.moving.packing import (
     fill_blob,
     list_blobs,
     list_targets,
@@ -21,7 +20,8 @@ from perdure.worker.elastic.state import (
     pack_state,
     restore_state,
 )
-from perdure.worker.elastic.transfer import Incoming, Outgoing, swap
+from perdure.worker.elastic.moving.rows import Incoming, Outgoing, swap
+from perdure.worker.elastic.state.blocks import BlockState
 
 Read = Callable[[Holder, int], BlockState]
 """(holder, which is this member; block) -> the block's state"""

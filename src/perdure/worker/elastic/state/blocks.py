@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.stages import Runs, Section, list_blocks
-from perdure.worker.elastic.replica import BufferGuard
-from perdure.worker.elastic.sharding import PARAMETER, Parts
+from perdure.worker.elastic.state.fsdp import PARAMETER, Parts
+from perdure.worker.elastic.state.replicated import BufferGuard
 
 BlockState = dict[str, dict[str, Any]]
 """Name of a parameter or buffer -> key -> tensor or number; `PARAMETER` is the value itself."""

@@ -1,0 +1,1 @@
+"""A rank on its way into a world that trains: its donors, and itself."""

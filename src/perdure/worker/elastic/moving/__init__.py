@@ -1,0 +1,1 @@
+"""State on its way between the members of a new world."""

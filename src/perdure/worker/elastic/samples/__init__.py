@@ -1,0 +1,1 @@
+"""Samples of micro-batches, and loading them before their turn."""

@@ -1,0 +1,1 @@
+"""What outlives a loss: checkpoints on disk, snapshots in memory."""

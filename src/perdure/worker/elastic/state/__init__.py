@@ -1,0 +1,1 @@
+"""What an elastic rank trains, by kind of state."""
