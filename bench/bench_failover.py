@@ -32,9 +32,9 @@ from tests.e2e.harness import Job
 from tests.lab.network import Lab, why_not
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import RequestError
-from perdure.model.wire import Command, CommandReply, subject_commands
 from perdure.service.jobfiles import load_endpoint, paths_of
 
 ASK_S, ANSWER_S = 0.05, 0.4

@@ -43,7 +43,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.sim.collectives import Fault, Layout, Noise, Training
 

@@ -23,6 +23,7 @@ from sweep import sweep_after_me
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
 from perdure.control import Memory
 from perdure.control.memory import encode_memory
+from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
@@ -46,13 +47,12 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
-from perdure.model.wire import Endpoint
-from perdure.service.control_loop import ControllerService
+from perdure.model.signals.progress import RankAccount
+from perdure.service.controller.journal import Journal, Mirror
+from perdure.service.controller.loop import ControllerService
+from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.service.journal import Journal, Mirror
 from perdure.service.ports import FakeBus, FakeStream
-from perdure.service.snapshots import EVERY, SnapshotFiles
 from perdure.sim.clock import VirtualClock
 
 GROUP = 3

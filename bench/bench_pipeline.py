@@ -26,7 +26,7 @@ from sweep import sweep_after_me
 from torch import Tensor, nn
 from torch.distributed import pipelining
 
-from perdure.model.pipeline import Action, Orders
+from perdure.model.planning.pipeline import Action, Orders
 from perdure.plan.pipeline.orders import join_replicas, order_1f1b
 from perdure.worker.elastic.group import Group, make_device
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks

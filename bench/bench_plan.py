@@ -7,10 +7,10 @@ The profile is made up from a seed: blocks of 3.2 to 4.8 ms, of 1 GB of state ea
 import random
 import time
 
-from perdure.model.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
-from perdure.model.world import make_devices
-from perdure.plan.planner import Request, find_plan
-from perdure.plan.stage_choice import PlannedChoice
+from perdure.model.planning.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
+from perdure.model.planning.world import make_devices
+from perdure.plan.elastic.stage_choice import PlannedChoice
+from perdure.plan.worlds.planner import Request, find_plan
 
 MB, GB = 10**6, 10**9
 CASES = [

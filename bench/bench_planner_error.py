@@ -25,12 +25,12 @@ import torch.distributed as dist
 from scripts.paced_pipeline import Task, live, load, loss, make_blocks
 
 from perdure.model.codec import decode, encode
-from perdure.model.costs import CostProfile, read_profile, write_profile
 from perdure.model.errors import PerdureError
-from perdure.model.world import make_devices
-from perdure.plan.measures import settle
-from perdure.plan.planner import Request, find_plan
-from perdure.plan.score import Scorer
+from perdure.model.planning.costs import CostProfile, read_profile, write_profile
+from perdure.model.planning.world import make_devices
+from perdure.plan.worlds.measures import settle
+from perdure.plan.worlds.planner import Request, find_plan
+from perdure.plan.worlds.score import Scorer
 from perdure.worker.profiling.blocks import BlockMeter
 from perdure.worker.profiling.links import measure_links
 

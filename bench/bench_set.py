@@ -25,6 +25,7 @@ import psutil
 from sweep import sweep_after_me
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
 from perdure.model.events import (
@@ -33,7 +34,6 @@ from perdure.model.events import (
     CommandReceived,
     JournalEntry,
 )
-from perdure.model.wire import Command, CommandReply, subject_commands
 from perdure.service.jobfiles import load_endpoint, paths_of, read_mirror
 from perdure.worker.config import Config
 

@@ -26,7 +26,13 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.telemetry import SnapshotFold
 
 

@@ -24,8 +24,14 @@ from perdure.model.events import (
     RanksStarted,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
 from perdure.model.report import Snapshot
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.telemetry import SnapshotFold
 
 NPROC = 8

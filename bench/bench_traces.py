@@ -14,18 +14,18 @@ import sys
 import time
 from pathlib import Path
 
-from perdure.cli.trace import load_trace
-from perdure.cli.trace_simulate import SWEEP_S, load_costs, load_throughput
+from perdure.cli.trace.show import load_trace
+from perdure.cli.trace.simulate import SWEEP_S, load_costs, load_throughput
+from perdure.lab.policies.oracle import find_blind_plan
+from perdure.lab.policies.policies import POLICIES, Policy, apply_costs, change_policy
+from perdure.lab.policies.throughput import Throughput
+from perdure.lab.simulation.compare import compare, find_online_costs, sweep_communicator
+from perdure.lab.simulation.report import Physics
+from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces.faults import add_quiet
+from perdure.lab.traces.generate import draw_victims
+from perdure.lab.traces.transform import announce, delay, scale_to, speed_up
 from perdure.model.errors import ConfigError
-from perdure.model.simulation import Physics
-from perdure.model.traces import AvailabilityTrace, find_intervals
-from perdure.model.traces.faults import add_quiet
-from perdure.model.traces.transform import announce, delay, scale_to, speed_up
-from perdure.plan.oracle import find_blind_plan
-from perdure.plan.policies import POLICIES, Policy, apply_costs, change_policy
-from perdure.plan.throughput import Throughput
-from perdure.sim.generate import draw_victims
-from perdure.sim.replay.compare import compare, find_online_costs, sweep_communicator
 
 
 def find_traces(folder: Path) -> list[tuple[str, AvailabilityTrace]]:

@@ -27,7 +27,7 @@ from sweep import sweep_after_me
 
 from perdure.adapters.nccl import read_nccl
 from perdure.model.actions import InterruptCollectives
-from perdure.model.nccl import describe_open
+from perdure.model.signals.nccl import describe_open
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.native.nccl import build_nccl_plugin
 from perdure.worker.ring import RingWriter

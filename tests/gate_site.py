@@ -14,8 +14,8 @@ from perdure.cli.app import run_command
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import read_record, write_record
 from perdure.launch.ssh import box as box_program
-from perdure.model.launching import LaunchRecord
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.profile import Profile
 
 
 def write_tensors(path: Path, fill: bytes = b"\0") -> None:

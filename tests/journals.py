@@ -25,7 +25,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 _STAMPS = ("spawned", "script", "init", "group", "restored", "first_step")

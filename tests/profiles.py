@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from perdure.model.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
+from perdure.model.planning.costs import AllReduce, Block, BlockCost, CostProfile, Transfer
 
 MB = 1_000_000
 GB = 1_000 * MB

@@ -4,6 +4,14 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from perdure.model.bus.wire import (
+    FromWorker,
+    ToWorker,
+    WorkerAck,
+    WorkerEvent,
+    WorkerHello,
+    subject_events,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
@@ -16,21 +24,13 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec
-from perdure.model.wire import (
-    FromWorker,
-    ToWorker,
-    WorkerAck,
-    WorkerEvent,
-    WorkerHello,
-    subject_events,
-)
-from perdure.service.agent_outbox import Outbox
-from perdure.service.agent_workers import WorkerServer
+from perdure.service.agent.line_server import LINE_MAX
+from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.ranks import WorkerServer
 from perdure.service.aside import Asides
-from perdure.service.control_loop import ControllerService
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.journal import Journal
-from perdure.service.lines import LINE_MAX
 from perdure.service.ports import Bus, FakeBus, FakeServer, FakeStream, JournalStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)

@@ -26,8 +26,9 @@ sys.meta_path.insert(0, NoTorch())
         "import perdure.cli.app, perdure.dash, perdure.dash.live, perdure.launch.local",
         "import perdure.control, perdure.agent, perdure.telemetry",
         "import perdure.sim",
-        "import perdure.service.controller, perdure.service.supervisor, perdure.service.agent",
-        "import perdure.worker.keeper",
+        "import perdure.service.controller.process, perdure.service.agent.shell",
+        "import perdure.service.supervisor",
+        "import perdure.keeper.keeper",
         "from perdure.cli.app import run_command; assert run_command(['--help']) == 0",
     ],
 )
@@ -40,7 +41,7 @@ def test_without_torch(code: str) -> None:
 
 def test_parts_do_not_import_the_terminal() -> None:
     code = (
-        "import sys, perdure.cli.main, perdure.service.agent, perdure.worker.keeper; "
+        "import sys, perdure.cli.main, perdure.service.agent.shell, perdure.keeper.keeper; "
         "heavy = ('typer', 'rich', 'torch', 'numpy', 'matplotlib', 'aiohttp'); "
         "print([m for m in heavy if m in sys.modules])"
     )
@@ -51,9 +52,12 @@ def test_parts_do_not_import_the_terminal() -> None:
 @pytest.mark.parametrize(
     ("command", "unused"),
     [
-        ("status nosuch", ("nats", "perdure.launch.slurm", "perdure.plan", "perdure.cli.run")),
-        ("stop nosuch", ("nats", "perdure.detect", "perdure.cli.look")),
-        ("run nosuch.py", ("perdure.detect", "perdure.plan", "perdure.cli.look")),
+        (
+            "status nosuch",
+            ("nats", "perdure.launch.slurm", "perdure.plan", "perdure.cli.running.run"),
+        ),
+        ("stop nosuch", ("nats", "perdure.detect", "perdure.cli.looking.look")),
+        ("run nosuch.py", ("perdure.detect", "perdure.plan", "perdure.cli.looking.look")),
     ],
 )
 def test_a_command_imports_what_it_uses(command: str, unused: tuple[str, ...]) -> None:

@@ -14,12 +14,12 @@ import pytest
 import typer
 
 import perdure.model.actions as actions
+import perdure.model.bus.wire as wire
 import perdure.model.events as events
 import perdure.model.job as job
-import perdure.model.wire as wire
 from perdure.cli.app import make_app
 from perdure.cli.main import PARTS
-from perdure.cli.torchrun import REFUSED
+from perdure.cli.running.torchrun import REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "src" / "perdure").rglob("*.py"))

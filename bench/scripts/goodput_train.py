@@ -63,7 +63,7 @@ def train_torchft(made: Made) -> None:
     import torchft
 
     if os.environ.get("MEND_HOOK"):
-        from perdure.worker.replica import mend_hook
+        from perdure.worker.torchft.manager import mend_hook
 
         mend_hook(torchft)
     model, inner = make_model()

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perdure.model.codec import decode, encode
-from perdure.model.pipeline import Orders
-from perdure.model.world import World
+from perdure.model.planning.pipeline import Orders
+from perdure.model.planning.world import World
 from perdure.worker.elastic.group import Group, make_device
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
 

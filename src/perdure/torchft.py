@@ -19,8 +19,8 @@ from typing import Any
 
 from perdure.model.errors import ConfigError
 from perdure.worker.busy import Busy, declare_busy
-from perdure.worker.replica import install, replica
-from perdure.worker.replica_config import settings
+from perdure.worker.torchft.manager import install, replica
+from perdure.worker.torchft.settings import settings
 
 config = settings.config
 """The script's live settings, the same in all replica groups at the same step."""

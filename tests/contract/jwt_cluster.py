@@ -18,7 +18,7 @@ import nkeys
 
 from perdure.adapters.nats import NatsServer, make_certificate
 from perdure.adapters.nats.server import find_binary
-from perdure.model.access import ROLES, Access, find_access
+from perdure.model.bus.access import ROLES, Access, find_access
 
 _CREDS = """\
 -----BEGIN NATS USER JWT-----

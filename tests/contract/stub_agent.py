@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import NodeOrder, subject_events, subject_orders
 from perdure.model.codec import decode
 from perdure.model.events import (
     ExitRecord,
@@ -27,9 +28,8 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.progress import RankAccount
-from perdure.model.wire import NodeOrder, subject_events, subject_orders
-from perdure.service.agent_outbox import Outbox
+from perdure.model.signals.progress import RankAccount
+from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import load_endpoint, load_spec, paths_of, resolve_home
 
 RANK = """echo hello from $RANK of generation $GEN

@@ -10,8 +10,8 @@ import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.adapters.nats.server import server_config
+from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import PlatformError, RequestError
-from perdure.model.wire import Endpoint
 from perdure.service.ports import Bus, FakeBus, FakeServer, Reply
 
 Connect = Callable[[], Awaitable[Bus]]

@@ -12,7 +12,7 @@ SCRIPT = """
 import gc, threading, time
 from datetime import timedelta
 import torch, torch.distributed as dist
-from perdure.worker import replica_fence
+from perdure.worker.torchft import fence as replica_fence
 
 replica_fence.find_gloo_sockets = lambda: []  # The blow that gloo does not pass on.
 

@@ -9,10 +9,11 @@ import pytest
 
 from perdure.adapters.nats import NatsBus, NatsStream
 from perdure.adapters.shared_folder import make_run_folder, open_journal
+from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import ControllerStarted, Decision, JournalEntry
-from perdure.model.wire import Endpoint
+from perdure.service.controller.journal import Journal, Mirror, read_journal
 from perdure.service.jobfiles import (
     make_folders,
     paths_of,
@@ -20,7 +21,6 @@ from perdure.service.jobfiles import (
     read_mirror,
     write_document,
 )
-from perdure.service.journal import Journal, Mirror, read_journal
 from perdure.service.ports import FakeStream, JournalStream
 from tests.contract.test_bus import Server
 

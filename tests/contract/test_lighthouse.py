@@ -14,9 +14,9 @@ from typing import Any
 import psutil
 import pytest
 
+from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.wire import Endpoint
 from perdure.service.jobfiles import paths_of, read_document, write_atomic
 from perdure.service.lighthouse_part import LighthouseFile
 

@@ -11,10 +11,10 @@ from perdure.adapters.nats import SYSTEM, ElectionWatch, NatsBus, NatsLease, Nat
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.job import BusConfig, JobSpec
 from perdure.model.paths import JobPaths, job_paths
-from perdure.service.controller import restart_server
-from perdure.service.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.access.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.controller.lease import LeaseLoop
+from perdure.service.controller.process import restart_server
 from perdure.service.jobfiles import load_endpoint, make_folders, remove_folders
-from perdure.service.lease import LeaseLoop
 from perdure.service.placement import HERE
 
 SPEC = JobSpec(name="three", script="s.py", nodes=3, bus=BusConfig(replicas=3))

@@ -21,7 +21,7 @@ from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import PreemptionConfig
 from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
-from perdure.service.agent_notices import NoticeWatch
+from perdure.service.agent.notices import NoticeWatch
 from perdure.service.ports import FakeNotices, NoticeSource
 from tests.metadata import Aws, Azure, Cluster, Gcp
 

@@ -15,9 +15,9 @@ import pytest
 from perdure.adapters import devices
 from perdure.adapters.devices import Nvml
 from perdure.detect.devices import DeviceJudge
-from perdure.model import devices as model
 from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat
+from perdure.model.signals import devices as model
+from perdure.model.signals.progress import NodeBeat
 
 pynvml = pytest.importorskip("pynvml", reason="nvidia-ml-py is not installed")
 

@@ -19,8 +19,8 @@ pytest.importorskip("nkeys", reason="nkeys is not installed")
 import nkeys
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.access import ROLES, find_access
-from perdure.model.wire import Endpoint
+from perdure.model.bus.access import ROLES, find_access
+from perdure.model.bus.wire import Endpoint
 from tests.contract.jwt_cluster import JwtCluster, Signer
 from tests.e2e.conftest import start  # noqa: F401
 from tests.e2e.harness import SCRIPTS, Job

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from perdure.model.costs import read_profile
+from perdure.model.planning.costs import read_profile
 
 SCRIPT = '''
 import time

@@ -16,6 +16,21 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
+from perdure.model.bus.wire import (
+    CommandReply,
+    Endpoint,
+    EventAck,
+    EventBatch,
+    EventMessage,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_joins,
+    subject_journal,
+    subject_notices,
+    subject_orders,
+    subject_queries,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.events import (
@@ -40,29 +55,14 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
-from perdure.model.progress import RankAccount
 from perdure.model.settings import Change
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.model.wire import (
-    CommandReply,
-    Endpoint,
-    EventAck,
-    EventBatch,
-    EventMessage,
-    subject_beats,
-    subject_commands,
-    subject_events,
-    subject_joins,
-    subject_journal,
-    subject_notices,
-    subject_orders,
-    subject_queries,
-)
-from perdure.service.control_loop import ControllerService
-from perdure.service.credentials import make_server, set_certificate, write_credentials
+from perdure.service.access.credentials import make_server, set_certificate, write_credentials
+from perdure.service.access.logins import renew_logins
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint, paths_of
-from perdure.service.journal import Journal
-from perdure.service.logins import renew_logins
 
 JOB = "roles.job"
 SPEC = JobSpec(script="train.py", name=JOB, nodes=2, spares=0)

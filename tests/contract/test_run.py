@@ -10,6 +10,7 @@ import pytest
 
 from perdure.adapters.rings import read_ring
 from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.bus.wire import WorkerAck, WorkerEvent, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import encode
 from perdure.model.events import (
     BoundaryAnswered,
@@ -19,7 +20,6 @@ from perdure.model.events import (
     RankJoined,
 )
 from perdure.model.job import CheckpointConfig, JobSpec
-from perdure.model.wire import WorkerAck, WorkerEvent, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.worker.ring import RingWriter
 from tests.unit.worker.test_control import FakeAgent
 

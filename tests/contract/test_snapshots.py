@@ -14,7 +14,7 @@ from perdure.detect import Detector
 from perdure.model.codec import decode, encode
 from perdure.model.events import JournalEntry, MetricsLogged, ProgressNoted, VerdictReached
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import parse_journal
 from perdure.sim import Scenario, Simulation
 from perdure.telemetry import LedgerFold

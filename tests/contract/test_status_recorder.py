@@ -9,7 +9,7 @@ import time
 import pytest
 
 from perdure.adapters.rings import read_ring
-from perdure.worker.recorder import StatusRecorder
+from perdure.worker.recording.recorder import StatusRecorder
 from perdure.worker.ring import RingWriter
 
 pytest.importorskip("torch")

@@ -13,7 +13,7 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from tests.contract.test_bus import Server
 from tests.stream import open_stream
 

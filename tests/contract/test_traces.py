@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from perdure.model.bus.wire import DumpTraces
 from perdure.model.codec import encode
 from perdure.model.paths import job_paths
-from perdure.model.wire import DumpTraces
 from tests.contract.test_interrupt import WAIT_S, Ranks
 
 torch = pytest.importorskip("torch")

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from perdure.model.bus.wire import Command, CommandReply
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec
-from perdure.model.wire import Command, CommandReply
-from perdure.service.inbox import Inbox
+from perdure.service.controller.inbox import Inbox
+from perdure.service.controller.webhook import BODY_BYTES_MAX, Webhook
 from perdure.service.ports import Reply
-from perdure.service.webhook import BODY_BYTES_MAX, Webhook
 
 TOKEN = "t0ken-of-the-test"
 NOTICE = {"kind": "device-failed", "device": "GPU-1", "id": "42"}
@@ -104,6 +104,6 @@ async def test_bad_requests_are_refused(hook: Hook) -> None:
 async def test_a_caller_who_says_nothing_is_let_go(
     hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("perdure.service.webhook.READ_S", 0.1)
+    monkeypatch.setattr("perdure.service.controller.webhook.READ_S", 0.1)
     assert (await hook.send(b"POST /notify HTTP/1.1\r\n"))[0] == 408
     assert (await hook.post(json.dumps(NOTICE).encode()))[0] == 200

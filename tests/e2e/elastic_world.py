@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
-from perdure.plan.microbatches import plan_batches
+from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.membership import Membership
@@ -217,7 +217,7 @@ def make_stages(
     scenario: dict[str, Any], model: nn.Sequential, load: Any, killer: Killer, membership: Line
 ) -> tuple[Any, Any]:
     """Return what is trained, cut into stages, and its loop."""
-    from perdure.plan.stages import Model, choose_balanced, cut_balanced
+    from perdure.plan.elastic.stages import Model, choose_balanced, cut_balanced
     from perdure.worker.elastic.stage_trainer import StageTrainer
     from perdure.worker.elastic.state.blocks import StagedReplica
     from perdure.worker.pipeline import Runner

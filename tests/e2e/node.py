@@ -13,10 +13,7 @@ from typing import Any
 
 import psutil
 
-from perdure.model.codec import decode, encode
-from perdure.model.events import ExitRecord
-from perdure.model.paths import JobPaths, job_paths
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     FromKeeper,
     KeeperExit,
     KeeperExited,
@@ -28,10 +25,13 @@ from perdure.model.wire import (
     KeeperStoreReady,
     RankLaunch,
 )
+from perdure.model.codec import decode, encode
+from perdure.model.events import ExitRecord
+from perdure.model.paths import JobPaths, job_paths
 
 JOB = "kept"
 TIMEOUT_S = 60.0
-MAIN = "import sys; from perdure.worker.keeper import main; main(sys.argv[1], 0)"
+MAIN = "import sys; from perdure.keeper.keeper import main; main(sys.argv[1], 0)"
 
 
 class Node:

@@ -17,6 +17,15 @@ import pytest
 from perdure.adapters.host import ProcStat, find_marked
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.model.actions import Assignment, InjectFault, TakeStacks
+from perdure.model.bus.wire import (
+    Endpoint,
+    EventAck,
+    EventMessage,
+    NodeOrder,
+    subject_beats,
+    subject_events,
+    subject_orders,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
@@ -30,16 +39,7 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
-from perdure.model.wire import (
-    Endpoint,
-    EventAck,
-    EventMessage,
-    NodeOrder,
-    subject_beats,
-    subject_events,
-    subject_orders,
-)
+from perdure.model.signals.progress import NodeBeat
 from perdure.service.jobfiles import make_folders, paths_of, write_document
 from perdure.service.neighbours import MINE
 from perdure.service.ports import Reply

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from perdure.plan.microbatches import plan_batches
+from perdure.plan.elastic.microbatches import plan_batches
 from tests.e2e.elastic_scenarios import (
     BATCH,
     MICRO,

@@ -15,12 +15,7 @@ from typing import Any
 import pytest
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError, RequestError
-from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
-from perdure.model.exits import ExitRecord
-from perdure.model.progress import RankAccount
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     Admission,
     Command,
     CommandReply,
@@ -36,7 +31,12 @@ from perdure.model.wire import (
     subject_journal,
     subject_orders,
 )
-from perdure.service.joining import ask_place, read_invitation
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError, RequestError
+from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
+from perdure.model.exits import ExitRecord
+from perdure.model.signals.progress import RankAccount
+from perdure.service.access.joining import ask_place, read_invitation
 from perdure.service.neighbours import MINE
 from tests.e2e.harness import SCRIPTS, Job
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from perdure.model.paths import job_paths
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     KeeperKill,
     KeeperSignal,
     KeeperSpawn,
@@ -22,6 +21,7 @@ from perdure.model.wire import (
     KeeperStatus,
     KeeperStopped,
 )
+from perdure.model.paths import job_paths
 from tests.e2e.node import JOB, MAIN, TIMEOUT_S, Node
 
 pytestmark = pytest.mark.torch

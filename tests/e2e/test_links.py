@@ -11,8 +11,8 @@ import pytest
 
 from perdure.adapters.nats import NatsBus
 from perdure.model.actions import RunProbe
+from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
-from perdure.model.wire import NodeOrder, subject_orders
 from perdure.service.jobfiles import load_endpoint, paths_of
 from tests.e2e.harness import SCRIPTS, Job
 

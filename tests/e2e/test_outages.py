@@ -13,8 +13,8 @@ import nats.js.errors
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer, User
-from perdure.model.access import ROLES, Access, find_access
-from perdure.model.wire import Endpoint
+from perdure.model.bus.access import ROLES, Access, find_access
+from perdure.model.bus.wire import Endpoint
 from tests.e2e.harness import SCRIPTS, Job
 from tests.lab.network import Lab, sh, why_not
 

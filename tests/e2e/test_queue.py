@@ -18,8 +18,8 @@ import pytest
 from perdure.model.codec import encode
 from perdure.model.queue import Attempt, Item, Put
 from perdure.service.jobfiles import read_document
-from perdure.service.queue_runner import Runner
-from perdure.service.queue_store import QueueStore
+from perdure.service.queue.runner import Runner
+from perdure.service.queue.store import QueueStore
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def test_of_two_holders_of_one_attempt_one_leaves(store: QueueStore, tmp_path: P
         item=item("a", "echo x >> starts", tmp_path), attempt=1, slots=(), home=store.home
     )
     (folder / "attempt.json").write_bytes(encode(given))
-    words = [sys.executable, "-m", "perdure.service.queue_holder", str(folder)]
+    words = [sys.executable, "-m", "perdure.service.queue.holder", str(folder)]
     holders = [subprocess.Popen(words) for _ in range(2)]
     assert [holder.wait(60) for holder in holders] == [0, 0]
     assert (tmp_path / "starts").read_text() == "x\n"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from perdure.launch.slurm.client import Slurm
-from perdure.model.slurm import Allocation
+from perdure.model.platforms.slurm import Allocation
 from tests.platforms.slurm_cluster import Cluster
 from tests.platforms.slurm_site import EXACT, Site, make_words
 

@@ -35,7 +35,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 NODES, NPROC = 2, 2

@@ -5,8 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run
 
-from perdure.model.collectives import CollectiveSpan, StepStages
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.collectives import CollectiveSpan, StepStages
+from perdure.model.signals.progress import NodeBeat
 from perdure.sim.collectives import Layout, Noise
 
 KINDS = (

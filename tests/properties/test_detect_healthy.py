@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from perdure.detect import Detector
 from perdure.model.events import VerdictReached
 from perdure.model.job import JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 
 
 def make_beat(seq, now, step, last_s, started, ended, state):

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.traces import traces
 
-from perdure.model.traces import AvailabilityTrace, find_intervals
-from perdure.model.traces.transform import speed_up
+from perdure.lab.simulation.elastic import TracedSimulation
+from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces.transform import speed_up
 from perdure.sim import Scenario, Weather
-from perdure.sim.elastic_trace import TracedSimulation
 
 STEPS = 200
 

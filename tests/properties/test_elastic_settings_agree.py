@@ -34,10 +34,10 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
 from perdure.model.settings import Steering as Past
+from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
-from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken

@@ -19,7 +19,7 @@ from perdure.model.actions import AnyAction, AssignNodes, SendBoundary
 from perdure.model.events import BoundaryAnswered, QuorumFormed
 from perdure.model.settings import Steering
 from perdure.model.steering import Pace
-from perdure.worker.replica_config import STATE_KEY, ReplicaConfig
+from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 GROUPS = 4
 VALUES = (0.1, 0.2, 0.3, 0.4)

@@ -22,9 +22,9 @@ from perdure.agent import messages as m
 from perdure.control import Controller
 from perdure.model import actions as a
 from perdure.model import events as e
+from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.wire import KeeperState, NodeOrder
 
 ACTS = {
     a.SendBoundary, a.ResumeRanks, a.RestoreNode, a.NoteDraining, a.EvictReplica, a.FenceAbort,

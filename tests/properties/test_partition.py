@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.profiles import make_block
 
-from perdure.model.costs import CostProfile
-from perdure.plan.chain import Chain
-from perdure.plan.partition import Cutter
+from perdure.model.planning.costs import CostProfile
+from perdure.plan.worlds.chain import Chain
+from perdure.plan.worlds.partition import Cutter
 
 times = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

@@ -8,8 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from perdure.model.errors import SafetyError
-from perdure.model.pipeline import Action, Executed, Orders, Timeline
-from perdure.plan.chain import StageCost
+from perdure.model.planning.pipeline import Action, Executed, Orders, Timeline
 from perdure.plan.pipeline.greedy import (
     order_greedily,
     reroute,
@@ -24,6 +23,7 @@ from perdure.plan.pipeline.orders import (
     order_zero_bubble,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe, simulate
+from perdure.plan.worlds.chain import StageCost
 
 PUBLISHED = [order_gpipe, order_1f1b, order_zero_bubble]
 ranks = st.integers(1, 6)

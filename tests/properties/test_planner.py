@@ -5,13 +5,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.profiles import GB, MB, make_profile
 
-from perdure.model.costs import CostProfile
 from perdure.model.errors import ConfigError, MeasureError
-from perdure.model.world import World, make_devices
-from perdure.plan.moves import decide_change, find_missing
+from perdure.model.planning.costs import CostProfile
+from perdure.model.planning.world import World, make_devices
 from perdure.plan.pipeline.simulate import simulate
-from perdure.plan.planner import Option, Request, find_plan
-from perdure.plan.score import Scorer
+from perdure.plan.worlds.moves import decide_change, find_missing
+from perdure.plan.worlds.planner import Option, Request, find_plan
+from perdure.plan.worlds.score import Scorer
 
 ALL = ("1f1b", "interleaved", "rerouted", "zero-bubble")
 

@@ -9,12 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.poison import make_poison, make_values
 
-from perdure.model import events, wire
+from perdure.model import events
+from perdure.model.bus import wire
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.fitting import fit_beat, fit_event
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 EVENTS = typing.get_args(AnyEvent)
 MESSAGES: list[Any] = [

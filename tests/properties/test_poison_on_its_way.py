@@ -18,11 +18,7 @@ from tests.stream import SPEC, open_stream
 from perdure.control import Memory
 from perdure.dash import render_html
 from perdure.dash.text import render_text
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ProtocolError, RequestError
-from perdure.model.events import AnyEvent, JournalEntry, RankJoined
-from perdure.model.progress import NodeBeat
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     Command,
     EventMessage,
     FromWorker,
@@ -35,6 +31,10 @@ from perdure.model.wire import (
     subject_joins,
     subject_notices,
 )
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError, RequestError
+from perdure.model.events import AnyEvent, JournalEntry, RankJoined
+from perdure.model.signals.progress import NodeBeat
 from perdure.service.ports import FakeBus, FakeServer
 from perdure.telemetry import LedgerFold, find_delay_matrix, find_verdicts, make_series
 from perdure.telemetry.asides import find_asides

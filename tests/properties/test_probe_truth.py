@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe, ProbeFinding
+from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 from perdure.plan.probe import ProbeSession, judge
 
 BASE_S = 0.02

@@ -20,7 +20,7 @@ from perdure.control.groups.outputs import (
 )
 from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import ReplicaGroup
-from perdure.model.lighthouse import Member, encode_request, make_member, parse_request
+from perdure.model.bus.lighthouse import Member, encode_request, make_member, parse_request
 
 GROUPS = 3
 Step = tuple[int, int]

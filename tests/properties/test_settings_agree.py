@@ -31,8 +31,8 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
 from perdure.model.settings import Steering
+from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 from perdure.worker.boundary import BoundaryGate
 from perdure.worker.config import Config

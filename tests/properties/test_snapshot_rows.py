@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.model.devices import DeviceSample, Xid
 from perdure.model.events import (
     AnyEvent,
     Decision,
@@ -33,7 +32,14 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.devices import DeviceSample, Xid
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry import SnapshotFold
 

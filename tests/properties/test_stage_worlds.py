@@ -13,17 +13,17 @@ import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from perdure.plan.commit import FRESH
-from perdure.plan.shards import NO_LINE
-from perdure.plan.stage_commit import (
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.stage_commit import (
     Holder,
     StageReformation,
     StageSnapshot,
     StageStanding,
     decide_stages,
 )
-from perdure.plan.stage_orders import StageSchedule, plan_passes
-from perdure.plan.stages import Layout, Model, Runs, choose_balanced, list_blocks
+from perdure.plan.elastic.stage_orders import StageSchedule, plan_passes
+from perdure.plan.elastic.stages import Layout, Model, Runs, choose_balanced, list_blocks
 
 COUNT, EVERY = 4, 2
 MODEL = Model((1.0, 3.0, 1.0, 2.0, 1.0), (5, 7, 5, 1, 9), 2)

@@ -51,7 +51,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 
 SPEC = JobSpec(
     name="j", script="x", nodes=2, spares=2,

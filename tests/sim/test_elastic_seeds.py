@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.plan.commit import decide_reformation
+from perdure.plan.elastic.commit import decide_reformation
 from perdure.sim import InvariantViolated, Scenario, Weather, elastic
 from perdure.sim.elastic_job import ElasticSimulation
 

@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from perdure.agent.messages import KeeperSaid
+from perdure.model.bus.wire import KeeperStopped
 from perdure.model.job import RestartConfig
-from perdure.model.wire import KeeperStopped
 from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 
 GENTLE = range(0, 150)

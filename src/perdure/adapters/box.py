@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from perdure.adapters.devices import load_nvml
 from perdure.adapters.health import find_filesystem
 from perdure.adapters.host import list_parents, read_state
-from perdure.model.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
+from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
 T = TypeVar("T")
 

@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from perdure.model.devices import DeviceSample, Xid, share_devices
 from perdure.model.job import JobSpec
+from perdure.model.signals.devices import DeviceSample, Xid, share_devices
 
 XID_KEPT_S = 600.0
 _XIDS_MAX = 16

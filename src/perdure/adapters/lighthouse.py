@@ -1,7 +1,7 @@
 """The gRPC end of torchft's lighthouse protocol; who is answered what is decided elsewhere.
 
 torchft's managers make two calls, `Quorum`, which stays open until there is one, and `Heartbeat`.
-Both come here as bytes and are answered with bytes (`perdure.model.lighthouse`), so that no
+Both come here as bytes and are answered with bytes (`perdure.model.bus.lighthouse`), so that no
 generated code is needed and newer fields pass through.
 """
 
@@ -11,8 +11,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from perdure.model.bus.lighthouse import SERVICE
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.lighthouse import SERVICE
 
 _GRACE_S = 0.2
 _OPTIONS = (("grpc.so_reuseport", 0), ("grpc.keepalive_permit_without_calls", 1))

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from perdure.adapters.netlink import Address, Numbers, SockDiag
 from perdure.model.errors import PlatformError
-from perdure.model.links import LinkEndpoint, LinkSample, LinkSweep
+from perdure.model.signals.links import LinkEndpoint, LinkSample, LinkSweep
 
 MOVED_BYTES = 1_000_000
 """Acknowledged in a second: less is left out, unless something is unusual."""

@@ -4,7 +4,7 @@ import os
 
 from perdure.adapters.rings import open_regular
 from perdure.model.errors import ProtocolError
-from perdure.model.nccl import NcclReading, parse_nccl
+from perdure.model.signals.nccl import NcclReading, parse_nccl
 
 _BYTES_MAX = 16 << 20
 

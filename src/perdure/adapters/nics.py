@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
-from perdure.model.links import NicSample
+from perdure.model.signals.links import NicSample
 
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "tx_carrier_errors")
 _RDMA_ERRORS = (

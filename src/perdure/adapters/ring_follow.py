@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import msgspec
 
 from perdure.adapters.rings import copy_ring, open_ring
-from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     ENDED,
@@ -33,6 +32,7 @@ from perdure.model.ring import (
     spans_of,
     stages_at,
 )
+from perdure.model.signals.collectives import CollectiveSpan, StepStages
 
 SPANS_A_BEAT = 8
 """Of each communicator, about; a faster one is thinned."""

@@ -4,7 +4,6 @@ import errno
 import os
 import stat
 
-from perdure.model.collectives import StepStages
 from perdure.model.errors import ProtocolError
 from perdure.model.ring import (
     HEADER_BYTES,
@@ -23,6 +22,7 @@ from perdure.model.ring import (
     span_at,
     stages_at,
 )
+from perdure.model.signals.collectives import StepStages
 
 _ATTEMPTS = 8
 _KINDS = {

@@ -43,6 +43,16 @@ from perdure.agent.relay import (
 from perdure.agent.silence import note_silence, note_voice
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.actions import Assignment, TakeStacks
+from perdure.model.bus.wire import (
+    DumpTraces,
+    KeeperExit,
+    KeeperKill,
+    KeeperSpawned,
+    KeeperStopped,
+    KeeperStore,
+    KeeperStoreReady,
+    NodeOrder,
+)
 from perdure.model.events import (
     GenerationStopped,
     KeeperLost,
@@ -54,16 +64,6 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec
-from perdure.model.wire import (
-    DumpTraces,
-    KeeperExit,
-    KeeperKill,
-    KeeperSpawned,
-    KeeperStopped,
-    KeeperStore,
-    KeeperStoreReady,
-    NodeOrder,
-)
 
 END_TIMEOUT_S = 20.0
 """Beyond its grace, how long the end of the job may take before the agent leaves anyhow."""

@@ -16,9 +16,7 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
-from perdure.model.events import AnyEvent, ExitRecord, TimerFired
-from perdure.model.progress import CommProgress, RankAccount
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     DumpTraces,
     KeeperSpawned,
     KeeperState,
@@ -30,6 +28,8 @@ from perdure.model.wire import (
     WorkerQuery,
     WorkerSignal,
 )
+from perdure.model.events import AnyEvent, ExitRecord, TimerFired
+from perdure.model.signals.progress import CommProgress, RankAccount
 
 
 class RankEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):

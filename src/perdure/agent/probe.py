@@ -9,7 +9,7 @@ import msgspec
 
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe
+from perdure.model.signals.links import HostProbe, PairProbe
 
 _KEPT = 32
 

@@ -18,9 +18,9 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
+from perdure.model.bus.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.events import FaultInjected, NodeAsked
 from perdure.model.job import JobSpec
-from perdure.model.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
 
 BY_SIGNAL = {"crash": int(signal.SIGKILL), "stop": int(signal.SIGSTOP)}
 """Faults that need nothing of the rank, not even that it listens."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.model.actions import Assignment, InjectFault, ReformWorld, ResumeRanks, SendBoundary
+from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
 from perdure.model.verdicts import Verdict
-from perdure.model.version import PROTOCOL, PROTOCOL_MIN, Spoken
 
 
 class NodeIdentity(msgspec.Struct, frozen=True, kw_only=True):

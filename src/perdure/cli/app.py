@@ -13,8 +13,8 @@ from typing import Annotated, Any
 import typer
 
 import perdure
-from perdure.cli.say import print_error, print_perdure_error
-from perdure.cli.torchrun import REFUSED
+from perdure.cli.running.torchrun import REFUSED
+from perdure.cli.speech.say import print_error, print_perdure_error
 from perdure.dash.terminal import plain_streams
 from perdure.model.errors import PerdureError
 from perdure.model.numbers import find_number
@@ -23,47 +23,47 @@ UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """Of the click that Typer uses, which newer versions of Typer carry inside themselves."""
 
 COMMANDS = {
-    "ps": "look",
-    "status": "look",
-    "watch": "watch",
-    "logs": "output",
-    "events": "output",
-    "map": "look",
-    "diagnose": "look",
-    "report": "look",
-    "bundle": "bundle",
-    "metrics": "metrics",
-    "inject": "act",
-    "checkpoint": "act",
-    "stop": "act",
-    "set": "steer",
-    "pause": "steer",
-    "resume": "steer",
-    "drain": "verbs",
-    "cordon": "verbs",
-    "evict": "verbs",
-    "restore": "verbs",
-    "notify": "notify",
-    "invite": "join",
-    "join": "join",
-    "scale": "scale",
-    "schema": "schema",
-    "verify": "verify",
-    "doctor": "doctor",
+    "ps": "looking.look",
+    "status": "looking.look",
+    "watch": "looking.watch",
+    "logs": "looking.output",
+    "events": "looking.output",
+    "map": "looking.look",
+    "diagnose": "looking.look",
+    "report": "looking.look",
+    "bundle": "looking.bundle",
+    "metrics": "looking.metrics",
+    "inject": "steering.act",
+    "checkpoint": "steering.act",
+    "stop": "steering.act",
+    "set": "steering.steer",
+    "pause": "steering.steer",
+    "resume": "steering.steer",
+    "drain": "steering.verbs",
+    "cordon": "steering.verbs",
+    "evict": "steering.verbs",
+    "restore": "steering.verbs",
+    "notify": "steering.notify",
+    "invite": "steering.join",
+    "join": "steering.join",
+    "scale": "steering.scale",
+    "schema": "looking.schema",
+    "verify": "looking.verify",
+    "doctor": "looking.doctor",
     "plan": "plan",
     "prune": "prune",
-    "launch": "launch",
-    "render": "launch",
-    "profiles": "profiles",
-    "attach": "remote",
-    "tunnel": "remote",
-    "pull": "pull",
-    "teardown": "teardown",
-    "forget": "teardown",
-    "remind": "remind",
-    "run": "run",
+    "launch": "platforms.launch",
+    "render": "platforms.launch",
+    "profiles": "platforms.profiles",
+    "attach": "platforms.remote",
+    "tunnel": "platforms.remote",
+    "pull": "platforms.pull",
+    "teardown": "platforms.teardown",
+    "forget": "platforms.teardown",
+    "remind": "platforms.remind",
+    "run": "running.run",
     "profile": "profile",
-    "trace": "trace trace_simulate trace_replay",
+    "trace": "trace.show trace.simulate trace.replay",
     "queue": "queue",
 }
 """The module of each command, in the order of the help; a group's own one comes first."""
@@ -128,7 +128,7 @@ def _run_command(args: Sequence[str]) -> int:
 
             if not isinstance(error, ElsewhereError):
                 raise
-            from perdure.cli.remote import run_there
+            from perdure.cli.platforms.remote import run_there
 
             result = run_there(error.record, args)
     except PerdureError as error:

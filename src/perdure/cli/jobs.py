@@ -17,15 +17,15 @@ import msgspec
 from perdure.adapters.host import read_boot_id, read_kernel_kills
 from perdure.adapters.rings import read_ring
 from perdure.launch.records import list_records, read_remote
+from perdure.model.bus.wire import Command
 from perdure.model.errors import ConfigError, PerdureError, SafetyError
 from perdure.model.events import JobSubmitted, JournalEntry
 from perdure.model.job import JobSpec
-from perdure.model.launching import LaunchRecord
 from perdure.model.paths import JobPaths
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.slurm import Allocation, SlurmEnd
 from perdure.model.report import Snapshot
-from perdure.model.slurm import Allocation, SlurmEnd
 from perdure.model.steering import Verb
-from perdure.model.wire import Command
 from perdure.service.jobfiles import (
     is_alive,
     list_jobs,
@@ -70,7 +70,7 @@ class Job:
 
     def entries(self) -> list[JournalEntry]:
         """Return its journal."""
-        from perdure.service.journal import read_journal  # With the client of NATS.
+        from perdure.service.controller.journal import read_journal  # With the client of NATS.
 
         return read_journal(self.paths)
 

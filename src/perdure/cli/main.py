@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from perdure.cli.unread import unread_streams
+from perdure.cli.speech.unread import unread_streams
 from perdure.model.errors import PerdureError
 
 PARTS = {
@@ -64,7 +64,7 @@ def run_part(part: str, args: Sequence[str]) -> int:
     code = 0
     match part:
         case "controller":
-            from perdure.service.controller import main as controller
+            from perdure.service.controller.process import main as controller
 
             code = controller(job, *numbers)
         case "lighthouse":
@@ -72,15 +72,15 @@ def run_part(part: str, args: Sequence[str]) -> int:
 
             code = lighthouse(job)
         case "agent":
-            from perdure.service.agent import main as agent
+            from perdure.service.agent.shell import main as agent
 
             code = agent(job, numbers[0])
         case "keeper":
-            from perdure.worker.keeper import main as keeper
+            from perdure.keeper.keeper import main as keeper
 
             keeper(job, numbers[0])
         case _:
-            from perdure.worker.zygote import main as zygote
+            from perdure.keeper.zygote import main as zygote
 
             zygote(job, numbers[0], numbers[1])
     return code

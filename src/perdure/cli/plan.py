@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.options import Json
-from perdure.cli.say import note, print_json, render_table
-from perdure.model.costs import HINT, CostProfile, read_profile
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
 from perdure.model.errors import ConfigError
-from perdure.model.world import make_devices
+from perdure.model.planning.costs import HINT, CostProfile, read_profile
+from perdure.model.planning.world import make_devices
 from perdure.plan.pipeline.simulate import simulate
-from perdure.plan.planner import Excluded, Option, Plan, Request, find_plan
-from perdure.plan.score import Scorer
+from perdure.plan.worlds.planner import Excluded, Option, Plan, Request, find_plan
+from perdure.plan.worlds.score import Scorer
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?I?)B?", re.IGNORECASE)

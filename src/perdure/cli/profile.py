@@ -11,12 +11,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
-from perdure.cli.options import Json
-from perdure.cli.say import note, print_json, render_table
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
 from perdure.model.codec import decode, encode
-from perdure.model.costs import CostProfile, read_profile
 from perdure.model.errors import ConfigError, PerdureError
-from perdure.model.profiling import ASK, ProfileReport, ProfileRequest
+from perdure.model.planning.costs import CostProfile, read_profile
+from perdure.model.planning.profiling import ASK, ProfileReport, ProfileRequest
 from perdure.service.jobfiles import resolve_home
 
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}

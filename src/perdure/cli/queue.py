@@ -10,9 +10,9 @@ import typer
 from msgspec import structs
 
 from perdure.adapters.devices import list_gpus
-from perdure.cli.jobspec import read_job_file, validate
-from perdure.cli.options import Json
-from perdure.cli.say import note, print_json, render_table
+from perdure.cli.running.jobspec import read_job_file, validate
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.numbers import NUMBER_HINT, find_number
@@ -27,8 +27,8 @@ from perdure.model.queue import (
     replace_fields,
 )
 from perdure.service.jobfiles import resolve_home
-from perdure.service.queue_holder import CPU_SLOT
-from perdure.service.queue_store import OUTPUT, QueueStore, find_runner
+from perdure.service.queue.holder import CPU_SLOT
+from perdure.service.queue.store import OUTPUT, QueueStore, find_runner
 
 app = typer.Typer(help="Many runs, each until it is done.", no_args_is_help=True)
 CONTEXT: dict[str, Any] = {"allow_interspersed_args": False}
@@ -325,7 +325,7 @@ def run_queue(
 
     Ctrl-C leaves what runs running; the next `perdure queue run` takes it up.
     """
-    from perdure.service.queue_runner import Runner
+    from perdure.service.queue.runner import Runner
 
     gpus = () if slots else list_gpus()
     chosen = gpus or tuple(f"{CPU_SLOT}{number}" for number in range(slots or 1))

@@ -32,6 +32,7 @@ from perdure.model.actions import (
     TakeStacks,
     WatchClosely,
 )
+from perdure.model.bus.wire import LIGHTHOUSE, NodeOrder
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -48,7 +49,6 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.steering import RESUMED
-from perdure.model.wire import LIGHTHOUSE, NodeOrder
 
 Sending = tuple[int | str, NodeOrder]
 """To a node, or to `all`."""

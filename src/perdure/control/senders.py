@@ -4,7 +4,7 @@ The subject that an event came on says who its sender is; perdure's own server l
 on another's. So an agent speaks for its own node and for the ranks that run there, and for nothing
 else: it cannot end the job, give a command, register another node or let another node's rank
 exit. A sender that tells what is not its own is lying, or has a defect; either way what it told is
-set aside and the stream goes on (`service/control_loop.py`).
+set aside and the stream goes on (`service/controller/loop.py`).
 
 Where a rank runs is known from the assignments of this generation, and of older ones from what
 was started. That is all that is looked at: whether a fact is true, only its own node can know.
@@ -17,7 +17,8 @@ import msgspec
 
 from perdure.control.elastic.members import find_home
 from perdure.control.state import ControllerState
-from perdure.model.access import BROUGHT_BY, Sender
+from perdure.model.bus.access import BROUGHT_BY, Sender
+from perdure.model.bus.wire import LIGHTHOUSE, RUN
 from perdure.model.events import (
     AnyEvent,
     NodeAsked,
@@ -29,9 +30,8 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 from perdure.model.verdicts import Verdict
-from perdure.model.wire import LIGHTHOUSE, RUN
 
 _RANK = re.compile(r"g(\d{1,9})-r(\d{1,9})-p\d{1,9}")
 """The source of a rank's events, as its agent passes them on."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from html import escape
 from statistics import median
 
-from perdure.model.links import LinkSample
+from perdure.model.signals.links import LinkSample
 from perdure.telemetry.links import DelayMatrix
 
 TABLE_RANKS = 12

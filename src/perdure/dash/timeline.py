@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from perdure.model.pipeline import Timeline
+from perdure.model.planning.pipeline import Timeline
 
 _NAMES = "0123456789abcdefghijklmnopqrstuvwxyz"
 _IDLE, _WEIGHTS, _REDUCE, _UPDATE = "·", "w", "=", "+"

@@ -15,7 +15,7 @@ from perdure.detect.desync import is_point_to_point
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.waitfor import InFlight, WaitGraph, find_current, find_waits, is_inside
 from perdure.detect.watch import RankWatch
-from perdure.model.progress import CommProgress
+from perdure.model.signals.progress import CommProgress
 from perdure.model.verdicts import VerdictKind
 
 UNHEARD_S = 1.0

@@ -8,7 +8,7 @@ own steps are the only yardstick that always fits. Two memories, because they fo
 import math
 from collections import deque
 
-from perdure.model.progress import JobHabits
+from perdure.model.signals.progress import JobHabits
 
 WINDOW = 64
 """Samples a rank keeps: seconds to minutes of training, and 20 MB at 10,000 ranks."""

@@ -7,7 +7,7 @@ nothing is moved. Accounts stay as stamped, for the ledger compares them with th
 
 import msgspec
 
-from perdure.model.progress import BusyPhase, NodeBeat
+from perdure.model.signals.progress import BusyPhase, NodeBeat
 
 TRUSTED_S = 5.0
 """Differences up to this are taken for delays of heartbeats."""

@@ -14,7 +14,7 @@ import msgspec
 
 from perdure.detect.persistence import Baseline, Persistence, is_duration
 from perdure.model.job import DetectConfig
-from perdure.model.progress import CommProgress, RankProgress
+from perdure.model.signals.progress import CommProgress, RankProgress
 
 PENDING = 32
 """Rows kept of one communicator while ranks are missing in them."""

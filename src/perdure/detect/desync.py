@@ -14,8 +14,8 @@ from functools import lru_cache
 import msgspec
 
 from perdure.detect.watch import RankWatch
-from perdure.model.collectives import CollectiveSpan
-from perdure.model.progress import CommProgress
+from perdure.model.signals.collectives import CollectiveSpan
+from perdure.model.signals.progress import CommProgress
 
 SEEN_S = 0.3
 """Between the first and the deciding sight of it."""

@@ -40,8 +40,8 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import CommProgress, JobHabits, NodeBeat, RankProgress
-from perdure.model.stacks import ThreadStack, parse_threads
+from perdure.model.signals.progress import CommProgress, JobHabits, NodeBeat, RankProgress
+from perdure.model.signals.stacks import ThreadStack, parse_threads
 from perdure.model.verdicts import Activity, Culprit, Ground, Verdict
 
 SLOW = ("CommSlow", "Straggler", "HostBusy")

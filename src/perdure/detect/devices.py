@@ -13,7 +13,9 @@ controller neither forgets a fault nor reports it twice.
 
 from dataclasses import dataclass, field
 
-from perdure.model.devices import (
+from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
+from perdure.model.job import DetectConfig
+from perdure.model.signals.devices import (
     HW_SLOWDOWN,
     HW_THERMAL,
     POWER_BRAKE,
@@ -22,9 +24,7 @@ from perdure.model.devices import (
     DeviceSample,
     name_throttle,
 )
-from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
-from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 SOURCE = "nvml"
 FATAL_XIDS = {

@@ -8,7 +8,7 @@ another matter: that is theirs to mend.
 from collections import deque
 from dataclasses import dataclass, field
 
-from perdure.model.progress import HostLoad, NodeBeat
+from perdure.model.signals.progress import HostLoad, NodeBeat
 
 FULL = 0.85
 """Share of the cores in use from which a process waits for one."""

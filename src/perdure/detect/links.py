@@ -15,7 +15,7 @@ import msgspec
 
 from perdure.detect.persistence import Baseline, Persistence
 from perdure.model.job import DetectConfig
-from perdure.model.links import LinkSample, LinkSweep
+from perdure.model.signals.links import LinkSample, LinkSweep
 
 FRESH_S = 2.5
 """A sample older than two quiet sweeps says nothing of now."""

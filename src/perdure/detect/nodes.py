@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from perdure.detect.clocks import TRUSTED_S
 from perdure.model.events import NodeLost
 from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 DOUBT_S = 3.0
 """A node without a heartbeat for this long is lost where an elastic world has broken, too: fifteen

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from perdure.detect.watch import RankWatch
 from perdure.model.events import GenerationStepping, ProgressNoted
 from perdure.model.job import JobSpec
-from perdure.model.progress import JobHabits, RankAccount
+from perdure.model.signals.progress import JobHabits, RankAccount
 
 INTERVAL_S = 5.0
 RANKS_AT_FULL_RATE = 1000

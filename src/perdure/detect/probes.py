@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.model.links import ProbeFinding
+from perdure.model.signals.links import ProbeFinding
 from perdure.model.verdicts import Culprit, Verdict
 
 

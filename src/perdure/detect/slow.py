@@ -22,7 +22,7 @@ from perdure.detect.stages import StageWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 from perdure.model.verdicts import Culprit, Slowness, Verdict, VerdictKind
 
 FUSED_S, LINK_S = 0.9, 2.2

@@ -20,8 +20,8 @@ from itertools import islice
 import msgspec
 
 from perdure.detect.persistence import Baseline, Persistence, find_interval, is_duration
-from perdure.model.collectives import StepStages
 from perdure.model.job import DetectConfig
+from perdure.model.signals.collectives import StepStages
 from perdure.model.verdicts import Slowness
 
 NAMES = ("data", "forward", "backward", "optimizer")

@@ -7,7 +7,7 @@ torchft's own, `perdure.control.groups.watch` does.
 
 from perdure.model.events import AnyEvent
 from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 
 class Unwatched:

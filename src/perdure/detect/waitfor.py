@@ -13,7 +13,7 @@ import msgspec
 
 from perdure.detect.desync import is_point_to_point
 from perdure.detect.watch import RankWatch
-from perdure.model.progress import CommProgress
+from perdure.model.signals.progress import CommProgress
 
 EDGES_MAX = 48
 """Edges shown as evidence."""

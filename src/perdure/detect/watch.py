@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from perdure.detect.cadence import Cadence, Habits
 from perdure.model.job import DetectConfig
-from perdure.model.progress import BusyPhase, CommProgress, RankAccount, RankProgress
+from perdure.model.signals.progress import BusyPhase, CommProgress, RankAccount, RankProgress
 from perdure.model.verdicts import Activity
 
 SAMPLE_S = 1.0

@@ -16,7 +16,7 @@ import msgspec
 
 from perdure.model.errors import ConfigError
 from perdure.model.numbers import NUMBER_HINT, find_number
-from perdure.model.profile import HOST_DEPENDENT, Profile
+from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 
 SHIPPED = Path(__file__).resolve().parent / "profiles"
 BASELINE = "generic-ssh"

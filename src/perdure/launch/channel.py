@@ -34,7 +34,7 @@ from perdure.launch.exchange import (
     read_lines,
 )
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.profile import LaunchSection
 
 BEGIN = "@@perdure begin@@"
 """On standard output before the command's own: what shells print at login stands above it."""

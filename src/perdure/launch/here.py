@@ -12,9 +12,9 @@ from perdure.launch import lint, local
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.paths import job_paths
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.platforms.profile import Profile
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:

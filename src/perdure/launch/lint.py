@@ -11,8 +11,8 @@ import msgspec
 
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding
-from perdure.model.profile import Profile, Tier
+from perdure.model.platforms.launching import Finding
+from perdure.model.platforms.profile import Profile, Tier
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL)", re.I)
 _FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run", "$TMPDIR", "${TMPDIR}", "$SLURM_TMPDIR")

@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan
-from perdure.model.profile import Kind, Profile
+from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan
+from perdure.model.platforms.profile import Kind, Profile
 
 MODULES: dict[Kind, str] = {
     "local": "perdure.launch.here",

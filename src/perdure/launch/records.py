@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from perdure.model.errors import PlatformError
-from perdure.model.launching import LaunchRecord
-from perdure.model.slurm import list_tasks
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.slurm import list_tasks
 
 
 def _path(home: str, job: str) -> Path:

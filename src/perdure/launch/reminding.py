@@ -5,7 +5,7 @@ Pure: what is remembered goes in, sentences come out. Nothing is ever stopped fo
 
 from collections.abc import Sequence
 
-from perdure.model.launching import BoxRow, LaunchRecord, Reminder
+from perdure.model.platforms.launching import BoxRow, LaunchRecord, Reminder
 
 IDLE_LOAD = 0.1
 """A machine whose load over a quarter of an hour is below this does nothing."""

@@ -20,8 +20,8 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
-from perdure.model.links import ProbeFinding
 from perdure.model.settings import Change, Steering
+from perdure.model.signals.links import ProbeFinding
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

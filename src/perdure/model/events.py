@@ -8,6 +8,7 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.model.aside import MessagesSetAside as MessagesSetAside
+from perdure.model.bus.version import Spoken
 from perdure.model.elastic import MemberReady as MemberReady
 from perdure.model.elastic import WorldBroken as WorldBroken
 from perdure.model.elastic import WorldReformed as WorldReformed
@@ -17,12 +18,12 @@ from perdure.model.invitations import InvitationMade as InvitationMade
 from perdure.model.invitations import InvitationRevoked as InvitationRevoked
 from perdure.model.invitations import InvitationUsed as InvitationUsed
 from perdure.model.job import JobSpec
-from perdure.model.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.notices import MachineReported as MachineReported
 from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
 from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
-from perdure.model.progress import CommProgress, JobHabits, RankAccount
 from perdure.model.room import RoomNoted as RoomNoted
+from perdure.model.signals.links import HostProbe, LinkSample, PairProbe, ProbeFinding
+from perdure.model.signals.progress import CommProgress, JobHabits, RankAccount
 from perdure.model.steering import (
     BoundaryAnswered as BoundaryAnswered,
 )
@@ -43,7 +44,6 @@ from perdure.model.steering import (
     SettingsChanged as SettingsChanged,
 )
 from perdure.model.verdicts import Verdict
-from perdure.model.version import Spoken
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):

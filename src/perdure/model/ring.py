@@ -18,9 +18,9 @@ from typing import get_args
 
 import msgspec
 
-from perdure.model.collectives import CollectiveSpan, StepStages
 from perdure.model.errors import ProtocolError
-from perdure.model.progress import (
+from perdure.model.signals.collectives import CollectiveSpan, StepStages
+from perdure.model.signals.progress import (
     BusyPhase,
     CommProgress,
     Phase,

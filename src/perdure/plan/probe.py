@@ -20,7 +20,7 @@ import msgspec
 
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe, ProbeFinding
+from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 
 PAIR_RATIO, PAIR_FLOOR_S = 2.0, 0.02
 """A transfer is slow from this multiple of the reference, and this much above it."""

@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Iterable, Mapping
 
 from perdure.model.job import JobSpec
-from perdure.model.slurm import read_allocation
+from perdure.model.platforms.slurm import read_allocation
 from perdure.service.jobfiles import Parts
 from perdure.service.processes import Child
 

@@ -4,10 +4,10 @@ import asyncio
 import time
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.paths import JobPaths
-from perdure.model.wire import Command, CommandReply, subject_commands
 from perdure.service.jobfiles import is_alive, load_endpoint
 
 _ATTEMPT_S = 5.0

@@ -41,6 +41,15 @@ from perdure.control.groups.outputs import (
 )
 from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import FenceAbort
+from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
+from perdure.model.bus.wire import (
+    LIGHTHOUSE,
+    EventMessage,
+    NodeOrder,
+    subject_beats,
+    subject_events,
+    subject_orders,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import (
@@ -54,17 +63,8 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec
-from perdure.model.lighthouse import encode_response, parse_heartbeat, parse_request
-from perdure.model.progress import NodeBeat
-from perdure.model.wire import (
-    LIGHTHOUSE,
-    EventMessage,
-    NodeOrder,
-    subject_beats,
-    subject_events,
-    subject_orders,
-)
-from perdure.service.agent_outbox import Outbox
+from perdure.model.signals.progress import NodeBeat
+from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import (
     load_endpoint,
     load_spec,

@@ -1,8 +1,8 @@
 """Parts of other versions: they work together, or say at once that they do not."""
 
 from perdure import __version__
+from perdure.model.bus.version import Spoken, can_talk, make_spoken, name_older
 from perdure.model.errors import PlatformError
-from perdure.model.version import Spoken, can_talk, make_spoken, name_older
 
 MINE = make_spoken(__version__)
 

@@ -18,14 +18,16 @@ from typing import Any
 import msgspec
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import RUN, Command, CommandReply, subject_commands, subject_events
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, PlatformError
 from perdure.model.events import ControllerLost, JobEnded
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
-from perdure.model.wire import RUN, Command, CommandReply, subject_commands, subject_events
-from perdure.service.agent_outbox import Outbox
-from perdure.service.arbiter import prepare_arbiter
+from perdure.service.access.credentials import make_servers, set_certificates, write_credentials
+from perdure.service.access.invited import find_invitations
+from perdure.service.access.logins import end_asked
+from perdure.service.agent.outbox import Outbox
 from perdure.service.cluster import (
     end_servers,
     end_standbys,
@@ -33,8 +35,8 @@ from perdure.service.cluster import (
     list_parts,
     make_parts,
 )
-from perdure.service.credentials import make_servers, set_certificates, write_credentials
-from perdure.service.invited import find_invitations
+from perdure.service.controller.arbiter import prepare_arbiter
+from perdure.service.controller.journal import clear_stream, find_end
 from perdure.service.jobfiles import (
     JobLock,
     check_space,
@@ -45,9 +47,7 @@ from perdure.service.jobfiles import (
     set_previous_aside,
     write_document,
 )
-from perdure.service.journal import clear_stream, find_end
 from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
-from perdure.service.logins import end_asked
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,

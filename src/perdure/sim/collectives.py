@@ -12,9 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from perdure.model.collectives import CollectiveSpan, StepStages
-from perdure.model.links import LinkSample, LinkSweep
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.collectives import CollectiveSpan, StepStages
+from perdure.model.signals.links import LinkSample, LinkSweep
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise, Silence
 
 __all__ = ["Fault", "Layout", "Noise", "Training"]

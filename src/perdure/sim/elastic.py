@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from perdure.model.actions import ReformWorld
 from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import AnyEvent, CheckpointSaved, RankJoined
-from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
-from perdure.plan.microbatches import assign
+from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.microbatches import assign
 from perdure.sim.clock import VirtualClock
 from perdure.sim.ranks import Broken
 from perdure.sim.training import Disk

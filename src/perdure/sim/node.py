@@ -25,10 +25,7 @@ from perdure.agent.messages import (
 )
 from perdure.agent.state import NodeIdentity
 from perdure.model.actions import Assignment, SendBoundary
-from perdure.model.events import AnyEvent, ExitRecord, RankJoined
-from perdure.model.job import JobSpec
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     EventAck,
     EventBatch,
     EventMessage,
@@ -42,6 +39,15 @@ from perdure.model.wire import (
     NodeOrder,
     WorkerHello,
     WorkerQuery,
+)
+from perdure.model.events import AnyEvent, ExitRecord, RankJoined
+from perdure.model.job import JobSpec
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
 )
 from perdure.sim.clock import VirtualClock
 from perdure.sim.ranks import Agreements, Rank

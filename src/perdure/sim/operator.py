@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.wire import Command, CommandReply
+from perdure.model.bus.wire import Command, CommandReply
 from perdure.sim.clock import VirtualClock
 
 REPEAT_S = 2.0

@@ -14,8 +14,9 @@ from perdure.control.orders import OrderBook, Sending, describe_action
 from perdure.control.records import find_record
 from perdure.control.senders import find_untrue
 from perdure.detect import Detector
-from perdure.model.access import BROUGHT_BY
 from perdure.model.actions import AnswerCommand, AnyAction, EndJob
+from perdure.model.bus.access import BROUGHT_BY
+from perdure.model.bus.wire import Command, CommandReply, EventAck, EventMessage
 from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
@@ -27,8 +28,7 @@ from perdure.model.events import (
     JournalEntry,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
-from perdure.model.wire import Command, CommandReply, EventAck, EventMessage
+from perdure.model.signals.progress import NodeBeat
 from perdure.sim.clock import VirtualClock
 
 SNAPSHOT_EVERY = 40

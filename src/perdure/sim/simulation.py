@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from perdure.control.memory import encode_memory
 from perdure.control.orders import Sending
+from perdure.model.bus.wire import Command, EventMessage
 from perdure.model.events import CheckpointSaved, CommandReceived, JobEnded, JournalEntry
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
-from perdure.model.progress import NodeBeat
 from perdure.model.report import Report as LedgerReport
-from perdure.model.wire import Command, EventMessage
+from perdure.model.signals.progress import NodeBeat
 from perdure.sim.clock import VirtualClock
 from perdure.sim.network import Network, Weather
 from perdure.sim.node import Node

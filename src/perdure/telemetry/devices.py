@@ -10,11 +10,11 @@ no longer has.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from perdure.model.devices import DeviceSample, name_throttle
 from perdure.model.events import AnyEvent, DeviceReported, NodeRegistered, NodeRestored
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
 from perdure.model.report import DeviceRow, RankRow
+from perdure.model.signals.devices import DeviceSample, name_throttle
+from perdure.model.signals.progress import NodeBeat
 
 STALE_S = 60.0
 """A look older than this says nothing about who uses the device now."""

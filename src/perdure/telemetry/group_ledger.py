@@ -31,8 +31,8 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
 from perdure.model.report import Recovery
+from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.segments import RECONFIGURATION as _RE
 from perdure.telemetry.segments import Segment, fit_pieces
 

@@ -35,8 +35,8 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
 from perdure.model.report import WithheldRow
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold

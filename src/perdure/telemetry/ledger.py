@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from perdure.model.events import JournalEntry
-from perdure.model.progress import RankAccount
 from perdure.model.report import ACCOUNTS, Account, Report
+from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.group_ledger import GroupLedger
 from perdure.telemetry.history import Generation, History, Incident, RankHistory
 from perdure.telemetry.incidents import find_recoveries, find_state

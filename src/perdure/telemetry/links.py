@@ -20,8 +20,8 @@ from typing import NamedTuple
 import msgspec
 
 from perdure.model.events import AnyEvent, JournalEntry, LinksNoted, VerdictReached
-from perdure.model.links import LinkSample, LinkSweep
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.links import LinkSample, LinkSweep
+from perdure.model.signals.progress import NodeBeat
 
 FIRST_NOTE_S = 10.0
 NOTE_S = 60.0

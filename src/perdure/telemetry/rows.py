@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from perdure.model.events import JournalEntry, ProgressNoted, RankExited, RanksStarted
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat, RankProgress
 from perdure.model.report import RankRow
+from perdure.model.signals.progress import NodeBeat, RankProgress
 from perdure.model.steering import Pace
 from perdure.telemetry.history import Generation
 

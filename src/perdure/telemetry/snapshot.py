@@ -21,8 +21,8 @@ from perdure.model.events import (
     RanksStarted,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat
 from perdure.model.report import RankRow, Snapshot
+from perdure.model.signals.progress import NodeBeat
 from perdure.model.steering import Pace
 from perdure.telemetry.devices import DeviceFold, DeviceView, NodeStates
 from perdure.telemetry.history import Generation, History

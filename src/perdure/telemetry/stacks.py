@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from perdure.model.stacks import ThreadStack, parse_threads
+from perdure.model.signals.stacks import ThreadStack, parse_threads
 
 _STARTER = re.compile(r"\((?:\S*/)?perdure/worker/(?:bootstrap|zygote|cold)\.py:")
 _STRING_MAIN = "<module> (<string>:1)"

@@ -19,8 +19,8 @@ from perdure.model.events import (
     NodeRegistered,
     RankExited,
 )
-from perdure.model.slurm import SlurmEnd
-from perdure.model.slurm import State as SlurmState
+from perdure.model.platforms.slurm import SlurmEnd
+from perdure.model.platforms.slurm import State as SlurmState
 
 RUN_LOST = "loss of perdure run"
 """`who` of a command by which a controller ends the job that nobody is left to show."""

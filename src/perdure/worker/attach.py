@@ -17,22 +17,22 @@ import time
 from typing import Any, Literal
 
 from perdure.model.actions import InjectFault, ResumeRanks, SendBoundary
+from perdure.model.bus.wire import DumpTraces, WorkerHello
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
 from perdure.model.paths import job_paths
-from perdure.model.progress import Phase
-from perdure.model.wire import DumpTraces, WorkerHello
+from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
-from perdure.worker.faults import Faults
-from perdure.worker.groups import note_groups
+from perdure.worker.harm.faults import Faults
+from perdure.worker.harm.slowdowns import arm_forward
 from perdure.worker.interrupt import Interrupter
-from perdure.worker.recorder import Dump
+from perdure.worker.recording.groups import note_groups
+from perdure.worker.recording.recorder import Dump
+from perdure.worker.recording.stages import StepStamps, install_stages
+from perdure.worker.recording.traces import TraceWriter, find_groups, find_trace_dumps
+from perdure.worker.recording.watching import make_recorder
 from perdure.worker.ring import RingWriter
-from perdure.worker.slowdowns import arm_forward
-from perdure.worker.stages import StepStamps, install_stages
 from perdure.worker.stderr import say
-from perdure.worker.traces import TraceWriter, find_groups, find_trace_dumps
-from perdure.worker.watching import make_recorder
 
 _PR_SET_PTRACER = 0x59616D61
 _DRAIN_AT_EXIT_S = 3.0
@@ -121,8 +121,8 @@ class Attachment:
 
     def start_replica(self) -> None:
         """Repair torchft as soon as the script has imported it (see `worker.replica`)."""
-        from perdure.worker.after_import import after_import
-        from perdure.worker.replica import install, is_replica, join_replica
+        from perdure.worker.start.after_import import after_import
+        from perdure.worker.torchft.manager import install, is_replica, join_replica
 
         if is_replica() and self.control is not None:
             join_replica(self)

@@ -25,11 +25,7 @@ from perdure.model.actions import (
     ResumeRanks,
     SendBoundary,
 )
-from perdure.model.codec import decode, encode
-from perdure.model.errors import ProtocolError
-from perdure.model.events import AnyEvent, MetricsLogged
-from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     DumpTraces,
     FromWorker,
     ToWorker,
@@ -39,6 +35,10 @@ from perdure.model.wire import (
     WorkerQuery,
     WorkerSignal,
 )
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent, MetricsLogged
+from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
 from perdure.worker.own import OwnSocket
 from perdure.worker.stderr import say
 

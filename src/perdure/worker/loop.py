@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from perdure.model.errors import PerdureError
 from perdure.model.events import BoundaryReached, KeysDeclared
-from perdure.model.progress import Phase
 from perdure.model.ring import PHASE_INDEX
+from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config

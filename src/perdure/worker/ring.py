@@ -15,7 +15,7 @@ from typing import Literal
 
 from perdure.model import ring as layout
 from perdure.model.errors import ProtocolError
-from perdure.model.progress import Phase
+from perdure.model.signals.progress import Phase
 
 Stamp = Literal[
     "spawned", "script", "init", "group", "restored", "first_step", "last_step", "finished"

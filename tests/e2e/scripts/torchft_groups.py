@@ -60,7 +60,7 @@ def main() -> None:
     if os.environ.get("MEND_HOOK"):
         import torchft
 
-        from perdure.worker.replica import mend_hook
+        from perdure.worker.torchft.manager import mend_hook
 
         mend_hook(torchft)
     torch.manual_seed(GROUP)  # Unlike parameters: the first quorum makes them alike.

@@ -8,7 +8,7 @@ import yaml
 
 from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.linter import lint_manifests
-from perdure.model.kubernetes import KubernetesSection
+from perdure.model.platforms.kubernetes import KubernetesSection
 from tests.platforms.k8s.cluster import Kubernetes
 from tests.unit.launch import test_kubernetes_linter as unit
 

@@ -11,20 +11,20 @@ from tests.unit.adapters.fake_nvml import FakeNvml
 
 from perdure.adapters import devices
 from perdure.adapters.devices import find_group_devices
-from perdure.cli import checks
 from perdure.cli.app import run_command
+from perdure.cli.running import checks
 from perdure.launch import lint
 from perdure.launch.catalog import load_profile
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.launch.slurm.script import list_directives
 from perdure.launch.ssh.render import _render_settings
 from perdure.model.actions import Assignment
-from perdure.model.devices import share_devices
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig, TorchftConfig
-from perdure.model.kubernetes import KubernetesSection
 from perdure.model.paths import job_paths
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.kubernetes import KubernetesSection
+from perdure.model.platforms.profile import LaunchSection
+from perdure.model.signals.devices import share_devices
 
 
 def make(

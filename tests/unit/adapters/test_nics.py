@@ -1,7 +1,7 @@
 from pathlib import Path
 
 from perdure.adapters.nics import NicReader
-from perdure.model.links import NicSample
+from perdure.model.signals.links import NicSample
 
 
 def _write(root: Path, values: dict[str, object]) -> None:

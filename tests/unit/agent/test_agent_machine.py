@@ -25,6 +25,17 @@ from perdure.agent.messages import (
     TellWorker,
 )
 from perdure.model.actions import Assignment, TakeStacks
+from perdure.model.bus.wire import (
+    DumpTraces,
+    KeeperExit,
+    KeeperKill,
+    KeeperSpawned,
+    KeeperState,
+    KeeperStopped,
+    KeeperStore,
+    KeeperStoreReady,
+    NodeOrder,
+)
 from perdure.model.events import (
     AnyEvent,
     ExitRecord,
@@ -38,17 +49,6 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec
-from perdure.model.wire import (
-    DumpTraces,
-    KeeperExit,
-    KeeperKill,
-    KeeperSpawned,
-    KeeperState,
-    KeeperStopped,
-    KeeperStore,
-    KeeperStoreReady,
-    NodeOrder,
-)
 
 NEW = KeeperState(pid=50, generation=-1, running={}, exits=())
 MORE: Any = {"extra": (4, 6), "homes": {4: 0, 6: 1}}

@@ -3,8 +3,8 @@
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import KeeperUp, OrderReceived, TermHeard
 from perdure.model.actions import Assignment, FenceAbort
+from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.job import BusConfig, JobSpec
-from perdure.model.wire import KeeperState, NodeOrder
 
 
 def make_agent(replicas: int) -> Agent:

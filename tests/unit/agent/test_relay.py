@@ -17,9 +17,7 @@ from perdure.agent.messages import (
     WorkerSaid,
 )
 from perdure.model.actions import Assignment, InjectFault, InterruptCollectives, SendBoundary
-from perdure.model.events import FaultInjected, NodeAsked
-from perdure.model.job import JobSpec
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     KeeperSignal,
     KeeperState,
     NodeOrder,
@@ -27,6 +25,8 @@ from perdure.model.wire import (
     WorkerQuery,
     WorkerSignal,
 )
+from perdure.model.events import FaultInjected, NodeAsked
+from perdure.model.job import JobSpec
 
 PREPARE = SendBoundary(
     id="b1.1", move="prepare", kind="checkpoint", step=9, ranks=(0, 1), generation=2, reason=""

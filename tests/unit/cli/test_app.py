@@ -7,7 +7,7 @@ import pytest
 
 from perdure.cli.app import run_command
 from perdure.cli.main import main
-from perdure.cli.say import render_table
+from perdure.cli.speech.say import render_table
 
 
 @pytest.fixture(autouse=True)

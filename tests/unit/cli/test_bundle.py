@@ -15,13 +15,13 @@ from urllib.parse import quote
 
 import pytest
 
-from perdure.cli import bundle
 from perdure.cli.app import run_command
-from perdure.cli.redaction import Redactor
+from perdure.cli.looking import bundle
+from perdure.cli.looking.redaction import Redactor
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord, JobSubmitted, JournalEntry, NodeRegistered, RankExited
 from perdure.model.job import AlertsConfig, JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import Parts
 
 SECRETS = {

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.jobspec import make_spec
-from perdure.cli.options import RunOptions
+from perdure.cli.running.jobspec import make_spec
+from perdure.cli.running.options import RunOptions
 from perdure.model.errors import ConfigError
 
 

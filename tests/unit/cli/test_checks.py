@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import checks
-from perdure.cli.launch import make_launch_spec
+from perdure.cli.platforms.launch import make_launch_spec
+from perdure.cli.running import checks
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.service.jobfiles import JobLock, paths_of

@@ -17,15 +17,15 @@ import msgspec
 import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
-from perdure.cli import teardown as command
-from perdure.launch import gone, sources
+from perdure.cli.platforms import teardown as command
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
-from perdure.launch.pulling import find_areas
 from perdure.launch.records import write_record
+from perdure.launch.results import gone, sources
+from perdure.launch.results.pulling import find_areas
 from perdure.launch.ssh import box as box_program
 from perdure.launch.ssh.render import fill
-from perdure.model.launching import LaunchRecord
+from perdure.model.platforms.launching import LaunchRecord
 
 pytestmark = pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync")
 

@@ -6,9 +6,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from perdure.cli.jobspec import make_spec
-from perdure.cli.options import RunOptions
-from perdure.cli.run import find_shown
+from perdure.cli.running.jobspec import make_spec
+from perdure.cli.running.options import RunOptions
+from perdure.cli.running.run import find_shown
 from perdure.model.errors import ConfigError
 
 

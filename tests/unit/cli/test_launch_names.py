@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.cli.launch import check_name
+from perdure.cli.platforms.launch import check_name
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import write_record
 from perdure.model.errors import ConfigError
-from perdure.model.launching import LaunchRecord, Plan
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import LaunchRecord, Plan
+from perdure.model.platforms.profile import Profile
 
 
 def profile(name: str, host: str = "") -> Profile:

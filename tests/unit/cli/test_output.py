@@ -3,7 +3,13 @@
 import tracemalloc
 from pathlib import Path
 
-from perdure.cli.output import MirrorTail, Stream, describe_entry, find_streams, render_entry
+from perdure.cli.looking.output import (
+    MirrorTail,
+    Stream,
+    describe_entry,
+    find_streams,
+    render_entry,
+)
 from perdure.model.codec import encode
 from perdure.model.events import (
     CommandReceived,

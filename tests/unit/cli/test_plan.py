@@ -10,7 +10,7 @@ from tests.profiles import MB, make_profile
 
 from perdure.cli.app import run_command
 from perdure.cli.plan import parse_size
-from perdure.model.costs import write_profile
+from perdure.model.planning.costs import write_profile
 
 WORDS = ["--devices", "2", "--global-batch", "8"]
 

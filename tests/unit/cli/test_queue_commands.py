@@ -9,7 +9,7 @@ import pytest
 
 from perdure.cli.app import run_command
 from perdure.model.queue import Started
-from perdure.service.queue_store import QueueStore, RunnerLock
+from perdure.service.queue.store import QueueStore, RunnerLock
 
 Call = Callable[..., tuple[int, dict[str, Any]]]
 

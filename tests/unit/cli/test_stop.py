@@ -16,8 +16,8 @@ import msgspec
 import pytest
 from tests.gate_site import Site, make_site, write_tensors
 
-from perdure.launch import gone
 from perdure.launch.catalog import load_profile
+from perdure.launch.results import gone
 
 pytestmark = [
     pytest.mark.skipif(not shutil.which("rsync"), reason="no rsync"),

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from perdure.cli.torchrun import (
+from perdure.cli.running.torchrun import (
     find_gpus,
     find_rdzv_notes,
     parse_nnodes,

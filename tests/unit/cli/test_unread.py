@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli.unread import UnreadStream
+from perdure.cli.speech.unread import UnreadStream
 
 
 class Pipe:

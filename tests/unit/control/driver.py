@@ -24,7 +24,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -18,7 +18,7 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 
 

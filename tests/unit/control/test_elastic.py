@@ -19,7 +19,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -17,7 +17,13 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import DetectConfig, JobSpec, TorchftConfig
-from perdure.model.progress import BusyPhase, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import (
+    BusyPhase,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 
 GROUPS = 3
 

@@ -10,7 +10,7 @@ from perdure.control.invitations import preview_invitations
 from perdure.model.actions import AnswerCommand, RecordEvent
 from perdure.model.codec import encode
 from perdure.model.events import CommandReceived, JournalEntry, NodeLost
-from perdure.service.invited import find_invitations
+from perdure.service.access.invited import find_invitations
 
 DIGEST = sha256(b"secret").hexdigest()
 

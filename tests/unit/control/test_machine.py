@@ -25,7 +25,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 
 
 def test_world_forms_once_all_nodes_are_there() -> None:

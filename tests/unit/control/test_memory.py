@@ -15,7 +15,13 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import BusyPhase, NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import (
+    BusyPhase,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 

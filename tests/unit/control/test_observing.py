@@ -45,7 +45,7 @@ from perdure.model.events import (
     VerdictReached,
     WorldBroken,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 ACTS = (AssignNodes, CordonNode, InterruptCollectives, ReformWorld, RunProbe, EndJob)

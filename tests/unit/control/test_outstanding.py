@@ -16,7 +16,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictWithdrawn,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 
 
 def replayed(driver: Driver) -> Controller:

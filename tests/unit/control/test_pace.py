@@ -15,8 +15,8 @@ from perdure.model.events import (
     KeysDeclared,
     ProgressNoted,
 )
-from perdure.model.progress import RankAccount
 from perdure.model.settings import KeySpec
+from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 
 

@@ -31,7 +31,7 @@ from perdure.model.events import (
     RankExited,
     TimerFired,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 
 

@@ -14,7 +14,7 @@ from perdure.control.groups.outputs import (
 )
 from perdure.control.groups.quorum import Quorums
 from perdure.model.actions import ReplicaGroup
-from perdure.model.lighthouse import make_member
+from perdure.model.bus.lighthouse import make_member
 
 
 class Lab:

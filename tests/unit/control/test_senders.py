@@ -6,8 +6,8 @@ import pytest
 
 from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
 from perdure.control.state import ControllerState
-from perdure.model.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.actions import Assignment
+from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -29,8 +29,8 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.links import HostProbe, PairProbe
-from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+from perdure.model.signals.links import HostProbe, PairProbe
+from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
 
 

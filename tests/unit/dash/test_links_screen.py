@@ -2,7 +2,7 @@ import xml.etree.ElementTree as ET
 
 from perdure.dash.links import render_heat_map, render_links
 from perdure.model.events import LinksNoted
-from perdure.model.links import LinkSample
+from perdure.model.signals.links import LinkSample
 from perdure.telemetry.links import DelayMatrix, make_delay_matrix
 
 

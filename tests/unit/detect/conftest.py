@@ -8,7 +8,7 @@ import pytest
 from perdure.detect import Detector
 from perdure.model.events import AnyEvent, RanksStarted, VerdictReached
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import (
+from perdure.model.signals.progress import (
     BusyPhase,
     CommProgress,
     NodeBeat,

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from perdure.model.job import DetectConfig
-from perdure.model.progress import BusyPhase
+from perdure.model.signals.progress import BusyPhase
 
 LONG_S = 400.0
 TOLD = DetectConfig(hang_action_s=300.0)

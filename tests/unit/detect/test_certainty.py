@@ -16,7 +16,7 @@ from perdure.model.events import (
 )
 from perdure.model.fitting import CUT
 from perdure.model.job import DetectConfig
-from perdure.model.progress import CommProgress
+from perdure.model.signals.progress import CommProgress
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.sim.collectives import Layout
 

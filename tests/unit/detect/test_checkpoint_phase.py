@@ -7,7 +7,7 @@ import pytest
 from tests.unit.detect.conftest import Rank, World
 
 from perdure.model.job import DetectConfig
-from perdure.model.progress import RankProgress
+from perdure.model.signals.progress import RankProgress
 
 
 @dataclass

@@ -15,7 +15,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import NodeBeat, ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import NodeBeat, ProcSample, RankAccount, RankProgress
 
 
 @pytest.mark.parametrize("resumable", [True, False])

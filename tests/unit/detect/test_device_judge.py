@@ -4,10 +4,10 @@ import msgspec
 import pytest
 
 from perdure.detect.devices import DeviceJudge
-from perdure.model.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
 from perdure.model.events import DeviceReported, NodeRegistered, NodeRestored
 from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
+from perdure.model.signals.progress import NodeBeat
 
 WELL = DeviceSample(
     device="GPU-a", at_s=0.0, name="H200", ranks=(0,), ecc_uncorrected=0, remapped_rows=0,

@@ -1,7 +1,7 @@
 """A node that is silent is lost sooner where an elastic world has broken as well."""
 
 from perdure.detect.nodes import DOUBT_S, NodeWatch
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 
 def beat(watch: NodeWatch, now: float, *nodes: int) -> None:

@@ -7,7 +7,7 @@ from perdure.detect import Detector
 from perdure.model.elastic import WorldReformed
 from perdure.model.events import RankExited
 from perdure.model.exits import ExitRecord
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 
 
 def leave(world, rank: int, *, finished_s: float = 0.0) -> None:

@@ -4,7 +4,7 @@ import pytest
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.model.events import ProbeJudged, VerdictWithdrawn
-from perdure.model.links import ProbeFinding
+from perdure.model.signals.links import ProbeFinding
 from perdure.sim.collectives import Layout
 
 LAYOUTS = [

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Layout, Run
 
 from perdure.model.events import VerdictWithdrawn
-from perdure.model.progress import HostLoad
+from perdure.model.signals.progress import HostLoad
 
 
 def load(nodes, *, others=1.1, own=0.9, host="", until_s=float("inf"), delay=0.5, starve=True):

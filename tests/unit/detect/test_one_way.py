@@ -2,7 +2,7 @@
 
 from perdure.detect.links import LinkWatch
 from perdure.model.job import DetectConfig
-from perdure.model.links import LinkSample, LinkSweep
+from perdure.model.signals.links import LinkSample, LinkSweep
 
 
 def look(now, *samples):

@@ -5,7 +5,7 @@ import msgspec
 from perdure.model.elastic import WorldReformed
 from perdure.model.events import GenerationStepping, ProgressNoted, RankExited
 from perdure.model.exits import ExitRecord
-from perdure.model.progress import ProcSample, RankAccount, RankProgress
+from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 
 
 def leave(world, rank: int, *, asked: bool = False) -> None:

@@ -14,7 +14,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import DetectConfig
-from perdure.model.progress import NodeBeat, RankAccount
+from perdure.model.signals.progress import NodeBeat, RankAccount
 
 
 def watch() -> NodeWatch:

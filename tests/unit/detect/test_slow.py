@@ -6,7 +6,7 @@ from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run, inject
 
 from perdure.detect.neighbours import Neighbours
 from perdure.model.events import ProbeJudged, VerdictReached, VerdictWithdrawn
-from perdure.model.links import ProbeFinding
+from perdure.model.signals.links import ProbeFinding
 from perdure.sim.collectives import Layout, Noise, Training
 
 FOUR_D = Layout(data=2, tensor=2, pipeline=2, context=2, nproc=4)

@@ -2,7 +2,7 @@ import pytest
 
 from perdure.detect.collectives import Comm, find_peers
 from perdure.detect.stages import find_frontier
-from perdure.model.progress import CommProgress
+from perdure.model.signals.progress import CommProgress
 
 
 def test_the_frontier_is_an_exact_additive_account():

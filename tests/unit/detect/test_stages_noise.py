@@ -5,8 +5,8 @@ import random
 import pytest
 
 from perdure.detect.stages import StageWatch
-from perdure.model.collectives import StepStages
 from perdure.model.job import DetectConfig
+from perdure.model.signals.collectives import StepStages
 
 SLOW = 1
 """The rank that is slow, once it is."""

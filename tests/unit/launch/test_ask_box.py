@@ -12,8 +12,8 @@ from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError
 from perdure.launch.platforms import Here
 from perdure.launch.ssh import ask
-from perdure.model.launching import LaunchRecord
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.profile import LaunchSection
 
 LOOKS = [["logs", "gpt"], ["events", "gpt", "--json"]]
 HERE = Here("", {}, print)

@@ -12,7 +12,7 @@ import pytest
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import FloodError, UnreachedError
 from perdure.launch.ssh.submit import _compare
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.profile import LaunchSection
 
 HERE = Channel(LaunchSection())
 

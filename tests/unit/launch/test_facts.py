@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from perdure.cli.app import run_command
-from perdure.detect.traps.table import TRAPS
 from perdure.launch.catalog import BASELINE, find_source, flatten, list_profiles, load_profile
 from perdure.launch.ssh.check import refuse_proxy
 from perdure.model.errors import ConfigError
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.profile import LaunchSection
+from perdure.traps.table import TRAPS
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = "/nonexistent"

@@ -15,7 +15,7 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import read_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
-from perdure.model.launching import LaunchRecord, Plan
+from perdure.model.platforms.launching import LaunchRecord, Plan
 
 # Its state is a folder: `status` is what the server says, `answers` what a push is told beside.
 FAKE = """\

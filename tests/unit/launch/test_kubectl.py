@@ -23,8 +23,8 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import read_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig
-from perdure.model.kubernetes import KubernetesSection
-from perdure.model.launching import LaunchRecord, Plan
+from perdure.model.platforms.kubernetes import KubernetesSection
+from perdure.model.platforms.launching import LaunchRecord, Plan
 
 FAKE = Path(__file__).with_name("fake_kubectl.py")
 

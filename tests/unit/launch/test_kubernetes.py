@@ -12,14 +12,14 @@ from perdure.launch.kubernetes.manifest import find_name
 from perdure.launch.kubernetes.pod import decide_code, find_role
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
-from perdure.model.kubernetes import (
+from perdure.model.platforms.kubernetes import (
     JobState,
     KubernetesSection,
     explain_job,
     explain_pod,
     parse_version,
 )
-from perdure.model.launching import Plan
+from perdure.model.platforms.launching import Plan
 
 IMAGE = "registry.example/train@sha256:" + "0" * 64
 

@@ -22,9 +22,9 @@ from perdure.launch.kubernetes.manifest import find_added, make_added, make_read
 from perdure.launch.kubernetes.pod import Pod, find_person
 from perdure.launch.kubernetes.security import find_violations
 from perdure.model.job import JobSpec, LaunchConfig
-from perdure.model.kubernetes import KubernetesSection
-from perdure.model.launching import LaunchRecord
-from perdure.model.profile import Profile
+from perdure.model.platforms.kubernetes import KubernetesSection
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.profile import Profile
 
 UNDEFINED = None
 CONTAINERS = ("containers[*]", "initContainers[*]", "ephemeralContainers[*]")

@@ -31,7 +31,7 @@ from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import Manifest
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
-from perdure.model.profile import Profile
+from perdure.model.platforms.profile import Profile
 from perdure.model.report import Snapshot
 from perdure.worker.checkpoint.remote import open_place
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from perdure.cli.profiles import find_meanings, render_danger
+from perdure.cli.platforms.profiles import find_meanings, render_danger
 from perdure.launch.catalog import flatten, list_profiles, load_profile, overlay
 from perdure.launch.lint import check_plan, find_tier, render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig
-from perdure.model.profile import find_unmeasured
+from perdure.model.platforms.profile import find_unmeasured
 
 
 def write(home: Path, name: str, text: str) -> None:

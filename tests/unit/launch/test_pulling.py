@@ -10,15 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from perdure.cli import teardown
-from perdure.cli.teardown import Waived
+from perdure.cli.platforms import teardown
+from perdure.cli.platforms.teardown import Waived
 from perdure.launch.catalog import load_profile
 from perdure.launch.channel import Channel
-from perdure.launch.gate import find_neighbours, find_obstacles
 from perdure.launch.kubernetes.fetching import fetch
 from perdure.launch.kubernetes.reader import PodChannel
 from perdure.launch.platforms import Here
-from perdure.launch.pulling import (
+from perdure.launch.records import write_record
+from perdure.launch.results.gate import find_neighbours, find_obstacles
+from perdure.launch.results.pulling import (
     compare_files,
     find_loadable,
     group_files,
@@ -27,13 +28,12 @@ from perdure.launch.pulling import (
     read_verified,
     write_verified,
 )
-from perdure.launch.records import write_record
-from perdure.launch.sources import Source, _pull_by_rsync
+from perdure.launch.results.sources import Source, _pull_by_rsync
 from perdure.launch.ssh.results import hash_file
 from perdure.launch.transfer import PARTIAL, salvage
 from perdure.launch.transfer import pull as pull_names
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import (
+from perdure.model.platforms.launching import (
     PULL_MANIFEST,
     BoxState,
     Finding,
@@ -41,7 +41,7 @@ from perdure.model.launching import (
     PulledFile,
     PullManifest,
 )
-from perdure.model.profile import LaunchSection
+from perdure.model.platforms.profile import LaunchSection
 
 NAMES = ("job/checkpoints/step-00000010/rank-0.pt", "job/journal.jsonl", "outputs/runs/a/best.pth")
 ENDED = BoxState(state="ended", reason="exit code 0")

@@ -12,7 +12,7 @@ from perdure.launch.platforms import find_platform
 from perdure.launch.ssh.check import check_room, measure_project
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
-from perdure.model.launching import Plan
+from perdure.model.platforms.launching import Plan
 
 
 def render(spec: JobSpec, **values: object) -> Plan:

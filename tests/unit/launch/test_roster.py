@@ -17,7 +17,7 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.records import write_record
 from perdure.launch.roster import Roster, check_roster
 from perdure.model.errors import SafetyError
-from perdure.model.launching import PULL_MANIFEST, LaunchRecord, PulledFile, PullManifest
+from perdure.model.platforms.launching import PULL_MANIFEST, LaunchRecord, PulledFile, PullManifest
 
 FAKE = Path(__file__).with_name("fake_kubectl.py")
 CONTENT = "ssh-ed25519 AAAA\n"
@@ -151,7 +151,7 @@ def test_d2_a_manifest_that_names_files_elsewhere_is_not_followed(
 def test_d2_a_link_that_takes_a_files_place_does_not_arrive(tmp_path: Path) -> None:
     from perdure.launch import transfer
     from perdure.launch.channel import Channel
-    from perdure.model.profile import LaunchSection
+    from perdure.model.platforms.profile import LaunchSection
 
     box, here = tmp_path / "box", tmp_path / "here"
     (box / "sub").mkdir(parents=True)

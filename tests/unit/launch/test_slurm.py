@@ -15,8 +15,8 @@ from perdure.launch.slurm.script import quote
 from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig
-from perdure.model.profile import LaunchSection, Profile
-from perdure.model.slurm import (
+from perdure.model.platforms.profile import LaunchSection, Profile
+from perdure.model.platforms.slurm import (
     Allocation,
     SlurmEnd,
     SlurmRow,

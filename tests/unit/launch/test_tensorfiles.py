@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from perdure.launch.pulling import look_into
+from perdure.launch.results.pulling import look_into
+from perdure.launch.results.tensorfiles import find_missing, read_safetensors
 from perdure.launch.ssh.results import hash_file
-from perdure.launch.tensorfiles import find_missing, read_safetensors
-from perdure.model.launching import PulledFile, PullManifest
+from perdure.model.platforms.launching import PulledFile, PullManifest
 
 TWO = {
     "a": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]},

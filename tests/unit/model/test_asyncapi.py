@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import perdure
-import perdure.model.wire as wire
+import perdure.model.bus.wire as wire
 from perdure.cli.app import run_command
-from perdure.model.access import ROLES, find_access
-from perdure.model.asyncapi import make_asyncapi
+from perdure.model.bus.access import ROLES, find_access
+from perdure.model.bus.asyncapi import make_asyncapi
 
 ROOT = Path(__file__).resolve().parents[3]
 DOCUMENT = ROOT / "docs" / "asyncapi.json"

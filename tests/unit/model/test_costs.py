@@ -3,8 +3,8 @@
 import pytest
 from tests.profiles import make_profile
 
-from perdure.model.costs import AllReduce, CostProfile, read_profile, write_profile
 from perdure.model.errors import ConfigError, MeasureError
+from perdure.model.planning.costs import AllReduce, CostProfile, read_profile, write_profile
 
 
 def test_a_file_is_read_as_it_was_written() -> None:

@@ -13,7 +13,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.fitting import cut_text, fit_event
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 
 BIG = "begins here " + "x\n\x1b" * 100_000 + " ends here"

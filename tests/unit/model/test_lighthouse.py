@@ -2,8 +2,7 @@
 
 import pytest
 
-from perdure.model.errors import ProtocolError
-from perdure.model.lighthouse import (
+from perdure.model.bus.lighthouse import (
     encode_request,
     encode_response,
     make_member,
@@ -12,6 +11,7 @@ from perdure.model.lighthouse import (
     parse_response,
     set_step,
 )
+from perdure.model.errors import ProtocolError
 
 
 def test_a_member_is_read_back() -> None:

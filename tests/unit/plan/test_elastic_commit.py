@@ -5,8 +5,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from perdure.plan.commit import FRESH, Standing, decide_reformation
-from perdure.plan.microbatches import assign
+from perdure.plan.elastic.commit import FRESH, Standing, decide_reformation
+from perdure.plan.elastic.microbatches import assign
 
 Content = frozenset[int]
 """What a reduced result was made of."""

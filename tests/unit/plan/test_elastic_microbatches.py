@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from perdure.model.errors import ConfigError
-from perdure.plan.microbatches import (
+from perdure.plan.elastic.microbatches import (
     assign,
     cover,
     find_parent,

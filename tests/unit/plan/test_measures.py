@@ -3,10 +3,10 @@
 import pytest
 from tests.profiles import make_profile
 
-from perdure.model.costs import BlockCost
 from perdure.model.errors import MeasureError
-from perdure.model.pipeline import Action, Executed
-from perdure.plan.measures import StageTimes, collect_times, fit_line, refresh, settle
+from perdure.model.planning.costs import BlockCost
+from perdure.model.planning.pipeline import Action, Executed
+from perdure.plan.worlds.measures import StageTimes, collect_times, fit_line, refresh, settle
 
 
 def test_disturbed_measurements_do_not_move_a_figure() -> None:

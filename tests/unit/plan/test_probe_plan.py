@@ -1,6 +1,6 @@
 from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import HostProbe, PairProbe, ProbeFinding
+from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 from perdure.plan.probe import ProbeSession, judge, plan_first, plan_next
 
 

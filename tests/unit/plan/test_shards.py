@@ -6,8 +6,8 @@ from itertools import chain, combinations
 
 import pytest
 
-from perdure.plan.commit import FRESH
-from perdure.plan.shards import (
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.shards import (
     NO_LINE,
     Shard,
     ShardReformation,

@@ -8,15 +8,11 @@ from functools import partial
 import pytest
 from tests.profiles import make_profile
 
-from perdure.plan.chain import StageCost
-from perdure.plan.commit import FRESH
-from perdure.plan.measures import StageTimes
-from perdure.plan.pipeline.orders import order_interleaved
-from perdure.plan.pipeline.simulate import FREE, Pipe, simulate
-from perdure.plan.stage_choice import PlannedChoice
-from perdure.plan.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
-from perdure.plan.stage_orders import plan_passes
-from perdure.plan.stages import (
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.stage_choice import PlannedChoice
+from perdure.plan.elastic.stage_commit import Holder, StageSnapshot, StageStanding, decide_stages
+from perdure.plan.elastic.stage_orders import plan_passes
+from perdure.plan.elastic.stages import (
     Choice,
     Layout,
     Model,
@@ -26,6 +22,10 @@ from perdure.plan.stages import (
     find_rest,
     place,
 )
+from perdure.plan.pipeline.orders import order_interleaved
+from perdure.plan.pipeline.simulate import FREE, Pipe, simulate
+from perdure.plan.worlds.chain import StageCost
+from perdure.plan.worlds.measures import StageTimes
 
 BLOCKS = 6
 MODEL = Model((1.0,) * BLOCKS, (100,) * BLOCKS, 2)

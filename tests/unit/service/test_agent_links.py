@@ -8,9 +8,9 @@ import pytest
 
 from perdure.model.actions import WatchClosely
 from perdure.model.paths import JobPaths
-from perdure.model.progress import NodeBeat
-from perdure.service.agent_links import LinkTelemetry, Ranks
-from perdure.worker.groups import SUFFIX
+from perdure.model.signals.progress import NodeBeat
+from perdure.service.agent.links import LinkTelemetry, Ranks
+from perdure.worker.recording.groups import SUFFIX
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
+from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
@@ -16,10 +17,9 @@ from perdure.model.events import (
     RankExited,
     RankJoined,
 )
-from perdure.model.progress import RankAccount
-from perdure.model.wire import EventAck, EventBatch, EventMessage
-from perdure.service import agent_outbox
-from perdure.service.agent_outbox import Outbox
+from perdure.model.signals.progress import RankAccount
+from perdure.service.agent import outbox as agent_outbox
+from perdure.service.agent.outbox import Outbox
 from perdure.service.ports import FakeBus, FakeServer
 
 

@@ -9,8 +9,8 @@ from perdure.model.actions import RunProbe
 from perdure.model.codec import encode
 from perdure.model.errors import RequestError
 from perdure.model.events import ProbeEnded
-from perdure.model.probing import ProbeAsk, subject_probe
-from perdure.service.agent_probe import Prober
+from perdure.model.signals.probing import ProbeAsk, subject_probe
+from perdure.service.agent.probe import Prober
 from perdure.service.ports import FakeBus, FakeServer
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from perdure.agent.messages import WorkerSaid
 from perdure.model.actions import SendBoundary
+from perdure.model.bus.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, RankJoined
-from perdure.model.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
-from perdure.service.agent_outbox import Outbox
-from perdure.service.agent_workers import WorkerServer
+from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.ranks import WorkerServer
 from perdure.service.aside import Asides
 from perdure.service.ports import FakeBus, FakeServer, Reply
 from perdure.worker.control import Control

@@ -13,7 +13,7 @@ import pytest
 
 from perdure.model.events import ControllerLost, JobEnded, JournalEntry
 from perdure.model.job import AlertsConfig
-from perdure.service.alerts import Alerter, find_url
+from perdure.service.controller.alerts import Alerter, find_url
 
 EVENTS = ("part", "ended")
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

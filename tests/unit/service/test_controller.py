@@ -6,7 +6,19 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from perdure.model.access import BROUGHT_BY
+from perdure.model.bus.access import BROUGHT_BY
+from perdure.model.bus.wire import (
+    Command,
+    CommandReply,
+    EventAck,
+    EventBatch,
+    EventMessage,
+    NodeOrder,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_orders,
+)
 from perdure.model.codec import decode, encode
 from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
@@ -23,24 +35,12 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat, RankAccount
 from perdure.model.report import Snapshot
-from perdure.model.wire import (
-    Command,
-    CommandReply,
-    EventAck,
-    EventBatch,
-    EventMessage,
-    NodeOrder,
-    subject_beats,
-    subject_commands,
-    subject_events,
-    subject_orders,
-)
-from perdure.service import journal as journal_module
-from perdure.service.control_loop import ControllerService
+from perdure.model.signals.progress import NodeBeat, RankAccount
+from perdure.service.controller import journal as journal_module
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.journal import Journal
 from perdure.service.ports import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)

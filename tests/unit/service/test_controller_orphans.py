@@ -10,7 +10,7 @@ import pytest
 
 from perdure.adapters.nats import server_config
 from perdure.model.job import BusConfig, JobSpec
-from perdure.service import controller
+from perdure.service.controller import process as controller
 from perdure.service.jobfiles import paths_of
 
 

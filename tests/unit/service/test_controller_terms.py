@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
+from perdure.model.bus.wire import Command, NodeOrder, subject_orders
 from perdure.model.codec import decode
 from perdure.model.errors import FencedError
 from perdure.model.events import ControllerStarted
 from perdure.model.job import BusConfig, JobSpec
-from perdure.model.wire import Command, NodeOrder, subject_orders
-from perdure.service.control_loop import ControllerService
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.journal import Journal
 from perdure.service.ports import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="s.py", nodes=3, bus=BusConfig(replicas=3))

@@ -7,7 +7,7 @@ from pathlib import Path
 from perdure.adapters.nats import NatsServer
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths
-from perdure.service.credentials import make_servers, set_certificates
+from perdure.service.access.credentials import make_servers, set_certificates
 from perdure.service.placement import load_placement
 
 SPEC = JobSpec(name="far", script="train.py", nodes=2, remote=1)

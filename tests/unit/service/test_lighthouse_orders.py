@@ -4,9 +4,9 @@ import asyncio
 from pathlib import Path
 
 from perdure.model.actions import HoldReplicas
+from perdure.model.bus.wire import LIGHTHOUSE, NodeOrder, subject_orders
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.wire import LIGHTHOUSE, NodeOrder, subject_orders
 from perdure.service.lighthouse import LighthouseService
 from perdure.service.ports import FakeBus, FakeServer
 

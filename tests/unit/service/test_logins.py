@@ -10,12 +10,7 @@ from typing import Any
 
 import pytest
 
-from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError
-from perdure.model.invitations import digest_secret
-from perdure.model.job import JobSpec
-from perdure.model.paths import JobPaths
-from perdure.model.wire import (
+from perdure.model.bus.wire import (
     Admission,
     Command,
     CommandReply,
@@ -24,12 +19,17 @@ from perdure.model.wire import (
     subject_commands,
     subject_joins,
 )
-from perdure.service import logins
-from perdure.service.control_loop import ControllerService
-from perdure.service.credentials import make_server, write_credentials
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError
+from perdure.model.invitations import digest_secret
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
+from perdure.service.access import logins
+from perdure.service.access.credentials import make_server, write_credentials
+from perdure.service.access.logins import end_asked, end_logins, renew_logins
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint, paths_of, write_document
-from perdure.service.journal import Journal
-from perdure.service.logins import end_asked, end_logins, renew_logins
 from perdure.service.neighbours import MINE
 from perdure.service.ports import FakeBus, FakeStream
 from perdure.service.supervisor import Supervisor

@@ -7,9 +7,9 @@ import pytest
 from perdure.model.actions import FenceAbort
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec, PreemptionConfig, TorchftConfig
-from perdure.service.agent_notices import may_acknowledge
+from perdure.service.agent.notices import may_acknowledge
 from perdure.service.lighthouse import make_stock_words
-from perdure.worker.replica import Replica
+from perdure.worker.torchft.manager import Replica
 
 
 @pytest.mark.parametrize("observe", [False, True])

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from perdure.model.cluster_past import explain_fate, find_fates
-from perdure.model.wire import Command
-from perdure.service.pod_watch import PodWatch
+from perdure.model.bus.wire import Command
+from perdure.model.platforms.cluster_past import explain_fate, find_fates
+from perdure.service.controller.pod_watch import PodWatch
 
 ENDED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-11-22T04:00:00Z"}
 FAILED = {"phase": "Failed", "containerStatuses": [{"state": {"terminated": ENDED}}]}

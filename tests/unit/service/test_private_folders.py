@@ -6,7 +6,7 @@ from pathlib import Path
 from perdure.launch.catalog import load_profile
 from perdure.launch.records import LaunchRecord, write_record
 from perdure.service.jobfiles import JobLock, paths_of
-from perdure.service.queue_store import QueueStore
+from perdure.service.queue.store import QueueStore
 
 
 def mode(path: Path | str) -> int:

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from perdure.model.queue import Again, Item, Put
-from perdure.service.queue_runner import Runner
-from perdure.service.queue_store import QueueStore
+from perdure.service.queue.runner import Runner
+from perdure.service.queue.store import QueueStore
 
 
 def test_a_record_that_was_torn_by_a_kill_is_cut_off_by_the_next(tmp_path: Path) -> None:

@@ -9,15 +9,15 @@ import pytest
 from tests.unit.service.test_controller import SPEC, Rig, encode
 
 from perdure.control import Memory
+from perdure.model.bus.wire import Command, subject_commands
 from perdure.model.codec import decode
 from perdure.model.errors import PlatformError
 from perdure.model.events import CheckpointSaved, CommandReceived, JobSubmitted, MetricsLogged
-from perdure.model.wire import Command, subject_commands
-from perdure.service.control_loop import ControllerService
+from perdure.service.controller.journal import Journal, Mirror
+from perdure.service.controller.loop import ControllerService
+from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.service.journal import Journal, Mirror
 from perdure.service.ports import FakeBus, FakeStream
-from perdure.service.snapshots import SnapshotFiles
 
 METRICS = MetricsLogged(generation=0, rows=((1, {"loss": 0.5}),))
 SAVED = CheckpointSaved(
@@ -235,7 +235,7 @@ async def test_a_full_disk_stops_no_controller(
     def refuse(path: str, data: bytes) -> None:
         raise PlatformError(f"cannot write {path}: No space left on device")
 
-    monkeypatch.setattr("perdure.service.snapshots.write_atomic", refuse)
+    monkeypatch.setattr("perdure.service.controller.snapshots.write_atomic", refuse)
     await rig.fill(30)
     await rig.until(lambda: "No space left" in caplog.text)
     assert await rig.send(METRICS) == rig.seq

@@ -3,7 +3,7 @@
 import asyncio
 
 from perdure.model.job import PreemptionConfig
-from perdure.service.agent_notices import (
+from perdure.service.agent.notices import (
     NoticeWatch,
     OrphanedError,
     StartedAnewError,

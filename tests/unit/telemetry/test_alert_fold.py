@@ -11,7 +11,7 @@ from perdure.model.events import (
     RoomNoted,
     VerdictReached,
 )
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.alerts import Alert, AlertFold
 

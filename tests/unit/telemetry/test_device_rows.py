@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from perdure.model.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
 from perdure.model.events import DeviceReported, NodeRegistered, NodeRestored
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import NodeBeat
 from perdure.model.report import RankRow
+from perdure.model.signals.devices import HW_THERMAL, POWER_CAP, DeviceSample, Xid
+from perdure.model.signals.progress import NodeBeat
 from perdure.telemetry.devices import (
     STALE_S,
     DeviceFold,

@@ -16,7 +16,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec
-from perdure.model.progress import NodeBeat, RankAccount, RankProgress
+from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.telemetry import SnapshotFold
 from perdure.telemetry.ledger import LedgerFold
 

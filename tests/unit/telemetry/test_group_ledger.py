@@ -20,7 +20,7 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import RankAccount
+from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.ledger import LedgerFold
 
 

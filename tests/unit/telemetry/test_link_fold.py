@@ -1,8 +1,8 @@
 import msgspec
 
 from perdure.model.events import JournalEntry, LinksNoted, VerdictReached
-from perdure.model.links import LinkEndpoint, LinkSample, LinkSweep
-from perdure.model.progress import CommProgress, NodeBeat, RankAccount, RankProgress
+from perdure.model.signals.links import LinkEndpoint, LinkSample, LinkSweep
+from perdure.model.signals.progress import CommProgress, NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.links import LinkFold, LinkJoin, find_delay_matrix, make_delay_matrix
 

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from tests.journals import Story, tell
 
-from perdure.model.devices import DeviceSample
 from perdure.model.report import DeviceRow, RankRow, ReplicaRow
+from perdure.model.signals.devices import DeviceSample
 from perdure.telemetry import LedgerFold, SnapshotFold
 from perdure.telemetry.metrics import find_metrics
 from perdure.telemetry.spans import find_spans

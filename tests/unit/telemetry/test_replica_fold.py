@@ -12,8 +12,8 @@ from perdure.model.events import (
     ReplicaSeen,
 )
 from perdure.model.job import JobSpec, TorchftConfig
-from perdure.model.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.report import Snapshot
+from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.telemetry.snapshot import SnapshotFold
 
 SPEC = JobSpec(script="x.py", nodes=3, spares=1, torchft=TorchftConfig(replicas=3))

@@ -3,9 +3,15 @@ from tests.journals import Story, tell
 
 from perdure.model import codec
 from perdure.model.events import BoundaryReached, CommandReceived, KeysDeclared, SettingsChanged
-from perdure.model.progress import CommProgress, NodeBeat, ProcSample, RankAccount, RankProgress
 from perdure.model.report import Snapshot
 from perdure.model.settings import Change, KeySpec
+from perdure.model.signals.progress import (
+    CommProgress,
+    NodeBeat,
+    ProcSample,
+    RankAccount,
+    RankProgress,
+)
 from perdure.telemetry import SnapshotFold, make_series
 
 

@@ -8,8 +8,8 @@ from perdure.model.events import (
     NodeRegistered,
     RankExited,
 )
-from perdure.model.progress import RankAccount
-from perdure.model.slurm import SlurmEnd
+from perdure.model.platforms.slurm import SlurmEnd
+from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.fate import Signs, tell_fate
 from perdure.telemetry.vanished import RUN_LOST, HostFacts, explain_vanishing
 

@@ -12,8 +12,8 @@ from perdure.model import ring as layout
 from perdure.model.errors import ConfigError
 from perdure.worker import attach
 from perdure.worker.busy import AT_MOST_S_MAX, declare_busy
+from perdure.worker.recording.stages import StepStamps
 from perdure.worker.ring import RingWriter
-from perdure.worker.stages import StepStamps
 
 
 @pytest.fixture

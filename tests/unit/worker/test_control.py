@@ -10,10 +10,10 @@ import threading
 import pytest
 
 from perdure.model.actions import InjectFault, SendBoundary
+from perdure.model.bus.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
 from perdure.model.codec import decode, encode
 from perdure.model.events import CheckpointFailed, MetricsLogged, RankJoined
 from perdure.model.fitting import EVENT_BYTES_MAX
-from perdure.model.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
 from perdure.worker.control import METRICS_KEPT, Control
 
 
@@ -247,7 +247,7 @@ def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, contr
 CLOSER = """
 import os, resource, sys, threading
 from perdure.model.events import RankJoined
-from perdure.model.wire import WorkerHello
+from perdure.model.bus.wire import WorkerHello
 from perdure.worker import control as line
 from perdure.worker.control import Control
 

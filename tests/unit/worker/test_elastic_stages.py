@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.stages import Model, choose_balanced
+from perdure.plan.elastic.stages import Model, choose_balanced
 from perdure.worker.elastic import open_pipeline_trainer, train
 from perdure.worker.elastic.joining.stage_follower import StagePupil
 from perdure.worker.elastic.joining.wire import At

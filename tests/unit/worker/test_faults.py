@@ -4,7 +4,7 @@ import time
 import pytest
 
 from perdure.model.actions import InjectFault
-from perdure.worker.faults import (
+from perdure.worker.harm.faults import (
     NEVER,
     Faults,
     exhaust_memory,

@@ -15,7 +15,7 @@ from perdure.adapters.links import LinkReader  # noqa: E402
 _RANK = """
 import sys
 import torch, torch.distributed as dist
-from perdure.worker.groups import note_groups
+from perdure.worker.recording.groups import note_groups
 rank, directory = int(sys.argv[1]), sys.argv[2]
 assert note_groups(f"{directory}/r{rank}.ring") and note_groups(f"{directory}/r{rank}.ring")
 dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=3)

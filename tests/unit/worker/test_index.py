@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage  # noqa: E402
 
-from perdure.model.launching import PULL_MANIFEST, PulledFile, PullManifest  # noqa: E402
+from perdure.model.platforms.launching import PULL_MANIFEST, PulledFile, PullManifest  # noqa: E402
 from perdure.worker.checkpoint.index import read_index, read_plain  # noqa: E402
 
 _DCP = b"torch.distributed.checkpoint."

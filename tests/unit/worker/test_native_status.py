@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.cli import doctor
+from perdure.cli.looking import doctor
 from perdure.worker.native import build, measure, status
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError, SafetyError
-from perdure.model.pipeline import Action, Orders
-from perdure.plan.chain import StageCost
-from perdure.plan.microbatches import find_root
+from perdure.model.planning.pipeline import Action, Orders
+from perdure.plan.worlds.chain import StageCost
+from perdure.plan.elastic.microbatches import find_root
 from perdure.plan.pipeline.greedy import order_greedily, reroute, route_spread, route_straight
 from perdure.plan.pipeline.orders import (
     join_replicas,

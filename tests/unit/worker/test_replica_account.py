@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from perdure.adapters.rings import read_ring
-from perdure.worker import replica_account
-from perdure.worker.replica_account import ReplicaAccount
 from perdure.worker.ring import RingWriter
+from perdure.worker.torchft import account as replica_account
+from perdure.worker.torchft.account import ReplicaAccount
 
 
 class Rank:

@@ -15,8 +15,8 @@ from perdure.model.events import (
 )
 from perdure.model.job import CheckpointConfig
 from perdure.model.settings import Steering
-from perdure.worker.replica_checkpoint import ReplicaCheckpoints
-from perdure.worker.replica_config import ReplicaConfig
+from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
+from perdure.worker.torchft.settings import ReplicaConfig
 
 pytestmark = pytest.mark.torch
 

@@ -8,7 +8,7 @@ from perdure.model.actions import SendBoundary
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
 from perdure.model.settings import Change, Steering
-from perdure.worker.replica_config import STATE_KEY, ReplicaConfig
+from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 NOTHING = Steering()
 

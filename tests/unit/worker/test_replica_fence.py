@@ -5,8 +5,8 @@ import struct
 
 import pytest
 
-from perdure.worker import replica_fence
-from perdure.worker.replica_fence import Fences, list_sockets
+from perdure.worker.torchft import fence as replica_fence
+from perdure.worker.torchft.fence import Fences, list_sockets
 
 
 class Group:

@@ -16,7 +16,7 @@ import pytest
 SCRIPT = """
 import os, sys
 sys.path.insert(0, {source!r})
-from perdure.worker.streams import survive_full_disks
+from perdure.worker.start.streams import survive_full_disks
 disk, full = os.dup(1), os.open("/dev/full", os.O_WRONLY)
 survive_full_disks()
 print("before", flush=True)
@@ -50,7 +50,7 @@ def test_what_does_not_fit_is_dropped_and_said_to_be(option: str, room: bool) ->
 
 
 def test_a_stream_that_was_closed_is_closed() -> None:
-    program = "import os; from perdure.worker.streams import survive_full_disks as s; s()\n"
+    program = "import os; from perdure.worker.start.streams import survive_full_disks as s; s()\n"
     program += "os.close(1)\nprint('x', flush=True)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode
@@ -59,7 +59,7 @@ def test_a_stream_that_was_closed_is_closed() -> None:
 
 def start(program: str, option: str = "-B", **keywords: Any) -> "subprocess.Popen[str]":
     """Start `program` with such streams."""
-    begin = "from perdure.worker.streams import survive_full_disks\nsurvive_full_disks()\n"
+    begin = "from perdure.worker.start.streams import survive_full_disks\nsurvive_full_disks()\n"
     command = [sys.executable, option, "-c", begin + program]
     keywords = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | keywords
     return subprocess.Popen(command, text=True, **keywords)

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from perdure.model.wire import DumpTraces
-from perdure.worker import traces
-from perdure.worker.traces import TraceWriter
+from perdure.model.bus.wire import DumpTraces
+from perdure.worker.recording import traces
+from perdure.worker.recording.traces import TraceWriter
 
 
 class Source:

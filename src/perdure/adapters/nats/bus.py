@@ -19,9 +19,9 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from perdure.adapters.nats.credentials import find_login
-from perdure.model.access import inbox_prefix
+from perdure.model.bus.access import inbox_prefix
+from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import PlatformError, RequestError
-from perdure.model.wire import Endpoint
 
 log = logging.getLogger("perdure.nats")
 

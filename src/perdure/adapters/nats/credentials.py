@@ -9,9 +9,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
-from perdure.model.wire import Endpoint
 
 SUFFIXES = (".creds", ".nk", ".json")
 _JSON = frozenset({"user", "password", "token"})

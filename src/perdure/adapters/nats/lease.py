@@ -25,8 +25,8 @@ from nats.js.kv import KeyValue
 
 from perdure.adapters.nats.bus import NatsBus
 from perdure.adapters.nats.server import ACCOUNT
+from perdure.model.bus.wire import KEY_LEASE, bucket_lease
 from perdure.model.errors import PlatformError
-from perdure.model.wire import KEY_LEASE, bucket_lease
 
 log = logging.getLogger("perdure.nats")
 

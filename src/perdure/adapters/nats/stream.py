@@ -23,8 +23,8 @@ from nats.js.api import (
 )
 
 from perdure.adapters.nats.bus import NatsBus
+from perdure.model.bus.wire import stream_journal, subject_journal
 from perdure.model.errors import FencedError, PlatformError
-from perdure.model.wire import stream_journal, subject_journal
 
 _WRONG_LAST_SEQUENCE = (10071, 10164)
 _ID = "Nats-Msg-Id"

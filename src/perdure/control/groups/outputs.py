@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from perdure.model.bus.lighthouse import Member
 from perdure.model.job import JobSpec
-from perdure.model.lighthouse import Member
 
 
 class QuorumConfig(msgspec.Struct, frozen=True):

@@ -46,7 +46,7 @@ from perdure.control.groups.outputs import (
 )
 from perdure.control.groups.silences import Silences
 from perdure.model.actions import ReplicaGroup
-from perdure.model.lighthouse import Member, set_step
+from perdure.model.bus.lighthouse import Member, set_step
 
 _KEPT_EVICTED = 1000
 _GAP_KEPT = 0.95

@@ -30,7 +30,7 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.progress import NodeBeat
+from perdure.model.signals.progress import NodeBeat
 
 _TRUSTED_AFTER = 3
 """Attempts after which a group's steps are no longer its first, which take longer."""

@@ -15,6 +15,7 @@ from perdure.control.recovery.response import weigh_verdict
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.bus.wire import Notice
 from perdure.model.events import (
     DeviceReported,
     MachineReported,
@@ -23,7 +24,6 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.verdicts import Culprit, Verdict
-from perdure.model.wire import Notice
 
 _GRACE_S_MAX = 7 * 86400.0
 

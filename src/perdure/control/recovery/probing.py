@@ -10,7 +10,7 @@ from perdure.control.observing import is_observed, withhold_verdict
 from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, NoteFinding, RunProbe
 from perdure.model.events import ProbeEnded
-from perdure.model.links import ProbeFinding
+from perdure.model.signals.links import ProbeFinding
 from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession
 

@@ -30,18 +30,18 @@ from perdure.launch.kubernetes.reader import find_container, open_pod
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import FOLLOWS, SILENCE_S, make_lines
-from perdure.model.cluster_past import tell_past
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import (
+from perdure.model.platforms.cluster_past import tell_past
+from perdure.model.platforms.kubernetes import (
     JOB_LABEL,
     JobState,
     KubernetesSection,
     explain_pod,
     parse_version,
 )
-from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.platforms.profile import Profile
 
 CLAIM, JOB = "claim.yaml", "job.yaml"
 _AGAIN_S = 1.0

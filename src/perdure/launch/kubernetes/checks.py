@@ -3,9 +3,9 @@
 from perdure.launch.kubernetes.manifest import find_mode
 from perdure.launch.kubernetes.security import explain_security
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import FAILURE_POLICY, parse_version
-from perdure.model.launching import Finding
-from perdure.model.profile import Profile
+from perdure.model.platforms.kubernetes import FAILURE_POLICY, parse_version
+from perdure.model.platforms.launching import Finding
+from perdure.model.platforms.profile import Profile
 
 
 def check_profile(spec: JobSpec, profile: Profile) -> list[Finding]:

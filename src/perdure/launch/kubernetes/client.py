@@ -19,7 +19,7 @@ from perdure.launch.exchange import (
 )
 from perdure.launch.output import print_output
 from perdure.model.errors import PlatformError
-from perdure.model.kubernetes import JobState, KubernetesSection, explain_job
+from perdure.model.platforms.kubernetes import JobState, KubernetesSection, explain_job
 
 Object = Mapping[str, Any]
 REQUEST_S = 15

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from perdure.launch.kubernetes import shapes
-from perdure.model.launching import Finding
+from perdure.model.platforms.launching import Finding
 
 Object = Mapping[str, Any]
 _NATIVE = ("cpu", "memory", "ephemeral-storage", "storage", "pods")

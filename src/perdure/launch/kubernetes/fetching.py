@@ -20,7 +20,7 @@ from perdure.launch.kubernetes.reader import PodChannel
 from perdure.launch.roster import check_names, check_target
 from perdure.launch.transfer import FRUITLESS_MAX, PARTIAL, STALL_S
 from perdure.model.errors import PlatformError
-from perdure.model.launching import PulledFile
+from perdure.model.platforms.launching import PulledFile
 
 _SENDER = """\
 import json, sys

@@ -12,8 +12,8 @@ from typing import Any
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.containers import lint_containers
 from perdure.launch.kubernetes.security import find_violations
-from perdure.model.kubernetes import parse_version
-from perdure.model.launching import Finding
+from perdure.model.platforms.kubernetes import parse_version
+from perdure.model.platforms.launching import Finding
 
 Object = Mapping[str, Any]
 

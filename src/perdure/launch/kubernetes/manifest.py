@@ -11,7 +11,7 @@ from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.security import secure_container, secure_pod
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import (
+from perdure.model.platforms.kubernetes import (
     FAILURE_POLICY,
     INDEXED,
     JOB_LABEL,
@@ -20,8 +20,8 @@ from perdure.model.kubernetes import (
     KubernetesSection,
     parse_version,
 )
-from perdure.model.launching import LaunchRecord
-from perdure.model.profile import HOST_DEPENDENT, Profile
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 
 CONTAINER = "perdure"
 TRAINER_CONTAINER = "node"

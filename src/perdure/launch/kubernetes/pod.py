@@ -27,8 +27,8 @@ import msgspec
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 from perdure.model.paths import job_paths
+from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 from perdure.model.report import Snapshot
 
 _POLL_S = 0.2

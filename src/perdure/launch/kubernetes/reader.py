@@ -17,8 +17,8 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.platforms import Here
 from perdure.model.errors import PlatformError
-from perdure.model.kubernetes import JOB_LABEL, KubernetesSection, explain_pod
-from perdure.model.launching import LaunchRecord
+from perdure.model.platforms.kubernetes import JOB_LABEL, KubernetesSection, explain_pod
+from perdure.model.platforms.launching import LaunchRecord
 
 _START_S = 300.0
 

@@ -18,8 +18,8 @@ from perdure.launch.kubernetes.reader import PodChannel, find_container
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.job import JobSpec
-from perdure.model.kubernetes import JOB_LABEL, explain_pod
-from perdure.model.launching import LaunchRecord, Scaling
+from perdure.model.platforms.kubernetes import JOB_LABEL, explain_pod
+from perdure.model.platforms.launching import LaunchRecord, Scaling
 from perdure.model.report import Snapshot
 
 SOURCE = "perdure scale"

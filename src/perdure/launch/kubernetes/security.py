@@ -8,8 +8,8 @@ every pod is made within them.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from perdure.model.kubernetes import KubernetesSection
-from perdure.model.launching import Finding
+from perdure.model.platforms.kubernetes import KubernetesSection
+from perdure.model.platforms.launching import Finding
 
 Object = Mapping[str, Any]
 _VOLUMES = (

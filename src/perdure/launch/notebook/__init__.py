@@ -19,8 +19,8 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.launching import BoxState, Finding, LaunchRecord, Plan, Step
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
+from perdure.model.platforms.profile import Profile
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:

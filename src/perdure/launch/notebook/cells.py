@@ -16,7 +16,7 @@ from perdure.launch.notebook.payload import pack
 from perdure.launch.ssh.render import place_job
 from perdure.launch.wheel import name_wheel
 from perdure.model.job import JobSpec
-from perdure.model.profile import Profile
+from perdure.model.platforms.profile import Profile
 
 MOUNT = "/content/drive"
 INPUT = "/kaggle/input"

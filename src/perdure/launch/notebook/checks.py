@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import Finding
+from perdure.model.platforms.profile import Profile
 
 KAGGLE_SOURCE_MAX = 1_000_000
 """Bytes of a pushed notebook, as it is commonly reported; Kaggle's own documents do not say."""

@@ -21,8 +21,8 @@ from perdure.launch.platforms import Here
 from perdure.launch.ssh.ask import FOLLOWS
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.launching import BoxState, LaunchRecord, Plan
-from perdure.model.profile import Profile
+from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
+from perdure.model.platforms.profile import Profile
 
 METADATA = "kernel-metadata.json"
 _CALL_S = 120.0

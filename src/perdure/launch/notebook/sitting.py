@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.pulling import EXCLUDED
+from perdure.launch.results.pulling import EXCLUDED
 from perdure.launch.slurm.batch import follow, look_at_job, read_runs, say
 from perdure.launch.slurm.chain import RUNS, STUCK_RUNS, Run, decide
 from perdure.launch.ssh.results import walk_area

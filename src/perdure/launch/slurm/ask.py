@@ -16,8 +16,8 @@ from perdure.launch.slurm.chain import RUNS, Run
 from perdure.launch.slurm.client import Slurm, find_hook
 from perdure.launch.ssh import ask
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import BoxState, LaunchRecord
-from perdure.model.slurm import SlurmEnd, SlurmRow, list_tasks
+from perdure.model.platforms.launching import BoxState, LaunchRecord
+from perdure.model.platforms.slurm import SlurmEnd, SlurmRow, list_tasks
 
 _POLL_S = 2.0
 _STEP = """\

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding
-from perdure.model.profile import Profile
-from perdure.model.slurm import JITTER_S, parse_time_limit
+from perdure.model.platforms.launching import Finding
+from perdure.model.platforms.profile import Profile
+from perdure.model.platforms.slurm import JITTER_S, parse_time_limit
 
 
 def check_walltime(profile: Profile) -> list[Finding]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from perdure.launch.channel import Channel, Done
 from perdure.launch.exchange import UnreachedError
 from perdure.model.errors import PlatformError
-from perdure.model.profile import LaunchSection, Profile
-from perdure.model.slurm import (
+from perdure.model.platforms.profile import LaunchSection, Profile
+from perdure.model.platforms.slurm import (
     SACCT_FIELDS,
     Allocation,
     SlurmEnd,

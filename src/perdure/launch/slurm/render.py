@@ -12,9 +12,9 @@ from perdure.launch.ssh.render import place_job
 from perdure.launch.ssh.render import render as render_ssh
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.launching import Plan, Step
-from perdure.model.profile import Profile
-from perdure.model.slurm import list_tasks
+from perdure.model.platforms.launching import Plan, Step
+from perdure.model.platforms.profile import Profile
+from perdure.model.platforms.slurm import list_tasks
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:

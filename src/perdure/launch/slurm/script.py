@@ -5,8 +5,8 @@ import sys
 
 from perdure.launch.ssh.render import expand_tilde
 from perdure.model.job import JobSpec
-from perdure.model.profile import Profile
-from perdure.model.slurm import SlurmSection
+from perdure.model.platforms.profile import Profile
+from perdure.model.platforms.slurm import SlurmSection
 
 SIGNAL = "USR1"
 """The warning. With TERM, Slurm's log says CANCELLED, and a shell without a trap dies at once."""

@@ -26,7 +26,7 @@ from perdure.launch.ssh.render import expand_tilde
 from perdure.launch.ssh.submit import find_record, prepare
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding, LaunchRecord, Plan
+from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
 
 
 def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:

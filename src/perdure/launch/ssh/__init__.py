@@ -6,7 +6,7 @@ from perdure.launch.ssh import submit as one
 from perdure.launch.ssh.ask import find_state, run
 from perdure.launch.ssh.check import check
 from perdure.launch.ssh.render import render
-from perdure.model.launching import LaunchRecord, Plan
+from perdure.model.platforms.launching import LaunchRecord, Plan
 
 __all__ = ["check", "find_state", "render", "run", "submit"]
 

@@ -22,7 +22,7 @@ from perdure.launch.exchange import UnreachedError
 from perdure.launch.output import print_output
 from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
-from perdure.model.launching import BoxState, LaunchRecord
+from perdure.model.platforms.launching import BoxState, LaunchRecord
 
 LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
 """Commands that may be run twice: they change nothing."""

@@ -28,7 +28,7 @@ from perdure.launch.ssh.programs import ASK, read_program
 from perdure.launch.ssh.render import DOOR, INVITATION, NETWORK
 from perdure.launch.ssh.submit import find_record, must, prepare, start, wait_endpoint
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import BoxState, LaunchRecord, Plan
+from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
 
 _LISTEN_S = 60
 _INVITE_S = 60.0

@@ -17,8 +17,8 @@ from perdure.launch.ssh.programs import read_program
 from perdure.launch.wheel import find_digest, name_wheel
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
-from perdure.model.launching import Finding, Plan, Step
-from perdure.model.profile import HOST_DEPENDENT, Profile
+from perdure.model.platforms.launching import Finding, Plan, Step
+from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
 
 _HERE = Path(__file__).resolve().parent
 NETWORK = "network.sh"

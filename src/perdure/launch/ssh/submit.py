@@ -19,7 +19,7 @@ from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.transfer import PARTIAL, push
 from perdure.launch.wheel import write_wheel
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.launching import BoxState, LaunchRecord, Plan
+from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
 
 _SETUP_S = 3600.0
 _START_S = 30.0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 
 from perdure.model.errors import SafetyError
-from perdure.model.pipeline import Action, Orders, Routes
+from perdure.model.planning.pipeline import Action, Orders, Routes
 from perdure.plan.pipeline.simulate import Pipe
 
 

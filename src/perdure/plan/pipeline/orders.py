@@ -7,7 +7,7 @@ given by their numbers in the step, so that replicas may have different ones, an
 from collections.abc import Sequence
 
 from perdure.model.errors import ConfigError
-from perdure.model.pipeline import Action, Orders
+from perdure.model.planning.pipeline import Action, Orders
 
 Ranks = list[list[Action]]
 

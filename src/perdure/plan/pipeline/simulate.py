@@ -13,8 +13,8 @@ from operator import attrgetter
 
 import msgspec
 
-from perdure.model.pipeline import Action, CellTimes, Executed, Orders, Timeline
-from perdure.plan.chain import StageCost
+from perdure.model.planning.pipeline import Action, CellTimes, Executed, Orders, Timeline
+from perdure.plan.worlds.chain import StageCost
 
 Hop = tuple[float, float]
 """Latency, and seconds that a message occupies its link."""

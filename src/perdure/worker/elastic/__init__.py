@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from perdure.model.costs import read_profile
 from perdure.model.errors import ConfigError
-from perdure.model.profiling import ASK
-from perdure.plan.microbatches import BatchPlan, plan_batches
-from perdure.plan.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
-from perdure.plan.stages import Choose, Model, choose_balanced
+from perdure.model.planning.costs import read_profile
+from perdure.model.planning.profiling import ASK
+from perdure.plan.elastic.microbatches import BatchPlan, plan_batches
+from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, StageSchedule
+from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
 from perdure.worker.elastic.membership import Membership
@@ -37,7 +37,7 @@ from perdure.worker.elastic.state.replicated import Replica, make_model
 from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
 
 if TYPE_CHECKING:
-    from perdure.plan.stage_choice import PlannedChoice
+    from perdure.plan.elastic.stage_choice import PlannedChoice
     from perdure.worker.elastic.shard_trainer import ShardTrainer
     from perdure.worker.elastic.stage_trainer import StageTrainer
 
@@ -364,7 +364,7 @@ def _choose_by(
     Raises:
         ConfigError: the file cannot be read, or is no cost profile of such micro-batches.
     """
-    from perdure.plan.stage_choice import PlannedChoice
+    from perdure.plan.elastic.stage_choice import PlannedChoice
 
     if pipeline is None or isinstance(pipeline, int):
         return pipeline

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, BroadcastOptions
 
 from perdure.model.codec import decode, encode
-from perdure.plan.commit import Standing
-from perdure.plan.shards import ShardStanding
-from perdure.plan.stage_commit import StageStanding
+from perdure.plan.elastic.commit import Standing
+from perdure.plan.elastic.shards import ShardStanding
+from perdure.plan.elastic.stage_commit import StageStanding
 from perdure.worker.interrupt import shut_down_gloo
 
 _BUILD_S = 10.0

@@ -21,7 +21,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import Tensor
 
-from perdure.plan.shards import NO_LINE, plan_mirrors
+from perdure.plan.elastic.shards import NO_LINE, plan_mirrors
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.saving.mirror import Mirror
 from perdure.worker.elastic.saving.part_checkpoints import PartSaving

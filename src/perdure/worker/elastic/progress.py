@@ -7,8 +7,8 @@ redone afterwards as part of the step.
 import time
 from typing import Literal
 
-from perdure.model.progress import Phase
 from perdure.model.ring import PHASE_INDEX
+from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment
 
 _STEP = PHASE_INDEX["step"]

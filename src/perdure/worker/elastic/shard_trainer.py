@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.plan.commit import FRESH
-from perdure.plan.microbatches import assign
-from perdure.plan.shards import (
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.microbatches import assign
+from perdure.plan.elastic.shards import (
     NO_LINE,
     WHOLE,
     Shard,

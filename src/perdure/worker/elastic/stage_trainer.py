@@ -20,19 +20,19 @@ import torch
 from torch import Tensor
 
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.pipeline import Action, Executed
-from perdure.plan.commit import FRESH
-from perdure.plan.measures import StageTimes, collect_times
-from perdure.plan.shards import NO_LINE
-from perdure.plan.stage_commit import (
+from perdure.model.planning.pipeline import Action, Executed
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.stage_commit import (
     Holder,
     StageReformation,
     StageSnapshot,
     StageStanding,
     decide_stages,
 )
-from perdure.plan.stage_orders import Passes, StageSchedule, plan_passes
-from perdure.plan.stages import Choose, Layout, Runs, Section, list_blocks
+from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
+from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, list_blocks
+from perdure.plan.worlds.measures import StageTimes, collect_times
 from perdure.worker.config import Config
 from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.gradients.tree import GradientTree

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from perdure.model.errors import ProtocolError
 from perdure.model.events import WorldReformed
-from perdure.plan.commit import FRESH, Reformation, Standing, decide_reformation
-from perdure.plan.microbatches import assign
+from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.microbatches import assign
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
 from perdure.worker.data import derive_seed, seed_all
@@ -46,7 +46,7 @@ from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.saving.checkpoints import Saving
 from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.elastic.steering import Steering
-from perdure.worker.replica import warm_up
+from perdure.worker.torchft.manager import warm_up
 
 BUCKET_BYTES = 8 << 20
 FOLLOW_TRIES_MAX = 3

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from perdure.model import ring as layout
-from perdure.worker.groups import find_timeout_s
 from perdure.worker.native.build import find_library
-from perdure.worker.recorder import Members
+from perdure.worker.recording.groups import find_timeout_s
+from perdure.worker.recording.recorder import Members
 from perdure.worker.ring import RingWriter, pack_ranks
 
 _RETRY_S = 0.05

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.model.pipeline import Action, Executed
+from perdure.model.planning.pipeline import Action, Executed
 from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import Broken
 from perdure.worker.pipeline.messages import (

@@ -14,9 +14,9 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from perdure.model.errors import SafetyError
-from perdure.model.pipeline import Action, Orders
-from perdure.plan.chain import StageCost
+from perdure.model.planning.pipeline import Action, Orders
 from perdure.plan.pipeline.simulate import FREE, Pipe, simulate
+from perdure.plan.worlds.chain import StageCost
 
 Direction = Literal["F", "B"]
 Pair = tuple[int, int]

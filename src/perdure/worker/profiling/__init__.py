@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from perdure.model.codec import decode, encode
-from perdure.model.costs import Block, CostProfile, write_profile
 from perdure.model.errors import PerdureError, ProtocolError
-from perdure.model.profiling import ASK, ProfileReport, ProfileRequest
-from perdure.plan.microbatches import plan_batches
+from perdure.model.planning.costs import Block, CostProfile, write_profile
+from perdure.model.planning.profiling import ASK, ProfileReport, ProfileRequest
+from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import list_blocks, move_to
 from perdure.worker.elastic.samples.batches import MicroBatches
 from perdure.worker.elastic.state.replicated import make_model

@@ -14,8 +14,8 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from perdure.model.costs import Block, BlockCost
-from perdure.plan.measures import Figure, settle
+from perdure.model.planning.costs import Block, BlockCost
+from perdure.plan.worlds.measures import Figure, settle
 from perdure.worker.pipeline.messages import list_tensors
 from perdure.worker.pipeline.stage import Loss, Pass, StageBlocks
 

@@ -17,9 +17,9 @@ import msgspec
 import torch.distributed as dist
 
 from perdure.model.codec import decode
-from perdure.model.costs import AllReduce, Transfer
 from perdure.model.errors import MeasureError, PlatformError
-from perdure.plan.measures import fit_line, settle
+from perdure.model.planning.costs import AllReduce, Transfer
+from perdure.plan.worlds.measures import fit_line, settle
 
 Found = dict[str, list[tuple[int, list[float]]]]
 """What was timed -> by bytes, the seconds of each repetition."""

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.plan.microbatches import Node, cover, find_parent, find_root, find_sibling, leaves_of
+from perdure.plan.elastic.microbatches import (
+    Node,
+    cover,
+    find_parent,
+    find_root,
+    find_sibling,
+    leaves_of,
+)
 
 Sum = list[Tensor]
 """One tensor a bucket."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from perdure.model.actions import FollowWorld
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
-from perdure.plan.commit import FRESH
+from perdure.plan.elastic.commit import FRESH
 from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take, hash_settings
 from perdure.worker.elastic.membership import Membership

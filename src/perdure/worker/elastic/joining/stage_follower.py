@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perdure.plan.stages import Choose, Runs, Section, find_rest
+from perdure.plan.elastic.stages import Choose, Runs, Section, find_rest
 from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.joining.follower import Lost
 from perdure.worker.elastic.joining.wire import At, hash_settings

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from perdure.plan.stage_commit import Holder, Move
+from perdure.plan.elastic.stage_commit import Holder, Move
 from perdure.worker.elastic.group import Group, wait_for
 from perdure.worker.elastic.moving.packing import (
     fill_blob,

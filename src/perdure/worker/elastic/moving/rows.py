@@ -15,7 +15,7 @@ import xxhash
 from torch import Tensor
 
 from perdure.model.errors import ProtocolError
-from perdure.plan.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
+from perdure.plan.elastic.shards import Shard, ShardReformation, Source, Transfer, plan_transfers
 from perdure.worker.elastic.group import Group, wait_for
 from perdure.worker.elastic.state.fsdp import Parts
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, default_collate
 
 from perdure.model.errors import ConfigError
-from perdure.plan.microbatches import BatchPlan
+from perdure.plan.elastic.microbatches import BatchPlan
 from perdure.worker.data import SampleOrder, seed_samples
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.paths import job_paths
-from perdure.plan.shards import Snapshot
-from perdure.plan.stage_commit import StageSnapshot
+from perdure.plan.elastic.shards import Snapshot
+from perdure.plan.elastic.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken
 from perdure.worker.elastic.saving.mirror import Mirror
 from perdure.worker.elastic.state.fsdp import Parts

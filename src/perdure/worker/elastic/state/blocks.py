@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.stages import Runs, Section, list_blocks
+from perdure.plan.elastic.stages import Runs, Section, list_blocks
 from perdure.worker.elastic.state.fsdp import PARAMETER, Parts
 from perdure.worker.elastic.state.replicated import BufferGuard
 

@@ -33,7 +33,7 @@ from torch.distributed.tensor._redistribute import (
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from perdure.model.errors import ConfigError
-from perdure.plan.shards import Shard
+from perdure.plan.elastic.shards import Shard
 from perdure.worker.elastic.group import Copy
 
 Parts = dict[str, dict[str, Tensor]]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from perdure.model.errors import ConfigError
-from perdure.plan.shards import Shard
+from perdure.plan.elastic.shards import Shard
 from perdure.worker.elastic.group import Copy
 from perdure.worker.elastic.state.fsdp import PARAMETER, Parts, Skeleton, release, shard_like
 from perdure.worker.elastic.state.replicated import BufferGuard

@@ -1,5 +1,5 @@
 /* Layout of the file that the plugin writes beside a rank's ring; drawn in docs/nccl.md and read
- * by perdure/model/nccl.py. All numbers are native 64-bit words; times are CLOCK_MONOTONIC ns.
+ * by perdure/model/signals/nccl.py. All numbers are native 64-bit words; times are CLOCK_MONOTONIC ns.
  *
  * A record's first word is its number, counted from 1 within its region and stored last (0: never
  * used; all ones: being written); its last word repeats it. Number n lies in slot n % count. What

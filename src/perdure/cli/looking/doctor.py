@@ -1,0 +1,265 @@
+"""`perdure doctor`: what this machine, or a job, lets perdure see; each lack with its mend."""
+
+import os
+import time
+from typing import Annotated, Any, Literal
+
+import typer
+
+from perdure.adapters.box import mend_line_ends, mend_secrets, read_box
+from perdure.adapters.devices import list_gpus
+from perdure.adapters.exporters import check_exporters
+from perdure.adapters.health import check_machine
+from perdure.adapters.rings import read_ring
+from perdure.cli.jobs import Job, find_job, send_command
+from perdure.cli.platforms.profiles import choose_profile
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
+from perdure.model.errors import ConfigError, PerdureError, PlatformError
+from perdure.model.platforms.health import Check
+from perdure.model.platforms.traps import Scope, Trap
+from perdure.service.jobfiles import load_endpoint, resolve_home
+from perdure.service.storage_watch import find_budget
+from perdure.traps import judge
+from perdure.worker.native.nccl import find_nccl_plugin
+from perdure.worker.native.status import status as recorder_status
+
+_PING_S = 5.0
+_PROBE_S = 30.0
+_STALE_S = 5.0
+_LOST = {
+    "python": "no stages of a step, no end of send and receive",
+    "status": "no durations, stages or waits: no slow rank or link by its collectives",
+    "off": "hangs are told by steps alone",
+}
+_RECORDERS = {
+    "compiled": "every collective, begin and end; about 2 µs each",
+    "python": "every collective, begin and end; 30 to 65 µs each",
+    "status": "sequence numbers ten times a second; nothing per collective",
+}
+
+
+def doctor(
+    job: Annotated[str | None, typer.Argument(help="A job; none: this machine.")] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Test the paths and processors of JOB's nodes.")
+    ] = False,
+    on: Annotated[
+        str | None, typer.Option("--on", metavar="PROFILE", help="Also the traps of a platform.")
+    ] = None,
+    project: Annotated[
+        str, typer.Option("--project", metavar="DIR", help="Whose scripts are looked at.")
+    ] = ".",
+    fix: Annotated[bool, typer.Option("--fix", help="Mend what is safe to mend.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Show the traps that do not lie ahead as well.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Check what perdure can see and do here, and which traps lie ahead; with JOB, of that job.
+
+    Every trap is in docs/doctor.md, with what prevents, detects, watches for or diagnoses it.
+    """
+    if probe and job is None:
+        raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
+    mended = mend(project) if fix else []
+    if job:
+        checks = _check_job(find_job(job))
+    else:
+        checks = (*check_machine(resolve_home()), check_recorder(), check_nccl_plugin())
+        checks = (*checks, check_exporters())
+    if probe and job is not None:
+        checks = (*checks, _probe(find_job(job)))
+    traps = look_for_traps(find_job(job) if job else None, on, project)
+    if as_json:
+        rows = [_describe(trap, check) for trap, check in traps]
+        print_json({"job": job, "checks": checks, "traps": rows, "mended": mended})
+    else:
+        for line in mended:
+            print(f"mended: {line}")
+        print(render_checks(checks))
+        print("\n" + render_traps(traps, every=every))
+    if any(check.state == "missing" for check in checks):
+        raise typer.Exit(PlatformError.exit_code)
+
+
+def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple[Trap, Check], ...]:
+    """Return what this machine says of the traps of a platform; without one, of its own.
+
+    Raises:
+        ConfigError: there is no such profile.
+    """
+    scopes: set[Scope] = {"any", "ssh", "nodes"}
+    checkpoints = ""
+    if on is not None:
+        kind = choose_profile(on, None, resolve_home()).profile.kind
+        scopes = {"any", "nodes"}
+        if kind != "local":
+            scopes.add(kind)
+    if job is not None:
+        project = job.spec.cwd
+        checkpoints = job.checkpoints
+    facts = read_box(resolve_home(), os.path.abspath(project), checkpoints)
+    if on is None and facts.slurm:
+        scopes.add("slurm")
+    return judge(facts, frozenset(scopes))
+
+
+def _describe(trap: Trap, check: Check) -> dict[str, Any]:
+    return {
+        "id": trap.id, "title": trap.title, "scope": trap.scope, "state": check.state,
+        "evidence": check.evidence, "mend": trap.mend, "fix": trap.fix,
+    }  # fmt: skip
+
+
+def mend(project: str) -> list[str]:
+    """Mend what can be mended without asking; return what was done, a line each."""
+    changed = [f"U26: line ends of {name}" for name in mend_line_ends(os.path.abspath(project))]
+    secrets = mend_secrets(os.path.expanduser("~"))
+    return changed + [f"U34: nobody else may read {path}" for path in secrets]
+
+
+def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) -> str:
+    """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
+    shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
+    rows: list[tuple[Any, ...]] = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
+    lines: list[str] = []
+    if rows:
+        table = render_table(("state", "trap", "what", "evidence"), rows).splitlines()
+        indent = " " * table[0].index("what")
+        lines = table[:1]
+        for (trap, check), line in zip(shown, table[1:], strict=True):
+            lines.append(line)
+            if check.state != "ok":
+                lines.append(f"{indent}mend: {trap.mend}{' (--fix)' if trap.fix else ''}")
+    well = sum(check.state == "ok" for _, check in traps)
+    lines.append(f"{len(traps)} traps were looked for, {well} do not lie ahead; docs/doctor.md")
+    return "\n".join(lines)
+
+
+def check_recorder() -> Check:
+    """Return which recorder a rank would get here, and what it costs."""
+    found = recorder_status()
+    name, evidence = "recorder", f"{found.kind} ({found.reason}), {found.cost}"
+    if found.kind == "compiled":
+        return Check(name=name, state="ok", evidence=evidence)
+    lost = _LOST.get(found.kind, "")
+    mend = found.better
+    if found.reason.startswith("PERDURE_RECORDER="):
+        mend = "unset PERDURE_RECORDER"
+    elif found.broken:
+        mend = "report this; PERDURE_RECORDER=python sees every collective, slowly"
+    return Check(name=name, state="degraded", evidence=f"{evidence}: {lost}", mend=mend)
+
+
+def check_nccl_plugin() -> Check:
+    """Return whether NCCL could be given perdure's profiler plugin; only GPUs need it."""
+    path, gpus = find_nccl_plugin(), list_gpus()
+    if path:
+        idle = "" if gpus else "; used where there are GPUs"
+        return Check(name="NCCL plugin", state="ok", evidence=f"built: {path}{idle}")
+    return Check(
+        name="NCCL plugin",
+        state="degraded" if gpus else "note",
+        evidence="not built: of NCCL's transfers nothing is seen",
+        mend="install a C compiler; make setup builds it, or an agent that finds a GPU",
+    )
+
+
+def render_checks(checks: tuple[Check, ...]) -> str:
+    """Return checks as a table, the mend of each below it."""
+    rows: list[tuple[Any, ...]] = [(c.state, c.name, c.evidence) for c in checks]
+    table = render_table(("state", "check", "evidence"), rows).splitlines()
+    indent = " " * table[0].index("evidence")
+    lines = table[:1]
+    for check, line in zip(checks, table[1:], strict=True):
+        lines.append(line)
+        if check.mend and check.state != "ok":
+            lines.append(f"{indent}mend: {check.mend}")
+    return "\n".join(lines)
+
+
+def _check_job(job: Job) -> tuple[Check, ...]:
+    if not job.alive:
+        state = job.snapshot().state
+        return (
+            Check(
+                name="perdure run",
+                state="note",
+                evidence=f"not running: {state}",
+                mend=f"perdure diagnose {job.name}",
+            ),
+        )
+    checks = [Check(name="perdure run", state="ok", evidence="alive"), _check_controller(job)]
+    return (*checks, *_check_storage(job), *_check_ranks(job))
+
+
+def _check_storage(job: Job) -> list[Check]:
+    """Say whether the checkpoints to come find room, by the size of the newest one."""
+    budget = find_budget(job.spec, job.paths)
+    if budget is None:
+        return []
+    mend = f"perdure prune {job.name} --free GB, or checkpoint.keep_last"
+    state: Literal["ok", "degraded"] = "ok" if budget.grade == "ok" else "degraded"
+    return [Check(name="storage", state=state, evidence=budget.reason, mend=mend)]
+
+
+def _probe(job: Job) -> Check:
+    """Have the job's agents transfer and compute, beside the training; say what was slow."""
+    note("probing: a few seconds, outside the training's own connections")
+    found = send_command(job, "probe", {}, timeout_s=_PROBE_S)
+    evidence = f"{found['reason']} (confidence {found['confidence']:.0%})"
+    pairs = found.get("pairs", [])
+    rates = [8.0 / seconds for _, _, seconds in pairs if seconds]
+    if rates:
+        evidence += f"; {len(rates)} transfers of 8 MB at {min(rates):.0f} to {max(rates):.0f} MB/s"
+    if found["kind"] == "nothing":
+        return Check(name="probe", state="ok", evidence=evidence)
+    mend = f"perdure diagnose {job.name}; policy.cordon_after says when a node is left out"
+    return Check(name="probe", state="degraded", evidence=evidence, mend=mend)
+
+
+def _check_controller(job: Job) -> Check:
+    began = time.perf_counter()
+    try:
+        found = send_command(job, "ping", {}, timeout_s=_PING_S)
+    except PerdureError as error:
+        return Check(
+            name="controller",
+            state="degraded",
+            evidence=str(error),
+            mend=f"training goes on without it; its log is in {job.paths.logs}",
+        )
+    took_ms = (time.perf_counter() - began) * 1000
+    evidence = f"pid {found.get('pid')}, answers in {took_ms:.0f} ms"
+    return Check(name="controller", state="ok", evidence=evidence)
+
+
+def _check_ranks(job: Job) -> list[Check]:
+    """Say of each rank who records it, and how long ago it was last heard of."""
+    generation = job.snapshot().generation
+    offset_s = load_endpoint(job.paths).clock_offset_s
+    now = time.monotonic() + offset_s
+    checks = []
+    for rank in range(job.spec.world_size):
+        name = f"rank {rank}"
+        reading = read_ring(job.paths.ring(generation, rank), offset_s)
+        if reading is None or not reading.pid:
+            checks.append(Check(name=name, state="note", evidence="not started"))
+            continue
+        age_s = now - reading.heartbeat_s
+        sees = _RECORDERS.get(reading.recorder)
+        evidence = (
+            f"recorder {reading.recorder}: {sees or 'no collectives'}; phase {reading.phase}, "
+            f"last sign {age_s:.1f} s ago"
+        )
+        stale = age_s > _STALE_S and reading.phase == "step"
+        mend = ""
+        if sees is None:
+            mend = "hangs are told by steps alone; see docs/ring.md for what a recorder needs"
+        elif stale:
+            mend = f"perdure diagnose {job.name}"
+        bad = stale or sees is None
+        state: Literal["ok", "degraded"] = "degraded" if bad else "ok"
+        checks.append(Check(name=name, state=state, evidence=evidence, mend=mend))
+    return checks

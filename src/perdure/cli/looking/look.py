@@ -1,0 +1,416 @@
+"""Commands that look: ps, status, map, diagnose, report. They read files and change nothing.
+
+`ps --clean` alone does: it ends what dead supervisors have left.
+"""
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.adapters.host import kill_process
+from perdure.adapters.stacks import dump_stack
+from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
+from perdure.cli.platforms.remind import list_reminders
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.steering.act import JobName
+from perdure.dash.shape import render_shape
+from perdure.dash.verdicts import (
+    describe_verdict,
+    render_aside,
+    render_evidence,
+    render_verdict,
+    render_withheld,
+)
+from perdure.dash.watch import find_telling, render_busy
+from perdure.launch.reminding import find_cost
+from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.events import JournalEntry
+from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.platforms.launching import LaunchRecord
+from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home
+from perdure.service.processes import Leftover, find_leftovers
+from perdure.telemetry import (
+    DelayMatrix,
+    LedgerFold,
+    find_delay_matrix,
+    find_verdicts,
+    make_series,
+    render_stacks,
+)
+from perdure.telemetry.asides import find_asides
+from perdure.telemetry.fate import collect_last_words
+from perdure.traps import find_trap, name_symptoms
+
+_NATIVE_TIMEOUT_S = 30.0
+"""Symbols of torch's libraries are read from disk at first."""
+
+Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
+
+
+def ps(
+    clean: Annotated[
+        bool, typer.Option("--clean", help="End what jobs without a `perdure run` have left.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the jobs of this machine, and those that it launched to others and that still cost.
+
+    Processes that a job has left behind, whose `perdure run` is gone, are named.
+    """
+    rows: list[dict[str, Any]] = []
+    launched = [_describe_launch(record) for record in find_elsewhere()]
+    for job in find_jobs():
+        try:
+            snapshot = job.snapshot()
+        except PerdureError as error:
+            note(f"{job.name}: {error}")
+            continue
+        rows.append(
+            {
+                "job": job.name,
+                "state": snapshot.state,
+                "alive": job.alive,
+                "step": snapshot.step,
+                "ranks": snapshot.world_size,
+                "generation": snapshot.generation,
+                "restarts": snapshot.restarts,
+                "started_s": snapshot.started_s,
+                "reason": snapshot.reason,
+            }
+        )
+    home = resolve_home()
+    left = find_leftovers(home, lambda job: is_alive(paths_of(home, job)))
+    ended = {one.pid for one in left if clean and kill_process(one.pid, one.start)}
+    if as_json:
+        gone = [msgspec.to_builtins(one) | {"ended": one.pid in ended} for one in left]
+        print_json({"jobs": rows, "launched": launched, "left_behind": gone})
+        return
+    if not rows and not launched and not left:
+        print("no jobs; `perdure run SCRIPT` starts one")
+    if rows:
+        head = ("job", "state", "step", "ranks", "restarts", "started")
+        cells = [
+            (r["job"], r["state"], r["step"] if r["step"] >= 0 else "-", r["ranks"], r["restarts"],
+             _render_time(r["started_s"]))
+            for r in rows
+        ]  # fmt: skip
+        print(render_table(head, cells))
+    for row in launched:
+        cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
+        print(f"{row['job']}: launched to {row['where']} ({row['profile']}) "
+              f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}")  # fmt: skip
+        for reminder in row["reminders"]:
+            print(f"  {reminder.text}")
+
+    _print_left(left, ended)
+
+
+def _print_left(left: list[Leftover], ended: set[int]) -> None:
+    """Say what was left behind, and why it is known to be that job's."""
+    for job, group in itertools.groupby(left, key=lambda one: one.job):
+        print(f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
+              "PERDURE_HOME are in their environment):")  # fmt: skip
+        for one in group:
+            verb = "ended" if one.pid in ended else "lives"
+            print(f"  pid {one.pid}, {verb}, {_render_age(one.age_s)} old: {one.command[:80]}")
+    if left and not ended:
+        note("perdure ps --clean ends what was left behind")
+
+
+def _render_age(age_s: float) -> str:
+    for unit, length_s in (("d", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * length_s:
+            return f"{age_s / length_s:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
+    """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
+    hours, cost = find_cost(record, time.time())
+    teardown = record.profile.teardown
+    return {
+        "job": record.job,
+        "profile": record.profile.platform,
+        "where": ", ".join(b.profile.launch.host for b in record.boxes) or record.profile.kind,
+        "launched_s": record.launched_s,
+        "hours": hours,
+        "cost": cost,
+        "currency": teardown.currency,
+        "pulled_to": record.pulled_to,
+        "reminders": list_reminders(record, resolve_home()),
+    }
+
+
+def status(job: JobName, as_json: Json = False) -> None:
+    """Show a job now: its state and each rank."""
+    snapshot = find_job(job).snapshot()
+    if as_json:
+        print_json(snapshot)
+        return
+    print(render_snapshot(snapshot))
+
+
+def render_snapshot(snapshot: Snapshot) -> str:
+    """Return a snapshot as text."""
+    step = f", step {snapshot.step}" if snapshot.step >= 0 else ""
+    speed = f" at {snapshot.steps_per_s:.1f} steps/s" if snapshot.steps_per_s > 0 else ""
+    restarts = f"{snapshot.restarts} restart" + ("" if snapshot.restarts == 1 else "s")
+    lines = [
+        f"{snapshot.job}: {snapshot.state}{step}{speed}; generation {snapshot.generation}, "
+        f"{restarts}, depth {snapshot.depth}"
+    ]
+    if snapshot.reason:
+        lines.append(shorten_line(snapshot.reason, REASON_MAX))
+    if snapshot.observed:
+        lines += render_withheld(snapshot.withheld)
+    if snapshot.metrics:
+        lines.append("  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items())))
+    if snapshot.ranks:
+        head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")
+        rows: list[tuple[Any, ...]] = [
+            (r.rank, r.node, r.pid, r.state, r.phase, r.step if r.step >= 0 else "-",
+             round(r.cpu_s, 1), r.rss_bytes // 1_000_000, r.collective)
+            for r in snapshot.ranks
+        ]  # fmt: skip
+        lines += ["", render_table(head, rows)]
+    if busy := render_busy(snapshot):
+        lines += ["", *busy]
+    lines += [describe_late(row) for row in snapshot.replicas if row.late]
+    if snapshot.world is not None:
+        lines += ["", *render_shape(snapshot.world, snapshot.ranks)]
+    if snapshot.checkpoints:
+        newest = snapshot.checkpoints[-1]
+        lines += ["", f"newest checkpoint: step {newest.get('step')}, {newest.get('path')}"]
+    lines += [describe_verdict(v) for v in find_telling(snapshot)]
+    return "\n".join(lines)
+
+
+def describe_late(row: ReplicaRow) -> str:
+    """Return in one line for whom the other replica groups wait."""
+    return f"group {row.group} is late: {row.late}"
+
+
+def map_devices(
+    job: JobName,
+    links: Annotated[bool, typer.Option("--links", help="Show the delay matrix instead.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Again and again, until the job has ended.")
+    ] = False,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Show which device runs which rank and how it is, or how slowly which rank reaches which."""
+    found = find_job(job)
+    if links:
+        matrix = find_delay_matrix(found.entries())
+        if as_json:
+            print_json({"links": matrix.comms, "note": matrix.note})
+        else:
+            print(_render_matrix(matrix, width))
+        return
+    if watch:
+        show_map(found, as_json=as_json)
+        return
+    devices = found.snapshot().devices
+    if as_json:
+        print_json({"devices": devices})
+    else:
+        print(render_devices(devices))
+
+
+def render_devices(devices: Sequence[DeviceRow]) -> str:
+    """Return the map as a table."""
+    head = ("device", "node", "slots", "ranks", "replicas", "state", "health")
+    rows: list[tuple[Any, ...]] = [
+        (
+            d.device,
+            d.node,
+            ",".join(slot.rpartition("/slot")[2] for slot in d.slots),
+            _join(d.ranks) or "-",
+            _join(d.replicas) or "-",
+            d.state,
+            f"{d.health}: {d.why}" if d.why else d.health or "-",
+        )
+        for d in devices
+    ]
+    return render_table(head, rows)
+
+
+def _find_urgency(row: DeviceRow) -> int:
+    """Return how soon a device has to be looked at: the lower, the sooner."""
+    if row.health == "failed" or row.state == "lost":
+        return 0
+    return 1 if row.health == "warn" else 2 if row.state not in ("in use", "spare") else 3
+
+
+def show_map(job: Job, *, as_json: bool = False) -> None:
+    """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
+    from perdure.cli.looking.watch import look_again, show
+    from perdure.dash.watch import Line
+
+    def draw(snapshot: Snapshot, _width: int, height: int) -> list[Line]:
+        head = f"{snapshot.job} {snapshot.state}  generation {snapshot.generation}"
+        devices, more = snapshot.devices, ""
+        if len(devices) + 2 > height:  # Those that are not well come first, and all are counted.
+            devices = tuple(sorted(devices, key=_find_urgency))[: max(1, height - 3)]
+            more = f"... and {len(snapshot.devices) - len(devices)} more: perdure map {job.name}"
+        lines = [head, *render_devices(devices).splitlines(), *([more] if more else [])]
+        return [Line(line) for line in lines][:height]
+
+    if sys.stdout.isatty() and not as_json:
+        show(job, draw, 0.5)
+        return
+    shown = ""
+    before: Sequence[DeviceRow] | None = None
+    for snapshot in look_again(job, 0.5):
+        if as_json:
+            if snapshot.devices != before:
+                before = snapshot.devices
+                print_json({"devices": before})
+            continue
+        text = "\n".join(line.text for line in draw(snapshot, 0, 1 << 20))
+        if text != shown:
+            shown = text
+            print(text + "\n", flush=True)
+
+
+def diagnose(
+    job: JobName,
+    native: Annotated[
+        bool,
+        typer.Option("--native", help="Stacks of all living ranks now, with native frames."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say what went wrong: each verdict with its culprit and evidence."""
+    found = find_job(job)
+    stacks = _take_native_stacks(found.snapshot()) if native else {}
+    entries = found.entries()
+    verdicts = find_verdicts(entries)
+    vanished = None if found.alive else found.explain_vanishing(entries)
+    fate, named = found.tell_fate(entries), _name_traps(entries)
+    attempts, asides = found.list_attempts(), find_asides(entries)
+    snapshot = found.snapshot()
+    if as_json:
+        more: dict[str, Any] = {
+            "vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts,
+            "observed": snapshot.observed, "withheld": snapshot.withheld,
+        }  # fmt: skip
+        told = {k: v for k, v in more.items() if v}
+        print_json({"verdicts": verdicts, "fate": fate, "set_aside": asides, **told})
+        return
+    if fate.state in ("dead", "stalled"):
+        print(f"{job} is {fate.state}: {fate.reason}\n")
+    for row in named:
+        print(f"{row['trap']}: {row['says']}: {shorten_line(row['line'])}\n  mend: {row['mend']}\n")
+    if vanished is not None:
+        print(f"`perdure run` is gone: {vanished.cause}: {vanished.reason}")
+        for name, value in vanished.evidence.items():
+            print("\n".join(render_evidence(name, value)))
+        print()
+    for number, end in enumerate(attempts):
+        where = f" on {end.nodes}" if end.nodes else ""
+        print(
+            f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
+        )
+    start_s = find_start(entries[0]) if entries else 0.0
+    if snapshot.observed:
+        print("\n".join(render_withheld(snapshot.withheld)) + "\n")
+    late = [describe_late(row) for row in snapshot.replicas if row.late]
+    if verdicts or late:
+        print("\n\n".join([*late, *(render_verdict(verdict, start_s) for verdict in verdicts)]))
+    elif not snapshot.withheld:
+        reason = shorten_line(snapshot.reason, REASON_MAX)
+        print(f"{job}: {snapshot.state}; nothing was found wrong. {reason}".rstrip())
+    if native:
+        print("\nstacks now, with native frames")
+        print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
+    for aside in asides:
+        print("\n" + render_aside(aside, start_s))
+    print("\n" + _render_matrix(find_delay_matrix(entries), 100))
+
+
+def _name_traps(entries: list[JournalEntry]) -> list[dict[str, str]]:
+    """Return the traps that the last words of ranks that failed speak of."""
+    return [
+        {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
+        for s, line in name_symptoms(collect_last_words(entries))
+    ]
+
+
+def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
+    """Return the stacks of the ranks that are alive, by rank."""
+    alive = [row for row in snapshot.ranks if row.pid and row.state not in ("exited", "failed")]
+
+    async def take() -> list[str]:
+        dumps = [
+            dump_stack(
+                row.pid,
+                nonblocking=row.state == "suspected",
+                native=True,
+                timeout_s=_NATIVE_TIMEOUT_S,
+            )
+            for row in alive
+        ]
+        return list(await asyncio.gather(*dumps))
+
+    return dict(zip((str(row.rank) for row in alive), asyncio.run(take()), strict=True))
+
+
+def _render_matrix(matrix: DelayMatrix, width: int) -> str:
+    from perdure.dash.links import render_links
+
+    return render_links(matrix, width)
+
+
+def report(
+    job: JobName,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Also write a page with plots.")
+    ] = None,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Print the goodput ledger: where every paid second went, and each recovery by phase."""
+    found = find_job(job)
+    entries = found.entries()
+    now = found.now(entries)
+    fold = LedgerFold()
+    for entry in entries:
+        fold.add(entry)
+    result = fold.report(now)
+    if html is not None:
+        from perdure.dash import render_html
+
+        matrix = find_delay_matrix(entries)
+        page = render_html(result, found.snapshot(), make_series(entries, now), matrix)
+        try:
+            html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise PlatformError(f"cannot write {html}: {error.strerror}", hint="--html FILE") from (
+                error
+            )
+        note(f"wrote {html}")
+    if as_json:
+        print_json(result)
+    else:
+        from perdure.dash import render_text
+
+        print(render_text(result, make_series(entries, now), width=width), end="")
+
+
+def _render_time(at_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else "-"
+
+
+def _join(numbers: tuple[int, ...]) -> str:
+    return ",".join(str(number) for number in numbers)

@@ -1,0 +1,107 @@
+"""`perdure metrics`: a job's figures for the monitoring that is there already."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from perdure.adapters.exporters import (
+    PrometheusServer,
+    Row,
+    export_spans,
+    make_otlp_exporter,
+    render_prometheus,
+    write_tensorboard,
+    write_wandb,
+)
+from perdure.cli.jobs import Job, find_job
+from perdure.cli.looking.watch import look_again
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json
+from perdure.cli.steering.act import JobName
+from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.telemetry import LedgerFold
+from perdure.telemetry.metrics import RANKS_MAX, find_metrics
+from perdure.telemetry.spans import find_spans
+
+
+def metrics(
+    job: JobName,
+    port: Annotated[
+        int | None,
+        typer.Option("--port", min=0, max=65535, help="Serve /metrics until the job has ended."),
+    ] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to serve on.")] = "127.0.0.1",
+    ranks_max: Annotated[
+        int, typer.Option("--ranks-max", min=0, help="With more ranks, figures are by node.")
+    ] = RANKS_MAX,
+    traces: Annotated[
+        str | None,
+        typer.Option("--traces", metavar="URL", help="Send incidents to OpenTelemetry (OTLP)."),
+    ] = None,
+    tensorboard: Annotated[
+        Path | None,
+        typer.Option("--tensorboard", metavar="DIR", help="Write run.log for TensorBoard."),
+    ] = None,
+    wandb: Annotated[
+        str | None,
+        typer.Option("--wandb", metavar="PROJECT", help="Write run.log for Weights & Biases."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print a job's metrics for Prometheus, serve them, or hand its past to other tools."""
+    found = find_job(job)
+    done: dict[str, object] = {}
+    if traces is not None or tensorboard is not None or wandb is not None:
+        entries = found.entries()
+        if traces is not None:
+            done["incidents"] = _send_traces(found, entries, traces)
+        rows = _find_rows(entries)
+        if tensorboard is not None:
+            done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
+        if wandb is not None:
+            folder = str(Path(found.paths.root) / "wandb")
+            done["wandb_rows"] = write_wandb(wandb, job, folder, rows)
+            done["wandb_folder"] = folder
+        if as_json:
+            print_json(done)
+        else:
+            print("  ".join(f"{name} {value}" for name, value in done.items()))
+    elif port is not None:
+        _serve(found, host, port, ranks_max)
+    elif as_json:
+        listed = find_metrics(found.snapshot(), ranks_max)
+        print_json({"metrics": [metric._asdict() for metric in listed]})
+    else:
+        print(render_prometheus(found.snapshot(), ranks_max), end="")
+
+
+def _serve(job: Job, host: str, port: int, ranks_max: int) -> None:
+    server = PrometheusServer(job.snapshot, host, port, ranks_max)
+    try:
+        note(f"serving http://{host}:{server.port}/metrics until {job.name} has ended")
+        for _ in look_again(job, 1.0):
+            pass
+    finally:
+        server.close()
+
+
+def _send_traces(job: Job, entries: list[JournalEntry], url: str) -> int:
+    fold = LedgerFold()
+    for entry in entries:
+        fold.add(entry)
+    spans = find_spans(fold.report(job.now(entries)))
+    start_s = entries[0].at_s if entries else 0.0
+    export_spans(spans, f"{job.name}@{start_s}", make_otlp_exporter(url))
+    return len(spans)
+
+
+def _find_rows(entries: list[JournalEntry]) -> list[Row]:
+    """Return what was logged by step; a step logged again after a restart counts once."""
+    rows: dict[int, Row] = {}
+    for entry in entries:
+        if isinstance(entry.body, MetricsLogged):
+            for step, values in entry.body.rows:
+                before = rows[step][1] if step in rows else {}
+                rows[step] = (step, before | values, entry.at_s)
+    return [rows[step] for step in sorted(rows)]

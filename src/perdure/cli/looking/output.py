@@ -1,0 +1,258 @@
+"""Commands that follow: what the ranks wrote, and what happened (the journal)."""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.jobs import Job, find_job, find_start
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import print_json
+from perdure.cli.steering.act import JobName
+from perdure.launch.output import print_output
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ConfigError, ProtocolError
+from perdure.model.events import Decision, JobEnded, JournalEntry
+from perdure.model.plain import REASON_MAX, shorten_line
+
+POLL_S = 0.2
+_FILE = re.compile(r"rank-(\d+)\.(out|err)")
+_PIECE = 1 << 20
+"""Bytes of a line that are shown at once."""
+_WIDE = 100
+"""Longest value of a field in an event's line; --json has all of it."""
+_HIDDEN = ("seq", "t", "kind", "at_s", "account", "accounts", "comms")
+"""Shown otherwise, or too long to read; --json has them."""
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
+
+
+@dataclass(slots=True)
+class Stream:
+    """One file of a rank's output, read up to `offset`."""
+
+    generation: int
+    rank: int
+    name: str
+    path: str
+    offset: int = 0
+
+    def read(self, *, last: bool) -> Iterator[str]:
+        """Yield the whole lines that are new; with `last` also one without an end.
+
+        A line of more than `_PIECE` comes in pieces. What is written while this is read is for
+        the next time, however fast it comes.
+        """
+        try:
+            with open(self.path, "rb") as file:
+                end = os.fstat(file.fileno()).st_size
+                file.seek(self.offset)
+                while self.offset < end:
+                    line = file.readline(_PIECE)
+                    whole = line.endswith(b"\n")
+                    if not whole and len(line) == _PIECE:
+                        line = line[: _find_cut(line)]
+                        file.seek(self.offset + len(line))
+                    elif not whole and not last:
+                        return
+                    self.offset += len(line)
+                    yield line.decode(errors="replace").removesuffix("\n")
+        except OSError:
+            return
+
+
+def _find_cut(piece: bytes) -> int:
+    """Return the length of `piece` without the UTF-8 character at its end, which may go on."""
+    for length in range(len(piece) - 1, len(piece) - 4, -1):
+        if piece[length] & 0xC0 == 0xC0:
+            return length
+    return len(piece)
+
+
+def find_streams(folder: str) -> list[Stream]:
+    """Return the ranks' streams below `folder`, by generation, rank and name."""
+    found = []
+    for path in Path(folder).glob("g*/rank-*"):
+        match = _FILE.fullmatch(path.name)
+        if match and path.parent.name[1:].isdigit():
+            found.append(Stream(int(path.parent.name[1:]), int(match[1]), match[2], str(path)))
+    return sorted(found, key=lambda s: (s.generation, s.rank, s.name != "out"))
+
+
+def logs(
+    job: JobName,
+    follow: Follow = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", min=0, help="Of this rank only; without a prefix.")
+    ] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", min=0, help="Of this one; else the newest.")
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Of all generations.")] = False,
+    part: Annotated[
+        str | None, typer.Option("--part", help="Of perdure's own: controller, agent-0, ...")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what the ranks wrote."""
+    found = find_job(job)
+    if rank is not None and rank >= found.spec.world_size:
+        raise ConfigError(
+            f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
+        )
+    folder = found.spec.log_dir or os.path.join(found.paths.logs, "ranks")
+    known: dict[str, Stream] = {}
+
+    def poll(last: bool) -> None:
+        if part is not None:
+            path = found.paths.log(part)
+            if not os.path.exists(path):
+                raise ConfigError(f"no log of a part `{part}`", hint=_name_parts(found))
+            streams = [Stream(-1, -1, part, path)]
+        else:
+            streams = find_streams(folder)
+            newest = max((s.generation for s in streams), default=-1)
+            wanted = newest if generation is None else generation
+            streams = [
+                s for s in streams
+                if (rank is None or s.rank == rank)
+                and (every or s.generation == wanted or s.path in known)
+            ]  # fmt: skip
+        for fresh in streams:
+            stream = known.setdefault(fresh.path, fresh)
+            for line in stream.read(last=last):
+                _print_line(stream, line, rank is None and part is None, as_json)
+
+    _follow(found, poll, follow)
+
+
+def _name_parts(job: Job) -> str:
+    names = sorted(path.stem for path in Path(job.paths.logs).glob("*.log"))
+    return f"there is {', '.join(names)}" if names else "it has not been started"
+
+
+def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> None:
+    if as_json:
+        print_json(
+            {"generation": stream.generation, "rank": stream.rank, "stream": stream.name,
+             "text": line}
+        )  # fmt: skip
+    else:
+        print_output(line, f"[rank {stream.rank}] " if prefixed else "")
+
+
+def _follow(job: Job, poll: Callable[[bool], None], follow: bool) -> None:
+    """Call `poll` once, or until the job has ended."""
+    while follow and job.alive:
+        poll(False)
+        sys.stdout.flush()
+        time.sleep(POLL_S)
+    poll(True)
+
+
+def events(
+    job: JobName,
+    follow: Follow = False,
+    as_json: Json = False,
+) -> None:
+    """Show the journal: what happened, and what was decided, with the reason."""
+    found = find_job(job)
+    state = {"seq": 0, "start_s": 0.0}
+
+    def show(entries: list[JournalEntry]) -> None:
+        for entry in entries:
+            if entry.seq <= state["seq"]:
+                continue
+            if not state["start_s"]:
+                state["start_s"] = find_start(entry)
+            state["seq"] = entry.seq
+            if as_json:
+                print_json(describe_entry(entry))
+            else:
+                print(render_entry(entry, state["start_s"]), flush=True)
+
+    tail = MirrorTail(found.paths.journal)
+    while follow and found.alive:
+        fresh = tail.poll()
+        show(fresh)
+        if any(isinstance(entry.body, JobEnded) for entry in fresh):
+            return
+        time.sleep(POLL_S)
+    show(found.entries())
+
+
+class MirrorTail:
+    """New entries of `journal.jsonl`, which a restarted controller writes anew."""
+
+    def __init__(self, path: str) -> None:
+        """Follow `path`, which need not be there yet."""
+        self._path, self._inode, self._offset = path, 0, 0
+
+    def poll(self) -> list[JournalEntry]:
+        """Return the entries since the last call; all of them again for a new file."""
+        try:
+            with open(self._path, "rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if inode != self._inode:
+                    self._inode, self._offset = inode, 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        lines = data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
+        entries: list[JournalEntry] = []
+        for line in lines:
+            try:
+                entries.append(decode(line, JournalEntry))
+            except ProtocolError:
+                break  # torn by a full disk; the writer mends it
+            self._offset += len(line)
+        return entries
+
+
+def describe_entry(entry: JournalEntry) -> dict[str, Any]:
+    """Return an entry as `events --json` shows it: seq, t, kind, then the body's own fields.
+
+    A body's own `kind` (of a fault, of a command) is called `what`.
+
+    >>> from perdure.model.events import TimerFired
+    >>> describe_entry(JournalEntry(seq=3, at_s=1.5, body=TimerFired()))
+    {'seq': 3, 't': 1.5, 'kind': 'TimerFired'}
+    """
+    fields = msgspec.to_builtins(entry.body)
+    kind = fields.pop("type")
+    own = {"what" if name == "kind" else name: value for name, value in fields.items()}
+    return {"seq": entry.seq, "t": entry.at_s, "kind": kind, **own}
+
+
+def render_entry(entry: JournalEntry, start_s: float) -> str:
+    """Return an entry as one line."""
+    body = entry.body
+    if isinstance(body, Decision):
+        text = f"-> {body.action}: {body.summary} ({shorten_line(body.reason, REASON_MAX)})"
+    else:
+        fields = describe_entry(entry)
+        shown = [
+            f"{k}={_clip(_since(k, v, start_s))}" for k, v in fields.items() if k not in _HIDDEN
+        ]
+        text = " ".join([fields["kind"], *shown])
+    return f"{entry.seq:6d} {entry.at_s - start_s:9.3f} s  {text}"
+
+
+def _since(name: str, value: Any, start_s: float) -> Any:
+    """Return a moment of the job's clock as the seconds since its start, as the line's own are."""
+    moment = name.endswith("_s") and isinstance(value, float) and 0.0 < start_s <= value
+    return round(value - start_s, 3) if moment else value
+
+
+def _clip(value: Any) -> str:
+    text = value if isinstance(value, str) else encode(value).decode()
+    text = text.replace("\n", "\\n")
+    return text if len(text) <= _WIDE else text[: _WIDE - 3] + "..."

@@ -1,0 +1,189 @@
+"""`perdure watch` and `perdure map --watch`: the newest Snapshot, again and again, until the end.
+
+It reads the file that `status --json` prints and asks nobody, so that any number of watchers cost
+the job nothing. On a terminal the screen is drawn in place; on a pipe a line is written when
+something changes and once in a while.
+"""
+
+import contextlib
+import os
+import select
+import shutil
+import signal
+import sys
+import termios
+import time
+import tty
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated
+
+import typer
+
+from perdure.cli.jobs import ENDED, LOST, Job, find_job
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json
+from perdure.cli.steering.act import JobName
+from perdure.dash.live import render_status
+from perdure.dash.watch import Line, render_clock, render_watch
+from perdure.model.codec import encode
+from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.report import Snapshot
+
+SPEEDS_KEPT = 400
+QUIET_S = 10.0
+"""On a pipe: seconds between two lines of an unchanged state."""
+_LEAVE = b"qQ\x03\x04"
+"""Typed: q, or Ctrl-C and Ctrl-D where they come as keys."""
+
+Screen = Callable[[Snapshot, int, int], Sequence[Line]]
+
+
+def watch(
+    job: JobName,
+    once: Annotated[bool, typer.Option("--once", help="Show it once and leave.")] = False,
+    every: Annotated[float, typer.Option("--every", min=0.1, help="Seconds between looks.")] = 0.5,
+    as_json: Json = False,
+) -> None:
+    """Watch a job: ranks, speed, verdicts, incidents, configuration; q leaves, a key looks now."""
+    found = find_job(job)
+    speeds: deque[float] = deque(maxlen=SPEEDS_KEPT)
+
+    def draw(snapshot: Snapshot, width: int, height: int) -> Sequence[Line]:
+        speeds.append(snapshot.steps_per_s)
+        return render_watch(snapshot, width, height, tuple(speeds))
+
+    if as_json:
+        for snapshot in look_again(found, every, once=once):
+            if once:
+                print_json(snapshot)
+            else:
+                print(encode(snapshot).decode(), flush=True)
+        return
+    show(found, draw, every, once=once)
+
+
+def show(job: Job, draw: Screen, every: float, *, once: bool = False) -> None:
+    """Show what `draw` makes of each look: once, in place on a terminal, or as lines."""
+    if once:
+        size = shutil.get_terminal_size((100, 50))
+        height = size.lines - 1 if sys.stdout.isatty() else 1000
+        for line in draw(job.snapshot(), size.columns, height):
+            print(line.text)
+    elif sys.stdout.isatty():
+        _show_in_place(job, draw, every)
+    else:
+        _show_lines(job, every)
+
+
+def look_again(
+    job: Job, every: float, *, once: bool = False, pause: Callable[[float], bool] | None = None
+) -> Iterator[Snapshot]:
+    """Yield snapshots until the job has ended, or `pause` says that nobody looks any more."""
+    while True:
+        snapshot = job.snapshot()
+        yield snapshot
+        if once or snapshot.state in ENDED or snapshot.state == LOST:
+            return
+        if pause is None:
+            time.sleep(every)
+        elif pause(every):
+            return
+
+
+def _show_lines(job: Job, every: float) -> None:
+    shown: tuple[object, ...] = ()
+    at_s = 0.0
+    for snapshot in look_again(job, every):
+        newest = snapshot.verdicts[-1] if snapshot.verdicts else None
+        state = (
+            snapshot.state, snapshot.generation, snapshot.incidents, snapshot.epoch,
+            snapshot.paused, newest and (newest.kind, newest.confirmed_s),
+        )  # fmt: skip
+        if state != shown or snapshot.at_s - at_s >= QUIET_S:
+            shown, at_s = state, snapshot.at_s
+            reason = f"  {shorten_line(snapshot.reason, REASON_MAX)}" if snapshot.reason else ""
+            print(f"{render_clock(snapshot.at_s)} {render_status(snapshot)}{reason}", flush=True)
+
+
+def _show_in_place(job: Job, draw: Screen, every: float) -> None:
+    from rich.console import Console
+    from rich.live import Live
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    last: Sequence[Line] = ()
+    with (
+        _leave_on_signals(),
+        _read_keys() as pause,
+        Live(console=console, screen=True, auto_refresh=False, redirect_stdout=False) as live,
+    ):
+        for snapshot in look_again(job, every, pause=pause):
+            width, height = console.size
+            last = draw(snapshot, width, height)
+            text = Text("\n", no_wrap=True, overflow="crop", end="").join(
+                Text(line.text, style=line.style) for line in last
+            )
+            live.update(text, refresh=True)
+    for line in last:  # What was last seen stays, with the job's end in it.
+        console.print(Text(line.text, style=line.style), overflow="crop", no_wrap=True, crop=True)
+    _say_more(job, snapshot)
+
+
+def _say_more(job: Job, snapshot: Snapshot) -> None:
+    """Say where to look on, once there is nothing left to watch."""
+    if snapshot.state in ("failed", LOST):
+        note(f"why: perdure diagnose {job.name}")
+    elif snapshot.state in ENDED:
+        note(f"where the time went: perdure report {job.name}")
+
+
+@contextlib.contextmanager
+def _leave_on_signals() -> Iterator[None]:
+    """Have a signal that ends the command unwind it, so that the terminal is given back first.
+
+    It is not suspended: a shell would get the terminal as the screen has it.
+    """
+
+    def leave(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def _read_keys() -> Iterator[Callable[[float], bool]]:
+    """Yield a pause that any key ends, and that says so when it was one to leave by.
+
+    The terminal's own descriptor is read, past Python's buffer: what lies in there is not seen by
+    `select`.
+    """
+    fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
+    if fd < 0:
+
+        def sleep(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        yield sleep
+        return
+    before = termios.tcgetattr(fd)
+
+    def wait(seconds: float) -> bool:
+        if not select.select([fd], [], [], seconds)[0]:
+            return False
+        keys = os.read(fd, 1024)
+        return not keys or any(key in _LEAVE for key in keys)
+
+    tty.setcbreak(fd)
+    try:
+        yield wait
+    finally:
+        with contextlib.suppress(termios.error):  # Whose terminal is gone.
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,1 @@
+"""Jobs on other machines: launched, looked after, brought home, given back."""

@@ -1,0 +1,127 @@
+"""The boxes of a launched job: how each is, and when it was last seen from here."""
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perdure.cli.speech.say import note, print_json
+from perdure.launch.platforms import Here, find_platform
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.platforms.launching import BoxRow, BoxState, LaunchRecord
+from perdure.service.jobfiles import read_document, write_document
+
+
+def look_at_boxes(record: LaunchRecord, place: Here) -> list[BoxRow]:
+    """Return how a job's part on each box is; all are asked at once.
+
+    What was seen is remembered, beside the job's record: of a box that does not answer it is told
+    when it last did, and as which boot.
+    """
+    platform = find_platform(record.profile.kind)
+    path = _find_seen(place.home, record.job)
+    seen = {row.host: row for row in read_seen(place.home, record.job)}
+
+    def look(box: LaunchRecord) -> BoxRow:
+        try:
+            return _describe(box, platform.find_state(box, place))
+        except PlatformError as error:
+            known = seen.get(box.box) or _describe_launch(box)
+            return msgspec.structs.replace(known, state="unreached", reason=str(error))
+
+    with ThreadPoolExecutor(len(record.boxes)) as pool:
+        rows = list(pool.map(look, record.boxes))
+    with contextlib.suppress(PlatformError):  # A full disk here hides no box.
+        write_document(str(path), rows)
+    return rows
+
+
+def read_seen(home: str, job: str) -> list[BoxRow]:
+    """Return how a job's boxes were when they were last asked."""
+    return read_document(str(_find_seen(home, job)), list[BoxRow]) or []
+
+
+def _find_seen(home: str, job: str) -> Path:
+    return Path(home, "launches", "seen", f"{job}.json")
+
+
+def _describe(box: LaunchRecord, state: BoxState) -> BoxRow:
+    return BoxRow(
+        host=box.box,
+        state=state.state,
+        reason=state.reason,
+        boot_id=state.boot_id,
+        seen_s=time.time(),
+        started_s=state.started_s,
+        attempt=state.attempt,
+        address=box.address,
+        ended_s=state.ended_s,
+        load=state.load,
+    )
+
+
+def _describe_launch(box: LaunchRecord) -> BoxRow:
+    """Return what is known of a box that has not answered since the launch."""
+    return BoxRow(
+        host=box.box,
+        state="unreached",
+        boot_id=box.boot_id,
+        seen_s=box.launched_s,
+        started_s=box.launched_s,
+        address=box.address,
+    )
+
+
+def tell_boxes(record: LaunchRecord, place: Here) -> None:
+    """Say how each box is."""
+    for row in look_at_boxes(record, place):
+        note(describe_row(row))
+
+
+def describe_row(row: BoxRow) -> str:
+    """Return in one sentence how a job's part on a box is."""
+    if row.state == "unreached":
+        ago_s = max(0.0, time.time() - row.seen_s)
+        boot = f", boot {row.boot_id[:8]}" if row.boot_id else ""
+        return f"{row.reason}; last seen {ago_s:.0f} s ago{boot}"
+    more = "; the same `perdure launch` resumes it" if row.state in ("rebooted", "killed") else ""
+    return f"{row.host}: {row.state}: {row.reason}{more}"
+
+
+def print_status(record: LaunchRecord, place: Here, run: Callable[[], int]) -> int:
+    """Print one document: what `run` prints of the job's own, and every box; return `run`'s code.
+
+    Where the job's own box does not answer, the others are told all the same, with exit code 3.
+    """
+    printed, code = io.StringIO(), PlatformError.exit_code
+    document: dict[str, Any] = {"job": record.job}
+    try:
+        with contextlib.redirect_stdout(printed):
+            code = run()
+        document = json.loads(printed.getvalue())
+    except PlatformError as error:
+        document |= {"state": "unreached", "reason": error.message, "hint": error.hint}
+    except json.JSONDecodeError:
+        document |= {"state": "unknown", "reason": printed.getvalue().strip()}
+    print_json({**document, "boxes": look_at_boxes(record, place)})
+    return code
+
+
+def find_box(record: LaunchRecord, host: str | None) -> LaunchRecord:
+    """Return the job's box of that name; its first one without a name.
+
+    Raises:
+        ConfigError: none of them is called so.
+    """
+    if host is None:
+        return record
+    names = {box.box: box for box in record.boxes}
+    if host not in names:
+        raise ConfigError(f"--host {host}: not a box of {record.job}", hint=", ".join(names))
+    return names[host]

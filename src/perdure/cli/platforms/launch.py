@@ -1,0 +1,283 @@
+"""`perdure render` and `perdure launch`: one job file, any platform."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.platforms.profiles import Host, choose_profile, here, render_danger
+from perdure.cli.platforms.remote import attach
+from perdure.cli.running.checks import check_environment, check_module, check_script, choose_name
+from perdure.cli.running.jobspec import read_job_file, validate
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json
+from perdure.dash.terminal import print_exact
+from perdure.launch.catalog import Resolved, overlay
+from perdure.launch.platforms import Here, Platform, find_platform
+from perdure.launch.records import read_record, read_remote, write_record
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.job import JobSpec
+from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
+from perdure.model.platforms.profile import Profile, find_unmeasured
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
+
+JobFile = Annotated[str, typer.Argument(metavar="JOB.TOML", help="The job file.")]
+On = Annotated[str, typer.Option("--on", metavar="PROFILE", help="Where: see perdure profiles.")]
+
+
+def render(
+    job_file: JobFile,
+    on: On,
+    host: Host = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Write the files there instead.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
+    """Print the scripts, manifest or notebook that a launch would submit; touch nothing."""
+    home = resolve_home()
+    plan = make_plan(make_launch_spec(job_file, home), choose_profile(on, host, home).profile)
+    if as_json:
+        print_json(describe_plan(plan))
+    elif out is not None:
+        write_files(plan, out)
+        for name in list_files(plan):
+            print(out / name)
+    else:
+        for name, content in list_files(plan).items():
+            print(f"# ==> {name} <==")
+            print_exact(content, end="" if content.endswith("\n") else "\n")
+    for finding in plan.findings:
+        note(render_finding(finding))
+    return 2 if any(f.level == "error" for f in plan.findings) else 0
+
+
+def launch(
+    job_file: JobFile,
+    on: On,
+    host: Host = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Render, check the place, say what would be done.")
+    ] = False,
+    follow: Annotated[
+        bool, typer.Option("--attach", help="Follow it to its end, also where it runs already.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Render a job for a platform, check it, submit it and leave it: it outlives this machine."""
+    home = resolve_home()
+    place = here(home)
+    spec = make_launch_spec(job_file, home)
+    plan = make_plan(spec, choose_profile(on, host, home).profile)
+    stop = _hear_stop() if follow else []
+    if follow and _runs_there(plan, place):
+        return _follow(plan.job, stop)
+    if not as_json:
+        print(render_danger(plan.profile), file=sys.stderr)
+    check_name(plan, home)
+    platform = find_platform(plan.kind)
+    plan = check_place(spec, plan, platform, place)
+    for finding in plan.findings:
+        note(render_finding(finding))
+    errors = [finding for finding in plan.findings if finding.level == "error"]
+    if errors:
+        raise SafetyError(f"not launched: {errors[0].text}", hint=errors[0].hint)
+    if dry_run:
+        if as_json:
+            print_json({"dry_run": True, **describe_plan(plan)})
+        else:
+            for step in (*plan.steps, *(step for other in plan.others for step in other.steps)):
+                stdin = f" < {step.stdin}" if step.stdin else ""
+                print(f"would {step.what}: {shlex.join(step.command)}{stdin}")
+        return 0
+    if stop:
+        return 128 + signal.SIGTERM
+    before = read_record(home, plan.job)
+    record = _keep_account(spec, platform.submit(plan, place), before)
+    write_record(home, record)
+    if plan.kind == "local":
+        wait_for_start(paths_of(home, plan.job), int(record.id))
+    if as_json:
+        print_json({"job": plan.job, "id": record.id, "attach": plan.attach, "record": record})
+    else:
+        how = "waits for you on" if plan.settings.get("by_hand") else "runs on"
+        print("; ".join((f"job {plan.job} {how} {plan.profile.platform}", *plan.attach)))
+    return _follow(plan.job, stop) if follow else 0
+
+
+def _keep_account(spec: JobSpec, record: LaunchRecord, before: LaunchRecord | None) -> LaunchRecord:
+    """Return a record with what reminders need; a launch that goes on is billed from the first."""
+    since_s = record.launched_s
+    if before and not before.torn_down_s and _place(before.profile) == _place(record.profile):
+        since_s = before.billed_since_s or before.launched_s
+    return msgspec.structs.replace(
+        record, billed_since_s=since_s, budget=spec.launch.budget, alerts=spec.alerts
+    )
+
+
+def _runs_there(plan: Plan, place: Here) -> bool:
+    """Return whether the job was launched to this very place before, and waits or runs."""
+    record = read_record(place.home, plan.job)
+    if record is None or record.torn_down_s or _place(record.profile) != _place(plan.profile):
+        return False
+    if plan.kind == "local":
+        return is_alive(paths_of(place.home, plan.job))
+    return not find_platform(plan.kind).find_state(record, place).over
+
+
+class _Asked(Exception):
+    """SIGTERM: whoever waits for the job wants it stopped, not left alone."""
+
+
+def _hear_stop() -> list[int]:
+    """Return a list that fills with SIGTERM: a launch that is under way is gone through with.
+
+    Were it broken off, its job might run, and nobody here would know of it.
+    """
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    return heard
+
+
+def _follow(job: str, heard: list[int]) -> int:
+    """Follow a job to its end and return its exit code; SIGTERM stops the job itself."""
+
+    def ask(number: int, frame: object) -> None:
+        raise _Asked
+
+    try:
+        signal.signal(signal.SIGTERM, ask)
+        if heard:
+            raise _Asked
+        return attach(job)
+    except _Asked:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        subprocess.run([sys.executable, "-P", "-m", "perdure", "stop", job], check=False)
+        return 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def make_plan(spec: JobSpec, profile: Profile) -> Plan:
+    """Return the plan of a job on a profile.
+
+    Raises:
+        ConfigError: the two do not go together.
+    """
+    return find_platform(profile.kind).render(spec, profile)
+
+
+def make_launch_spec(job_file: str, home: str) -> JobSpec:
+    """Return the job of a job file, its project as an absolute path, its script looked at.
+
+    Raises:
+        ConfigError: a field is wrong or too large, the script is not there or does not compile.
+    """
+    document = read_job_file(job_file)
+    document.setdefault("script", "")
+    spec = validate(document, job_file)
+    if not spec.script:
+        raise ConfigError(f"{job_file}: no script to run", hint='script = "train.py"')
+    project = os.path.join(os.path.dirname(os.path.abspath(job_file)), spec.launch.project)
+    project = os.path.normpath(os.path.expanduser(project))
+    if not os.path.isdir(project):
+        raise ConfigError(f"{job_file}: launch.project: no folder {project}")
+    spec = msgspec.structs.replace(
+        spec, launch=msgspec.structs.replace(spec.launch, project=project)
+    )
+    looked_at = msgspec.structs.replace(spec, cwd=os.path.join(project, spec.cwd))
+    if spec.module:
+        check_module(looked_at)
+    elif not spec.no_python:
+        check_script(looked_at)
+    check_environment(spec, {})
+    return spec if "name" in document else choose_name(spec, home)
+
+
+def check_name(plan: Plan, home: str) -> None:
+    """Refuse a name under which a job runs here, or may still cost money at another place.
+
+    Raises:
+        ConfigError: it is taken.
+    """
+    job, hint = plan.job, f"perdure status {plan.job}, or another `name`"
+    if is_alive(paths_of(home, job)):
+        raise ConfigError(f"job `{job}` is running", hint=hint)
+    before = read_remote(home, job)
+    if before is None or before.torn_down_s or _place(before.profile) == _place(plan.profile):
+        return
+    if plan.kind == "local" or not before.profile.ends_by_itself:
+        why = f"job `{job}` was launched on {before.box}, and is not torn down"
+        raise ConfigError(why, hint=hint)
+
+
+def _place(profile: Profile) -> tuple[str, str]:
+    return profile.platform, profile.launch.host
+
+
+def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> Plan:
+    """Return the plan for what the place itself says: values measured, findings added.
+
+    Raises:
+        PlatformError: it cannot be reached.
+    """
+    values, findings = platform.check(plan, place)
+    wanted = set(find_unmeasured(plan.profile))
+    measured = {key: value for key, value in values.items() if key in wanted}
+    for key, value in measured.items():
+        place.tell(f"measured: {key} = {value if value != '' else 'none'}")
+    profile = overlay(Resolved(plan.profile, {}), measured, "measured").profile
+    plan = platform.render(spec, profile)
+    return msgspec.structs.replace(plan, findings=(*plan.findings, *findings))
+
+
+def write_files(plan: Plan, folder: Path) -> None:
+    """Write a plan's files below `folder`; scripts can be executed.
+
+    Raises:
+        PlatformError: they cannot be written.
+    """
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # The job's [env] is in the files.
+        for name, content in list_files(plan).items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content, encoding="utf-8")
+            path.chmod(0o755 if content.startswith("#!") else 0o644)
+    except OSError as error:
+        raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
+
+
+def list_files(plan: Plan) -> dict[str, str]:
+    """Return a plan's files; those of further boxes that differ, below the box's name."""
+    files = dict(plan.files)
+    for other in plan.others:
+        own = {n: text for n, text in other.files.items() if text != plan.files.get(n)}
+        files |= {f"{other.profile.launch.host}/{name}": text for name, text in own.items()}
+    return files
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """Return a plan as `--json` shows it."""
+    return {
+        "job": plan.job,
+        "kind": plan.kind,
+        "platform": plan.profile.platform,
+        "files": list_files(plan),
+        "steps": [msgspec.to_builtins(s) for p in (plan, *plan.others) for s in p.steps],
+        "findings": msgspec.to_builtins(plan.findings),
+        "attach": plan.attach,
+    }
+
+
+def render_finding(finding: Finding) -> str:
+    """Return a finding as one line, and one for its hint."""
+    trap = f" [{finding.trap}]" if finding.trap else ""
+    hint = f"\n         {finding.hint}" if finding.hint else ""
+    return f"{finding.level}{trap}: {finding.text}{hint}"

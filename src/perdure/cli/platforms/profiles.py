@@ -1,0 +1,236 @@
+"""`perdure profiles`: what a platform is like, and where each of its values comes from."""
+
+import ast
+import inspect
+import os
+import sys
+from functools import cache
+from typing import Annotated, Any
+
+import typer
+
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
+from perdure.launch.catalog import (
+    SECTIONS,
+    Resolved,
+    find_source,
+    flatten,
+    list_profiles,
+    load_profile,
+    overlay,
+)
+from perdure.launch.platforms import Here, find_platform
+from perdure.model.platforms.profile import HOST_DEPENDENT, Profile, find_unmeasured
+from perdure.service.jobfiles import resolve_home
+
+Host = Annotated[
+    str | None,
+    typer.Option(
+        "--host", metavar="ALIAS", help="The box: an alias of ssh, or user@host; several: A,B."
+    ),
+]
+
+
+def profiles(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="A profile, or the path of one.")
+    ] = None,
+    host: Host = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Ask the box for what depends on it.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the platforms, or show one: each value, what it means, and what it came from.
+
+    Your own lie in $PERDURE_HOME/profiles, each a diff against its `base`.
+    """
+    home = resolve_home()
+    if name is None:
+        _list(home, as_json)
+        return
+    resolved = choose_profile(name, host, home)
+    if measure:
+        resolved = measure_profile(resolved, here(home))
+    profile = resolved.profile
+    if as_json:
+        flat = flatten(_document(profile))
+        values = {
+            key: {
+                "value": value,
+                "from": resolved.origins.get(key, "default"),
+                "source": find_source(resolved, key),
+            }
+            for key, value in flat.items()
+            if key != "sources"
+        }
+        print_json(
+            {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)}
+        )
+        return
+    print(render_profile(resolved))
+    print()
+    print(render_danger(profile))
+    if facts := render_sources(resolved):
+        print(f"\n{facts}")
+
+
+def here(home: str) -> Here:
+    """Return this machine, as launchers meet it; progress goes to standard error."""
+    return Here(home, dict(os.environ), note)
+
+
+def choose_profile(name: str, host: str | None, home: str) -> Resolved:
+    """Return the profile `name`, for the box `host` where one was named.
+
+    Raises:
+        ConfigError: there is none, or it is malformed.
+    """
+    resolved = load_profile(name, home)
+    if not host:
+        return resolved
+    hosts = host.split(",")
+    named = {"launch.host": hosts[0], "launch.hosts": hosts if len(hosts) > 1 else []}
+    return overlay(resolved, named, "--host")
+
+
+def measure_profile(resolved: Resolved, on: Here) -> Resolved:
+    """Return the profile with what the box says in place of `host-dependent`.
+
+    Raises:
+        PlatformError: it cannot be reached.
+    """
+    platform = find_platform(resolved.profile.kind)
+    from perdure.model.job import JobSpec
+
+    boxes = max(1, len(resolved.profile.launch.hosts))
+    spec = JobSpec(name="probe", script="probe.py", nodes=boxes)
+    values, _ = platform.check(platform.render(spec, resolved.profile), on)
+    wanted = set(find_unmeasured(resolved.profile))
+    return overlay(resolved, {k: v for k, v in values.items() if k in wanted}, "measured")
+
+
+def render_danger(profile: Profile) -> str:
+    """Return what has to be known before money is spent: the danger clock, the survival matrix."""
+    teardown = profile.teardown
+    lines = [f"DANGER  {profile.danger}"] if profile.danger else []
+    undo = "it deletes the disk" if profile.meter_stop_irreversible else "the disk stays"
+    if not profile.ends_by_itself:
+        price = (
+            f"; {teardown.price_per_hour:g} {teardown.currency} an hour, "
+            f"{teardown.price_per_hour * 24:.2f} a day"
+            if teardown.price_per_hour
+            else ""
+        )
+        lines.append(f"METER   stopped by: {profile.meter_stop_verb} ({undo}){price}")
+    if teardown.keeps_billing:
+        lines.append(f"        still billed then: {teardown.keeps_billing}")
+    if profile.free_egress is False:
+        lines.append("EGRESS  bytes that leave the platform cost extra: pull from the same zone")
+    if profile.spot_available:
+        grace = profile.spot_grace
+        words = f"{grace:g} s after a notice" if isinstance(grace, float) and grace else "at once"
+        lines.append(f"SPOT    may be taken away, {words}; checkpoints are what is left")
+    if profile.interruption.session_max_s:
+        lines.append(f"ENDS    after {profile.interruption.session_max_s / 3600:g} h at most")
+    if profile.storage.tiers:
+        head = ("place", "path", "after a stop", "after a destroy", "cap")
+        fate = {"yes": "stays", "no": "GONE", "provider": "ask the provider"}
+        rows: list[tuple[Any, ...]] = [
+            (t.name, t.path, fate[t.survives_stop], fate[t.survives_destroy], t.cap)
+            for t in profile.storage.tiers
+        ]
+        lines += ["", render_table(head, rows)]
+    return "\n".join(lines)
+
+
+def render_profile(resolved: Resolved) -> str:
+    """Return every value of a profile, what it came from, and what it means."""
+    notes = find_meanings()
+    rows: list[tuple[Any, ...]] = []
+    for key, value in flatten(_document(resolved.profile)).items():
+        if key in ("storage.tiers", "danger", "base", "sources"):
+            continue  # The matrix, the danger clock and where facts were read stand below.
+        shown = "host-dependent (--measure)" if value == HOST_DEPENDENT else _show(value)
+        rows.append((key, shown, resolved.origins.get(key, "default"), notes.get(key, "")))
+    return render_table(("key", "value", "from", "meaning"), rows)
+
+
+def render_sources(resolved: Resolved) -> str:
+    """Return where each fact of a platform was read and when; empty where there is no fact."""
+    facts: dict[str, list[str]] = {}
+    for key in flatten(_document(resolved.profile)):
+        if source := find_source(resolved, key):
+            facts.setdefault(source, []).append(key)
+    rows: list[tuple[Any, ...]] = [(", ".join(keys), source) for source, keys in facts.items()]
+    return render_table(("fact", "read"), rows) if rows else ""
+
+
+def _list(home: str, as_json: bool) -> None:
+    rows = []
+    for name in list_profiles(home):
+        profile = load_profile(name, home).profile
+        rows.append(
+            {
+                "profile": name,
+                "kind": profile.kind,
+                "base": profile.base,
+                "meter_stop_verb": profile.meter_stop_verb,
+                "spot_grace": profile.spot_grace if profile.spot_available else "n/a",
+                "danger": profile.danger,
+            }
+        )
+    if as_json:
+        print_json({"profiles": rows})
+        return
+    head = ("profile", "kind", "meter", "spot, s", "danger")
+    print(
+        render_table(
+            head,
+            [
+                (r["profile"], r["kind"], r["meter_stop_verb"], _show(r["spot_grace"]), r["danger"])
+                for r in rows
+            ],
+        )
+    )
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(str(inner) for inner in value) or "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "-"
+
+
+def _document(profile: Profile) -> dict[str, Any]:
+    import msgspec
+
+    document: dict[str, Any] = msgspec.to_builtins(profile)
+    return document
+
+
+@cache
+def find_meanings() -> dict[str, str]:
+    """Return dotted key -> what its docstring says, where the key is defined."""
+    places: dict[type, str] = {Profile: ""}
+    places |= {type_: f"{name}." for name, type_ in SECTIONS.items()}
+    found: dict[str, str] = {}
+    for type_, place in places.items():
+        (node,) = ast.parse(inspect.getsource(type_)).body
+        assert isinstance(node, ast.ClassDef)
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                found[place + field.target.id] = " ".join(str(below.value.value).split())
+    return found
+
+
+def is_terminal() -> bool:
+    """Return whether a person can be asked."""
+    return sys.stdin.isatty() and sys.stderr.isatty()

@@ -1,0 +1,298 @@
+"""`perdure pull`: results home, with what nobody had named, before a box is given back."""
+
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+
+from perdure.cli.jobs import ENDED, find_here
+from perdure.cli.platforms.profiles import here, is_terminal
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import print_json
+from perdure.cli.steering.act import JobName
+from perdure.launch.platforms import Here, find_platform
+from perdure.launch.records import read_record, write_record
+from perdure.launch.results.pulling import (
+    compare_files,
+    describe_changed,
+    drop_sent,
+    find_areas,
+    find_roster,
+    look_into,
+    pull_files,
+    write_verified,
+)
+from perdure.launch.results.sources import Sources, open_sources
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.platforms.launching import (
+    PULL_VERIFIED,
+    BoxState,
+    LaunchRecord,
+    PulledFile,
+    PullManifest,
+)
+from perdure.service.jobfiles import resolve_home
+
+_LEAVE_S = 20.0
+"""Given to further boxes to leave a job that has ended on its first."""
+_SHOWN_MAX = 8
+"""Of folders with files that nobody named so many are shown, the largest first."""
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be done; change nothing.")]
+Leave = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--leave",
+        metavar="PATTERN",
+        help="Files that stay on the box, such as data/sets or *.core.",
+    ),
+]
+
+
+def pull(
+    job: JobName,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where it goes.")],
+    live: Annotated[
+        bool, typer.Option("--live", help="Also while the job runs: a copy, not the last one.")
+    ] = False,
+    gone: Annotated[
+        list[str] | None,
+        typer.Option("--gone", metavar="HOST", help="Of several boxes, one that was taken away."),
+    ] = None,
+    leave: Leave = None,
+    up_to_gb: Annotated[
+        float,
+        typer.Option(
+            "--up-to",
+            min=0,
+            metavar="GB",
+            help="Ask before more than this comes that nobody named as a result.",
+        ),
+    ] = 20.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Bring it however much it is.")] = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Bring a job's checkpoints, journal, logs and outputs here from its box, or all of them.
+
+    So is every file of the project and the data folders there that is not here as it was sent, but
+    for caches and environments. What has arrived stays: the same command goes on from there.
+    """
+    home = resolve_home()
+    place, record = here(home), mark_gone(find_record(home, job), gone or [])
+    for box in record.boxes:
+        state = wait_over(box, place, 0.0 if live or box is record else _LEAVE_S)
+        if not state.over and not live:
+            raise SafetyError(
+                f"job `{job}` is {state.state} on {box.box}: what is pulled now is not its end",
+                hint=f"perdure stop {job} first, or --live for a copy of what there is",
+            )
+    if record.profile.kind == "notebook":
+        from perdure.launch.notebook import fetch
+
+        fetch(record, place)  # Its output has no machine that could be asked for a roster.
+    with open_sources(record, place) as sources:
+        manifest = _make_roster(record, sources, tuple(leave or ()), place)
+        _ask_size(record, manifest, up_to_gb, yes=yes or dry_run)
+        if not dry_run:
+            manifest = pull_files(record, manifest, directory, sources, place.tell, live=live)
+    size = sum(file.bytes for file in manifest.files)
+    text = f"{len(manifest.files)} files, {size / 1e6:.1f} MB, from {manifest.host}"
+    if manifest.changed:
+        place.tell(f"{describe_changed(manifest.changed)} while the job runs: here as they arrived")
+    if not dry_run:
+        write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
+    if as_json:
+        files = len(manifest.files)
+        print_json({"job": job, "dir": str(directory), "files": files, "bytes": size,
+                    "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,
+                    "left": [file.path for file in manifest.left], "unread": manifest.unread,
+                    "excluded": manifest.excluded, "others": manifest.others,
+                    "changed": manifest.changed})  # fmt: skip
+    else:
+        verb = "would pull" if dry_run else "pulled"
+        print(f"{verb} {text}; next: perdure verify {directory}")
+    return 0
+
+
+def _make_roster(
+    record: LaunchRecord, sources: Sources, leave: tuple[str, ...], place: Here
+) -> PullManifest:
+    """Return what is to be brought, with hashes; what nobody named is told first, by its size."""
+    if any(find_areas(box) for box in record.boxes):
+        sizes = find_roster(record, sources, leave=leave, hashes=False)
+        for line in describe_finds(record, drop_sent(sizes, record.project, hashes=False)):
+            place.tell(line)
+    return drop_sent(find_roster(record, sources, leave=leave), record.project)
+
+
+def find_unnamed(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
+    """Return the files that nobody named as results."""
+    labels = [label for label, root in manifest.roots.items() if _is_area(record, label)]
+    return [f for f in manifest.files if any(f.path.startswith(f"{one}/") for one in labels)]
+
+
+def _is_area(record: LaunchRecord, label: str) -> bool:
+    name = label.split("/", 2)[2] if label.startswith("boxes/") else label
+    return any(name in find_areas(box) and name not in box.roots for box in record.boxes)
+
+
+def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
+    """Return what lies on the box beside the results, line by line, the largest folders first."""
+    sizes: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
+    unnamed = find_unnamed(record, manifest)
+    for file in unnamed:
+        folder = "/".join(file.path.split("/")[:-1][:3])
+        sizes[folder] += file.bytes
+        counts[folder] += 1
+    lines = [
+        f"not named as a result: {folder}: {counts[folder]} files, {size / 1e6:.1f} MB"
+        for folder, size in sizes.most_common(_SHOWN_MAX)
+    ]
+    if len(sizes) > _SHOWN_MAX:
+        rest = sum(size for _, size in sizes.most_common()[_SHOWN_MAX:])
+        lines.append(f"and {len(sizes) - _SHOWN_MAX} more folders, {rest / 1e6:.1f} MB")
+    if manifest.sent:
+        lines.append(f"{manifest.sent} files of the project are here as they are there")
+    if manifest.left:
+        size = sum(file.bytes for file in manifest.left)
+        lines.append(f"left there as you say: {len(manifest.left)} files, {size / 1e6:.1f} MB")
+    if manifest.excluded:
+        more = f" and {len(manifest.excluded) - 3} more" if len(manifest.excluded) > 3 else ""
+        lines.append(f"not looked into (caches, environments, secrets): "
+                     f"{', '.join(manifest.excluded[:3])}{more}")  # fmt: skip
+    lines += [f"cannot be brought: {why}" for why in manifest.unread]
+    return lines
+
+
+def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, yes: bool) -> None:
+    """Ask a person before much comes that nobody named.
+
+    Raises:
+        SafetyError: there is nobody who could be asked, or who does not want it.
+    """
+    size = sum(file.bytes for file in find_unnamed(record, manifest))
+    if yes or size <= up_to_gb * 1e9:
+        return
+    text = f"{size / 1e9:.1f} GB on the box were not named as results"
+    if is_terminal() and input(f"{text}; bring them? [y/N] ").strip().lower() in ("y", "yes"):
+        return
+    raise SafetyError(f"not pulled: {text}", hint="--yes brings them, --leave PATTERN leaves some "
+                      "of them there, --up-to GB sets the bound")  # fmt: skip
+
+
+def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
+    """Return how the job is on a box, after up to `for_s` in which it may end."""
+    deadline = time.monotonic() + for_s
+    while True:
+        state = find_state(box, place)
+        if state.over or time.monotonic() > deadline:
+            return state
+        time.sleep(0.5)
+
+
+def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
+    """Return a job's record with the boxes `hosts` as gone.
+
+    Raises:
+        ConfigError: one is not among them, or nothing would be left to ask.
+    """
+    names = [box.box for box in (record, *record.others)]
+    unknown = next((host for host in hosts if host not in names), None)
+    if unknown is not None:
+        raise ConfigError(f"--gone {unknown}: not a box of the job", hint=", ".join(names))
+    first, *others = (
+        msgspec.structs.replace(box, gone=box.gone or box.box in hosts)
+        for box in (record, *record.others)
+    )
+    record = msgspec.structs.replace(first, others=tuple(others))
+    if not record.boxes:
+        raise ConfigError("--gone: nothing is left to pull from", hint="perdure teardown "
+                          f"{record.job} --box-is-gone closes the record")  # fmt: skip
+    return record
+
+
+def verify_pulled(
+    directory: Path,
+    manifest: PullManifest,
+    *,
+    allow_pickle: bool,
+    nothing_to_keep: bool,
+    as_json: bool,
+) -> int:
+    """Compare a pulled directory with its roster, load what has tensors; return the exit code."""
+    problems = compare_files(directory, manifest)
+    found = look_into(directory, manifest, allow_pickle=allow_pickle) if not problems else None
+    if found is not None:
+        problems = list(found.problems)
+        if not problems and not found.tensors and not nothing_to_keep:
+            problems = ["no file that was pulled has a tensor in it; --nothing-to-keep, if that "
+                        "is right"]  # fmt: skip
+    proof = None
+    if found is not None and not problems:
+        proof = write_verified(
+            directory, manifest, found.loaded, time.time(),
+            tensors=found.tensors, nothing_to_keep=nothing_to_keep,
+        )  # fmt: skip
+    else:
+        (directory / PULL_VERIFIED).unlink(missing_ok=True)
+    size = sum(file.bytes for file in manifest.files)
+    if as_json:
+        print_json({"dir": str(directory), "job": manifest.job, "ok": not problems,
+                    "files": len(manifest.files), "bytes": size,
+                    "loaded": found.loaded if found else 0,
+                    "tensors": found.tensors if found else 0,
+                    "unknown": found.unknown if found else (), "changed": manifest.changed,
+                    "problems": problems, "verified": proof})  # fmt: skip
+        return 3 if problems else 0
+    if found is not None and found.unknown:
+        more = f" and {len(found.unknown) - 3} more" if len(found.unknown) > 3 else ""
+        print(f"not understood, compared by SHA-256 only: {', '.join(found.unknown[:3])}{more}")
+    if problems:
+        print("\n".join(f"DAMAGED: {problem}" for problem in problems))
+    elif found is not None:
+        if manifest.changed:
+            print(f"{describe_changed(manifest.changed)} while the job ran: here as they arrived")
+        print(f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
+              f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
+              "checkpoints load with weights_only")  # fmt: skip
+    return 3 if problems else 0
+
+
+def find_record(home: str, job: str) -> LaunchRecord:
+    """Return what is remembered of a launched job.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    record = read_record(home, job)
+    if record is None:
+        raise ConfigError(f"job `{job}` was not launched from here",
+                          hint="perdure ps lists the jobs of this machine")  # fmt: skip
+    if record.torn_down_s:
+        raise ConfigError(f"job `{job}` was torn down already")
+    return record
+
+
+def find_state(record: LaunchRecord, place: Here) -> BoxState:
+    """Return how the job is, by its platform; of this machine's own, by the job's files.
+
+    Raises:
+        PlatformError: nobody answered, which says nothing about the job.
+    """
+    if record.profile.kind != "local":
+        return find_platform(record.profile.kind).find_state(record, place)
+    job = find_here(record.job, record.home)
+    snapshot = job.snapshot()
+    if job.alive:
+        return BoxState(state="running", reason=snapshot.reason)
+    ended = snapshot.state in ENDED
+    return BoxState(
+        state="ended" if ended else "killed",
+        code=int(snapshot.state == "failed"),
+        reason=snapshot.reason or snapshot.state,
+    )

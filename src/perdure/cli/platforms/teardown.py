@@ -1,0 +1,588 @@
+"""`perdure teardown` and `perdure forget`: a box given back, or its record closed.
+
+Nothing that exists only on the box goes unseen: the gate is looked at before a person is asked,
+and once more afterwards, while nothing can be started there.
+"""
+
+import contextlib
+import shlex
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.platforms.launch import render_finding
+from perdure.cli.platforms.profiles import here, is_terminal
+from perdure.cli.platforms.pull import DryRun, Leave, find_record, find_state
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json
+from perdure.cli.steering.act import JobName
+from perdure.launch.channel import Channel
+from perdure.launch.exchange import UnfinishedError, UnreachedError
+from perdure.launch.platforms import Here
+from perdure.launch.records import forget_record, list_records, write_record
+from perdure.launch.results import gone
+from perdure.launch.results.gate import (
+    find_changes,
+    find_known,
+    find_neighbours,
+    find_obstacles,
+    is_destroyed,
+)
+from perdure.launch.results.gone import ask_gone, fill_words
+from perdure.launch.results.pulling import (
+    compare_files,
+    drop_sent,
+    find_roster,
+    read_manifest,
+    read_verified,
+)
+from perdure.launch.results.sources import open_sources
+from perdure.launch.ssh import box as box_program
+from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.platforms.launching import (
+    BoxState,
+    Finding,
+    LaunchRecord,
+    PullManifest,
+    PullVerified,
+)
+from perdure.model.platforms.profile import TeardownSection
+from perdure.service.jobfiles import resolve_home
+
+
+@dataclass(frozen=True, slots=True)
+class Waived:
+    """What a person lets go of by a flag."""
+
+    leave: tuple[str, ...] = ()
+    nothing_to_keep: bool = False
+    others_agree: bool = False
+    box_is_gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What the gate has seen."""
+
+    obstacles: list[Finding]
+    rosters: dict[str, PullManifest]
+    """Job -> all files on its boxes at that moment, the sent ones among them."""
+
+
+def teardown(
+    job: JobName,
+    confirm: Annotated[
+        str | None, typer.Option("--confirm", metavar="JOB", help="The job's name, typed again.")
+    ] = None,
+    box_is_gone: Annotated[
+        bool, typer.Option("--box-is-gone", help="It was taken away, and answers no more.")
+    ] = False,
+    leave: Leave = None,
+    nothing_to_keep: Annotated[
+        bool,
+        typer.Option("--nothing-to-keep", help="Whatever is on the box may go, pulled or not."),
+    ] = False,
+    others_agree: Annotated[
+        bool,
+        typer.Option("--others-agree", help="So do those who else use the box: it may go."),
+    ] = False,
+    with_volume: Annotated[
+        bool,
+        typer.Option("--with-volume", help="Kubernetes: also the claim that perdure has made."),
+    ] = False,
+    by_hand: Annotated[
+        bool, typer.Option("--by-hand", help="You have stopped it yourself: close the record.")
+    ] = False,
+    ids: Annotated[
+        list[str] | None,
+        typer.Option("--id", metavar="ID", help="What the platform calls the box; one for each."),
+    ] = None,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Stop the meter: only when all was pulled and verified, and you have typed the job's name."""
+    home = resolve_home()
+    place, record = here(home), name_boxes(find_record(home, job), ids or [])
+    if with_volume and record.profile.kind != "kubernetes":
+        raise ConfigError("--with-volume is for jobs on Kubernetes")
+    if not dry_run and _is_gone(record):
+        return _close(home, record, {"job": job}, as_json=as_json)
+    waived = Waived(tuple(leave or ()), nothing_to_keep, others_agree, box_is_gone)
+    look = check_gate(record, place, waived)
+    obstacles = look.obstacles
+    commands = {
+        box.box: fill_words(box, box.profile.teardown.stop_command)
+        for box in (record, *record.others)
+    }
+    deletion = _find_deletion(record, with_volume)
+    told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
+    told |= {"commands": commands} if record.others else {}
+    told |= {"deletion": deletion} if deletion else {}
+    if not as_json:
+        for obstacle in obstacles:
+            note(render_finding(obstacle))
+    if dry_run:
+        _foretell(record, told, (deletion, *commands.values()), as_json=as_json)
+        return 4 if obstacles else 0
+    if obstacles:
+        raise SafetyError(f"not torn down: {obstacles[0].text}", hint=obstacles[0].hint)
+    if not (any(commands.values()) or deletion or by_hand or record.profile.ends_by_itself):
+        lack = "id" if record.profile.teardown.stop_command else "stop_command"
+        raise SafetyError(
+            f"the profile has no teardown.{lack}; {_how(record)}",
+            hint=f"then: perdure teardown {job} --by-hand; or "
+            + ("--id ID, which the platform calls it" if lack == "id" else f"set teardown.{lack}"),
+        )
+    _ask_platform(record, place, waived)
+    _ask_name(job, confirm, record)
+    record = _stop_under_lock(record, place, waived, look, deletion, by_hand=by_hand)
+    _await_end(record, place, by_hand=by_hand)
+    return _close(home, record, told, as_json=as_json)
+
+
+def name_boxes(record: LaunchRecord, ids: list[str]) -> LaunchRecord:
+    """Return a job's record with what the platform calls its boxes, the first one first.
+
+    Raises:
+        ConfigError: they are not as many as the boxes, or cannot be ids.
+    """
+    boxes = (record, *record.others)
+    if not ids:
+        return record
+    if len(ids) != len(boxes):
+        raise ConfigError(f"--id: {len(ids)} for {len(boxes)} boxes")
+    named = []
+    for box, name in zip(boxes, ids, strict=True):
+        fields = msgspec.to_builtins(box.profile.teardown) | {"id": name}
+        try:
+            section = msgspec.convert(fields, TeardownSection)
+        except msgspec.ValidationError:
+            raise ConfigError(f"--id {name!r} cannot be an id of a platform") from None
+        profile = msgspec.structs.replace(box.profile, teardown=section)
+        named.append(msgspec.structs.replace(box, profile=profile))
+    return msgspec.structs.replace(named[0], others=tuple(named[1:]))
+
+
+def _stop_under_lock(
+    record: LaunchRecord,
+    place: Here,
+    waived: Waived,
+    look: Look,
+    deletion: tuple[str, ...],
+    *,
+    by_hand: bool,
+) -> LaunchRecord:
+    """Look at the boxes once more and stop them, while nothing can start there; return the record.
+
+    Raises:
+        SafetyError: something is otherwise than it was.
+        PlatformError: a stop command failed.
+    """
+    with _hold(record, waived, by_hand=by_hand):
+        _look_again(record, place, waived, look)
+        record = _note_waived(place.home, record, waived, look)
+        if not waived.box_is_gone and record.profile.kind in ("ssh", "slurm"):
+            for box in record.boxes:
+                _clean(box)
+        if deletion and not by_hand:
+            place.tell(f"running: {shlex.join(deletion)}")
+            gone.run(deletion)
+        ways = [fill_words(b, b.profile.teardown.stop_command) for b in (record, *record.others)]
+        if any(ways) and not by_hand:
+            record = _stop_all(place.home, record, place)
+    return record
+
+
+def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bool) -> int:
+    """Write down that a job is torn down, and say so."""
+    write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
+    if as_json:
+        print_json({**told, "torn_down": True})
+    else:
+        print(f"{record.job}: torn down; still billed, if you have any: {_left(record)}")
+    return 0
+
+
+_IS_IT_GONE = "look at the provider; --box-is-gone, once you have seen that it is"
+
+
+def forget(
+    job: JobName,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="What was never brought home is lost, and you know it.")
+    ] = False,
+    box_is_gone: Annotated[
+        bool, typer.Option("--box-is-gone", help="You have seen at the provider that it is.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Forget a job whose box is gone, with whatever was never brought home.
+
+    Nothing is stopped by it. The record is set aside, and the name is free again.
+    """
+    home = resolve_home()
+    place, record = here(home), find_record(home, job)
+    if record.profile.kind == "local":
+        raise ConfigError(f"job `{job}` is on this machine, which answers")
+    for box in record.boxes:
+        answers, said = _hear(box, place)
+        if answers:
+            raise SafetyError(f"not forgotten: {box.box} {said}",
+                              hint=f"perdure pull {job} DIR, then perdure teardown {job}; "
+                              "--box-is-gone --nothing-to-keep lets all of it go")  # fmt: skip
+        if said and not box_is_gone:
+            raise SafetyError(f"not forgotten: {box.box} {said}", hint=_IS_IT_GONE)
+    denials, remains = [], []
+    for box in () if box_is_gone else (record, *record.others):
+        answer = ask_gone(box)
+        if answer is None:
+            remains.append(f"nobody has said that {box.box} is gone: what runs there in "
+                           f"{box.place} may go on, and be billed on")  # fmt: skip
+        elif not answer.gone:
+            denials.append(f"{box.profile.platform} does not say that {box.box} is gone, which may "
+                           f"be billed on: {answer.said or 'it says nothing'}")  # fmt: skip
+    lines = [*denials, *remains, *describe_lost(record)]
+    if not as_json:
+        for line in lines:
+            note(line)
+    if denials:
+        raise SafetyError(f"not forgotten: {denials[0]}", hint=_IS_IT_GONE)
+    if not yes and is_terminal():
+        yes = input(f"type the job's name ({job}) to forget it: ").strip() == job
+    if not yes:
+        raise SafetyError(f"job `{job}` was not forgotten: {lines[0]}", hint="--yes")
+    at_s = time.time()
+    said = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at_s))} forget"
+    write_record(home, msgspec.structs.replace(record, notes=(*record.notes, said)))
+    aside = forget_record(home, job, at_s)
+    if as_json:
+        print_json({"job": job, "lost": lines, "remains": remains, "record": str(aside)})
+    else:
+        print(f"{job}: forgotten; its record is {aside}")
+    return 0
+
+
+def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
+    """Return whether a box answers that is asked how the job is, and what is known of it.
+
+    One over ssh whose program fails, or does not end, may well live, and is billed: its disk may be
+    full, or its storage hang. Of one that is not reached nothing is known.
+    """
+    try:
+        return True, f"answers, and says {find_state(box, place).state}"
+    except UnfinishedError as error:
+        return False, f"is not known to be gone: {error}"
+    except UnreachedError as error:
+        place.tell(str(error))
+    except PlatformError as error:
+        if box.profile.kind == "ssh":
+            return False, f"is not known to be gone: {error}"
+        place.tell(str(error))
+    return False, ""
+
+
+def describe_lost(record: LaunchRecord) -> list[str]:
+    """Return what was never brought home of a job whose box is gone, line by line."""
+    pulled = read_manifest(Path(record.pulled_to)) if record.pulled_to else None
+    if pulled is None:
+        lines = ["nothing of it was ever brought home"]
+    else:
+        size = sum(file.bytes for file in pulled.files)
+        at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pulled.pulled_s))
+        proof = "verified" if read_verified(Path(record.pulled_to)) else "never verified"
+        lines = [f"whatever was written after the pull of {at} is lost; in {record.pulled_to} are "
+                 f"{len(pulled.files)} files, {size / 1e6:.1f} MB, {proof}"]  # fmt: skip
+        if pulled.left:
+            size = sum(file.bytes for file in pulled.left)
+            lines.append(f"left there were {len(pulled.left)} files, {size / 1e6:.1f} MB")
+    if not record.profile.ends_by_itself:
+        lines.append(f"this stops no meter: {_how(record)}; still billed, if you have any: "
+                     f"{_left(record)}")  # fmt: skip
+    return lines
+
+
+def _foretell(
+    record: LaunchRecord, told: dict[str, Any], words: tuple[tuple[str, ...], ...], *, as_json: bool
+) -> None:
+    """Say what would be run."""
+    if as_json:
+        print_json({**told, "dry_run": True})
+    elif not told["obstacles"]:
+        ways = "; ".join(shlex.join(way) for way in words if way)
+        way = ways or f"nothing; by hand: {_how(record)}"
+        print(f"the gate is open; after the name is typed, it would run: {way}")
+
+
+def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
+    """Return why the box may not be given back yet, if it may not, and what was seen.
+
+    What other jobs have on the same box goes with it, so they are looked at as well.
+    """
+    rosters: dict[str, PullManifest] = {}
+    records = list_records(place.home)
+    known = find_known(record, records)
+    found = _look(record, place, waived, rosters, known)
+    if waived.box_is_gone:
+        return Look(found, rosters)
+    for other in find_neighbours(record, records):
+        theirs = Waived(leave=waived.leave)
+        found += [
+            msgspec.structs.replace(
+                finding, text=f"job `{other.job}` is on the same box: {finding.text}"
+            )
+            for finding in _look(other, place, theirs, rosters, known)
+        ]
+    if not waived.others_agree:
+        found += _look_for_others(record)
+    return Look(found, rosters)
+
+
+def _look(
+    record: LaunchRecord,
+    place: Here,
+    waived: Waived,
+    rosters: dict[str, PullManifest],
+    known: frozenset[str],
+) -> list[Finding]:
+    directory = Path(record.pulled_to) if record.pulled_to else None
+    pulled: PullManifest | None = None
+    proof: PullVerified | None = None
+    differences: list[str] = []
+    if directory is not None:
+        pulled, proof = read_manifest(directory), read_verified(directory)
+        differences = compare_files(directory, pulled) if pulled else []
+    states: list[BoxState | None] = []
+    on_box: PullManifest | None = None
+    leave = (*waived.leave, *(pulled.leave if pulled else ()))
+    try:
+        if not waived.box_is_gone:
+            states += [find_state(box, place) for box in record.boxes]
+            with open_sources(record, place) as sources:
+                rosters[record.job] = find_roster(record, sources, leave=leave)
+            on_box = drop_sent(rosters[record.job], record.project)
+    except UnreachedError as error:
+        place.tell(str(error))
+        states.append(None)
+    return find_obstacles(
+        record,
+        states=states,
+        on_box=on_box,
+        pulled=pulled,
+        verified=proof,
+        differences=differences,
+        box_is_gone=waived.box_is_gone,
+        known=known if not waived.others_agree else known | frozenset(_list_jobs(on_box)),
+        nothing_to_keep=waived.nothing_to_keep,
+    )
+
+
+def _list_jobs(on_box: PullManifest | None) -> tuple[str, ...]:
+    return on_box.others if on_box is not None else ()
+
+
+def _look_for_others(record: LaunchRecord) -> list[Finding]:
+    """Return who else is on a machine that the stop verb takes: processes and logins.
+
+    Where no host is named the machine is this one, and whoever asks can see for themselves.
+    """
+    if not is_destroyed(record):
+        return []
+    found = []
+    for box in record.boxes:
+        if not box.profile.launch.host:
+            continue
+        with contextlib.suppress(UnreachedError):  # Which is an obstacle already.
+            told = Channel(box.profile.launch).query(
+                "python3 - others -", dict[str, list[str]],
+                stdin=Path(box_program.__file__).read_bytes(),
+            )["others"]  # fmt: skip
+            found += [Finding("error", f"{box.box}: {other}", "--others-agree, once it may go with "
+                              "the box", "GEN1") for other in told]  # fmt: skip
+    return found
+
+
+@contextlib.contextmanager
+def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[None]:
+    """Let nothing start on the boxes of a job while the body runs.
+
+    Raises:
+        SafetyError: something has been started there meanwhile.
+    """
+    if waived.box_is_gone or by_hand or not is_destroyed(record):
+        yield
+        return
+    source = Path(box_program.__file__).read_bytes()
+    with contextlib.ExitStack() as stack:
+        for box in record.boxes:
+            holding = Channel(box.profile.launch).hold(source, "hold", f"{box.place}/launch")
+            told = stack.enter_context(holding)
+            if not told["held"]:
+                raise SafetyError(f"not torn down: {box.box}: {told['why']}",
+                                  hint=f"perdure status {record.job}")  # fmt: skip
+        yield
+
+
+def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look) -> None:
+    """Look at the boxes once more, after a person has taken their time to say yes.
+
+    Raises:
+        SafetyError: something is otherwise than it was.
+    """
+    if waived.box_is_gone:
+        return
+    jobs = {record.job: record}
+    jobs |= {other.job: other for other in find_neighbours(record, list_records(place.home))}
+    for name, roster in before.rosters.items():
+        for box in jobs[name].boxes if name in jobs else ():
+            state = find_state(box, place)
+            if not state.over:
+                raise SafetyError(f"not torn down: meanwhile `{name}` is {state.state}: "
+                                  f"{state.reason}", hint=f"perdure stop {name}")  # fmt: skip
+        with open_sources(jobs[name], place) as sources:
+            now = find_roster(jobs[name], sources, leave=roster.leave, hashes=False)
+        changed = [] if waived.nothing_to_keep else find_changes(roster, now)
+        if changed:
+            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+            raise SafetyError(f"not torn down: written meanwhile: {changed[0]}{more}",
+                              hint=f"perdure pull {name} {jobs[name].pulled_to}")  # fmt: skip
+    others = [] if waived.others_agree else _look_for_others(record)
+    if others:
+        raise SafetyError(f"not torn down: {others[0].text}", hint=others[0].hint)
+
+
+def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) -> LaunchRecord:
+    """Write down what a person has let go of; return the record."""
+    at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    words = []
+    roster = look.rosters.get(record.job)
+    if waived.nothing_to_keep:
+        files = roster.files if roster else ()
+        size = sum(file.bytes for file in files)
+        words.append(f"--nothing-to-keep: {len(files)} files, {size} bytes were on the box")
+    if roster is not None and roster.leave:
+        names = ", ".join(file.path for file in roster.left[:20])
+        words.append(f"--leave {' '.join(roster.leave)}: {len(roster.left)} files: {names}")
+    if waived.others_agree:
+        words.append("--others-agree")
+    if waived.box_is_gone:
+        words.append("--box-is-gone")
+    if words:
+        notes = (*record.notes, *(f"{at} teardown {word}" for word in words))
+        record = msgspec.structs.replace(record, notes=notes)
+        write_record(home, record)
+    return record
+
+
+def _find_deletion(record: LaunchRecord, with_volume: bool) -> tuple[str, ...]:
+    """Return the command that ends a job's pods; empty where it has none."""
+    if record.profile.kind != "kubernetes":
+        return ()
+    from perdure.launch.kubernetes import make_deletion
+
+    return make_deletion(record, with_volume=with_volume)
+
+
+def _how(record: LaunchRecord) -> str:
+    return record.profile.teardown.how or "see your provider"
+
+
+def _left(record: LaunchRecord) -> str:
+    return record.profile.teardown.keeps_billing or "nothing that this profile knows of"
+
+
+def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
+    """Have a person type the job's name."""
+    if confirm is None and is_terminal():
+        undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
+        names = ", ".join(box.box for box in (record, *record.others))
+        note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
+        confirm = input(f"type the job's name ({job}) to go on: ").strip()
+    if confirm != job:
+        raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
+
+
+def _clean(record: LaunchRecord) -> None:
+    """Take secrets and what starts the job again off the box; it may be about to be deleted."""
+    from perdure.launch.ssh.ask import in_job
+
+    script = "rc=0; if [ -f launch/relaunch.sh ]; then sh launch/relaunch.sh off || rc=1; fi; "
+    script += 'rm -rf "$CRED_FILE" launch/credentials || rc=1; exit $rc'
+    channel = Channel(record.profile.launch)
+    sent = (
+        f'test -e "{record.place}/launch/env.sh" || exit 0; '  # Else it lies in the project here.
+    )
+    done = channel.ask(sent + in_job(record.place, script))
+    if done.code:
+        note(f"{channel.name}: {done.err}")
+    channel.disconnect()
+
+
+def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:
+    """Say what the platform says of each box before anything is stopped.
+
+    Raises:
+        SafetyError: it does not know one: it is another's name, or another account's.
+    """
+    for box in (record, *record.others):
+        answer = ask_gone(box)
+        if answer is None:
+            continue
+        place.tell(f"{box.profile.platform} says of {box.profile.teardown.id or box.box}: "
+                   f"{answer.said}")  # fmt: skip
+        if answer.gone and not waived.box_is_gone and not record.stop_asked_s and not box.gone:
+            raise SafetyError(
+                f"not torn down: {box.box} answers, and {box.profile.platform} says that there is "
+                f"no {box.profile.teardown.id or box.box}",
+                hint="is teardown.id the box's own, and the key of that account?",
+            )
+
+
+def _stop_all(home: str, record: LaunchRecord, place: Here) -> LaunchRecord:
+    """Stop every box, also where one of them cannot be; return the record."""
+    record = msgspec.structs.replace(record, stop_asked_s=time.time())
+    write_record(home, record)  # Before it is: whatever breaks now, somebody looks after it.
+    failed: list[PlatformError] = []
+    for box in (record, *record.others):
+        try:
+            gone.stop(box, place.tell)
+        except PlatformError as error:
+            failed.append(error)
+    if failed:
+        raise failed[0]
+    return record
+
+
+def _await_end(record: LaunchRecord, place: Here, *, by_hand: bool) -> None:
+    """Wait until the platform says of every box that it is gone.
+
+    Raises:
+        PlatformError: it does not, or cannot be asked; the meter may still run.
+    """
+    for box in (record, *record.others):
+        answer = gone.wait_gone(box, place.tell)
+        if answer is not None and not answer.gone:
+            raise PlatformError(
+                f"stop was asked for; {box.profile.platform} does not say that {box.box} is gone: "
+                f"{answer.said or 'it says nothing'}",
+                hint="THE METER MAY STILL RUN: look at the provider; the same command asks again",
+            )
+        if answer is None and not by_hand and fill_words(box, box.profile.teardown.stop_command):
+            raise PlatformError(
+                f"stop was asked for; nobody says that {box.box} is gone: the profile has no "
+                "teardown.gone_command",
+                hint=f"look at the provider; once it is gone: perdure teardown {record.job} "
+                "--by-hand",
+            )
+
+
+def _is_gone(record: LaunchRecord) -> bool:
+    """Return whether a stop was asked for, and the platform says by now that all is gone."""
+    if not record.stop_asked_s:
+        return False
+    answers = [ask_gone(box) for box in (record, *record.others)]
+    return all(answer is not None and answer.gone for answer in answers)

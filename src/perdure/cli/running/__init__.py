@@ -1,0 +1,1 @@
+"""`perdure run`: its options, its checks, its job."""

@@ -1,0 +1,307 @@
+"""A job file and the options of `perdure run` become one JobSpec; options win."""
+
+import os
+import re
+import tomllib
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from perdure.cli.running.options import RunOptions
+from perdure.cli.running.torchrun import find_rdzv_notes, parse_nnodes, parse_nproc
+from perdure.launch.catalog import find_line
+from perdure.model import job
+from perdure.model.codec import decode
+from perdure.model.errors import ConfigError, ProtocolError
+from perdure.model.job import JobSpec
+from perdure.model.numbers import NUMBER_HINT, find_number
+
+SECTIONS = {
+    field.name: type(field.default)
+    for field in msgspec.structs.fields(JobSpec)
+    if isinstance(field.default, msgspec.Struct)
+}
+
+
+def read_job_file(path: str) -> dict[str, Any]:
+    """Return a job file's document (TOML, or JSON where its name says so), not yet validated.
+
+    Raises:
+        ConfigError: it cannot be read, or is no TOML; the line is named.
+    """
+    try:
+        with open(path, "rb") as file:
+            if path.endswith(".json"):
+                return decode(file.read(), dict[str, Any])
+            return tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", hint="is the path right, seen from here?"
+        ) from error
+    except ProtocolError as error:
+        raise ConfigError(f"{path}: not JSON: {error}", hint="it has to be one object") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not TOML: {error}", hint="see https://toml.io") from error
+
+
+def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
+    """Return the job, whether the user named it, and notes to show. Paths become absolute.
+
+    Raises:
+        ConfigError: an option or a field is wrong; the message names its path.
+    """
+    document = read_job_file(options.config) if options.config else {}
+    _apply_options(document, options)
+    document.setdefault("script", "")
+    spec = validate(document, options.config or "options")
+    if not spec.script:
+        raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
+    if spec.module and spec.no_python:
+        raise ConfigError("--module and --no-python exclude one another", hint="choose one")
+    spec = place_replicas(spec)
+    _check_observed(spec)
+    check_bus(spec)
+    _check_remote(spec)
+    cwd = os.path.abspath(spec.cwd)
+    url = _locate(os.path.expandvars(spec.checkpoint.url), cwd)
+    checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
+    nats, alerts, notify = spec.nats, spec.alerts, spec.notify
+    names = ("creds", "tls_cert", "tls_key", "tls_ca")
+    nats = msgspec.structs.replace(nats, **{n: _locate(getattr(nats, n), cwd) for n in names})
+    if alerts.webhook.startswith("@"):
+        alerts = msgspec.structs.replace(alerts, webhook="@" + _locate(alerts.webhook[1:], cwd))
+    token_file = _locate(notify.webhook_token_file, cwd)
+    notify = msgspec.structs.replace(notify, webhook_token_file=token_file)
+    file = _locate(spec.preemption.file, cwd)
+    preemption = msgspec.structs.replace(spec.preemption, file=file)
+    bus = msgspec.structs.replace(spec.bus, arbiter=_locate(spec.bus.arbiter, cwd))
+    spec = msgspec.structs.replace(
+        spec, nats=nats, alerts=alerts, notify=notify, preemption=preemption, bus=bus
+    )
+    spec = msgspec.structs.replace(
+        spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
+    )
+    return spec, "name" in document, _find_notes(options, spec)
+
+
+def _check_remote(spec: JobSpec) -> None:
+    """Refuse more nodes from elsewhere than there are, and those that would be replica groups.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    hint = "they are the last of the nodes: --nodes K --remote R with R up to K"
+    if spec.remote > spec.num_nodes:
+        raise ConfigError(f"--remote {spec.remote}: the job has {spec.num_nodes} nodes", hint=hint)
+    if spec.remote < spec.room or (spec.spares % spec.nproc and spec.room):
+        raise ConfigError(
+            f"nodes_max = {spec.nodes_max}: {spec.room} nodes are to come from elsewhere, and "
+            "spares are whole nodes",
+            hint=f"--remote {max(spec.remote, spec.room)}, spares a multiple of {spec.nproc}",
+        )
+    if spec.room and spec.torchft.replicas:
+        raise ConfigError("nodes_max: replica groups of torchft are `torchft.replicas`")
+    if spec.remote and spec.torchft.replicas:
+        raise ConfigError("--remote: replica groups of torchft are all started here", hint=hint)
+
+
+def _check_observed(spec: JobSpec) -> None:
+    """Refuse to observe a world that is to grow: every machine that joins is an action.
+
+    Raises:
+        ConfigError: it is so.
+    """
+    if spec.observe and spec.room:
+        raise ConfigError(
+            f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
+            hint="leave nodes_max or --observe out",
+        )
+
+
+def place_replicas(spec: JobSpec) -> JobSpec:
+    """Return a torchft job with a node for each replica group.
+
+    Raises:
+        ConfigError: it cannot be run so.
+    """
+    replicas = spec.torchft.replicas
+    if not replicas:
+        return spec
+    if spec.nodes not in (1, replicas):
+        raise ConfigError(f"--nodes {spec.nodes}: each of the {replicas} replica groups is a node")
+    if spec.no_python:
+        raise ConfigError("--torchft and --no-python exclude one another")
+    if spec.observe and spec.torchft.lighthouse == "perdure":
+        # Perdure's own holds and evicts; torchft's does what it would do without perdure.
+        stock = msgspec.structs.replace(spec.torchft, lighthouse="stock")
+        spec = msgspec.structs.replace(spec, torchft=stock)
+    if spec.torchft.lighthouse == "perdure" and find_spec("grpc") is None:
+        raise ConfigError("--torchft needs grpcio", hint="pip install 'perdure[torchft]'")
+    own = 'torchft.lighthouse = "perdure"' if not spec.observe else "no --observe"
+    if spec.spares and spec.torchft.lighthouse != "perdure":
+        raise ConfigError(
+            "--spares: a spare group is held at perdure's own lighthouse only",
+            hint=f"{own}, or one replica more",
+        )
+    timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
+    if timed and spec.torchft.lighthouse != "perdure":
+        raise ConfigError(
+            f"checkpoint.{timed}: who has the state is known to perdure's own lighthouse only",
+            hint=f"{own}, or leave checkpoints to the script",
+        )
+    return msgspec.structs.replace(spec, nodes=replicas)
+
+
+def check_bus(spec: JobSpec) -> None:
+    """Refuse replicas of the bus that would guard against nothing.
+
+    Raises:
+        ConfigError: too few nodes, an even number, or something beside them that is not replicated.
+    """
+    replicas, arbiter = spec.bus.replicas, spec.bus.arbiter
+    if arbiter and spec.nats.url:
+        raise ConfigError("bus.arbiter keeps the journal instead of --nats", hint="leave one out")
+    if arbiter and replicas == 1:
+        raise ConfigError("bus.arbiter: there is one controller", hint="--replicate 2")
+    if replicas == 1:
+        return
+    if replicas % 2 == 0 and not arbiter:
+        raise ConfigError(
+            f"bus.replicas = {replicas}: where half of them are cut off, neither half may decide",
+            hint="an odd number of nodes, or --arbiter DIR on a file system that they share",
+        )
+    if spec.num_nodes < replicas:
+        raise ConfigError(
+            f"bus.replicas = {replicas} on {spec.num_nodes} nodes: each wants a node of its own",
+            hint="more --nodes, or no replicas",
+        )
+    if spec.torchft.replicas:
+        raise ConfigError(
+            "bus.replicas: the lighthouse of a torchft job is on one node",
+            hint="leave bus.replicas out",
+        )
+
+
+def _locate(path: str, cwd: str) -> str:
+    if not path or "://" in path or path.startswith("$"):
+        return path
+    return os.path.join(cwd, os.path.expanduser(path))
+
+
+def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
+    """Write what was given on the command line over the job file's document."""
+    if options.nnodes:
+        parse_nnodes(options.nnodes)
+    plain = {
+        "script": options.script,
+        "name": options.name,
+        "nodes": options.nodes,
+        "spares": options.spares,
+        "remote": options.remote,
+        "log_dir": options.log_dir,
+        "run_id": options.rdzv_id if options.rdzv_id != "none" else None,
+        "role": options.role,
+        "module": options.module or None,
+        "no_python": options.no_python or None,
+        "cold": options.cold or None,
+        "observe": options.observe or None,
+    }
+    document.update({key: value for key, value in plain.items() if value is not None})
+    if options.nproc is not None:
+        document["nproc"] = parse_nproc(options.nproc, options.environ)
+    elif isinstance(document.get("nproc"), str):
+        document["nproc"] = parse_nproc(document["nproc"], options.environ)
+    if options.args or options.script is not None:
+        document["args"] = list(options.args or ())
+    restart = {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout}
+    given = {key: value for key, value in restart.items() if value is not None}
+    nats = {
+        "url": options.nats,
+        "creds": options.nats_creds,
+        "tls_cert": options.nats_tls_cert,
+        "tls_key": options.nats_tls_key,
+        "tls_ca": options.nats_tls_ca,
+    }
+    if any(nats.values()):
+        chosen = {key: value for key, value in nats.items() if value is not None}
+        document["nats"] = {**document.get("nats", {}), **chosen}
+    bus = {"replicas": options.replicate, "arbiter": options.arbiter}
+    if any(bus.values()):
+        said = {key: value for key, value in bus.items() if value is not None}
+        document["bus"] = {**document.get("bus", {}), **said}
+    if given:
+        document["restart"] = {**document.get("restart", {}), **given}
+    if options.torchft or options.replicas:
+        wanted = options.replicas or document.get("torchft", {}).get("replicas") or 2
+        document["torchft"] = {**document.get("torchft", {}), "replicas": wanted}
+    if options.env:
+        pairs = [pair.partition("=") for pair in options.env]
+        bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)
+        if bad is not None:
+            raise ConfigError(f"--env {bad}: no `=`", hint="--env NAME=VALUE")
+        document["env"] = {**document.get("env", {}), **{k: v for k, _, v in pairs}}
+
+
+def validate(document: dict[str, Any], source: str) -> JobSpec:
+    """Return the job of a document.
+
+    Raises:
+        ConfigError: a field is unknown or wrong; the message has its path, and its line where
+            `source` is a TOML file that has it; the hint has near names.
+    """
+    keys, why = find_number(document)
+    if why:
+        line, at = _find_line(source, keys), ".".join(keys)
+        raise ConfigError(f"{source}{line}: {at}: {why}", hint=NUMBER_HINT)
+    try:
+        return msgspec.convert(document, JobSpec)
+    except msgspec.ValidationError as error:
+        what, _, where = str(error).partition(" - at `$")
+        place = where.rstrip("`").lstrip(".")
+        hint = f"every field of a job file is documented in {job.__file__}"
+        keys = re.findall(r"[^.\[\]]+", place)
+        if "unknown field" in what:
+            known = (SECTIONS.get(place) or JobSpec).__struct_fields__
+            keys.append(what.split("`")[1])
+            near = get_close_matches(keys[-1], known, n=1)
+            hint = f"did you mean `{near[0]}`?" if near else f"fields: {', '.join(known)}"
+        at = f"{place}: " if place else ""
+        if place == "name":
+            what, hint = "not a name of a job", "letters, digits and _.-, at most 63, no - in front"
+        line = _find_line(source, keys)
+        raise ConfigError(f"{source}{line}: {at}{what}", hint=hint) from error
+
+
+def _find_line(source: str, keys: list[str]) -> str:
+    """Return `, line N` where `source` is a TOML file that sets `keys`; empty where it is none."""
+    if not source.endswith(".toml"):
+        return ""
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+    number = find_line(text, keys)
+    return f", line {number}" if number else ""
+
+
+def _find_notes(options: RunOptions, spec: JobSpec) -> list[str]:
+    notes = find_rdzv_notes(
+        {
+            "--rdzv-backend": options.rdzv_backend,
+            "--rdzv-endpoint": options.rdzv_endpoint,
+            "--rdzv-conf": options.rdzv_conf,
+            "--master-addr": options.master_addr,
+            "--master-port": options.master_port,
+            "--node-rank": options.node_rank,
+        }
+    )
+    if spec.observe:
+        notes.append("observed only: nothing is acted upon; a rank that fails ends the job")
+    if options.monitor_interval is not None:
+        notes.append("--monitor-interval ignored: the kernel tells of every exit at once")
+    if options.start_method is not None:
+        notes.append("--start-method ignored: ranks are forked from a warm image; --cold executes")
+    return notes

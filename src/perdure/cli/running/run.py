@@ -1,0 +1,202 @@
+"""`perdure run`: options to a job, checks, then the supervisor; at the end what it was worth."""
+
+import os
+import re
+import sys
+from typing import Any
+
+import msgspec
+
+from perdure.adapters.notices import open_sources
+from perdure.cli.jobs import find_here
+from perdure.cli.running import options as o
+from perdure.cli.running.checks import check_job, choose_name
+from perdure.cli.running.jobspec import make_spec
+from perdure.cli.running.torchrun import parse_ranks, parse_streams
+from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.unread import UnreadStream
+from perdure.model.errors import ConfigError, PerdureError
+from perdure.model.job import JobSpec
+from perdure.service.access.credentials import check_outside
+from perdure.service.jobfiles import is_alive, paths_of, resolve_home, wait_for_start
+
+CONTEXT: dict[str, Any] = {
+    "allow_interspersed_args": False,
+    "token_normalize_func": lambda token: token.replace("_", "-"),
+}
+"""What follows the script is the script's; underscores in options are dashes."""
+_LINE = re.compile(r"\[rank (\d+)\] ")
+
+
+def run(
+    script: o.Script = None,
+    args: o.Args = None,
+    nproc: o.Nproc = None,
+    name: o.Name = None,
+    config: o.Config = None,
+    nodes: o.Nodes = None,
+    spares: o.Spares = None,
+    remote: o.Remote = None,
+    torchft: o.Torchft = False,
+    replicas: o.Replicas = None,
+    env: o.Env = None,
+    cold: o.Cold = False,
+    observe: o.Observe = False,
+    nats: o.Nats = None,
+    nats_creds: o.NatsCreds = None,
+    nats_tls_cert: o.NatsTlsCert = None,
+    nats_tls_key: o.NatsTlsKey = None,
+    nats_tls_ca: o.NatsTlsCa = None,
+    replicate: o.Replicate = None,
+    arbiter: o.Arbiter = None,
+    placement: o.Placement = None,
+    detach: o.Detach = False,
+    json: o.Json = False,
+    module: o.Module = False,
+    no_python: o.NoPython = False,
+    run_path: o.RunPath = False,
+    max_restarts: o.MaxRestarts = None,
+    log_dir: o.LogDir = None,
+    redirects: o.Redirects = None,
+    tee: o.Tee = None,
+    local_ranks_filter: o.LocalRanksFilter = None,
+    role: o.Role = None,
+    shutdown_timeout: o.ShutdownTimeout = None,
+    nnodes: o.Nnodes = None,
+    standalone: o.Standalone = False,
+    rdzv_backend: o.RdzvBackend = None,
+    rdzv_endpoint: o.RdzvEndpoint = None,
+    rdzv_id: o.RdzvId = None,
+    rdzv_conf: o.RdzvConf = None,
+    monitor_interval: o.MonitorInterval = None,
+    start_method: o.StartMethod = None,
+    node_rank: o.NodeRank = None,
+    master_addr: o.MasterAddr = None,
+    master_port: o.MasterPort = None,
+) -> int:
+    """Run a training script on this machine, and keep it running.
+
+    Takes torchrun's options, sets torchrun's environment variables, and leaves with the exit code
+    of the rank that failed, or 0. SIGINT or SIGTERM stops the job at an agreed step; a second one
+    ends it at once.
+    """
+    return start(o.RunOptions(**locals(), environ=dict(os.environ)))
+
+
+def start(options: o.RunOptions) -> int:
+    """Check everything, then run the job to its end; return the exit code.
+
+    Raises:
+        PerdureError: it was not started, or perdure itself cannot go on.
+    """
+    home = resolve_home(options.environ)
+    spec, named, notes = make_spec(options)
+    check_outside(spec)
+    open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
+    shown = find_shown(spec, options)
+    if options.placement and spec.torchft.replicas:
+        raise ConfigError(
+            "--placement: torchft's replica groups are all on this machine, where their lighthouse "
+            "is; no other machine reaches it yet",
+            hint="leave --placement out, or perdure.elastic over several machines",
+        )
+    if not named:
+        spec = choose_name(spec, home)
+    elif is_alive(paths_of(home, spec.name)):
+        raise ConfigError(
+            f"job `{spec.name}` is running",
+            hint=f"`perdure status {spec.name}`, `perdure stop {spec.name}`, or another --name",
+        )
+    notes += check_job(spec, home, options.environ)
+    for text in notes:
+        note(text)
+    if options.detach:
+        return _detach(spec, home, options)
+    return _supervise(spec, home, options, shown)
+
+
+def find_shown(spec: JobSpec, options: o.RunOptions) -> frozenset[int]:
+    """Return the ranks whose lines are shown on the terminal, as torchrun's options choose.
+
+    A rank that redirects both streams is silent unless it is tee'd as well. One of the streams
+    alone cannot be hidden.
+    """
+    redirects = parse_streams("--redirects", options.redirects or "0", spec.nproc)
+    tee = parse_streams("--tee", options.tee or "0", spec.nproc)
+    local = frozenset(
+        rank for rank in range(spec.nproc) if redirects.get(rank, 0) != 3 or tee.get(rank, 0)
+    )
+    if options.local_ranks_filter:
+        local &= parse_ranks("--local-ranks-filter", options.local_ranks_filter)
+    if spec.tee == "none":
+        local = frozenset()
+    return frozenset(rank for rank in range(spec.world_size) if rank % spec.nproc in local)
+
+
+def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
+    from perdure.launch.local import render, submit
+
+    placement = os.path.abspath(options.placement) if options.placement else ""
+    plan = render(spec, home, placement=placement)
+    pid = submit(plan)
+    wait_for_start(paths_of(home, spec.name), pid)
+    if options.json:
+        print_json({"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach})
+    else:
+        print(f"job {spec.name} starts (pid {pid}); {plan.attach}")
+    return 0
+
+
+def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset[int]) -> int:
+    from perdure.dash.live import LiveScreen
+    from perdure.service import supervisor
+    from perdure.service.placement import HERE, load_placement
+
+    failure: PerdureError | None = None
+    placement = load_placement(options.placement, spec.local_nodes) if options.placement else HERE
+    with LiveScreen(sys.stderr if options.json else sys.stdout) as screen:
+
+        def show(line: str) -> None:
+            match = _LINE.match(line)
+            if match is None or int(match[1]) in shown:
+                screen.show_line(line)
+
+        try:
+            code = supervisor.run(
+                spec,
+                home=home,
+                nats_url=spec.nats.url or None,
+                placement=placement,
+                on_line=show,
+                on_snapshot=screen.show_snapshot,
+            )
+        except PerdureError as error:
+            failure = error
+    if isinstance(sys.stdout, UnreadStream):
+        sys.stdout.keep_all()
+    if failure is not None:
+        raise failure
+    _summarize(spec.name, code, options.json)
+    return code
+
+
+def _summarize(name: str, code: int, as_json: bool) -> None:
+    """Print what the run was worth; a ledger that cannot be read is no reason to fail."""
+    from perdure.dash import render_text
+    from perdure.telemetry import LedgerFold, make_series
+
+    try:
+        job = find_here(name, resolve_home())
+        entries = job.entries()
+        fold = LedgerFold()
+        for entry in entries:
+            fold.add(entry)
+        now = job.now(entries)
+        result = fold.report(now)
+    except PerdureError as error:
+        note(f"no report: {error}")
+        return
+    if as_json:
+        print_json({"exit_code": code, **msgspec.to_builtins(result)})
+    else:
+        print(render_text(result, make_series(entries, now)), end="")

@@ -1,0 +1,185 @@
+"""`perdure invite`, `perdure join`: machines from elsewhere, as nodes of a job that runs."""
+
+import os
+import time
+from typing import Annotated, Any
+
+import typer
+
+from perdure.cli.jobs import Job, find_job, send_command
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.steering.act import JobName
+from perdure.model.codec import encode
+from perdure.model.errors import ConfigError
+from perdure.model.invitations import EXPIRES_S
+from perdure.service.access.joining import join as join_job
+from perdure.service.access.joining import make_invitation, read_invitation, read_source
+from perdure.service.access.logins import end_logins
+from perdure.service.jobfiles import resolve_home, write_atomic
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_ANSWER_S = 30.0
+
+
+def invite(
+    job: JobName,
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="Written there, for you alone.")
+    ] = None,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="Such as 10m, 24h, 7d; or never.")
+    ] = f"{EXPIRES_S / 3600:g}h",
+    uses: Annotated[
+        int, typer.Option("--uses", min=0, help="Machines that it serves; 0: all that come.")
+    ] = 1,
+    list_all: Annotated[
+        bool, typer.Option("--list", help="Show the invitations that there are, and their use.")
+    ] = False,
+    revoke: Annotated[
+        str | None, typer.Option("--revoke", metavar="ID", help="Let nobody come by it any more.")
+    ] = None,
+    end_login: Annotated[
+        bool,
+        typer.Option("--end-login", help="With --revoke: who came by it is cut off at once."),
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what a machine needs to join a job. It holds a secret: pass it over a pipe or a file.
+
+    It serves one machine, which may come back with it, and can be used for the first time until it
+    expires. The job has places for machines from elsewhere if it was started with --remote.
+    """
+    found = find_job(job)
+    if list_all:
+        _list(found, as_json)
+        return
+    if revoke is not None:
+        _revoke(found, revoke, end_login, as_json)
+        return
+    if end_login:
+        raise ConfigError("--end-login: of which invitation?", hint="--revoke ID --end-login")
+
+    def register(args: dict[str, Any]) -> dict[str, Any]:
+        return send_command(found, "invite", args, timeout_s=_ANSWER_S)
+
+    expires_s = parse_time(expires)
+    invitation = make_invitation(job, resolve_home(), register, expires_s=expires_s, uses=uses)
+    text = encode(invitation) + b"\n"
+    if out is None:
+        print(text.decode(), end="")
+        return
+    out = os.path.abspath(out)
+    write_atomic(out, text, mode=0o600)
+    if as_json:
+        print_json({"job": job, "file": out, "id": invitation.id, "until_s": invitation.until_s})
+    else:
+        print(f"{job}: invitation {invitation.id} is in {out}")
+
+
+def parse_time(text: str) -> float:
+    """Return seconds: of `10m`, `24h`, `7d`, `90`; 0 of `never`.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    if text == "never":
+        return 0.0
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS_S else (text, "s")
+    try:
+        time_s = float(number) * _UNITS_S[unit]
+    except ValueError:
+        time_s = 0.0
+    if not 0 < time_s < 1e10:
+        raise ConfigError(f"--expires {text}: not a time", hint="such as 10m, 24h, 7d, or never")
+    return time_s
+
+
+def _list(found: Job, as_json: bool) -> None:
+    result = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)
+    rows = result["invitations"]
+    if as_json:
+        print_json({"job": found.name, "invitations": rows})
+        return
+    if not rows:
+        print(f"{found.name}: nobody is invited")
+        return
+    head = ("id", "state", "until", "uses", "machines", "nodes", "by")
+    cells = [
+        (
+            row["id"],
+            row["state"],
+            time.strftime("%F %T", time.localtime(row["until_s"])) if row["until_s"] else "never",
+            f"{len(row['machines'])} of {row['uses'] or 'any'}",
+            ", ".join(row["machines"].values()) or "-",
+            ", ".join(map(str, row["nodes"])) or "-",
+            row["who"],
+        )
+        for row in rows
+    ]
+    print(render_table(head, cells))
+
+
+def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
+    result = send_command(found, "revoke", {"id": id_}, timeout_s=_ANSWER_S)
+    ended = result["served"] if end_login else []
+    if ended:
+        end_logins(found.paths, ended)
+    if as_json:
+        print_json({"job": found.name, **result, "logins_ended": ended})
+        return
+    print(f"{found.name}: nobody comes by invitation {id_} any more")
+    if end_login:
+        for node in ended:
+            there = node in result["nodes"]
+            other = "" if there else "; a machine that came to it later asks for its place again"
+            print(f"{found.name}: the login of node {node} was ended{other}")
+        return
+    for node in result["nodes"]:
+        note(f"node {node} came by it and is there, with its login: perdure evict {found.name} "
+             f"{node} moves its ranks; --revoke {id_} --end-login cuts it off")  # fmt: skip
+
+
+def join(
+    source: Annotated[
+        str, typer.Argument(metavar="FILE", help="The invitation; - is standard input.")
+    ] = "-",
+    address: Annotated[
+        str, typer.Option("--address", metavar="IP", help="Where other nodes reach this one.")
+    ] = "127.0.0.1",
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="What SIGTERM and SIGUSR1 leave, in seconds.")
+    ] = 30.0,
+    cwd: Annotated[
+        str | None, typer.Option("--cwd", help="Where the script runs, if it is elsewhere here.")
+    ] = None,
+    wait_s: Annotated[
+        float, typer.Option("--wait", min=0, help="For the job and a free place, in seconds.")
+    ] = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Make this machine a node of a running job, until the job ends or the node is left.
+
+    SIGTERM, SIGINT and SIGUSR1 are notices: the node is left within the grace.
+    """
+    invitation = read_invitation(read_source(source))
+    home = resolve_home()
+
+    def say(line: str) -> None:
+        if as_json:
+            print_json({"job": invitation.job, "event": line})
+        else:
+            note(line)
+
+    if cwd is not None and not os.path.isdir(cwd):
+        raise ConfigError(f"--cwd {cwd}: no such directory")
+    code = join_job(
+        invitation,
+        home=home,
+        address=address,
+        grace_s=grace_s,
+        cwd=os.path.abspath(cwd) if cwd else None,
+        wait_s=wait_s,
+        on_line=say,
+    )
+    raise typer.Exit(code)

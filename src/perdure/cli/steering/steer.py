@@ -1,0 +1,175 @@
+"""Commands that steer a run while it runs: set, pause, resume."""
+
+import ast
+import inspect
+from functools import cache
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from perdure.cli.jobs import Job, find_job, send_command
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import print_json, render_table
+from perdure.cli.steering.act import JobName, Timeout
+from perdure.model import job as job_module
+from perdure.model.errors import ConfigError
+from perdure.model.report import Snapshot
+from perdure.model.settings import KeySpec, Value, find_product_fault, parse_value, render_value
+from perdure.plan.settings import SECTIONS, apply_spec, find_own_keys
+
+Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the journal.")]
+
+
+def set_(
+    job: JobName,
+    changes: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="KEY=VALUE...", help="Without any, the keys are listed."),
+    ] = None,
+    at_step: Annotated[
+        int | None, typer.Option("--at-step", min=0, help="Begin with this step; else soon.")
+    ] = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Take the newest change back.")] = False,
+    why: Why = "",
+    timeout_s: Timeout = 60.0,
+    as_json: Json = False,
+) -> None:
+    """Change settings of a running job: all of them, on every rank, from one step on, or none.
+
+    Keys are those that the script has declared (run.config.declare), and perdure's own. A rank
+    that cannot apply a change refuses it for all.
+    """
+    found = find_job(job)
+    snapshot = found.snapshot()
+    keys = {spec.name: spec for spec in (*snapshot.keys, *find_own_keys(found.spec))}
+    if not changes and not undo:
+        _list(job, keys, snapshot, as_json)
+        return
+    if changes and undo:
+        raise ConfigError("--undo takes no values", hint=f"perdure set {job} --undo")
+    args: dict[str, Any] = {"why": why}
+    if undo:
+        args["undo"] = True
+    else:
+        args["changes"] = _parse(found, keys, snapshot, changes or [])
+    if at_step is not None:
+        args["at"] = at_step
+    result = send_command(found, "set", args, timeout_s=timeout_s)
+    step, ranks = result.get("applied_at_step"), result.get("ranks", [])
+    values = " ".join(f"{k}={render_value(v)}" for k, v in result.get("changes", {}).items())
+    where = "by perdure's own parts, at once" if step is None else f"on {len(ranks)} ranks"
+    text = f"{values} {where}" + ("" if step is None else f" from step {step} on")
+    _answer(job, result, text, as_json)
+
+
+def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json = False) -> None:
+    """Have all ranks stand still before the same step, until they are resumed.
+
+    A paused job can be set, saved and stopped. A world that fails meanwhile begins again, makes
+    up for what was lost, and stands at the same step.
+    """
+    result = send_command(find_job(job), "pause", {"why": why}, timeout_s=timeout_s)
+    _answer(job, result, f"paused before step {result.get('step', '?')}", as_json)
+
+
+def resume(job: JobName, timeout_s: Timeout = 60.0, as_json: Json = False) -> None:
+    """Let a paused job go on."""
+    result = send_command(find_job(job), "resume", {}, timeout_s=timeout_s)
+    _answer(job, result, f"goes on at step {result.get('step', '?')}", as_json)
+
+
+def _answer(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"job": job, "ok": True, **result})
+        return
+    reason = result.get("reason")
+    print(f"{job}: {text}" + (f" ({reason})" if reason else ""))
+
+
+# --- what was typed -----------------------------------------------------------------------------
+
+
+def _parse(
+    job: Job, keys: dict[str, KeySpec], snapshot: Snapshot, changes: list[str]
+) -> dict[str, Value]:
+    """Return the values that were typed, checked against what the job has declared.
+
+    Raises:
+        ConfigError: one of them cannot be.
+    """
+    values: dict[str, Value] = {}
+    for change in changes:
+        name, equals, text = change.partition("=")
+        if not name or not equals:
+            raise ConfigError(f"{change}: no `=`", hint="KEY=VALUE")
+        if name in keys:
+            values[name] = parse_value(keys[name], text)
+        elif snapshot.keys:
+            own = ", ".join(sorted(n for n, s in keys.items() if s.owner == "script"))
+            raise ConfigError(
+                f"unknown key `{name}`",
+                hint=f"the script has declared {own or 'none'}; perdure set {job.name} lists all",
+            )
+        else:
+            values[name] = _guess(text)  # The script has not declared its keys yet.
+    apply_spec(job.spec, values)
+    fault = find_product_fault(keys, _find_values(keys, snapshot), values)
+    if fault:
+        raise ConfigError(fault, hint="set both at once")
+    return values
+
+
+def _guess(text: str) -> Value:
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+# --- the list -----------------------------------------------------------------------------------
+
+
+def _find_values(keys: dict[str, KeySpec], snapshot: Snapshot) -> dict[str, Any]:
+    return {name: snapshot.settings.get(name, spec.default) for name, spec in keys.items()}
+
+
+def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool) -> None:
+    values = _find_values(keys, snapshot)
+    notes = _find_notes()
+    order = sorted(keys.values(), key=lambda spec: (spec.owner != "script", spec.name))
+    if as_json:
+        rows = [
+            {**msgspec.to_builtins(s), "value": values[s.name], "range": s.range,
+             "note": s.note or notes.get(s.name, ""), "owner": s.owner}
+            for s in order
+        ]  # fmt: skip
+        print_json({"job": job, "epoch": snapshot.epoch, "settings": rows})
+        return
+    table = [
+        (s.name, s.type, render_value(values[s.name]), s.range, s.note or notes.get(s.name, ""))
+        for s in order
+    ]
+    print(render_table(("key", "type", "value", "range", "note"), table))
+
+
+@cache
+def _find_notes() -> dict[str, str]:
+    """Return key -> first sentence of what its field's docstring says, where it is defined."""
+    sections = {type_.__name__: name for name, type_ in SECTIONS.items()}
+    notes: dict[str, str] = {}
+    for node in ast.parse(inspect.getsource(job_module)).body:
+        if not isinstance(node, ast.ClassDef) or node.name not in sections:
+            continue
+        for field, below in zip(node.body, node.body[1:], strict=False):
+            if (
+                isinstance(field, ast.AnnAssign)
+                and isinstance(field.target, ast.Name)
+                and isinstance(below, ast.Expr)
+                and isinstance(below.value, ast.Constant)
+            ):
+                text = " ".join(str(below.value.value).split())
+                notes[f"{sections[node.name]}.{field.target.id}"] = text
+    return notes

@@ -1,0 +1,246 @@
+"""From a forked image to a script's first line, as if Python had just started it.
+
+What a script can see is what `python SCRIPT` would show: `__main__`, `sys.argv`, `sys.path[0]`,
+streams, environment, session, random state, exceptions, exit code, atexit handlers. Known
+differences: frames of perdure lie below the script's in `inspect.stack()`, hash randomisation is
+one for all ranks, and a warning that a preloaded module gives at import is in the keeper's log.
+"""
+
+import contextlib
+import importlib
+import io
+import os
+import pkgutil
+import random
+import runpy
+import signal
+import sys
+import time
+import types
+from importlib.machinery import SourceFileLoader
+from typing import Any
+
+from perdure.keeper.zygote import ForkRanks, set_title
+from perdure.model.bus.wire import RankLaunch
+from perdure.worker.prctl import set_death_signal
+from perdure.worker.start.failure import save_failure
+from perdure.worker.start.imports import record_imports
+from perdure.worker.stderr import say
+
+_REPARENT_S = 20.0
+
+
+def run_rank(plan: ForkRanks, launch: RankLaunch, go: int, added: dict[str, str]) -> None:
+    """Become rank `launch` of `plan` and run the script; raises whatever ends it."""
+    os.setsid()
+    redirect_streams(launch.stdout, launch.stderr)
+    os.environ.clear()
+    os.environ.update(added | launch.env)
+    title = f"perdure rank {plan.job} g{plan.generation} r{launch.rank}: "
+    set_title(title + " ".join((os.path.basename(plan.script), *plan.args)))
+    leave_image(go, plan.keeper)
+    try:
+        os.chdir(plan.cwd)
+    except OSError as error:
+        raise SystemExit(f"perdure: {error.strerror}: {plan.cwd}") from None
+    reset_process()
+    set_threads(os.environ)
+    attach()
+    if launch.rank == plan.ranks[0].rank and plan.imports:
+        where = plan.cwd if plan.module else os.path.dirname(os.path.abspath(plan.script))
+        record_imports(plan.imports, where)
+    run_main(
+        plan.script,
+        plan.args,
+        module=plan.module,
+        traceback_file=plan.traceback_files.get(launch.rank, ""),
+    )
+
+
+def leave_image(go: int, keeper: int) -> None:
+    """Wait until all siblings are forked and the keeper is the parent; die with the keeper."""
+    if os.read(go, 1) != b"g":
+        os._exit(1)  # A sibling could not be forked: none of them runs.
+    os.close(go)
+    deadline = time.monotonic() + _REPARENT_S
+    while os.getppid() != keeper:
+        if time.monotonic() > deadline:
+            os._exit(1)
+        time.sleep(0.0005)
+    set_death_signal(signal.SIGKILL)
+    if os.getppid() != keeper:  # It died before it could be noted.
+        os._exit(1)
+
+
+def redirect_streams(stdout: str, stderr: str) -> None:
+    """Append both streams to their files, a line at a time; read nothing."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    for path, number in ((stdout, 1), (stderr, 2)):
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, number)
+        os.close(fd)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+
+
+def reset_process() -> None:
+    """Undo what siblings of one image share and processes of their own would not."""
+    importlib.invalidate_caches()
+    sys.path_importer_cache.clear()
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()  # torch.seed() would go on to CUDA.
+    tempfile = sys.modules.get("tempfile")
+    if tempfile is not None:
+        tempfile.__dict__["_name_sequence"] = None
+    process = sys.modules.get("multiprocessing.process")
+    if process is not None:
+        process.__dict__["ORIGINAL_DIR"] = os.getcwd()
+        process.current_process().authkey = os.urandom(32)
+
+
+def set_threads(environ: Any) -> None:
+    """Give torch and OpenBLAS the number of threads that a cold start would."""
+    import torch
+
+    cpus = len(os.sched_getaffinity(0))
+    wanted = environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdecimal() and int(wanted) > 0:
+        if torch.get_num_threads() != int(wanted):
+            torch.set_num_threads(int(wanted))
+        cpus = int(wanted)
+    blas = environ.get("OPENBLAS_NUM_THREADS", "")
+    _set_openblas_threads(int(blas) if blas.isdecimal() and int(blas) > 0 else cpus)
+
+
+def _set_openblas_threads(count: int) -> None:
+    """Undo the image's OPENBLAS_NUM_THREADS=1 in each copy of the library that is loaded."""
+    if count == 1:
+        return
+    import ctypes
+
+    with open("/proc/self/maps") as file:
+        paths = {line.split(maxsplit=5)[-1].strip() for line in file if "openblas" in line}
+    for path in sorted(paths):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(path)
+            for prefix in ("scipy_openblas", "openblas"):
+                for suffix in ("64_", "_64", ""):
+                    setter = getattr(library, f"{prefix}_set_num_threads{suffix}", None)
+                    if setter is not None:
+                        setter(count)
+
+
+def attach() -> None:
+    """Start the recorder; a script must run without it as well, so a failure is only said."""
+    try:
+        importlib.import_module("perdure.worker.attach").attach_rank()
+    except Exception as error:
+        say(f"no recorder: {type(error).__name__}: {error}")
+
+
+def run_main(script: str, args: tuple[str, ...], *, module: bool, traceback_file: str) -> None:
+    """Run `script` as `__main__`; raises SystemExit or KeyboardInterrupt for the interpreter.
+
+    An exception is shown here, without the frames below the script's, and ends in exit code 1;
+    the interpreter does the rest as ever: threads, atexit, streams. What a script says by
+    `sys.exit("why")` is kept as an exception is.
+    """
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __annotations__={}, __builtins__=sys.modules["builtins"], __package__=None, __spec__=None
+    )
+    sys.modules["__main__"] = main
+    sys.argv = [script, *args]
+    sys.orig_argv = [sys.executable, *(["-m"] if module else []), script, *args]
+    try:
+        if module:
+            _set_path(os.getcwd())
+            sys.argv[0] = "-m"
+            runpy._run_module_as_main(script)  # type: ignore[attr-defined]
+        else:
+            _run_path(script, main)
+    except SystemExit as leaving:
+        if traceback_file and not isinstance(leaving.code, int | None):  # It says why.
+            save_failure(traceback_file, leaving, _find_own(leaving))
+        raise
+    except BaseException as error:
+        _end_by(error, traceback_file)
+
+
+def _run_path(script: str, main: types.ModuleType) -> None:
+    path = os.path.abspath(script)
+    if os.path.isdir(path) or _is_archive(path):
+        _set_path(path)
+        runpy._run_module_as_main("__main__", alter_argv=False)  # type: ignore[attr-defined]
+        return
+    try:
+        with io.open_code(path) as file:
+            code = pkgutil.read_code(file)
+        if code is None:
+            with io.open_code(path) as file:
+                source = file.read()
+    except OSError as error:
+        what = f"can't open file {path!r}: [Errno {error.errno}] {error.strerror}"
+        print(f"{sys.executable}: {what}", file=sys.stderr)
+        raise SystemExit(2) from None
+    _set_path(os.path.dirname(os.path.realpath(path)))
+    main.__file__ = path
+    main.__dict__["__cached__"] = None
+    main.__loader__ = SourceFileLoader("__main__", path)
+    if code is None:
+        code = compile(source, path, "exec", dont_inherit=True)
+        del source
+    exec(code, main.__dict__)
+
+
+def _is_archive(path: str) -> bool:
+    return os.path.isfile(path) and not isinstance(
+        pkgutil.get_importer(path), (types.NoneType, importlib.machinery.FileFinder)
+    )
+
+
+def _set_path(first: str) -> None:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, first)
+
+
+def _find_own(error: BaseException) -> types.TracebackType | None:
+    """Return the traceback of `error` without the frames below the script's."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
+        trace = trace.tb_next
+    return trace
+
+
+def _end_by(error: BaseException, traceback_file: str) -> None:
+    """Show `error` as the interpreter would and leave as it would."""
+    trace = error.__traceback__ = _find_own(error)
+    if traceback_file:
+        save_failure(traceback_file, error, trace)
+    kind = type(error)
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+    try:
+        sys.excepthook(kind, error, trace)
+    except SystemExit:
+        raise
+    except BaseException as second:
+        own = second.__traceback__
+        second.__traceback__ = own.tb_next if own else None
+        second.__context__ = None
+        print("Error in sys.excepthook:", file=sys.stderr)
+        sys.__excepthook__(type(second), second, second.__traceback__)
+        print("\nOriginal exception was:", file=sys.stderr)
+        sys.__excepthook__(kind, error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        # The interpreter ends by SIGINT itself, after its handlers; it need not show it again.
+        sys.excepthook = lambda *_: None
+        raise error
+    raise SystemExit(1)

@@ -1,0 +1,150 @@
+"""Processes that the keeper executes itself: cold ranks, and the image that warm ones come from."""
+
+import os
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+
+import perdure
+from perdure.model.bus.wire import KeeperSpawn, RankLaunch
+from perdure.worker.prctl import set_death_signal
+from perdure.worker.start.failure import ENV as TRACEBACK
+
+INJECT = os.path.join(os.path.dirname(os.path.abspath(perdure.__file__)), "worker/start/inject")
+
+_IMAGE_PROGRAM = (
+    "import sys; sys.flags.safe_path or sys.path.pop(0); from perdure.keeper.zygote import main; "
+    "main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))"
+)
+"""Run by `-c`, since `-m` or `-P` would show in the `sys.flags` and modules of every rank."""
+
+_TITLE_ROOM = 200
+
+_READ_AT_START = (
+    "PYTHON", "LD_", "MALLOC_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_",
+    "TORCH_", "TORCHDYNAMO", "TORCHINDUCTOR", "PYTORCH_", "HF_", "TRANSFORMERS_",
+)  # fmt: skip
+_READ_LATER = frozenset(
+    {"OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+)
+
+
+def find_difference(image: Mapping[str, str], rank: Mapping[str, str]) -> str:
+    """Return the name of a variable that was read when the image started and differs for `rank`.
+
+    A script under such a variable is started cold; an empty string says that there is none.
+    """
+    for name in sorted({*image, *rank}):
+        relevant = name.startswith(_READ_AT_START) and name not in _READ_LATER
+        if relevant and image.get(name) != rank.get(name):
+            return name
+    return ""
+
+
+def adopt_difference(image: Mapping[str, str], rank: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of the next image: `image`'s, made alike where it differs."""
+    relevant = {
+        name
+        for name in {*image, *rank}
+        if name.startswith(_READ_AT_START) and name not in _READ_LATER
+    }
+    env = {name: value for name, value in image.items() if name not in relevant}
+    return env | {name: value for name, value in rank.items() if name in relevant}
+
+
+def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socket.socket]:
+    """Execute an image; return its pid and the keeper's end of its socket.
+
+    Numerical libraries must not start threads at import, so they are told to use one; a rank
+    gets its own number back.
+    """
+    ours, theirs = socket.socketpair()
+    command = [sys.executable, "-c", _IMAGE_PROGRAM, job, str(node), str(theirs.fileno())]
+    command.append(" " * _TITLE_ROOM)  # Overwritten by the title.
+    env = {**env, "SPT_NOENV": "1", "OPENBLAS_NUM_THREADS": "1"}
+    kept = theirs.fileno()
+
+    def prepare() -> None:
+        os.set_inheritable(kept, True)
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.dup2(2, 1)
+
+    pid = _execute(command[0], command, env, prepare)
+    theirs.close()
+    return pid, ours
+
+
+def start_cold(
+    spawn: KeeperSpawn, launch: RankLaunch, *, title: str, traceback_file: str, imports: str
+) -> int:
+    """Execute one rank and return its pid.
+
+    It leads a session of its own, dies with the keeper, and reads nothing. What cannot be
+    executed exits with 127 or 126, as in a shell, and says why on its standard error.
+    """
+    env = dict(launch.env)
+    if spawn.no_python:
+        command = [spawn.script, *spawn.args]
+    else:
+        what = ["-m", spawn.script] if spawn.module else [spawn.script]
+        command = [sys.executable, "-u", *what, *spawn.args]
+        path = env.get("PYTHONPATH", "")
+        env["PYTHONPATH"] = f"{INJECT}{os.pathsep}{path}" if path else INJECT
+        env |= {"PERDURE_ATTACH": "1", "PERDURE_TITLE": title, TRACEBACK: traceback_file}
+        if imports and launch.rank == spawn.ranks[0].rank:
+            env["PERDURE_IMPORTS"] = imports
+    keeper = os.getpid()
+
+    def prepare() -> None:
+        os.setsid()
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        for path, number in ((launch.stdout, 1), (launch.stderr, 2)):
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            os.dup2(fd, number)
+        os.chdir(spawn.cwd)
+        set_death_signal(signal.SIGKILL)
+        if os.getppid() != keeper:
+            os._exit(1)
+
+    program = shutil.which(command[0], path=env.get("PATH")) or command[0]
+    if os.path.dirname(program):
+        program = os.path.join(spawn.cwd, program)
+    return _execute(program, command, env, prepare)
+
+
+def _execute(
+    program: str, command: list[str], env: Mapping[str, str], prepare: Callable[[], None]
+) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    try:
+        for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        prepare()
+        os.execve(program, command, dict(env))
+    except OSError as error:
+        what = error.filename or program
+        os.write(2, f"perdure: cannot execute {what}: {error.strerror}\n".encode())
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+    finally:
+        os._exit(1)
+
+
+def start_failed() -> int:
+    """Return the pid of a process that has failed already, in the place of one that cannot be."""
+    pid = os.fork()
+    if not pid:
+        os._exit(1)
+    return pid
+
+
+def describe_exit(status: int) -> str:
+    """Return wait status `status` in words."""
+    code = os.waitstatus_to_exitcode(status)
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

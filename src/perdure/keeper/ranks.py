@@ -1,0 +1,540 @@
+"""What the keeper holds: ranks and stores by generation, and the orders about them.
+
+At most one generation lives: an order to start a newer one first ends what is older, and a
+generation that was ended is never started again, however late its order arrives.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from resource import struct_rusage
+
+import msgspec
+
+from perdure.keeper import execution as launch
+from perdure.keeper import exits
+from perdure.keeper import reaping as reap
+from perdure.keeper.image import ImageProcess, Warmth
+from perdure.keeper.zygote import (
+    FORK_TIMEOUT_S,
+    ForkFailed,
+    ForkRanks,
+    ForkStore,
+    RanksForked,
+    StoreForked,
+)
+from perdure.model.bus.wire import (
+    FromKeeper,
+    KeeperExited,
+    KeeperSpawn,
+    KeeperSpawned,
+    KeeperState,
+    KeeperStopped,
+    KeeperStore,
+    KeeperStoreReady,
+    RankLaunch,
+)
+from perdure.model.errors import ProtocolError
+from perdure.model.events import ExitRecord
+from perdure.model.paths import JobPaths
+from perdure.worker.cgroups import OomKills
+from perdure.worker.ring import RingWriter
+
+_EVERYTHING = 1 << 62
+_RESCAN_S = 0.005
+_RESCAN_S_MAX = 0.1
+_IDLE_S = 1.0
+_AGAIN_S = 2.0
+"""Until processes are asked for again that the machine has refused."""
+
+
+@dataclass(slots=True)
+class Rank:
+    """One rank that was started."""
+
+    pid: int
+    generation: int
+    rank: int
+    evidence: exits.Evidence
+    asked: bool = False
+    record: ExitRecord | None = None
+
+
+@dataclass(slots=True)
+class Ending:
+    """An order to end generations, until nothing of them is left."""
+
+    upto: int
+    deadline_s: float
+    """SIGKILL from here on."""
+    next_look_s: float = 0.0
+    wait_s: float = _RESCAN_S
+    warned: bool = False
+    answers: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Forking:
+    """A request to an image that is not answered yet."""
+
+    order: KeeperSpawn | KeeperStore
+    image: ImageProcess
+    deadline_s: float
+
+
+class Ranks:
+    """Orders in, processes out. Time-outs are kept by `advance`, which the loop calls often."""
+
+    def __init__(
+        self,
+        job: str,
+        paths: JobPaths,
+        mark: str,
+        warmth: Warmth,
+        *,
+        send: Callable[[FromKeeper], None],
+        log: Callable[[str], None],
+    ) -> None:
+        """Hold nothing yet. `mark` is this keeper's `PERDURE_KEEPER`."""
+        self._job, self._paths, self._mark = job, paths, mark
+        self._warmth, self._send, self._log = warmth, send, log
+        self._offset_s = float(os.environ.get("PERDURE_CLOCK_OFFSET_S", "0") or 0)
+        self.generation = -1
+        self._ended = -1
+        """Generations up to this one are never started again."""
+        self._ranks: dict[int, Rank] = {}
+        """By rank, of `generation`."""
+        self._by_pid: dict[int, Rank] = {}
+        self._roots: dict[int, int] = {}
+        """Pid -> generation of every rank and store, for telling orphans' generations."""
+        self._spawned: KeeperSpawned | None = None
+        self._spawn: KeeperSpawn | None = None
+        """Ordered and not yet begun."""
+        self._beside: list[KeeperSpawn] = []
+        """Ordered for the generation that lives, and not yet begun."""
+        self._store: KeeperStore | None = None
+        self._store_ready: KeeperStoreReady | None = None
+        self._store_pid = 0
+        self._forking: Forking | None = None
+        self._again_s = 0.0
+        """Nothing is started before: there was no process to be had."""
+        self._evidence: dict[int, exits.Evidence] = {}
+        self._unclaimed: dict[int, tuple[int, struct_rusage, float]] = {}
+        self._ending: Ending | None = None
+        self._oom_kills = OomKills(mark)
+        self._oom_kills.tidy(lambda mark: reap.keeper_mark(int(mark.partition(":")[0])) == mark)
+        self._first_start = 0
+
+    # --- questions ----------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> dict[int, int]:
+        """Rank -> pid, of the newest generation."""
+        return {r.rank: r.pid for r in self._ranks.values() if r.record is None}
+
+    @property
+    def all_stopped(self) -> bool:
+        """Whether nothing lives and nothing is under way."""
+        return self._ending is None and self._forking is None and not self.alive
+
+    @property
+    def next_look_s(self) -> float:
+        """Seconds until `advance` has something to do."""
+        if self._ending is None or self._forking is not None:
+            return _IDLE_S
+        return max(0.0, self._ending.next_look_s - time.monotonic())
+
+    def describe(self) -> KeeperState:
+        """Return what there is."""
+        ready = self._store_ready
+        return KeeperState(
+            pid=os.getpid(),
+            generation=self.generation,
+            running=self.alive,
+            exits=exits.fit_records([r.record for r in self._ranks.values() if r.record]),
+            store_port=ready.port if ready is not None and self._store_pid else 0,
+            store_generation=ready.generation if ready is not None else -1,
+            warm=self._warmth.current is not None,
+            why_cold=self._warmth.why_cold,
+        )
+
+    # --- orders -------------------------------------------------------------------------------
+
+    def spawn(self, order: KeeperSpawn) -> None:
+        """Start a generation, once everything older is gone and it is known how."""
+        if order.generation <= self._ended:
+            self._send(KeeperStopped(order.generation))
+        elif order.beside:
+            self._spawn_beside(order)
+        elif self._spawned is not None and self._spawned.generation == order.generation:
+            self._send(self._spawned)
+        elif self._is_under_way(order.generation) or order == self._spawn:
+            return
+        elif order.generation <= self.generation:
+            self._send(KeeperStopped(order.generation))
+        elif self._spawn is None or self._spawn.generation < order.generation:
+            self._spawn = order
+            if self.generation >= 0 and self._ended < order.generation - 1:
+                self.kill(order.generation - 1, 0.0, answer=False)
+
+    def _spawn_beside(self, order: KeeperSpawn) -> None:
+        """Start members beside the ranks of the generation that lives, each once."""
+        known = {one.rank for one in order.ranks} & set(self._ranks)
+        if known and self._spawned is not None:
+            pids = {rank: self._ranks[rank].pid for rank in known}
+            self._send(msgspec.structs.replace(self._spawned, pids=pids, beside=True))
+        under_way = [*self._beside, *([self._forking.order] if self._forking else [])]
+        if order.generation == self.generation and not known and order not in under_way:
+            self._beside.append(order)
+
+    def serve_store(self, order: KeeperStore) -> None:
+        """Serve a store, in the same way."""
+        ready = self._store_ready
+        if order.generation <= self._ended:
+            self._send(KeeperStopped(order.generation))
+        elif ready is not None and ready.generation == order.generation:
+            if ready.port and not self._store_pid:
+                ready = KeeperStoreReady(order.generation, 0, "the store has ended")
+            self._send(ready)
+        elif not self._is_under_way(order.generation, store=True) and (
+            self._store is None or self._store.generation < order.generation
+        ):
+            self._store = order
+
+    def _is_under_way(self, generation: int, *, store: bool = False) -> bool:
+        """Whether the image is just forking this: the answer follows then."""
+        if self._forking is None or self._forking.order.generation != generation:
+            return False
+        return isinstance(self._forking.order, KeeperStore) is store
+
+    def kill(self, generation: int | None, grace_s: float, *, answer: bool = True) -> None:
+        """End generations up to `generation` (None: everything) with all their descendants.
+
+        Nothing may hide: it is looked for again until nothing is found. `KeeperStopped` follows
+        then, unless the keeper itself wanted it (`answer`).
+        """
+        upto = _EVERYTHING if generation is None else generation
+        self._ended = max(self._ended, upto)
+        if self._spawn is not None and self._spawn.generation <= upto:
+            self._spawn = None
+        self._beside = [order for order in self._beside if order.generation > upto]
+        if self._store is not None and self._store.generation <= upto:
+            self._store = None
+        deadline_s = time.monotonic() + grace_s
+        if self._ending is None:
+            self._ending = Ending(upto, deadline_s)
+        else:
+            ending = self._ending
+            ending.deadline_s = min(ending.deadline_s, deadline_s)
+            ending.warned = ending.warned and upto <= ending.upto
+            ending.upto = max(ending.upto, upto)
+            ending.next_look_s = 0.0
+        if answer:
+            self._ending.answers.add(self.generation if generation is None else generation)
+        self.advance(time.monotonic())
+
+    def signal(self, generation: int, rank: int, number: int) -> None:
+        """Send a signal to a rank that lives."""
+        found = self._ranks.get(rank)
+        if found is not None and found.generation == generation and found.record is None:
+            reap.send_signal(found.pid, number)
+
+    # --- progress -----------------------------------------------------------------------------
+
+    def advance(self, now: float) -> None:
+        """Do what has become possible: end, then start."""
+        if self._forking is not None:
+            if now > self._forking.deadline_s:
+                self._log("the image does not answer")
+                self._fail_fork("the image did not answer in time")
+                self._warmth.drop_current()
+            return
+        if self._ending is not None and now >= self._ending.next_look_s:
+            self._advance_ending(self._ending, now)
+        if self._ending is not None:
+            return
+        if self._store is not None:
+            self._begin_store(self._store)
+        if self._forking is not None or now < self._again_s:
+            return
+        if self._spawn is not None:
+            self._begin_spawn(self._spawn)
+        elif self._beside:
+            self._begin_spawn(self._beside[0])
+
+    def note_exit(self, pid: int, status: int, usage: struct_rusage) -> None:
+        """Take over the status of a child: a rank, a store, an image, or an orphan."""
+        at_s = time.monotonic() + self._offset_s
+        rank = self._by_pid.pop(pid, None)
+        if rank is not None:
+            self._finish(rank, status, usage, at_s)
+        elif pid == self._store_pid:
+            self._store_pid = 0
+        elif self._forking is not None:
+            self._unclaimed[pid] = (status, usage, at_s)
+        if self._ending is not None:
+            self._ending.next_look_s = 0.0
+
+    def take_answer(self, answer: RanksForked | StoreForked | ForkFailed) -> None:
+        """Take over what the image has forked."""
+        if self._forking is None or self._forking.order.generation != answer.generation:
+            return
+        order = self._forking.order
+        match answer:
+            case RanksForked() if isinstance(order, KeeperSpawn):
+                self._end_fork()
+                self._adopt(order, answer.pids, warm=True, why_cold="")
+            case StoreForked() if isinstance(order, KeeperStore):
+                self._end_fork()
+                self._store_pid = answer.pid
+                self._roots[answer.pid] = answer.generation
+                if answer.pid in self._unclaimed:
+                    self._store_pid = 0
+                self._answer_store(KeeperStoreReady(answer.generation, answer.port))
+            case ForkFailed():
+                self._fail_fork(answer.reason)
+            case _:
+                raise ProtocolError(f"image answered {type(answer).__name__}")
+        self._unclaimed.clear()
+
+    def image_lost(self, image: ImageProcess) -> None:
+        """The image that was to fork is gone: whatever it had forked ends, and we go on cold."""
+        if self._forking is not None and self._forking.image is image:
+            self._fail_fork("the image died while forking")
+
+    # --- starting -----------------------------------------------------------------------------
+
+    def _begin_store(self, order: KeeperStore) -> None:
+        if not self._warmth.settled:
+            return
+        self._store = None
+        image = self._warmth.current
+        if image is None:
+            self._answer_store(KeeperStoreReady(order.generation, 0, self._warmth.why_cold))
+            return
+        self._start_fork(order, image)
+        image.lines.send(
+            ForkStore(self._job, order.generation, order.world_size, order.bind, os.getpid())
+        )
+
+    def _begin_spawn(self, order: KeeperSpawn) -> None:
+        why_cold = self._find_why_cold(order)
+        if not why_cold and not self._warmth.settled:
+            return
+        if order.beside:
+            self._beside.remove(order)
+        else:
+            self._spawn = None
+        try:
+            self._prepare(order)
+        except OSError as error:  # A full disk: those that live here live on.
+            self._refuse(order, f"cannot be started: {error}")
+            return
+        image = self._warmth.current
+        if why_cold or self._warmth.why_cold or image is None:
+            self._spawn_cold(order, why_cold or self._warmth.why_cold)
+            return
+        self._start_fork(order, image)
+        image.lines.send(
+            ForkRanks(
+                job=self._job,
+                generation=order.generation,
+                ranks=self._mark_launches(order),
+                script=order.script,
+                args=order.args,
+                module=order.module,
+                cwd=order.cwd,
+                keeper=os.getpid(),
+                traceback_files={rank: e.traceback_file for rank, e in self._evidence.items()},
+                imports=self._paths.imports,
+            )
+        )
+
+    def _find_why_cold(self, order: KeeperSpawn) -> str:
+        if order.cold:
+            return "asked for (--cold)"
+        if order.no_python:
+            return "--no-python"
+        if not self._warmth.why_cold and order.ranks:
+            name = launch.find_difference(self._warmth.env, order.ranks[0].env)
+            if name:
+                names = self._warmth.current.names if self._warmth.current else ()
+                env = launch.adopt_difference(self._warmth.env, order.ranks[0].env)
+                self._warmth.restart(env, names)
+                return f"{name} differs from the image's environment"
+        return ""
+
+    def _prepare(self, order: KeeperSpawn) -> None:
+        """Make the rings and the streams' directories; note where evidence will lie."""
+        if not order.beside:
+            self.generation = order.generation
+            self._ranks = {}
+            self._spawned = None
+            self._evidence = {}
+            self._beside.clear()
+        for one in order.ranks:
+            own = self._paths.error_file(order.generation, one.rank)
+            self._evidence[one.rank] = exits.prepare_evidence(one, own)
+            if one.ring:
+                RingWriter.create(one.ring, rank=one.rank, generation=order.generation).close()
+
+    def _refuse(self, order: KeeperSpawn, why: str) -> None:
+        """Have processes in the place of these ranks, that end at once."""
+        self._log(f"generation {order.generation}: {why}")
+        self._evidence |= {one.rank: exits.Evidence(refused=why) for one in order.ranks}
+        pids = {one.rank: launch.start_failed() for one in order.ranks}
+        self._adopt(order, pids, warm=False, why_cold=why)
+
+    def _mark_launches(self, order: KeeperSpawn) -> tuple[RankLaunch, ...]:
+        mark = {reap.KEEPER: self._mark, reap.GENERATION: str(order.generation)}
+        return tuple(
+            RankLaunch(r.rank, dict(r.env) | mark, r.stdout, r.stderr, r.ring) for r in order.ranks
+        )
+
+    def _spawn_cold(self, order: KeeperSpawn, why_cold: str) -> None:
+        """Execute the ranks; where there are not so many processes to be had, try again later."""
+        pids: dict[int, int] = {}
+        name = os.path.basename(order.script)
+        try:
+            for one in self._mark_launches(order):
+                title = f"perdure rank {self._job} g{order.generation} r{one.rank}: {name}"
+                pids[one.rank] = launch.start_cold(
+                    order,
+                    one,
+                    title=title,
+                    traceback_file=self._evidence[one.rank].traceback_file,
+                    imports=self._paths.imports,
+                )
+        except OSError as error:
+            self._log(f"generation {order.generation}: no process for every rank yet: {error}")
+            for pid in pids.values():
+                reap.send_signal(pid, signal.SIGKILL)
+            self._put_back(order)
+            return
+        self._adopt(order, pids, warm=False, why_cold=why_cold)
+
+    def _put_back(self, order: KeeperSpawn) -> None:
+        self._again_s = time.monotonic() + _AGAIN_S
+        if order.beside:
+            self._beside.insert(0, order)
+        elif self._spawn is None:  # Else there is a newer one.
+            self._spawn = order
+
+    def _adopt(
+        self, order: KeeperSpawn, pids: dict[int, int], *, warm: bool, why_cold: str
+    ) -> None:
+        at_s = time.monotonic() + self._offset_s
+        if not order.beside:
+            self._first_start = min(
+                (p.start for p in map(reap.read_process, pids.values()) if p), default=0
+            )
+        for number, pid in pids.items():
+            rank = Rank(pid, order.generation, number, self._evidence[number])
+            self._ranks[number] = self._by_pid[pid] = rank
+            self._roots[pid] = order.generation
+        spawned = KeeperSpawned(order.generation, pids, at_s, warm, why_cold, order.beside)
+        if not order.beside:
+            self._spawned = spawned
+        self._send(spawned)
+        for pid in pids.values():
+            if pid in self._unclaimed:
+                status, usage, ended_s = self._unclaimed.pop(pid)
+                self._finish(self._by_pid.pop(pid), status, usage, ended_s)
+
+    def _start_fork(self, order: KeeperSpawn | KeeperStore, image: ImageProcess) -> None:
+        self._forking = Forking(order, image, time.monotonic() + 2 * FORK_TIMEOUT_S)
+        self._warmth.busy = True
+        self._unclaimed.clear()
+
+    def _end_fork(self) -> None:
+        self._forking = None
+        self._warmth.busy = False
+
+    def _fail_fork(self, reason: str) -> None:
+        """End what may have been forked, then start the same order cold."""
+        assert self._forking is not None
+        order = self._forking.order
+        self._end_fork()
+        self._unclaimed.clear()
+        self._log(f"generation {order.generation}: {reason}")
+        spared = self._warmth.pids | {self._store_pid} | set(self._by_pid)
+        for pid in reap.find_members(
+            reap.scan_processes(), os.getpid(), {}, spared, order.generation
+        ):
+            reap.send_signal(pid, signal.SIGKILL)
+        if order.generation <= self._ended:
+            return
+        if isinstance(order, KeeperSpawn):
+            self._spawn_cold(order, reason)
+        else:
+            self._answer_store(KeeperStoreReady(order.generation, 0, reason))
+
+    def _answer_store(self, answer: KeeperStoreReady) -> None:
+        self._store_ready = answer
+        self._send(answer)
+
+    # --- ending -------------------------------------------------------------------------------
+
+    def _finish(self, rank: Rank, status: int, usage: struct_rusage, at_s: float) -> None:
+        record = exits.make_record(
+            rank=rank.rank,
+            generation=rank.generation,
+            pid=rank.pid,
+            at_s=at_s,
+            status=status,
+            usage=usage,
+            asked=rank.asked,
+            oom_kills=self._find_oom_kills(rank),
+            evidence=rank.evidence,
+        )
+        rank.record = record
+        try:
+            if record.oom:
+                self._oom_kills.claim()
+            exits.write_record(self._paths.exit_record(rank.generation, rank.rank), record)
+        except Exception as error:  # What died is one rank, and the others live by this process.
+            self._log(f"exit record of rank {rank.rank}: {error!r}")
+        self._send(KeeperExited(record))
+
+    def _find_oom_kills(self, rank: Rank) -> int:
+        try:
+            return self._oom_kills.find(rank.generation, rank.rank)
+        except Exception as error:
+            self._log(f"kills for memory of rank {rank.rank}: {error!r}")
+            return 0
+
+    def _advance_ending(self, ending: Ending, now: float) -> None:
+        """Warn, kill, look again; when nothing is left, answer."""
+        ranks = [r for r in self._by_pid.values() if r.generation <= ending.upto]
+        for rank in ranks:
+            rank.asked = True
+        if now < ending.deadline_s and ranks:
+            if not ending.warned:
+                ending.warned = True
+                for rank in ranks:
+                    reap.send_signal(rank.pid, signal.SIGTERM)
+            ending.next_look_s = ending.deadline_s
+            return
+        for rank in ranks:  # Before the table is read, which takes a while.
+            reap.send_signal(rank.pid, signal.SIGKILL)
+        newer = self._first_start if self.generation > ending.upto else None
+        members = reap.find_members(
+            reap.scan_processes(),
+            os.getpid(),
+            self._roots,
+            self._warmth.pids,
+            ending.upto,
+            newer,
+        )
+        for pid in members:
+            reap.send_signal(pid, signal.SIGKILL)
+        if ranks or members:
+            ending.next_look_s = now + ending.wait_s
+            ending.wait_s = min(2 * ending.wait_s, _RESCAN_S_MAX)
+            return
+        self._ending = None
+        self._roots = {p: g for p, g in self._roots.items() if g > ending.upto}
+        for generation in sorted(ending.answers):
+            self._send(KeeperStopped(generation))

@@ -1,0 +1,391 @@
+"""The warm image: torch imported once, ranks and stores forked from it.
+
+It runs no operator and never asks CUDA anything, has one thread, and proves all of that before
+it is used (a child of it must survive a multi-threaded operator); what it cannot prove it says,
+and the keeper starts ranks cold. Modules that earlier ranks imported are imported beforehand,
+unless one starts a thread, opens a device, or reads at import which rank it is.
+
+A rank is forked by a child that ends at once, which makes the keeper, as subreaper, its parent.
+"""
+
+import contextlib
+import functools
+import gc
+import importlib
+import json
+import os
+import select
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from perdure.model.bus.wire import RankLaunch
+from perdure.model.codec import decode, encode
+from perdure.worker.start.streams import survive_full_disks
+
+FORK_TIMEOUT_S = 30.0
+
+BASE = (
+    "numpy",
+    "torch",
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.optim",
+    "torch.utils.data",
+    "perdure.keeper.bootstrap",
+    "perdure.worker.store",
+)
+"""What every image imports."""
+
+OWN = (
+    "perdure.worker.attach",
+    "perdure.worker.run",
+    "perdure.worker.checkpoint",
+    "perdure.worker.native.preload",
+)
+"""perdure's parts inside a rank."""
+
+RANK_VARIABLES = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK",
+    "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK",
+})  # fmt: skip
+
+
+class Preload(msgspec.Struct, frozen=True, tag=True):
+    """First message to an image: import `names`, then prove yourself."""
+
+    names: tuple[str, ...]
+
+
+class ForkRanks(msgspec.Struct, frozen=True, tag=True):
+    """Fork the ranks of a generation."""
+
+    job: str
+    generation: int
+    ranks: tuple[RankLaunch, ...]
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    cwd: str
+    keeper: int
+    traceback_files: dict[int, str]
+    imports: str
+    """Where the first of `ranks` writes what it imported."""
+
+
+class ForkStore(msgspec.Struct, frozen=True, tag=True):
+    """Fork a store."""
+
+    job: str
+    generation: int
+    world_size: int
+    bind: str
+    keeper: int
+
+
+class Importing(msgspec.Struct, frozen=True, tag=True):
+    """Said before each import, so that a crash has a name."""
+
+    name: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The image may be used."""
+
+    modules: int
+
+
+class Unfit(msgspec.Struct, frozen=True, tag=True):
+    """It may not; `blamed` are packages without which it may be."""
+
+    reason: str
+    blamed: dict[str, str] = {}
+
+
+class RanksForked(msgspec.Struct, frozen=True, tag=True):
+    """Global rank -> pid."""
+
+    generation: int
+    pids: dict[int, int]
+
+
+class StoreForked(msgspec.Struct, frozen=True, tag=True):
+    """A store serves `port`."""
+
+    generation: int
+    pid: int
+    port: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, tag=True):
+    """Nothing runs, or what did was told to leave."""
+
+    generation: int
+    reason: str
+
+
+ToImage = Preload | ForkRanks | ForkStore
+FromImage = Importing | Ready | Unfit | RanksForked | StoreForked | ForkFailed
+
+
+def main(job: str, node: int, fd: int) -> None:
+    """Serve the keeper at the other end of `fd`; in a forked rank, run its script and return."""
+    survive_full_disks()  # Before anything is imported that might keep the streams.
+    set_title(f"perdure zygote {job} {node}")
+    run_child = Image(socket.socket(fileno=fd)).serve()
+    if run_child is not None:
+        run_child()
+
+
+def set_title(title: str) -> None:
+    """Show `title` in the process table, where the package for it is installed.
+
+    The keeper starts the image with a long command line for it to be written over, and with
+    SPT_NOENV, so that /proc/PID/environ stays readable.
+    """
+    with contextlib.suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(title)
+
+
+class Image:
+    """Imports, proves, forks."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        """Talk over `sock`, blocking: there is nothing else to do meanwhile."""
+        self._sock = sock
+        self._lines = sock.makefile("rb")
+        self._added: dict[str, str] = {}
+        """Variables that imports have put into the environment."""
+
+    def serve(self) -> Callable[[], None] | None:
+        """Return None when the keeper is gone, and in each forked child what it has to do."""
+        for line in self._lines:
+            message: ToImage = decode(line, ToImage)
+            match message:
+                case Preload():
+                    self._send(self._prepare(message.names))
+                case ForkRanks():
+                    child = self._fork(message, len(message.ranks), self._fork_ranks)
+                    if child is not None:
+                        return child
+                case ForkStore():
+                    child = self._fork(message, 1, self._fork_store)
+                    if child is not None:
+                        return child
+        return None
+
+    def _send(self, message: FromImage) -> None:
+        self._sock.sendall(encode(message) + b"\n")
+
+    def _prepare(self, names: Iterable[str]) -> Ready | Unfit:
+        before = dict(os.environ)
+        for name in (*BASE, *OWN):
+            reason = self._import(name)
+            if reason and name in BASE:
+                return Unfit(reason)
+        reason = find_unfit()
+        if reason:
+            return Unfit(reason)
+        blamed = self._preload(names)
+        if blamed:
+            return Unfit("; ".join(sorted(set(blamed.values()))), blamed)
+        self._added = {k: v for k, v in os.environ.items() if k not in before}
+        gc.collect()
+        gc.freeze()
+        reason = prove_fork()
+        return Unfit(reason) if reason else Ready(len(sys.modules))
+
+    def _preload(self, names: Iterable[str]) -> dict[str, str]:
+        blamed: dict[str, str] = {}
+        reads: list[str] = []
+        unfit = ""
+        with watch_environment(reads):
+            for name in names:
+                package = name.partition(".")[0]
+                if name in sys.modules or package in blamed:
+                    continue
+                self._import(name)
+                before, unfit = unfit, find_unfit()
+                if unfit and unfit != before:
+                    blamed[package] = f"{package} {unfit}"
+                elif reads and package != "torch":
+                    blamed[package] = f"{package} reads {reads[0]} at import"
+                reads.clear()
+        return blamed
+
+    def _import(self, name: str) -> str:
+        """Import `name`; return why it could not be, or an empty string."""
+        self._send(Importing(name))
+        try:
+            importlib.import_module(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # A module may even call sys.exit().
+            return f"import {name}: {type(error).__name__}: {error}"
+        return ""
+
+    def _fork(
+        self,
+        message: ForkRanks | ForkStore,
+        count: int,
+        fork_all: Callable[[Any, int, int], Callable[[], None] | None],
+    ) -> Callable[[], None] | None:
+        """Fork `count` grandchildren through a child; in them, return what they have to do."""
+        answer, answer_end = os.pipe()
+        go, go_end = os.pipe()
+        try:
+            middle = os.fork()
+        except OSError as error:
+            for fd in (answer, answer_end, go, go_end):
+                os.close(fd)
+            self._send(ForkFailed(message.generation, f"fork: {error.strerror}"))
+            return None
+        if middle == 0:
+            os.close(answer)
+            self._lines.close()
+            self._sock.close()
+            child = fork_all(message, go, answer_end)
+            if child is not None:
+                os.close(go_end)
+                return child
+            os.write(go_end, b"g" * count)
+            os._exit(0)
+        for fd in (answer_end, go, go_end):
+            os.close(fd)
+        text = read_answer(answer, FORK_TIMEOUT_S)
+        os.close(answer)
+        os.waitpid(middle, 0)
+        self._send(_parse_answer(message, text))
+        return None
+
+    def _fork_ranks(self, plan: ForkRanks, go: int, answer: int) -> Callable[[], None] | None:
+        pids = {}
+        for launch in plan.ranks:
+            pid = _fork_or_leave(answer)
+            if pid == 0:
+                os.close(answer)
+                from perdure.keeper.bootstrap import run_rank
+
+                return functools.partial(run_rank, plan, launch, go, self._added)
+            pids[str(launch.rank)] = pid
+        os.write(answer, json.dumps(pids).encode())
+        return None
+
+    def _fork_store(self, plan: ForkStore, go: int, answer: int) -> Callable[[], None] | None:
+        read, write = os.pipe()
+        pid = _fork_or_leave(answer)
+        if pid == 0:
+            os.close(answer)
+            os.close(read)
+            return functools.partial(_run_store, plan, go, write)
+        os.close(write)
+        port = read_answer(read, FORK_TIMEOUT_S)
+        if not port.isdecimal():
+            os.write(answer, (port or "! the store said nothing").encode())
+            os._exit(1)
+        os.write(answer, json.dumps({"pid": pid, "port": int(port)}).encode())
+        return None
+
+
+def _fork_or_leave(answer: int) -> int:
+    """Fork; where it fails say why and end, so that children forked before see no `go`."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(answer, f"! fork: {error.strerror}".encode())
+        os._exit(1)
+
+
+def _run_store(plan: ForkStore, go: int, answer: int) -> None:
+    from perdure.keeper.bootstrap import leave_image
+    from perdure.worker.store import open_store, wait_for_ever
+
+    os.setsid()
+    set_title(f"perdure store {plan.job} g{plan.generation}")
+    store = open_store(plan.bind, plan.world_size, answer)
+    leave_image(go, plan.keeper)
+    wait_for_ever(store)
+
+
+def _parse_answer(message: ForkRanks | ForkStore, text: str) -> FromImage:
+    if not text or text.startswith("!"):
+        reason = text[1:].strip() or "a child between ended without a word"
+        return ForkFailed(message.generation, reason)
+    found = json.loads(text)
+    if isinstance(message, ForkStore):
+        return StoreForked(message.generation, found["pid"], found["port"])
+    return RanksForked(message.generation, {int(rank): pid for rank, pid in found.items()})
+
+
+def read_answer(fd: int, timeout_s: float) -> str:
+    """Return what comes through the pipe `fd` until its end, or until `timeout_s` has passed."""
+    data = b""
+    deadline = time.monotonic() + timeout_s
+    while select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        part = os.read(fd, 1 << 16)
+        if not part:
+            break
+        data += part
+    return data.decode()
+
+
+def find_unfit() -> str:
+    """Return why this process may not be forked any more; an empty string if it may."""
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        return f"runs {threads - 1} thread(s) of its own"
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            if target.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")):
+                return f"opened {target}"
+    return ""
+
+
+def prove_fork() -> str:
+    """Return why a child cannot use torch; an empty string if a multi-threaded operator ended."""
+    import torch
+
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            torch.set_num_threads(2)
+            total = torch.ones(1 << 17).mul_(2).sum().item()
+            os.write(write, b"ok" if total == 1 << 18 else b"! wrong sum")
+        finally:
+            os._exit(0)
+    os.close(write)
+    text = read_answer(read, 20.0)
+    os.close(read)
+    if text != "ok":
+        os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return "" if text == "ok" else f"an operator in a forked child did not end {text}".strip()
+
+
+@contextlib.contextmanager
+def watch_environment(reads: list[str]) -> Any:
+    """Note in `reads` each look at a variable that tells ranks apart.
+
+    What a module concludes from it at import would be wrong in every rank.
+    """
+
+    class Watched(os._Environ):  # type: ignore[type-arg]
+        def __getitem__(self, key: Any) -> Any:
+            if key in RANK_VARIABLES:
+                reads.append(key)
+            return super().__getitem__(key)
+
+    before = os.environ.__class__
+    os.environ.__class__ = Watched
+    try:
+        yield
+    finally:
+        os.environ.__class__ = before

@@ -1,0 +1,1 @@
+"""Recorded availability, what policies would make of it, and the same against real processes."""

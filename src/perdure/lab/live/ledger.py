@@ -1,0 +1,281 @@
+"""What a live replay was worth: from committed steps and who was there, to ledger and costs.
+
+Its stamps are its own: ranks say when a step was committed and by whom, the replay knows which
+places had a machine, and the reference is the measured throughput. The job's own record of its
+recoveries only tells in which phases a step was late.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
+
+from perdure.lab.live.report import MadeStep, MeasuredCosts, MeasuredPhases
+from perdure.model.report import ACCOUNTS, Recovery
+
+Present = Sequence[tuple[float, frozenset[int]]]
+"""(seconds, places with a machine from then on), in order."""
+_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
+_LATE = 2.0
+"""A step of so many times its reference is late for a change; less is steady overhead."""
+_CALM_STEPS = 20
+
+
+@dataclass(slots=True)
+class Run:
+    """One system's replay, in seconds of the replay."""
+
+    steps: Sequence[MadeStep]
+    """In order of time, one for each commit; the last one before 0 among them."""
+    present: Present
+    end_s: float
+    rates: Mapping[int, float]
+    """Reference: samples a second by number of nodes."""
+    told: Sequence[tuple[int, float, float]] = ()
+    """(place, since when it was announced to leave, when it left)."""
+    recoveries: Sequence[Recovery] = ()
+    """Of the job's own report, their `at_s` in seconds of the replay."""
+
+    def find_step_s(self, step: MadeStep) -> float:
+        """Return how long a step takes where nothing happens."""
+        return step.samples / self.rates[len(step.places)]
+
+
+def join_steps(rows: Sequence[MadeStep]) -> list[MadeStep]:
+    """Return the commits among `rows`: parts of one step that come together are one."""
+    found: list[MadeStep] = []
+    for row in sorted(rows, key=lambda row: row.at_s):
+        last = found[-1] if found else None
+        if last is not None and last.step == row.step and not set(last.places) & set(row.places):
+            places = tuple(sorted({*last.places, *row.places}))
+            found[-1] = MadeStep(row.at_s, row.step, last.samples + row.samples, places)
+        else:
+            found.append(row)
+    return found
+
+
+def count_committed(run: Run) -> tuple[float, int]:
+    """Return the samples that were committed within the replay, and the steps made again."""
+    seen: set[int] = set()
+    samples, again = 0.0, 0
+    for step in run.steps:
+        if 0 < step.at_s <= run.end_s:
+            if step.step in seen:
+                again += 1
+            else:
+                samples += step.samples
+        seen.add(step.step)
+    return samples, again
+
+
+def refresh_rates(run: Run) -> dict[int, float]:
+    """Return the reference, with what the replay itself has shown of it.
+
+    The machine is not equally fast all the time: where there are enough steps between which
+    nobody came or went, their median is what so many nodes could do meanwhile.
+    """
+    times: dict[int, list[float]] = {}
+    for old, new in _find_calm(run):
+        times.setdefault(len(new.places), []).append((new.at_s - old.at_s) / new.samples)
+    seen = {n: 1.0 / median(each) for n, each in times.items() if len(each) >= _CALM_STEPS}
+    return {**run.rates, **seen}
+
+
+def _find_calm(run: Run) -> list[tuple[MadeStep, MadeStep]]:
+    """Return the pairs of commits between which nobody came or went."""
+    return [
+        (old, new)
+        for old, new in pairwise(run.steps)
+        if old.at_s > 0
+        and old.places == new.places
+        and new.step == old.step + 1
+        and len(_cut(run.present, old.at_s, new.at_s)) == 1
+    ]
+
+
+def _find_steady(run: Run) -> float:
+    """Return how much longer than their reference undisturbed steps took, early ones deducted."""
+    calm = _find_calm(run)
+    wall_s = sum(new.at_s - old.at_s for old, new in calm)
+    return max(0.0, 1.0 - sum(run.find_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
+
+
+@dataclass(slots=True)
+class _Book:
+    accounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0.0))
+
+    def spend(self, account: str, seconds: float) -> None:
+        self.accounts[account] += seconds
+
+
+def close_ledger(run: Run) -> dict[str, float]:
+    """Return each account's share of the slot-seconds that were paid for."""
+    book, seen = _Book(), set[int]()
+    before_s, before = 0.0, frozenset[int]()
+    for step in run.steps:
+        places = frozenset(step.places)
+        if step.at_s > 0 and before_s < run.end_s:
+            again = step.step in seen
+            _spend_step(book, run, step, before_s, before, again)
+            before_s = step.at_s
+        before = places
+        seen.add(step.step)
+    for begin_s, end_s, here in _cut(run.present, before_s, run.end_s):
+        book.spend("lost_work", (end_s - begin_s) * len(here & before))  # Of a step under way.
+        book.spend("reconfiguration.warmup", (end_s - begin_s) * len(here - before))
+    slot_s = sum((e - b) * len(here) for b, e, here in _cut(run.present, 0.0, run.end_s))
+    book.spend("unattributed", slot_s - sum(book.accounts.values()))
+    return {name: value / slot_s if slot_s else 0.0 for name, value in book.accounts.items()}
+
+
+def _spend_step(
+    book: _Book, run: Run, step: MadeStep, begin_s: float, before: frozenset[int], again: bool
+) -> None:
+    """Account for the time from one commit to the next."""
+    places, wall_s = frozenset(step.places), step.at_s - begin_s
+    useful = min(1.0, run.find_step_s(step) / wall_s) if wall_s > 0 else 1.0
+    shares = {"lost_work" if again else "useful": useful}
+    late_s = (1.0 - useful) * wall_s
+    phases = _find_phases(run, begin_s, step.at_s)
+    known_s = min(late_s, sum(phases.values()))
+    for name, seconds in phases.items():
+        shares[name] = shares.get(name, 0.0) + seconds * known_s / sum(phases.values()) / wall_s
+    rest = "steady_overhead" if useful * _LATE > 1.0 or phases else "reconfiguration.communicator"
+    if late_s > known_s:
+        shares[rest] = shares.get(rest, 0.0) + (late_s - known_s) / wall_s
+    for from_s, to_s, here in _cut(run.present, begin_s, min(step.at_s, run.end_s)):
+        for name, share in shares.items():
+            book.spend(name, (to_s - from_s) * len(here & places) * share)
+        for place in here - places:
+            told = any(p == place and a <= from_s < b for p, a, b in run.told)
+            lost = "idle" if told else "lost_work"
+            book.spend(lost if place in before or told else "reconfiguration.warmup", to_s - from_s)
+
+
+def _find_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
+    """Return what the job says of its recoveries that began between two commits."""
+    found: dict[str, float] = {}
+    for recovery in run.recoveries:
+        if begin_s < recovery.at_s + recovery.total_s and recovery.at_s < end_s:
+            for phase in _PHASES:
+                seconds = getattr(recovery, f"{phase}_s")
+                if seconds > 0:
+                    name = f"reconfiguration.{phase}"
+                    found[name] = found.get(name, 0.0) + seconds
+    return found
+
+
+def _cut(
+    present: Present, begin_s: float, end_s: float
+) -> list[tuple[float, float, frozenset[int]]]:
+    """Return (begin, end, places) of a stretch of time, cut where places change."""
+    ends = [at_s for at_s, _ in present[1:]] + [max(end_s, present[-1][0])]
+    pieces = [
+        (max(begin_s, at_s), min(end_s, until_s), here)
+        for (at_s, here), until_s in zip(present, ends, strict=True)
+    ]
+    return [(b, e, here) for b, e, here in pieces if e > b]
+
+
+@dataclass(slots=True)
+class _Times:
+    loss_s: list[float] = field(default_factory=list)
+    told_s: list[float] = field(default_factory=list)
+    join_s: list[float] = field(default_factory=list)
+    start_s: list[float] = field(default_factory=list)
+
+
+def measure_costs(run: Run, source: str) -> MeasuredCosts:
+    """Return what changes took: medians, from a change to the commit that has survived it.
+
+    A step that was broken by a loss takes, where nothing else is lost, its rest at the pace of
+    those that are left, and what the lost one had done of it; what it took beyond is the loss's r.
+    """
+    times = _time_changes(run)
+    known = [r for r in run.recoveries if r.failed]
+    joins = [r for r in run.recoveries if r.rung == "join"]
+    return MeasuredCosts(
+        source=source,
+        losses=len(times.loss_s),
+        joins=len(times.join_s),
+        loss=_split(_median(times.loss_s), known),
+        join=_split(_median(times.join_s), joins),
+        announced=_split(_median(times.told_s) if times.told_s else _median(times.join_s), joins),
+        start_s=_median(times.start_s),
+        steady=_find_steady(run),
+    )
+
+
+def _time_changes(run: Run) -> _Times:
+    times = _Times()
+    changes = [
+        (at_s, before - after, after - before)
+        for (_, before), (at_s, after) in pairwise(run.present)
+    ]
+    for at_s, _, come in changes:
+        for place in come:
+            # Who leaves again, or sees the end, before it was ready has needed at least so long.
+            left = (a for a, gone, _ in changes if a > at_s and place in gone)
+            firsts = (s.at_s for s in run.steps if s.at_s > at_s and place in s.places)
+            times.start_s.append(min(next(firsts, run.end_s), next(left, run.end_s)) - at_s)
+    for old, new in pairwise(run.steps):
+        if not 0 < new.at_s <= run.end_s or new.places == old.places:
+            continue
+        lost, joined = set(old.places) - set(new.places), set(new.places) - set(old.places)
+        told = {place for place, a, b in run.told if a <= new.at_s and old.at_s <= b}
+        wall_s, new_s = new.at_s - old.at_s, run.find_step_s(new)
+        if joined and not lost:
+            times.join_s.append(max(0.0, wall_s - (run.find_step_s(old) + new_s) / 2))
+        elif lost and not joined and lost <= told:
+            times.told_s.append(max(0.0, wall_s - new_s))
+        elif lost and not joined and not lost & told:
+            kills = (at_s for at_s, gone, _ in reversed(changes) if at_s < new.at_s and gone & lost)
+            killed_s = next(kills, None)
+            if killed_s is not None:
+                times.loss_s.append(_find_loss_s(run, old, new, killed_s, len(lost)))
+    return times
+
+
+def _find_loss_s(run: Run, old: MadeStep, new: MadeStep, killed_s: float, lost: int) -> float:
+    """Return what a loss has cost beyond the rest of the step, and what the lost had done of it."""
+    done = min(1.0, max(0.0, killed_s - old.at_s) / run.find_step_s(old))
+    kept = done * (1.0 - lost / len(old.places))
+    rest_s = (1.0 - kept) * run.find_step_s(new)
+    return max(0.0, new.at_s - max(killed_s, old.at_s) - rest_s)
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _split(total_s: float, recoveries: Sequence[Recovery]) -> MeasuredPhases:
+    """Return `total_s` divided as the job's own stamps divide what they know of it."""
+    parts = {
+        phase: _median([getattr(recovery, f"{phase}_s") for recovery in recoveries])
+        for phase in _PHASES
+    }
+    whole_s = sum(parts.values())
+    if whole_s <= 0:
+        return MeasuredPhases(communicator_s=total_s)
+    return MeasuredPhases(**{f"{name}_s": s * total_s / whole_s for name, s in parts.items()})
+
+
+def find_rates(run: Run) -> tuple[tuple[float, float], ...]:
+    """Return (seconds, committed samples a second from then on), in equal stretches of time."""
+    if run.end_s <= 0:
+        return ()
+    columns = max(10, min(120, len(run.steps) // 4))  # Of a few steps each, or they look ragged.
+    width_s, seen = run.end_s / columns, set[int]()
+    sums = [0.0] * columns
+    for step in run.steps:
+        if 0 < step.at_s <= run.end_s and step.step not in seen:
+            sums[min(columns - 1, int(step.at_s / width_s))] += step.samples
+        seen.add(step.step)
+    return tuple((width_s * i, total / width_s) for i, total in enumerate(sums))
+
+
+def count_changes(run: Run) -> tuple[int, int, float]:
+    """Return losses, joins, and the longest time between two commits, seconds."""
+    times = _time_changes(run)
+    stamps = [0.0, *(step.at_s for step in run.steps if step.at_s > 0), run.end_s]
+    return len(times.loss_s), len(times.join_s), max(b - a for a, b in pairwise(stamps))

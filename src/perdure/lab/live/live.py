@@ -1,0 +1,138 @@
+"""Plays a schedule against one system in real time, and reads what it has committed."""
+
+import bisect
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.lab.live.ledger import Run, join_steps
+from perdure.lab.live.report import FormedShape, MadeStep
+from perdure.lab.live.systems import Perdure, System
+from perdure.lab.simulation.schedule import Schedule
+from perdure.model.events import JournalEntry, WorldReformed
+from perdure.model.report import Recovery
+from perdure.service.controller.journal import read_journal
+from perdure.telemetry import LedgerFold
+
+_POLL_S = 0.2
+_READY_S = 180.0
+
+Progress = Callable[[float, int, int], None]
+"""Seconds played, nodes there, and the nodes of the newest step."""
+
+
+@dataclass(slots=True)
+class Played:
+    """What happened in one system's replay."""
+
+    run: Run
+    complete: bool
+    load: float
+    recoveries: list[Recovery] = field(default_factory=list)
+    shapes: tuple[FormedShape, ...] = ()
+
+
+def wait_ready(system: System, places: Sequence[int]) -> None:
+    """Wait until `places` have made five steps together."""
+    deadline = time.monotonic() + _READY_S
+    while time.monotonic() < deadline:
+        system.check()
+        steps = join_steps(system.trail.poll()[-200:])[-6:-1]
+        if len(steps) == 5 and all(set(step.places) == set(places) for step in steps):
+            return
+        time.sleep(_POLL_S)
+
+
+def play(
+    system: System,
+    schedule: Schedule,
+    duration_s: float,
+    rates: dict[int, float],
+    progress: Progress,
+) -> Played:
+    """Carry out `schedule` from now on; Ctrl-C ends it with what was measured so far.
+
+    Raises:
+        PlatformError: the system has ended by itself.
+    """
+    begun_s, complete = time.monotonic(), True
+    told: list[tuple[int, float, float]] = []
+    here, acts = set(schedule.first), list(schedule.acts)
+    done_s: list[tuple[float, frozenset[int]]] = [(0.0, frozenset(here))]
+    try:
+        while (now_s := time.monotonic() - begun_s) < duration_s:
+            while acts and acts[0].at_s <= now_s:
+                act = acts.pop(0)
+                at_s = time.monotonic() - begun_s
+                if act.kind == "notice":
+                    told += [(place, at_s, at_s + act.notice_s) for place in act.places]
+                    system.warn(act.places, act.notice_s)
+                    continue
+                change = here.difference_update if act.kind == "leave" else here.update
+                change(act.places)
+                (system.kill if act.kind == "leave" else system.add)(act.places)
+                done_s.append((at_s, frozenset(here)))
+            system.check()
+            rows = system.trail.poll()
+            progress(now_s, len(here), len(rows[-1].places) if rows else 0)
+            next_s = acts[0].at_s if acts else duration_s
+            time.sleep(max(0.0, min(_POLL_S, begun_s + next_s - time.monotonic())))
+    except KeyboardInterrupt:
+        complete = False
+    end_s = min(duration_s, time.monotonic() - begun_s)
+    steps = find_steps(system.trail.poll(), begun_s, end_s)
+    load = os.getloadavg()[0]
+    system.end()
+    if not isinstance(system, Perdure):
+        return Played(Run(steps, done_s, end_s, rates, told), complete, load)
+    entries, zero_s = read_journal(system.paths), begun_s + system.find_offset_s()
+    recoveries = find_recoveries(entries, zero_s, end_s)
+    run = Run(steps, done_s, end_s, rates, told, recoveries)
+    return Played(run, complete, load, recoveries, find_shapes(entries, zero_s, end_s))
+
+
+def find_steps(rows: Sequence[MadeStep], begun_s: float, end_s: float) -> list[MadeStep]:
+    """Return the commits of the replay, times as its seconds, the last one before it among them."""
+    steps = [
+        MadeStep(step.at_s - begun_s, step.step, step.samples, step.places)
+        for step in join_steps(rows)
+    ]
+    first = max(0, bisect.bisect_right([step.at_s for step in steps], 0.0) - 1)
+    return [step for step in steps[first:] if step.at_s <= end_s]
+
+
+def find_shapes(
+    entries: Sequence[JournalEntry], zero_s: float, end_s: float
+) -> tuple[FormedShape, ...]:
+    """Return the shapes of a pipelined world that differ from the one before; the first at 0."""
+    formed: dict[tuple[int, int], FormedShape] = {}
+    for entry in entries:
+        event = entry.body
+        if isinstance(event, WorldReformed) and event.shape:
+            number = (event.generation, event.epoch)
+            known = formed.get(number, FormedShape(-math.inf, event.shape, False))
+            at_s = max(known.at_s, event.formed_s - zero_s)
+            formed[number] = FormedShape(at_s, event.shape, known.morphed or event.morphed)
+    shapes: list[FormedShape] = []
+    for _, one in sorted(formed.items()):
+        if one.at_s <= 0.0:
+            shapes = [FormedShape(0.0, one.shape, False)]
+        elif one.at_s <= end_s and (one.morphed or one.shape not in [s.shape for s in shapes[-1:]]):
+            shapes.append(one)
+    return tuple(shapes)
+
+
+def find_recoveries(entries: Sequence[JournalEntry], zero_s: float, end_s: float) -> list[Recovery]:
+    """Return what the job itself has stamped, in seconds of the replay."""
+    fold = LedgerFold()
+    for entry in entries:
+        fold.add(entry)
+    moved = [
+        msgspec.structs.replace(recovery, at_s=recovery.at_s - zero_s)
+        for recovery in fold.report(zero_s + end_s).recoveries
+    ]
+    return [recovery for recovery in moved if 0.0 <= recovery.at_s <= end_s]

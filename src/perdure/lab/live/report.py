@@ -1,0 +1,115 @@
+"""What `perdure trace replay` measured: its JSON, and the costs that `trace simulate` reads."""
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from perdure.lab.simulation.report import PolicyRow
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class MadeStep(msgspec.Struct, frozen=True):
+    """A step that was committed, as a rank has noted it."""
+
+    at_s: float
+    """Seconds of CLOCK_MONOTONIC; of the replay, once it is read."""
+    step: int
+    samples: int
+    places: tuple[int, ...]
+    """Where the ranks that made it were."""
+
+
+class MeasuredPhases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Medians of what a change took, by the ledger's accounts."""
+
+    detect_s: Seconds = 0.0
+    decide_s: Seconds = 0.0
+    abort_s: Seconds = 0.0
+    communicator_s: Seconds = 0.0
+    state_s: Seconds = 0.0
+    warmup_s: Seconds = 0.0
+
+
+class MeasuredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What changes cost perdure, measured on live kills and joins."""
+
+    source: str
+    """What was run where, in a sentence."""
+    losses: Annotated[int, Meta(ge=0)]
+    """So many kills of a node that trained are behind `loss`."""
+    joins: Annotated[int, Meta(ge=0)]
+    loss: MeasuredPhases
+    join: MeasuredPhases
+    announced: MeasuredPhases
+    start_s: Seconds = 0.0
+    """From a node's arrival until it can be taken in, while the others train."""
+    steady: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Share of the time that steps took beyond their reference, changes aside."""
+
+
+class ReplayRow(msgspec.Struct, frozen=True):
+    """What one system made of the trace, live."""
+
+    system: str
+    committed: float
+    """Samples."""
+    fraction_of_u1: float
+    fraction_of_u2: float
+    fraction_of_u2_online: float
+    ledger: dict[str, float]
+    """Share of the slot-seconds by account."""
+    losses: int
+    """Instants at which it lost nodes that trained."""
+    joins: int
+    steps_again: int
+    """Steps that were made more than once."""
+    longest_gap_s: float
+    """Between two committed steps."""
+    load: float
+    """Of the machine at the end (1 minute)."""
+    recoveries_s: tuple[float, ...] = ()
+    """Of each loss, as the job itself has stamped it (perdure)."""
+    rates: tuple[tuple[float, float], ...] = ()
+    """(seconds, committed samples a second from then on)."""
+    shapes: tuple["FormedShape", ...] = ()
+    """Of a pipelined world, in the order of time."""
+
+
+class FormedShape(msgspec.Struct, frozen=True):
+    """A shape that a pipelined world took in the course of a replay."""
+
+    at_s: float
+    """When its last member was in it."""
+    shape: str
+    """Copies and stages, such as `2x3` or `(2,1)`."""
+    morphed: bool
+    """The model is cut into stages otherwise than before."""
+
+
+class ReplayResult(msgspec.Struct, frozen=True):
+    """`perdure trace replay --json`."""
+
+    trace: str
+    duration_s: float
+    """As played; less than the trace's where it was interrupted."""
+    complete: bool
+    slot_s: float
+    nodes_max: int
+    speed: float
+    notice_s: float
+    seed: int | None
+    """Of the victims; None: as the trace names them."""
+    throughput: dict[str, float]
+    """Measured samples a second, by number of nodes."""
+    u1: float
+    u2: float
+    u2_online: float
+    systems: tuple[ReplayRow, ...]
+    costs: MeasuredCosts | None = None
+    """Of perdure, from this very replay."""
+    simulated: PolicyRow | None = None
+    """What `trace simulate` makes of the same trace with those costs."""
+    counts: tuple[tuple[float, int], ...] = ()
+    """(seconds, nodes from then on)."""

@@ -1,0 +1,250 @@
+"""All of a live replay: measure, play each system in turn, compare with what was possible."""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from perdure.lab.live.calibrate import (
+    check_rising,
+    find_cache,
+    load_throughput,
+    measure_throughput,
+)
+from perdure.lab.live.ledger import (
+    close_ledger,
+    count_changes,
+    count_committed,
+    find_rates,
+    measure_costs,
+    refresh_rates,
+)
+from perdure.lab.live.live import Played, play, wait_ready
+from perdure.lab.live.report import ReplayResult, ReplayRow
+from perdure.lab.live.systems import Perdure, System, Torchft, Torchrun
+from perdure.lab.policies.policies import POLICIES, apply_costs
+from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.simulation.compare import compare
+from perdure.lab.simulation.report import Comparison, Physics
+from perdure.lab.simulation.schedule import Schedule, plan_schedule
+from perdure.lab.traces import AvailabilityTrace, find_intervals
+from perdure.lab.traces.transform import cut
+from perdure.model.errors import ConfigError, SafetyError
+from perdure.service.processes import guarded
+
+SYSTEMS = ("perdure", "torchrun", "torchft")
+NODES_MAX = 8
+
+Say = Callable[[str, float, str], None]
+"""What is being done, the share of it that is, and more in words."""
+
+
+class Wish(NamedTuple):
+    """What is to be replayed, and how."""
+
+    trace: AvailabilityTrace
+    systems: Sequence[str]
+    home: str
+    pace_s: float
+    """Declared time of a micro-batch on a virtual device."""
+    stages: int
+    """Of each copy of the model, under perdure."""
+    measure: bool
+    """Measure throughput even where that was done before."""
+    speed: float
+    notice_s: float
+    seed: int | None
+
+
+def find_systems(names: str) -> list[str]:
+    """Return the systems in `names`, separated by commas; `all` is every one."""
+    found = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in found:
+        if name not in SYSTEMS:
+            raise ConfigError(
+                f"no system `{name}` to replay against", hint="all, or of " + ", ".join(SYSTEMS)
+            )
+    return found
+
+
+def check_trace(trace: AvailabilityTrace) -> int:
+    """Return the most nodes that there are at once.
+
+    Raises:
+        SafetyError: nobody is left at some time, or there are too many for this machine.
+    """
+    counts = [(len(i.living), i.begin_s) for i in find_intervals(trace)]
+    fewest, at_s = min(counts)
+    if fewest == 0:
+        raise SafetyError(
+            f"{trace.name} has no node at {at_s:.1f} s: nobody would have the state",
+            hint="a larger --nodes-max, or another --until",
+        )
+    most, _ = max(counts)
+    if most > NODES_MAX:
+        raise SafetyError(f"{most} nodes at once, and at most {NODES_MAX} are played here")
+    return most
+
+
+def replay(wish: Wish, say: Say) -> ReplayResult:
+    """Play the trace against each system, one after another; all of them end with this process.
+
+    Raises:
+        SafetyError: throughput does not rise with the number of nodes, or the trace has none.
+        PlatformError: a system does not run here.
+    """
+    with guarded("PERDURE_REPLAY"):
+        return _replay(wish, say)
+
+
+def _replay(wish: Wish, say: Say) -> ReplayResult:
+    count = check_trace(wish.trace)
+    schedule = plan_schedule(wish.trace)
+    Path(wish.home, "replay").mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=Path(wish.home, "replay")))
+    played: dict[str, Played] = {}
+    table, running = _find_table(wish, count, folder, say)
+    try:
+        check_rising(table)
+        for name in wish.systems:
+            known = running if name == "perdure" else None
+            system: System = known or _make_system(name, wish, count, folder)
+            played[name] = _play_one(name, system, schedule, wish, table, say)
+            if not played[name].complete:
+                break
+    finally:
+        if running is not None:
+            running.end()
+    shutil.rmtree(folder, ignore_errors=True)
+    return _compare(wish, table, played)
+
+
+def _find_table(
+    wish: Wish, count: int, folder: Path, say: Say
+) -> tuple[Throughput, Perdure | None]:
+    """Return the measured throughput, and the job that it was measured with, if it was now."""
+    path = find_cache(wish.home, count, wish.pace_s, wish.stages)
+    table = None if wish.measure else load_throughput(path)
+    if table is not None:
+        return table, None
+    system = Perdure(_make(folder, "perdure"), wish.home, count, wish.pace_s, wish.stages)
+    try:
+        say("start", 0.0, f"{count} nodes")
+        system.start(range(count))
+        table = measure_throughput(
+            system, count, path, lambda n: say("measure", 1 - n / count, f"{n} nodes")
+        )
+    except BaseException:
+        system.end()
+        raise
+    return table, system
+
+
+def _make(folder: Path, name: str) -> Path:
+    where = folder / name
+    where.mkdir(exist_ok=True)
+    return where
+
+
+def _make_system(name: str, wish: Wish, count: int, folder: Path) -> System:
+    where = _make(folder, name)
+    if name == "perdure":
+        return Perdure(where, wish.home, count, wish.pace_s, wish.stages)
+    if name == "torchrun":
+        return Torchrun(where, wish.pace_s)
+    return Torchft(where, count, wish.pace_s)
+
+
+def _play_one(
+    name: str, system: System, schedule: Schedule, wish: Wish, table: Throughput, say: Say
+) -> Played:
+    rates = {shape.nodes: rate for shape, rate in table.rates.items()}
+    end_s = wish.trace.duration_s
+
+    def progress(now_s: float, nodes: int, members: int) -> None:
+        say(name, now_s / end_s, f"{now_s:.0f} of {end_s:.0f} s, {nodes} nodes, {members} train")
+
+    try:
+        say(name, 0.0, "starts")
+        system.start(schedule.first)
+        wait_ready(system, schedule.first)
+        return play(system, schedule, end_s, rates, progress)
+    finally:
+        system.end()
+
+
+def _compare(wish: Wish, table: Throughput, played: dict[str, Played]) -> ReplayResult:
+    """Return what the systems made, beside what was possible."""
+    policy, costs = POLICIES["perdure"], None
+    if "perdure" in played:
+        table = _refresh(table, played)
+        costs = measure_costs(played["perdure"].run, _describe(wish, played["perdure"]))
+        policy = apply_costs(policy, costs)
+    ends = {name: one.run.end_s for name, one in played.items()}
+    bounds = {
+        end_s: compare(cut(wish.trace, end_s), table, [policy], Physics())[0]
+        for end_s in set(ends.values())
+    }
+    first = next(iter(played.values()))
+    whole = bounds[first.run.end_s]
+    trace = cut(wish.trace, first.run.end_s)
+    return ReplayResult(
+        trace=wish.trace.name,
+        duration_s=first.run.end_s,
+        complete=all(one.complete for one in played.values()),
+        slot_s=whole.slot_s,
+        nodes_max=max(len(i.living) for i in find_intervals(trace)),
+        speed=wish.speed,
+        notice_s=wish.notice_s,
+        seed=wish.seed,
+        throughput={str(shape.nodes): rate for shape, rate in table.rates.items()},
+        u1=whole.u1,
+        u2=whole.u2,
+        u2_online=whole.u2_online,
+        systems=tuple(_make_row(name, one, bounds[ends[name]]) for name, one in played.items()),
+        costs=costs,
+        simulated=bounds[ends["perdure"]].policies[0] if costs else None,
+        counts=tuple((i.begin_s, len(i.living)) for i in find_intervals(trace)),
+    )
+
+
+def _refresh(table: Throughput, played: dict[str, Played]) -> Throughput:
+    """Return the throughput of the time of the replay, and make it everyone's reference."""
+    rates = refresh_rates(played["perdure"].run)
+    for one in played.values():
+        one.run.rates = rates
+    return Throughput(
+        table.name,
+        {Shape(nodes, 1): rate for nodes, rate in rates.items()},
+        global_batch=table.global_batch,
+        state_bytes=table.state_bytes,
+        source=table.source,
+    )
+
+
+def _describe(wish: Wish, played: Played) -> str:
+    speed = f", {wish.speed:g} times as fast" if wish.speed != 1 else ""
+    notice = f", {wish.notice_s:g} s of notice" if wish.notice_s else ""
+    return f"trace replay of {wish.trace.name}{speed}{notice}, load {played.load:.1f}"
+
+
+def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
+    committed, again = count_committed(one.run)
+    losses, joins, gap_s = count_changes(one.run)
+    return ReplayRow(
+        system=name,
+        committed=committed,
+        fraction_of_u1=committed / bound.u1 if bound.u1 else 0.0,
+        fraction_of_u2=committed / bound.u2 if bound.u2 else 0.0,
+        fraction_of_u2_online=committed / bound.u2_online if bound.u2_online else 0.0,
+        ledger=close_ledger(one.run),
+        losses=losses,
+        joins=joins,
+        steps_again=again,
+        longest_gap_s=gap_s,
+        load=one.load,
+        shapes=one.shapes,
+        recoveries_s=tuple(r.total_s for r in one.recoveries if r.failed),
+        rates=find_rates(one.run),
+    )

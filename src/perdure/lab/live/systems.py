@@ -1,0 +1,357 @@
+"""What is played against a trace: perdure's elastic depth, torchrun with checkpoints, torchft.
+
+Each trains `perdure.lab.live.paced`, notes its commits in the same form, and is told of the same
+places: who has left is dead already, or (perdure) has been told of its leaving.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_hex
+from typing import Protocol
+
+import msgspec
+
+from perdure.lab.live.places import Gates, kill_nodes, kill_tree
+from perdure.lab.live.report import MadeStep
+from perdure.launch.local import render
+from perdure.model.bus.wire import Command
+from perdure.model.codec import decode
+from perdure.model.errors import PerdureError, PlatformError, ProtocolError
+from perdure.model.job import DetectConfig, JobSpec, RestartConfig
+from perdure.service.commands import ask_controller
+from perdure.service.jobfiles import load_endpoint, paths_of, write_document
+
+MICRO_BATCHES = 56
+"""Of a step: of 1 to 8 nodes, each more makes it shorter (56, 28, 19, 14, 12, 10, 8, 7)."""
+DOUBT_S = 1.0
+"""A silent node is lost after this long where the world has broken: five heartbeats."""
+_STOP_S = 4.0
+_NAME = "perdure.lab.live.paced"
+
+
+class Trail:
+    """What ranks have noted in a folder, read as it grows."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read all of it from the beginning."""
+        self._folder, self._at = folder, dict[Path, int]()
+        self.rows: list[MadeStep] = []
+
+    def poll(self) -> list[MadeStep]:
+        """Return all rows, by time."""
+        for path in sorted(self._folder.glob("made-*.jsonl")):
+            with open(path, "rb") as file:
+                file.seek(self._at.get(path, 0))
+                data = file.read()
+            whole = data[: data.rfind(b"\n") + 1]
+            self._at[path] = self._at.get(path, 0) + len(whole)
+            for line in whole.splitlines():
+                with contextlib.suppress(ProtocolError):  # Cut off by a kill, another's behind it.
+                    self.rows.append(decode(line, MadeStep))
+        self.rows.sort(key=lambda row: row.at_s)
+        return self.rows
+
+
+class System(Protocol):
+    """One way to train while places are filled and emptied."""
+
+    trail: Trail
+
+    def start(self, places: Sequence[int]) -> None:
+        """Begin with machines in these places."""
+
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """These will be gone after so many seconds."""
+
+    def kill(self, places: Sequence[int]) -> None:
+        """These are gone."""
+
+    def add(self, places: Sequence[int]) -> None:
+        """These have a machine from now on."""
+
+    def check(self) -> None:
+        """Raise PlatformError where it does not run any more."""
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+
+
+class Perdure:
+    """An elastic job under `perdure run --nodes`: keeper, agent and rank for each place."""
+
+    def __init__(self, folder: Path, home: str, count: int, pace_s: float, stages: int = 1) -> None:
+        """Play in `folder`, with up to `count` places, each copy of the model in so many stages."""
+        self.trail, self._folder, self._home, self._count = Trail(folder), folder, home, count
+        self.job = f"replay-{token_hex(3)}"
+        self.paths = paths_of(home, self.job)
+        self._gates = Gates(folder, count)
+        self._gone: set[int] = set()
+        """Places that were drained, which have to be restored."""
+        self._told: set[int] = set()
+        """Places whose leaving was announced."""
+        self._process: subprocess.Popen[bytes] | None = None
+        words = ("elastic", folder, MICRO_BATCHES, pace_s, count, *([stages] if stages > 1 else []))
+        self._spec = JobSpec(
+            name=self.job,
+            script=_NAME,
+            module=True,
+            args=tuple(map(str, words)),
+            nodes=count,
+            cwd=str(folder),
+            tee="none",
+            detect=DetectConfig(node_doubt_s=DOUBT_S),
+            restart=RestartConfig(window_max=1_000_000, max_restarts=5),
+        )
+
+    def start(self, places: Sequence[int]) -> None:
+        """Begin with all places; those that are none of `places` are drained once it trains.
+
+        A job that runs already is only brought to these places.
+        """
+        if self._process is None:
+            self._launch()
+            self.wait_world(range(self._count), 180.0)
+        self.shape(places)
+
+    def _launch(self) -> None:
+        placement = self._folder / "placement.json"
+        write_document(str(placement), self._gates.placement())
+        plan = render(self._spec, self._home, placement=str(placement))
+        for path, content in plan.files.items():
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_text(content)
+        with open(self._folder / "perdure.out", "ab") as out:
+            self._process = subprocess.Popen(
+                plan.command, env=os.environ | plan.env, cwd=plan.cwd, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    def shape(self, places: Sequence[int], *, keep: bool = False) -> None:
+        """Come to exactly these places, without a loss; `keep` what the others' nodes run."""
+        out = [place for place in range(self._count) if place not in places]
+        here = {*self.trail.poll()[-1].places}
+        back = sorted(set(places) - here)
+        if back:
+            self.add(back)
+        for place in (p for p in out if p in here):
+            self._ask("drain", _name_targets([place]) | {"deadline_s": 60.0}, 60.0)
+            self._gone.add(place)
+        self.wait_world(places, 120.0)
+        if not keep:
+            self.kill(out)
+
+    def wait_world(self, places: Sequence[int], timeout_s: float) -> None:
+        """Wait for three steps in a row that exactly `places` have made."""
+        wanted, deadline = tuple(places), time.monotonic() + timeout_s
+        while True:
+            rows = self.trail.poll()[-3:]
+            if len(rows) == 3 and all(row.places == wanted for row in rows):
+                return
+            self.check()
+            if time.monotonic() > deadline:
+                at = rows[-1].places if rows else ()
+                raise PlatformError(
+                    f"nodes {wanted} do not train within {timeout_s:g} s, but {at}",
+                    hint=f"perdure events {self.job}",
+                )
+            time.sleep(0.1)
+
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """Announce it, as a monitor of the platform would."""
+        self._told |= set(places)
+        self._notify("preemption", places, notice_s)
+
+    def kill(self, places: Sequence[int]) -> None:
+        """SIGKILL all processes of these nodes, and let none start there."""
+        self._gates.shut(places)
+        kill_nodes(self.job, self._home, places)
+
+    def add(self, places: Sequence[int]) -> None:
+        """Let the nodes start; those that were drained have to be let back in.
+
+        What was announced is over: a machine that comes into a place is another one, but its boot
+        id, by which the controller would know, is that of this machine.
+        """
+        barred = [place for place in places if place in self._gone]
+        self._gone -= set(places)
+        self._gates.open(places)
+        self._notify("preemption-withdrawn", [p for p in places if p in self._told])
+        self._told -= set(places)
+        if barred:
+            self._aside([("restore", _name_targets(barred), 30.0)])
+
+    def _notify(self, kind: str, places: Sequence[int], grace_s: float = 0.0) -> None:
+        said = {"kind": kind, "source": "trace", "grace_s": grace_s}
+        self._aside([("notify", said | {"node": place}, 5.0) for place in places])
+
+    def _aside(self, asked: list[tuple[str, dict[str, object], float]]) -> None:
+        """Ask the controller while the trace goes on, each thing once the one before is done."""
+
+        def ask() -> None:
+            for verb, args, deadline_s in asked:
+                with contextlib.suppress(PerdureError):
+                    self._ask(verb, args, deadline_s)
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    def _ask(self, verb: str, args: dict[str, object], deadline_s: float) -> None:
+        document = {"id": f"replay-{token_hex(6)}", "kind": verb, "args": args, "who": "replay"}
+        command = msgspec.convert(document, Command)
+        ask_controller(self.job, self.paths, command, timeout_s=deadline_s + 15.0)
+
+    def check(self) -> None:
+        """Raise where the job has ended."""
+        if self._process is not None and self._process.poll() is not None:
+            raise PlatformError(
+                f"job {self.job} ended in the middle of the replay",
+                hint=f"perdure report {self.job}; {self._folder}/perdure.out",
+            )
+
+    def find_offset_s(self) -> float:
+        """Return job time less CLOCK_MONOTONIC."""
+        return load_endpoint(self.paths).clock_offset_s
+
+    def end(self) -> None:
+        """Stop the job; by force if it takes long, since places without a machine do not answer."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+                return
+        kill_tree(process.pid)
+        process.wait()
+
+
+def _name_targets(places: Sequence[int]) -> dict[str, object]:
+    return {"targets": [f"node:{place}" for place in places]}
+
+
+class Torchrun:
+    """DistributedDataParallel, ended and started again from its checkpoint at each change.
+
+    The new torchrun is started at once, and nobody has to find out first: kinder than its own
+    rendezvous, which waits for a time-out. A checkpoint every 10 s.
+    """
+
+    def __init__(self, folder: Path, pace_s: float) -> None:
+        """Play in `folder`."""
+        self.trail, self._folder, self._pace_s = Trail(folder), folder, pace_s
+        self._places: set[int] = set()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, places: Sequence[int]) -> None:
+        """Begin."""
+        self._places = set(places)
+        self._launch()
+
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """It makes nothing of that."""
+
+    def kill(self, places: Sequence[int]) -> None:
+        """End all of it, and start it without them."""
+        self._places -= set(places)
+        self._launch()
+
+    def add(self, places: Sequence[int]) -> None:
+        """The same with them."""
+        self._places |= set(places)
+        self._launch()
+
+    def _launch(self) -> None:
+        self.end()
+        if not self._places:
+            return
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={len(self._places)}", "--max-restarts=1000000", "-m", _NAME]
+        command += ["ddp", str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
+        command.append(",".join(map(str, sorted(self._places))))
+        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        with open(self._folder / "torchrun.out", "ab") as out:
+            self._process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """It is started again at the next change, whatever it does."""
+
+    def end(self) -> None:
+        """Kill it, with its ranks."""
+        if self._process is not None:
+            kill_tree(self._process.pid)
+            self._process.wait()
+            self._process = None
+
+
+class Torchft:
+    """A replica group of torchft in each place, under torchft's own lighthouse with short times.
+
+    Each group has its own share of every step: where one is missing, the batch is smaller.
+    """
+
+    def __init__(self, folder: Path, count: int, pace_s: float) -> None:
+        """Play in `folder`, with up to `count` groups."""
+        self.trail, self._folder = Trail(folder), folder
+        self._count, self._pace_s = count, pace_s
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+
+    def start(self, places: Sequence[int]) -> None:
+        """Begin with a lighthouse (-1) and these groups."""
+        program = Path(sys.executable).parent / "torchft_lighthouse"
+        if not program.exists():
+            raise PlatformError("torchft is not installed", hint="pip install torchft")
+        words = ["--bind", f"127.0.0.1:{self._port}", "--min_replicas", "1"]
+        words += ["--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "10"]
+        self._popen(-1, [str(program), *words], {})
+        self.add(places)
+
+    def warn(self, places: Sequence[int], notice_s: float) -> None:
+        """It makes nothing of that."""
+
+    def kill(self, places: Sequence[int]) -> None:
+        """Kill these groups."""
+        for place in places:
+            if place in self._processes:
+                process = self._processes.pop(place)
+                kill_tree(process.pid)
+                process.wait()
+
+    def add(self, places: Sequence[int]) -> None:
+        """Start these groups."""
+        run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        run += ["--max-restarts=1000000", "--nproc-per-node=1", "-m", _NAME, "torchft"]
+        run += [str(self._folder), str(MICRO_BATCHES), str(self._pace_s), str(self._count)]
+        for place in places:
+            env = {
+                "REPLICA_GROUP_ID": str(place),
+                "NUM_REPLICA_GROUPS": str(self._count),
+                "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{self._port}",
+            }
+            self._popen(place, run, env)
+
+    def _popen(self, place: int, command: Sequence[str], env: dict[str, str]) -> None:
+        with open(self._folder / "torchft.out", "ab") as out:
+            self._processes[place] = subprocess.Popen(
+                command, env=os.environ | {"RUST_LOG": "warn"} | env, stdin=subprocess.DEVNULL,
+                stdout=out, stderr=out, start_new_session=True,
+            )  # fmt: skip
+
+    def check(self) -> None:
+        """A group that dies by itself is started again by its torchrun."""
+
+    def end(self) -> None:
+        """Kill all groups, then the lighthouse."""
+        self.kill(sorted(self._processes, reverse=True))

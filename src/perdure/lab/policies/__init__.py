@@ -1,0 +1,1 @@
+"""Policies and oracles of a trace, as published, and the throughput that they are judged by."""

@@ -1,0 +1,181 @@
+"""How fast each shape of a job trains: measured or modelled samples per second, by D and P.
+
+What is not in the table cannot run: shapes that do not fit into memory are left out of it, and
+nothing is interpolated.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+from perdure.model.errors import ConfigError
+from perdure.model.source import Source
+
+BYTES_A_PARAMETER = 16
+"""Weights and gradients of two bytes, and 12 of Adam in mixed precision."""
+
+PARAMETERS = {
+    "bert": 0.34e9,
+    "gpt-1.5b": 1.5e9,
+    "gpt-6.7b": 6.7e9,
+    "resnet152": 0.06e9,
+    "vgg19": 0.14e9,
+}
+"""Published sizes of the models in tables that do not say theirs."""
+
+
+class Shape(NamedTuple):
+    """A grid of data-parallel replicas by pipeline stages, one node a place."""
+
+    replicas: int
+    stages: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that it uses."""
+        return self.replicas * self.stages
+
+
+class Throughput:
+    """Samples a second by shape, for one model on one kind of node."""
+
+    def __init__(
+        self,
+        name: str,
+        rates: Mapping[Shape, float],
+        *,
+        global_batch: float,
+        state_bytes: float,
+        source: str,
+    ) -> None:
+        """Keep what was measured; `state_bytes` is all of the model's and the optimizer's state."""
+        self.name, self.source = name, source
+        self.global_batch, self.state_bytes = global_batch, state_bytes
+        self.rates = dict(sorted(rates.items()))
+        self.nodes_max = max(shape.nodes for shape in self.rates)
+        self._best: list[Shape | None] = [None]
+        order = sorted(self.rates, key=lambda s: (-self.rates[s], s.nodes, s.stages))
+        for count in range(1, self.nodes_max + 1):
+            self._best.append(next((s for s in order if s.nodes <= count), None))
+        self._rows: dict[int, list[Shape]] = {}
+        for shape in self.rates:
+            self._rows.setdefault(shape.stages, []).append(shape)
+
+    def find_best(self, nodes: int) -> Shape | None:
+        """Return the fastest shape on so many nodes, of equals the smallest; None if none fits."""
+        return self._best[min(nodes, self.nodes_max)]
+
+    def find_row(self, replicas: int, stages: int) -> Shape | None:
+        """Return the fastest shape of `stages` with so many replicas at the most."""
+        fitting = [s for s in self._rows.get(stages, ()) if s.replicas <= replicas]
+        return max(fitting, key=lambda s: (self.rates[s], -s.replicas), default=None)
+
+    def find_fitting(self, nodes: int) -> list[Shape]:
+        """Return every shape that so many nodes can hold."""
+        return [shape for shape in self.rates if shape.nodes <= nodes]
+
+    def find_rows(self, nodes: int) -> list[Shape]:
+        """Return for each number of stages the fastest shape that so many nodes can hold."""
+        found = (self.find_row(nodes // stages, stages) for stages in self._rows)
+        return [shape for shape in found if shape is not None]
+
+    def find_step_s(self, shape: Shape) -> float:
+        """Return how long a global batch takes."""
+        return self.global_batch / self.rates[shape]
+
+
+def make_linear(nodes_max: int) -> Throughput:
+    """Return a job of replicas of one node, one sample a second each: every node is worth as much.
+
+    Two seconds a step on 32 nodes, the state of 0.34 thousand million parameters.
+    """
+    rates = {Shape(count, 1): float(count) for count in range(1, max(1, nodes_max) + 1)}
+    return Throughput(
+        "linear", rates, global_batch=64.0, state_bytes=0.34e9 * BYTES_A_PARAMETER,
+        source="1 sample/s a node",
+    )  # fmt: skip
+
+
+def make_pipeline(nodes_max: int) -> Throughput:
+    """Return a job whose model needs four nodes at least, by a formula.
+
+    128 micro-batches a step; D x P nodes lose the bubble (P - 1) / (micro-batches a replica)
+    (GPipe, Huang et al. 2019), a hundredth of a step's time a further replica (all-reduce) and
+    two a further stage (transfers, stages of unequal cost): these two are assumed. The state of
+    1.5 thousand million parameters.
+    """
+    rates = {}
+    for stages in (4, 6, 8, 12, 16):
+        for replicas in range(1, max(4, nodes_max) // stages + 1):
+            bubble = (stages - 1) * replicas / 128
+            rates[Shape(replicas, stages)] = (
+                replicas * stages / (1 + bubble)
+                / (1 + 0.01 * (replicas - 1)) / (1 + 0.02 * (stages - 1))
+            )  # fmt: skip
+    return Throughput(
+        "pipeline", rates, global_batch=128.0, state_bytes=1.5e9 * BYTES_A_PARAMETER,
+        source="formula: bubble, all-reduce, transfers",
+    )  # fmt: skip
+
+
+MODELS = {"linear": make_linear, "pipeline": make_pipeline}
+
+_Positive = Annotated[float, msgspec.Meta(gt=0)]
+_Count = Annotated[int, msgspec.Meta(ge=1)]
+
+
+class _Config(msgspec.Struct):
+    D: _Count
+    P: _Count
+    samples_per_s: _Positive
+
+
+class _Model(msgspec.Struct):
+    configs: tuple[_Config, ...]
+    global_batch: _Positive
+    parameters: _Positive | None = None
+    state_bytes: _Positive | None = None
+
+
+class _File(msgspec.Struct):
+    models: dict[str, _Model]
+    source: str = ""
+
+
+def read_throughput(
+    text: str, name: str, model: str | None, *, state_bytes: float | None = None
+) -> Throughput:
+    """Return a model's table out of `{"models": {name: {"global_batch", "configs"}}}`.
+
+    Args:
+        text: All of the file.
+        name: What it is called, in errors.
+        model: Which of its models; None if it has one only.
+        state_bytes: Size of the state, instead of the file's `state_bytes`, of 16 bytes for each
+            of its `parameters`, or of the published size of a model of that name.
+
+    Raises:
+        ConfigError: It is malformed, has no such model, or does not say how large the state is.
+    """
+    source = Source(name, text)
+    file: _File = source.decode(_File)
+    if model is None and len(file.models) == 1:
+        model = next(iter(file.models))
+    if model is None or model not in file.models:
+        what = f"no model `{model}`" if model else "it has several models"
+        raise ConfigError(f"{name}: {what}", hint=f"--tau {name}:{'|'.join(file.models)}")
+    found = file.models[model]
+    if not found.configs:
+        raise ConfigError(f"{name}: {model} has no configs", hint="docs/traces.md")
+    parameters = found.parameters or PARAMETERS.get(model)
+    size = state_bytes or found.state_bytes or (parameters and parameters * BYTES_A_PARAMETER)
+    if not size:
+        raise ConfigError(f"{name}: {model} does not say `parameters`", hint="--state-gb SIZE")
+    return Throughput(
+        model,
+        {Shape(c.D, c.P): c.samples_per_s for c in found.configs},
+        global_batch=found.global_batch,
+        state_bytes=size,
+        source=file.source or name,
+    )

@@ -1,0 +1,1 @@
+"""Traces, simulations and live replays as text, as SVG and as pages."""

@@ -1,0 +1,27 @@
+"""Traces of availability: nouns, one reader for all formats, and what may be done to a trace."""
+
+from perdure.lab.traces.formats import FORMATS, find_format, read_trace
+from perdure.lab.traces.nouns import (
+    AvailabilityTrace,
+    Change,
+    Departure,
+    Interval,
+    Stay,
+    TraceNode,
+    find_changes,
+    find_intervals,
+)
+
+__all__ = [
+    "FORMATS",
+    "AvailabilityTrace",
+    "Change",
+    "Departure",
+    "Interval",
+    "Stay",
+    "TraceNode",
+    "find_changes",
+    "find_format",
+    "find_intervals",
+    "read_trace",
+]

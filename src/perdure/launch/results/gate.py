@@ -1,0 +1,132 @@
+"""The gate before anything is destroyed: what was made is here, whole, and a person has said so.
+
+Pure: what is known goes in, obstacles come out. While there is one, no stop verb is run.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from perdure.model.platforms.launching import (
+    BoxState,
+    Finding,
+    LaunchRecord,
+    PullManifest,
+    PullVerified,
+)
+
+NAMED_MAX = 3
+"""Of files that are in the way so many are named; the others are counted."""
+
+
+def find_obstacles(
+    record: LaunchRecord,
+    *,
+    states: Sequence[BoxState | None],
+    on_box: PullManifest | None,
+    pulled: PullManifest | None,
+    verified: PullVerified | None,
+    differences: list[str],
+    box_is_gone: bool,
+    known: frozenset[str] = frozenset(),
+    nothing_to_keep: bool = False,
+) -> list[Finding]:
+    """Return why the box of `record` may not be given back yet; empty where it may.
+
+    `states` are those of its boxes. They and `on_box` are None where a box does not answer, which
+    is an obstacle by itself unless a person has said that it is gone. `differences` are between
+    the pulled files and their manifest, as they lie here at this moment. `known` are other jobs
+    that were launched from here, and are looked at by themselves. With `nothing_to_keep` a person
+    has said that whatever is on the box may go with it.
+    """
+    job = record.job
+    pull = f"perdure pull {job} {record.pulled_to or 'DIR'}"
+    found: list[Finding] = []
+
+    def refuse(text: str, hint: str) -> None:
+        found.append(Finding("error", text, hint, "GEN1"))
+
+    if None in states and not box_is_gone:
+        refuse("the box does not answer, and what is on it is not known",
+               "try again; --box-is-gone where it was taken away")  # fmt: skip
+    for state in states:
+        if state is not None and not state.over:
+            refuse(f"the job is {state.state}: {state.reason}", f"perdure stop {job}")
+    mine = {job, *(box.place.rpartition("/")[2] for box in (record, *record.others))}
+    strangers = sorted(
+        {name for name in on_box.others if name not in mine | known} if on_box else ()
+    )
+    if strangers and is_destroyed(record):
+        refuse(f"job `{strangers[0]}` is on the box, and was not launched from here",
+               "whose is it? --others-agree once they have said that it may go")  # fmt: skip
+    if nothing_to_keep:
+        return found
+    if pulled is None:
+        hint = f"{pull}; perdure forget {job} where nothing can be saved" if box_is_gone else pull
+        refuse("nothing was pulled" if not record.pulled_to else
+               f"{record.pulled_to} holds no pulled job", hint)  # fmt: skip
+        return found
+    if pulled.job != job:
+        refuse(f"{record.pulled_to} holds job `{pulled.job}`", pull)
+    if differences:
+        refuse(f"{record.pulled_to}: {differences[0]}", pull)
+    if verified is None:
+        refuse("the pull was not verified", f"perdure verify {record.pulled_to}")
+    elif not (verified.loaded and verified.tensors) and not verified.nothing_to_keep:
+        hint = f"perdure verify {record.pulled_to} --nothing-to-keep, if that is right"
+        refuse("of what was pulled nothing has a tensor in it", hint)
+    if on_box is not None:
+        for why in on_box.unread[:NAMED_MAX]:
+            refuse(f"on the box, and only there, for all that is known: {why}",
+                   f"--leave {why.partition(': ')[0]!r} leaves it behind")  # fmt: skip
+        here = {(file.path, file.sha256) for file in pulled.files}
+        newer = [file.path for file in on_box.files if (file.path, file.sha256) not in here]
+        if newer:
+            more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
+            refuse(f"{newer[0]}{more} on the box is not what was pulled",
+                   f"{pull}; --leave {newer[0]!r} leaves it behind")  # fmt: skip
+    return found
+
+
+def find_changes(before: PullManifest, now: PullManifest) -> list[str]:
+    """Return the files that are on the box now and were not, or not so, when it was looked at."""
+    known = {(file.path, file.bytes, file.stamp) for file in before.files}
+    changed = [f.path for f in now.files if (f.path, f.bytes, f.stamp) not in known]
+    return [*changed, *(why for why in now.unread if why not in before.unread)]
+
+
+def is_destroyed(record: LaunchRecord) -> bool:
+    """Return whether the stop verb takes a whole machine, with whatever else is on it."""
+    return record.profile.kind == "ssh" and not record.profile.ends_by_itself
+
+
+def find_neighbours(record: LaunchRecord, records: Iterable[LaunchRecord]) -> list[LaunchRecord]:
+    """Return the other jobs that the stop verb of `record` would take along: those on its boxes."""
+    hosts = _list_hosts(record)
+    if not is_destroyed(record):
+        return []
+    return [
+        other
+        for other in records
+        if other.job != record.job
+        and other.profile.kind == "ssh"
+        and not other.torn_down_s
+        and not hosts.isdisjoint(_list_hosts(other))
+    ]
+
+
+def find_known(record: LaunchRecord, records: Iterable[LaunchRecord]) -> frozenset[str]:
+    """Return the jobs that were launched from here to the boxes of `record`, torn down or not.
+
+    A job of the same name elsewhere is another one.
+    """
+    hosts = _list_hosts(record)
+    return frozenset(
+        other.job
+        for other in records
+        if other.profile.kind == record.profile.kind
+        and (not hosts.isdisjoint(_list_hosts(other)) or not (hosts or _list_hosts(other)))
+    )
+
+
+def _list_hosts(record: LaunchRecord) -> set[str]:
+    boxes = (record, *record.others)
+    return {box.profile.launch.host for box in boxes if box.profile.launch.host}

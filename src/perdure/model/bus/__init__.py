@@ -1,0 +1,1 @@
+"""What goes over the bus: messages, who may say them, versions."""

@@ -1,0 +1,228 @@
+"""Who may say and hear what on the bus: roles, their permissions by subject, and by type of event.
+
+    role        may publish                          may hear
+    controller  orders, the journal, every answer    events, beats, commands, queries,
+                                                     notices, requests for a place
+    run         its events, commands,                answers to itself
+                the journal's end
+    operator    commands, queries, notices, replay   answers to itself, the journal
+    agent       its node's events and beats, probes  its own orders and probes
+    lighthouse  its events, orders (fenced aborts)   its own orders, events, beats
+    viewer      queries                              answers to itself, the journal
+    worker      queries                              answers to itself
+    monitor     notices                              answers to itself
+    joiner      requests for a place                 answers to itself
+
+Every role hears answers under an inbox of its own only, so that none reads another's. A viewer
+reads the journal message by message (`DIRECT.GET`) and may make no consumer: a consumer's
+deliveries go to any subject that its maker names, past these permissions.
+
+The same table is what a user's own cluster should be given (`docs/nats.md`).
+
+A subject says who speaks: the server lets an agent publish events of its own node only. What that
+sender may tell of is the second table, `BROUGHT_BY`: each type of event has a row. The controller
+looks at both again at its door (`control/senders.py`), since a user's own server may not.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal, get_args
+
+import msgspec
+
+from perdure.model import events
+from perdure.model.bus.wire import (
+    LIGHTHOUSE,
+    RUN,
+    bucket_lease,
+    stream_journal,
+    subject_beats,
+    subject_commands,
+    subject_events,
+    subject_joins,
+    subject_journal,
+    subject_notices,
+    subject_orders,
+    subject_queries,
+)
+from perdure.model.event import Event
+from perdure.model.signals.probing import subject_probe
+from perdure.model.steering import Verb
+
+Role = Literal[
+    "controller", "run", "operator", "agent", "lighthouse", "viewer", "worker", "monitor", "joiner"
+]
+ROLES: tuple[Role, ...] = (
+    "controller",
+    "run",
+    "operator",
+    "agent",
+    "lighthouse",
+    "viewer",
+    "worker",
+    "monitor",
+    "joiner",
+)
+
+
+Sender = Literal["controller", "run", "agent", "rank", "lighthouse"]
+"""Who brings events. A rank's come by way of its node's agent. Operators, monitors, viewers and
+machines that join bring none: they ask (`COMMANDS`), and the controller journals what was asked."""
+
+_CONTROLLER: tuple[Sender, ...] = ("controller",)
+_AGENT: tuple[Sender, ...] = ("agent",)
+_RANK: tuple[Sender, ...] = ("rank",)
+_LIGHTHOUSE: tuple[Sender, ...] = ("lighthouse",)
+_RUN: tuple[Sender, ...] = ("run",)
+BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
+    {
+        events.JobSubmitted: _CONTROLLER,
+        events.ControllerStarted: _CONTROLLER,
+        events.NodeRegistered: _AGENT,
+        events.StoreReady: _AGENT,
+        events.RanksStarted: _AGENT,
+        events.RankExited: _AGENT,
+        events.GenerationStopped: _AGENT,
+        events.KeeperLost: _AGENT,
+        events.NodeLost: _CONTROLLER,
+        events.RankJoined: _RANK,
+        events.ProgressNoted: _CONTROLLER,
+        events.GenerationStepping: _CONTROLLER,
+        events.MetricsLogged: _RANK,
+        events.CheckpointSaved: _RANK,
+        events.CheckpointFailed: _RANK,
+        events.CheckpointRestored: _RANK,
+        events.VerdictReached: ("controller", "agent"),  # An agent's: its own keeper is silent.
+        events.VerdictWithdrawn: ("controller", "agent"),
+        events.StacksTaken: _AGENT,
+        events.LinksNoted: _CONTROLLER,
+        events.ProbeEnded: _AGENT,
+        events.ProbeJudged: _CONTROLLER,
+        events.CollectivesInterrupted: _RANK,
+        events.WorldBroken: _RANK,
+        events.WorldReformed: _RANK,
+        events.MemberReady: _RANK,
+        events.NodeCordoned: _CONTROLLER,
+        events.NodeRestored: _CONTROLLER,
+        events.NodeDraining: _CONTROLLER,
+        events.NodeAsked: _AGENT,
+        events.CommandReceived: _CONTROLLER,
+        events.BoundaryAnswered: _RANK,
+        events.BoundaryReached: _RANK,
+        events.FaultInjected: ("agent", "rank"),
+        events.KeysDeclared: _RANK,
+        events.SettingsChanged: _CONTROLLER,
+        events.JobPaused: _CONTROLLER,
+        events.JobResumed: _CONTROLLER,
+        events.QuorumFormed: _LIGHTHOUSE,
+        events.QuorumIdsReserved: _LIGHTHOUSE,
+        events.ReplicaLate: _LIGHTHOUSE,
+        events.ReplicaSeen: _LIGHTHOUSE,
+        events.ReplicaWaiting: _RANK,
+        events.DeviceReported: _CONTROLLER,
+        events.ControllerLost: _RUN,
+        events.PreemptionNoticed: ("controller", "agent"),
+        events.PreemptionWithdrawn: ("controller", "agent"),
+        events.MachineReported: _CONTROLLER,
+        events.RoomNoted: _RUN,
+        events.ActionWithheld: _CONTROLLER,
+        events.InvitationMade: _CONTROLLER,
+        events.InvitationUsed: _CONTROLLER,
+        events.InvitationRevoked: _CONTROLLER,
+        events.MessagesSetAside: ("controller", "run", "agent", "rank", "lighthouse"),
+        events.TimerFired: _CONTROLLER,
+        events.JobEnded: _CONTROLLER,
+    }
+)
+"""Type of event -> who may bring it. A test fails where a type has no row."""
+
+ASKED_BY: Mapping[Role, frozenset[str]] = MappingProxyType(
+    {
+        "operator": frozenset(get_args(Verb)) - {"join"} | {"ping", "status"},
+        "run": frozenset(get_args(Verb)) - {"join"} | {"ping", "status"},
+        "viewer": frozenset({"ping", "status"}),
+        "worker": frozenset({"ping", "status"}),
+        "monitor": frozenset({"notify"}),
+        "joiner": frozenset({"join"}),
+    }
+)
+"""Role -> the kinds of command that it may ask for, by its subject; roles without a row, none."""
+
+
+class Access(msgspec.Struct, frozen=True, kw_only=True):
+    """Subjects of one role. What is not listed is refused by the server, and logged there."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    answers: bool = False
+    """It may also answer each request that it was sent, once."""
+
+
+def inbox_prefix(user: str) -> str:
+    """Return the prefix of the subjects on which `user` awaits answers; `user` has no dots."""
+    return f"_INBOX.{user}"
+
+
+def user_name(role: Role, node: int | None = None) -> str:
+    """Return the name of a role's user, which is also that of its credentials' file."""
+    return role if node is None else f"{role}-{node}"
+
+
+def find_access(role: Role, job: str, node: int | str | None = None) -> Access:
+    """Return what `role` may do; `node` is that of an agent, `*` that of any."""
+    user = f"{role}-{node}" if isinstance(node, int) else role
+    inbox = (f"{inbox_prefix(user)}.>",)
+    api, stream = "$JS.API", stream_journal(job)
+    info, direct = f"{api}.STREAM.INFO.{stream}", f"{api}.DIRECT.GET.{stream}"
+    last = (info, f"{api}.STREAM.MSG.GET.{stream}", direct, f"{direct}.>")
+    replay = (
+        f"{api}.CONSUMER.CREATE.{stream}",
+        f"{api}.CONSUMER.CREATE.{stream}.>",
+        f"{api}.CONSUMER.INFO.{stream}.>",
+        f"{api}.CONSUMER.MSG.NEXT.{stream}.>",
+    )
+    live = (subject_journal(job),)
+    ask = subject_queries(job)
+    match role:
+        case "controller":
+            orders = (subject_orders(job, "*"), subject_journal(job))
+            make = (f"{api}.STREAM.CREATE.{stream}", f"{api}.STREAM.DELETE.{stream}")
+            bucket = bucket_lease(job)
+            lease = (
+                f"{api}.STREAM.CREATE.KV_{bucket}",
+                f"{api}.STREAM.INFO.KV_{bucket}",
+                f"{api}.DIRECT.GET.KV_{bucket}.>",
+                f"$KV.{bucket}.>",
+            )
+            told = (subject_events(job, "*"), subject_beats(job, "*"), subject_commands(job), ask)
+            return Access(
+                publish=(*orders, "_INBOX.>", *make, *last, *replay, *lease),
+                subscribe=(*told, subject_notices(job), subject_joins(job), *inbox),
+            )
+        case "run":
+            said = (subject_events(job, RUN), subject_commands(job))
+            return Access(publish=(*said, *last), subscribe=inbox)
+        case "operator":
+            asked = (subject_commands(job), ask, subject_notices(job))
+            return Access(publish=(*asked, *last, *replay), subscribe=(*live, *inbox))
+        case "agent":
+            probes = f"perdure.{job.replace('.', '_')}.probe.*"
+            me: int | str = "*" if node is None else node
+            own = probes if me == "*" else subject_probe(job, int(me))
+            return Access(
+                publish=(subject_events(job, me), subject_beats(job, me), probes),
+                subscribe=(subject_orders(job, me), subject_orders(job, "all"), own, *inbox),
+                answers=True,
+            )
+        case "lighthouse":
+            heard = (subject_orders(job, role), subject_events(job, "*"), subject_beats(job, "*"))
+            said = (subject_events(job, LIGHTHOUSE), subject_orders(job, "*"))
+            return Access(publish=said, subscribe=(*heard, *inbox))
+        case "viewer":
+            return Access(publish=(ask, info, direct, f"{direct}.>"), subscribe=(*live, *inbox))
+        case "worker":
+            return Access(publish=(ask,), subscribe=inbox)
+        case "monitor":
+            return Access(publish=(subject_notices(job),), subscribe=inbox)
+        case "joiner":
+            return Access(publish=(subject_joins(job),), subscribe=inbox)

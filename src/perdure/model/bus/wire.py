@@ -1,0 +1,430 @@
+"""Messages between the parts, and the names of subjects and files.
+
+CLI ── NATS request ──> controller          Command -> CommandReply
+agent ── NATS request ──> controller        EventMessage -> EventAck   (kept until acknowledged)
+agent ── NATS publish ──> controller        NodeBeat                   (lost without harm)
+controller ── NATS publish ──> agent        NodeOrder                  (levels: repeated at will)
+agent <── unix socket, JSON lines ──> worker, keeper
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.actions import (
+    Assignment,
+    EvictReplica,
+    FenceAbort,
+    FollowWorld,
+    HoldReplicas,
+    InjectFault,
+    InterruptCollectives,
+    ReformWorld,
+    ResumeRanks,
+    RunProbe,
+    SendBoundary,
+    TakeStacks,
+    WatchClosely,
+)
+from perdure.model.bus.version import Spoken
+from perdure.model.events import AnyEvent, ExitRecord
+from perdure.model.job import JobSpec
+from perdure.model.steering import Verb
+
+
+def subject_events(job: str, node: int | str) -> str:
+    """Requests of one who has events to tell: an `EventMessage`, answered by `EventAck`.
+
+    `node` is the number of the agent's node, `lighthouse` or `run`; `*` is anybody.
+    """
+    return f"perdure.{job.replace('.', '_')}.events.{node}"
+
+
+def subject_beats(job: str, node: int | str) -> str:
+    """Heartbeats of the agent of `node`, `NodeBeat`; `*` is any node's."""
+    return f"perdure.{job.replace('.', '_')}.beats.{node}"
+
+
+def subject_orders(job: str, node: int | str) -> str:
+    """Orders to the agent of `node`, `NodeOrder`; `all` reaches every agent."""
+    return f"perdure.{job.replace('.', '_')}.orders.{node}"
+
+
+LIGHTHOUSE = "lighthouse"
+"""Its address among the nodes."""
+RUN = "run"
+"""That of `perdure run`, where it tells of something."""
+
+
+def subject_commands(job: str) -> str:
+    """Requests of operators: a `Command`, answered by `CommandReply` when it is finished."""
+    return f"perdure.{job.replace('.', '_')}.commands"
+
+
+def subject_queries(job: str) -> str:
+    """Requests of those who may only look: a `Command` of kind ping or status."""
+    return f"perdure.{job.replace('.', '_')}.queries"
+
+
+def subject_notices(job: str) -> str:
+    """What a cluster's own monitor knows: a `Notice`, answered by `CommandReply` if asked to."""
+    return f"perdure.{job.replace('.', '_')}.notices"
+
+
+def subject_joins(job: str) -> str:
+    """Requests of nodes from elsewhere for a place: a `JoinRequest`, answered by `CommandReply`."""
+    return f"perdure.{job.replace('.', '_')}.joins"
+
+
+def subject_journal(job: str) -> str:
+    """The journal's subject inside its JetStream stream."""
+    return f"perdure.{job.replace('.', '_')}.journal"
+
+
+def stream_journal(job: str) -> str:
+    """The journal's JetStream stream, synced to disk at every append."""
+    return f"PERDURE_{job.replace('.', '_')}_JOURNAL"
+
+
+KEY_LEASE = "controller"
+"""The key of the controller's lease in its bucket."""
+
+
+def bucket_lease(job: str) -> str:
+    """The bucket of JetStream's key-value store that holds the controller's lease."""
+    return f"PERDURE_{job.replace('.', '_')}_LEASE"
+
+
+class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Events of one source, in order; `first_seq` numbers the first of them."""
+
+    source: str
+    """A rank's process, or the incarnation of who sends."""
+    first_seq: int
+    events: tuple[AnyEvent, ...]
+    skipped: int = 0
+    """So many numbers before `first_seq` nobody will ever fill: the first event takes them too."""
+
+
+class EventMessage(msgspec.Struct, frozen=True):
+    """What a node has to tell, in the order in which it happened there."""
+
+    node: int
+    batches: tuple[EventBatch, ...]
+
+
+class EventAck(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Everything of these sources up to these numbers is in the journal."""
+
+    seqs: dict[str, int]
+    term: int = 0
+    """Of the controller that put it there: no order of an earlier one is obeyed any more."""
+    refused: str = ""
+    """Why the message as a whole could not be read: the same again is refused again."""
+
+
+class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a controller says to an agent. Any of the fields may be set."""
+
+    controller: str
+    """Incarnation of the sender."""
+    term: int = 0
+    """Of the sender, where several could be controllers."""
+    assignment: Assignment | None = None
+    boundary: SendBoundary | None = None
+    stacks: TakeStacks | None = None
+    inject: InjectFault | None = None
+    watch: WatchClosely | None = None
+    probe: RunProbe | None = None
+    interrupt: InterruptCollectives | None = None
+    reform: ReformWorld | None = None
+    follow: FollowWorld | None = None
+    resume: ResumeRanks | None = None
+    fence: FenceAbort | None = None
+    hold: HoldReplicas | None = None
+    """For the lighthouse, which is addressed as node `lighthouse`."""
+    evict: EvictReplica | None = None
+    """Likewise."""
+    register: bool = False
+    """Answer with `NodeRegistered`: a controller has just started, or counts the node as lost."""
+    agent: str = ""
+    """Incarnation of the agent that `assignment` is for; empty: whichever is there."""
+
+
+class Command(msgspec.Struct, frozen=True):
+    """An operator's request. `id` makes a retry harmless."""
+
+    id: str
+    kind: Verb | Literal["status", "ping"]
+    args: dict[str, Any] = {}
+    who: str = ""
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An outside monitor's word: by `perdure notify`, the webhook, or `subject_notices`."""
+
+    kind: Literal["device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine"]
+    device: str = ""
+    """Of `device-failed`, `device-ok`: an id as `perdure map` shows it; or `node`."""
+    node: int = -1
+    """Of a preemption; of the others where the device is not known by its id."""
+    machine: str = ""
+    """Instead of a node: the name of a machine that has joined, such as a pod's."""
+    ended_s: float = 0.0
+    """Of `machine`: when it ended, in seconds since 1970; 0: it has not, or that is not known."""
+    grace_s: float = 0.0
+    """Of `preemption`: how long the machine stays."""
+    waits: bool = False
+    """Of `preemption`: whoever takes it waits until it is left, so that it is left at once."""
+    reason: str = ""
+    source: str = ""
+    """Who says so, such as `dcgm` or a person's name; who withdraws a preemption has said it."""
+    id: str = ""
+    """Makes a repetition harmless; without one, each is taken."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine asks for a place. `machine` is the same whenever it asks again."""
+
+    id: str
+    """Of this request."""
+    machine: str
+    host: str = ""
+    """Its name, for people."""
+    invitation: str = ""
+    """Id of the invitation that it has."""
+    secret: str = ""
+    """That of the invitation; the journal has its digest only."""
+    speaks: Spoken = Spoken()
+
+
+class Admission(msgspec.Struct, frozen=True, kw_only=True):
+    """What a machine that was given a place has to know; it travels in the reply only."""
+
+    node: int
+    spec: JobSpec
+    endpoint: "Endpoint"
+
+
+class Invitation(msgspec.Struct, frozen=True, kw_only=True):
+    """What `perdure invite` prints and `perdure join` reads. It holds a secret."""
+
+    job: str
+    endpoint: "Endpoint"
+    id: str = ""
+    secret: str = ""
+    until_s: float = 0.0
+    """When it can be used for the first time no more, in seconds since 1970; 0: never."""
+
+
+class CommandReply(msgspec.Struct, frozen=True):
+    """How it went: a result, or one line of reason."""
+
+    id: str
+    ok: bool
+    reason: str = ""
+    result: dict[str, Any] = {}
+
+
+# --- agent <-> worker: unix socket, JSON lines ------------------------------------------------
+
+
+class WorkerHello(msgspec.Struct, frozen=True, tag=True):
+    """First line of a worker's control thread, again after every reconnect."""
+
+    job: str
+    rank: int
+    generation: int
+    pid: int
+
+
+class WorkerEvent(msgspec.Struct, frozen=True, tag=True):
+    """An event for the journal; repeated until acknowledged by `WorkerAck`."""
+
+    seq: int
+    event: AnyEvent
+
+
+class WorkerAck(msgspec.Struct, frozen=True, tag=True):
+    """The agent has taken over everything up to `seq`."""
+
+    seq: int
+
+
+class WorkerSignal(msgspec.Struct, frozen=True, tag=True):
+    """The worker got SIGTERM or SIGUSR1 and asks for an agreement on it."""
+
+    signal: int
+
+
+class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
+    """A prepared rank has reached the step and heard no decision: what was it?"""
+
+    id: str
+
+
+class DumpTraces(msgspec.Struct, frozen=True, tag=True):
+    """Write Flight Recorder's trace of this rank to the job's `traces/gN/BACKEND/rank_R`."""
+
+    generation: int
+
+
+FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
+ToWorker = (
+    WorkerAck
+    | SendBoundary
+    | ResumeRanks
+    | InjectFault
+    | InterruptCollectives
+    | ReformWorld
+    | FollowWorld
+    | FenceAbort
+    | DumpTraces
+)
+
+# --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
+
+
+class RankLaunch(msgspec.Struct, frozen=True):
+    """One rank to start."""
+
+    rank: int
+    env: dict[str, str]
+    """The whole environment of the rank."""
+    stdout: str
+    """Path of the file for its standard output; appended to."""
+    stderr: str
+    ring: str
+    """Path of its ring; made by the keeper before the rank starts."""
+
+
+class KeeperSpawn(msgspec.Struct, frozen=True, tag=True):
+    """Start ranks; answered by `KeeperSpawned`. Idempotent by generation, and beside by rank."""
+
+    generation: int
+    ranks: tuple[RankLaunch, ...]
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    no_python: bool
+    cwd: str
+    cold: bool
+    beside: bool = False
+    """Its ranks join those of the same generation that live."""
+
+
+class KeeperStore(msgspec.Struct, frozen=True, tag=True):
+    """Serve a TCPStore for `generation`; answered by `KeeperStoreReady`."""
+
+    generation: int
+    world_size: int
+    bind: str = "127.0.0.1"
+
+
+class KeeperKill(msgspec.Struct, frozen=True, tag=True):
+    """End every process of generations up to `generation` with all descendants.
+
+    Answered by `KeeperStopped` when none is left. `grace_s` lies between SIGTERM and SIGKILL.
+    """
+
+    generation: int
+    grace_s: float = 0.0
+
+
+class KeeperSignal(msgspec.Struct, frozen=True, tag=True):
+    """Send a signal to one rank."""
+
+    generation: int
+    rank: int
+    signal: int
+
+
+class KeeperStatus(msgspec.Struct, frozen=True, tag=True):
+    """Ask for `KeeperState`."""
+
+
+class KeeperExit(msgspec.Struct, frozen=True, tag=True):
+    """End everything and leave."""
+
+
+ToKeeper = KeeperSpawn | KeeperStore | KeeperKill | KeeperSignal | KeeperStatus | KeeperExit
+
+
+class KeeperState(msgspec.Struct, frozen=True, tag=True):
+    """What the keeper holds."""
+
+    pid: int
+    generation: int
+    """The newest generation of which it started a rank; -1 for none."""
+    running: dict[int, int]
+    """Global rank -> pid, alive, of that generation."""
+    exits: tuple[ExitRecord, ...]
+    """Of that generation."""
+    store_port: int = 0
+    store_generation: int = -1
+    warm: bool = False
+    why_cold: str = ""
+
+
+class KeeperSpawned(msgspec.Struct, frozen=True, tag=True):
+    """The ranks run."""
+
+    generation: int
+    pids: dict[int, int]
+    at_s: float
+    warm: bool
+    why_cold: str = ""
+    beside: bool = False
+
+
+class KeeperStoreReady(msgspec.Struct, frozen=True, tag=True):
+    """The store serves `port`; 0 with `why_not` where a keeper cannot (cold: rank 0 will)."""
+
+    generation: int
+    port: int
+    why_not: str = ""
+
+
+class KeeperExited(msgspec.Struct, frozen=True, tag=True):
+    """A rank ended; its record is already on disk."""
+
+    record: ExitRecord
+
+
+class KeeperStopped(msgspec.Struct, frozen=True, tag=True):
+    """Nothing of generations up to this one is left."""
+
+    generation: int
+
+
+FromKeeper = KeeperState | KeeperSpawned | KeeperStoreReady | KeeperExited | KeeperStopped
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """How one part of a job finds the bus, with what that part may do there.
+
+    `endpoint.json` is the operator's, `credentials/USER.json` that of the others; each is readable
+    by its owner only.
+    """
+
+    url: str
+    """A server; the first of `servers` where there are several."""
+    token: str
+    """Password of `user`; without one, a token."""
+    clock_offset_s: float
+    """Job time = CLOCK_MONOTONIC of this boot + this, for every part on this machine."""
+    external: bool = False
+    """The NATS server is the user's own (`--nats URL`)."""
+    user: str = ""
+    """Such as `operator` or `agent-0`."""
+    ca: str = ""
+    """PEM of the authority that has signed the server's certificate; empty: the system's."""
+    creds: str = ""
+    """Path of the user's own credentials (`--nats-creds`)."""
+    tls_cert: str = ""
+    """Path of the certificate that is shown to the user's own server; with `tls_key`."""
+    tls_key: str = ""
+    servers: tuple[str, ...] = ()
+    """All servers of the cluster, in the order in which they are tried; empty: `url` alone."""
+    speaks: Spoken = Spoken()
+    """What the job's controller speaks."""

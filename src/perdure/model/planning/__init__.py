@@ -1,0 +1,1 @@
+"""What a world is planned from, and is."""

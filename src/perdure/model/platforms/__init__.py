@@ -1,0 +1,1 @@
+"""What platforms are like, and what is launched on them."""

@@ -1,0 +1,1 @@
+"""What is read of ranks, nodes and links."""

@@ -1,0 +1,100 @@
+"""The commit rule of the elastic depth: where survivors go on after one of them was lost.
+
+While all is well no extra round is needed: the all-reduce of a step is the agreement on it. A
+rank applies step s (its optimizer's step) only when every gradient of s has been reduced, and
+keeps the reduced result until all have applied s. It cannot finish reducing s+1 before every
+member has begun to, and a member begins s+1 only after it has applied s. Hence two facts:
+
+1. two members are never more than one step apart;
+2. whoever is ahead can give the others what they lack: the reduced result of s lies in one of
+   two buffers, and only a finished reduction of s+1, which proves that all have applied s, lets
+   the buffer be used again.
+
+On re-formation each survivor reports how far it is, and all decide alike, from the same reports:
+those behind roll forward with the result of those ahead. Nobody ahead: all stand before the same
+step, whose parameters nobody has touched, and redo only what the lost rank had not delivered.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from perdure.plan.elastic.microbatches import reassign
+
+FRESH = -1
+"""Steps applied by a rank that has no state yet: it has just joined."""
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How far one rank is, at a moment when it computes and reduces nothing."""
+
+    applied: int
+    """Steps that its parameters contain; `FRESH` where it has none."""
+    done: tuple[int, ...] = ()
+    """Micro-batches of step number `applied` whose gradients it holds."""
+    holds: bool = False
+    """It keeps the reduced result of the step before, number `applied - 1`."""
+
+
+class Reformation(msgspec.Struct, frozen=True):
+    """What the members of a new epoch do before they go on. The same on every one of them."""
+
+    step: int
+    """Steps that every member's parameters contain afterwards: the number of the next one."""
+    donors: tuple[int, ...]
+    """Members that have this state."""
+    forward: tuple[int, ...]
+    """Members one step behind, which apply the reduced result that `holder` sends."""
+    fresh: tuple[int, ...]
+    """Members that receive the whole state from the donors."""
+    holder: int
+    """Who sends the reduced result; -1 where nobody needs it."""
+    todo: dict[int, tuple[int, ...]]
+    """Member -> micro-batches of step `step` that it has to compute."""
+    redone: int
+    """How many of them were assigned to somebody before, and are not done."""
+    reason: str
+
+
+def decide_reformation(count: int, standings: Mapping[int, Standing]) -> Reformation:
+    """Return how `standings`, by rank, are brought together; `count` micro-batches a step.
+
+    Members in order of rank decide ties, so that all decide alike. A member that is ahead but
+    does not hold the reduced result (it joined a moment ago) sends its whole state instead.
+    """
+    members = sorted(standings)
+    step = max(s.applied for s in standings.values())
+    if step == FRESH:
+        first, *others = members
+        todo = reassign(count, members, {})
+        why = f"nobody has a state: rank {first}'s is everyone's"
+        return Reformation(0, (first,), (), tuple(others), -1, todo, 0, why)
+    donors = tuple(r for r in members if standings[r].applied == step)
+    holder = next((r for r in donors if standings[r].holds), -1)
+    behind = [r for r in members if standings[r].applied == step - 1 != FRESH]
+    forward = tuple(behind) if holder >= 0 else ()
+    fresh = tuple(r for r in members if r not in donors and r not in forward)
+    kept = {r: standings[r].done for r in donors}
+    todo = reassign(count, members, kept)
+    left = sum(len(mine) for mine in todo.values())
+    return Reformation(
+        step=step,
+        donors=donors,
+        forward=forward,
+        fresh=fresh,
+        holder=holder if forward else -1,
+        todo=todo,
+        redone=left if any(kept.values()) else 0,
+        reason=_explain(step, count - left, count, forward, fresh, holder),
+    )
+
+
+def _explain(
+    step: int, kept: int, count: int, forward: Sequence[int], fresh: Sequence[int], holder: int
+) -> str:
+    parts = [f"step {step}: {kept} of {count} micro-batches are kept"]
+    if forward:
+        parts.append(f"ranks {list(forward)} roll forward with rank {holder}'s result")
+    if fresh:
+        parts.append(f"ranks {list(fresh)} receive the state")
+    return "; ".join(parts)

@@ -1,0 +1,1 @@
+"""Worlds for a number of devices: candidates, their cost, and what moves between them."""

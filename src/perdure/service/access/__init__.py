@@ -1,0 +1,1 @@
+"""Who may connect to a job, and with what: passwords, certificates, invitations."""

@@ -1,0 +1,245 @@
+"""Who of a job may say what on its bus: made at each start, kept in files of their owner alone.
+
+Each part reads one file, `credentials/USER.json` (`endpoint.json` for the operator), which is all
+that a machine that runs only this part needs. A secret is in no argument, environment or log, and
+dies with its server: the next run makes new ones. Parts that run as the same user on the same
+machine can read one another's files; there, roles guard against mistakes, not against malice.
+
+With a user's own server the same files say where it is and which of the user's own credentials to
+show; what each may do there is for its administrator to set (`docs/nats.md`).
+"""
+
+import ipaddress
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from secrets import token_urlsafe
+from urllib.parse import urlsplit
+
+import msgspec
+
+from perdure.adapters.host import pick_free_port
+from perdure.adapters.nats import (
+    SYSTEM,
+    Member,
+    NatsServer,
+    User,
+    choose_file,
+    make_certificate,
+    read_pem,
+)
+from perdure.model.bus.access import ROLES, Role, find_access, user_name
+from perdure.model.bus.wire import Endpoint
+from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.job import JobSpec, NatsConfig
+from perdure.model.paths import JobPaths
+from perdure.service.access.door import keep_door
+from perdure.service.jobfiles import write_atomic, write_document
+from perdure.service.neighbours import MINE
+from perdure.service.placement import LOOPBACK, Placement
+
+
+def list_users(spec: JobSpec) -> list[tuple[Role, int | None]]:
+    """Return everybody who may connect: each role once, agents one a node."""
+    users: list[tuple[Role, int | None]] = []
+    for role in ROLES:
+        if role == "agent":
+            users += [(role, node) for node in range(spec.num_nodes)]
+        else:
+            users.append((role, None))
+    return users
+
+
+def make_server(spec: JobSpec, paths: JobPaths, host: str) -> NatsServer:
+    """Return the job's own server, not yet started, with fresh passwords."""
+    users = tuple(
+        User(user_name(role, node), token_urlsafe(24), find_access(role, spec.name, node))
+        for role, node in list_users(spec)
+    )
+    return NatsServer(folder=paths.nats, token="", name=spec.name, host=host, users=users)
+
+
+def make_servers(spec: JobSpec, paths: JobPaths, placement: Placement) -> list[NatsServer]:
+    """Return the job's servers, not yet started: one, or one on each of the first nodes."""
+    count = spec.bus.replicas
+    first = make_server(spec, paths, placement.bind)
+    if count == 1:
+        if placement.door:
+            made = not (is_loopback(first.host) or spec.nats.tls_cert)
+            keep_door(first, placement.door, certificate=made)
+        return [first]
+    hosts = placement.addresses[:count] or (placement.bind,) * count
+    ports = [pick_free_port(LOOPBACK) for _ in range(2 * count)]
+    doors = [f"{host}:{port}" for host, port in zip(hosts, ports[count:], strict=True)]
+    password, system = token_urlsafe(24), token_urlsafe(24)
+    return [
+        NatsServer(
+            folder=os.path.join(paths.nats, str(node)),
+            token="",
+            name=spec.name,
+            host=hosts[node],
+            port=ports[node],
+            users=first.users,
+            jetstream=not spec.bus.arbiter,
+            member=Member(
+                name=f"{spec.name}-{node}",
+                port=ports[count + node],
+                routes=tuple(door for door in doors if door != doors[node]),
+                password=password,
+                system=system,
+                authorities=os.path.join(paths.nats, "authorities.pem"),
+            ),
+        )
+        for node in range(count)
+    ]
+
+
+def set_certificates(servers: Sequence[NatsServer], config: NatsConfig) -> None:
+    """Give each server a certificate, where it needs one, and all of them everybody's.
+
+    Raises:
+        ConfigError: only one of certificate and key was given.
+        PlatformError: a file cannot be read, or no certificate can be made.
+    """
+    for server in servers:
+        set_certificate(server, config)
+    for member in [server.member for server in servers if server.member is not None][:1]:
+        pem = config.tls_ca and read_pem(config.tls_ca)
+        write_atomic(member.authorities, (pem or _join_certificates(servers)).encode())
+
+
+def _join_certificates(servers: Sequence[NatsServer]) -> str:
+    return "".join(read_pem(s.certificate[0]) for s in servers if s.certificate)
+
+
+def set_certificate(server: NatsServer, config: NatsConfig) -> None:
+    """Give `server` the user's certificate; else one made now, unless it is only on loopback.
+
+    Raises:
+        ConfigError: only one of certificate and key was given.
+        PlatformError: a file cannot be read, or no certificate can be made.
+    """
+    if bool(config.tls_cert) != bool(config.tls_key):
+        raise ConfigError("nats: tls_cert and tls_key belong together", hint="give both")
+    if config.tls_cert:
+        read_pem(config.tls_cert)
+        server.certificate = (config.tls_cert, config.tls_key)
+    elif server.certificate is None and not is_loopback(server.host):
+        server.certificate = make_certificate(server.folder, server.host)
+
+
+def check_outside(spec: JobSpec) -> None:
+    """Refuse what would carry secrets in the open, or say them where they can be read.
+
+    Raises:
+        ConfigError: an address that others can reach without TLS, or a URL with a password in it.
+    """
+    nats, notify = spec.nats, spec.notify
+    if nats.url:
+        parts = urlsplit(nats.url)
+        if parts.scheme not in ("nats", "tls") or not parts.hostname:
+            raise ConfigError("nats: not a URL of a NATS server", hint="tls://HOST:4222")
+        if parts.username or parts.password:
+            raise ConfigError(
+                "nats: a URL with a password is seen in process lists and job files",
+                hint="--nats-creds FILE, such as JSON with user and password",
+            )
+        if parts.scheme == "nats" and not is_loopback(parts.hostname):
+            raise ConfigError(
+                f"nats: {parts.hostname} is not loopback, and nats:// is not encrypted",
+                hint=f"tls://{parts.netloc}, with --nats-tls-ca where its authority is your own",
+            )
+    elif nats.creds:
+        raise ConfigError("nats: credentials without a server", hint="--nats URL")
+    if notify.webhook_port and not (is_loopback(notify.webhook_host) or nats.tls_cert):
+        raise ConfigError(
+            f"notify: webhook_host {notify.webhook_host} is not loopback, and there is no TLS",
+            hint="--nats-tls-cert and --nats-tls-key, or webhook_host = 127.0.0.1",
+        )
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether nobody outside this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def write_credentials(
+    spec: JobSpec,
+    paths: JobPaths,
+    servers: Sequence[NatsServer],
+    *,
+    url: str,
+    clock_offset_s: float,
+) -> Endpoint:
+    """Write a file for everybody who may connect; return that of `perdure run` itself.
+
+    Raises:
+        ConfigError: there are no credentials of the user's for a role.
+        PlatformError: a file cannot be read or written.
+    """
+    folder = os.path.dirname(paths.credential("run"))
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        os.chmod(folder, 0o700)
+    except OSError as error:
+        raise PlatformError(f"cannot make {folder}: {error.strerror}") from error
+    config = spec.nats
+    server = servers[0] if servers else None
+    ca = read_pem(config.tls_ca) if config.tls_ca else _join_certificates(servers)
+    urls = tuple(each.url for each in servers) if len(servers) > 1 else ()
+    passwords = {user.name: user.password for user in server.users} if server else {}
+    by_role = server is None and os.path.isdir(config.creds)
+    mine = None
+    for role, node in list_users(spec):
+        name = user_name(role, node)
+        file = choose_file(config.creds, name, role) if config.creds and not server else ""
+        endpoint = Endpoint(
+            url=url,
+            token=passwords.get(name, ""),
+            clock_offset_s=clock_offset_s,
+            external=server is None,
+            user=name if server else Path(file).stem if by_role else "",
+            ca=ca,
+            creds=file,
+            tls_cert="" if server else config.tls_cert,
+            tls_key="" if server else config.tls_key,
+            servers=urls,
+            speaks=MINE,
+        )
+        path = paths.endpoint if role == "operator" else paths.credential(name)
+        write_document(path, endpoint, mode=0o600)
+        mine = endpoint if role == "run" else mine
+    assert mine is not None
+    if server and server.member:
+        system = msgspec.structs.replace(mine, user=SYSTEM, token=server.member.system)
+        write_document(paths.credential(SYSTEM), system, mode=0o600)
+    return mine
+
+
+def make_token(path: str) -> str:
+    """Return the secret in the file at `path`, made now where there is none.
+
+    Raises:
+        PlatformError: it cannot be read or written.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.read().strip()
+        if token:
+            return token
+        raise PlatformError(f"{path} is empty", hint="it shall hold a token")
+    except FileNotFoundError:
+        token = token_urlsafe(24)
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlatformError(f"cannot read {path}: {error}") from error
+    try:
+        os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w") as file:
+            file.write(token + "\n")
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror}") from error
+    return token

@@ -1,0 +1,345 @@
+"""A machine from elsewhere: it asks for a place in a running job, and runs that node's agent.
+
+`perdure join` needs nothing of the machine that the controller is on but its NATS server: the
+invitation says where that is, the answer to the request carries the job's document and the agent's
+own credentials. Neither is ever in an argument, an environment or a log. The script and its data
+have to be there.
+
+Its own state is a directory as the job's own machine has one, under another PERDURE_HOME, and one
+supervising process: it starts the agent again when that dies, hands signals on as notices, and
+leaves nothing behind.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from secrets import token_hex, token_urlsafe
+from typing import Any
+
+import msgspec
+
+from perdure.adapters.nats import NatsBus
+from perdure.model.bus.wire import (
+    Admission,
+    CommandReply,
+    Invitation,
+    JoinRequest,
+    subject_joins,
+)
+from perdure.model.codec import decode, encode
+from perdure.model.errors import (
+    ConfigError,
+    PlatformError,
+    ProtocolError,
+    RequestError,
+    SafetyError,
+)
+from perdure.model.invitations import digest_secret
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
+from perdure.service.agent.notices import OrphanedError, StartedAnewError
+from perdure.service.jobfiles import (
+    JobLock,
+    load_endpoint,
+    make_folders,
+    paths_of,
+    remove_folders,
+    set_previous_aside,
+    write_atomic,
+    write_document,
+)
+from perdure.service.neighbours import MINE, check_spoken
+from perdure.service.processes import (
+    Child,
+    describe_exit,
+    end_family,
+    find_descendants,
+    part_command,
+    reap_adopted,
+    start_child,
+)
+from perdure.worker.prctl import set_subreaper
+
+log = logging.getLogger("perdure.join")
+
+_CONNECT_S = 10.0
+_ANSWER_S = 5.0
+_AGAIN_S = 0.5
+_POLL_S = 0.1
+_RESTARTS_MAX = 30
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def find_admission(spec: JobSpec, paths: JobPaths, node: int) -> Admission | None:
+    """Return what the agent of `node` has to know; None where its credentials are gone."""
+    try:
+        endpoint = load_endpoint(paths, f"agent-{node}")
+    except ConfigError:
+        return None
+    return Admission(node=node, spec=spec, endpoint=endpoint)
+
+
+def make_invitation(
+    job: str,
+    home: str,
+    register: Callable[[dict[str, Any]], dict[str, Any]],
+    *,
+    expires_s: float,
+    uses: int,
+) -> Invitation:
+    """Return an invitation to a running job, of which `register` tells the controller.
+
+    It is good for the first time for `expires_s` seconds (0: always), and serves `uses` machines
+    (0: as many as there are places).
+
+    Raises:
+        ConfigError: no node of it comes from elsewhere, or its server is the user's own.
+    """
+    paths = paths_of(home, job)
+    endpoint = load_endpoint(paths, "joiner")
+    if endpoint.external:
+        raise ConfigError(
+            "the job's NATS server is your own, and so are its credentials",
+            hint="perdure join invites to the server that perdure starts",
+        )
+    id_, secret = token_hex(4), token_urlsafe(24)
+    told = register(
+        {"id": id_, "digest": digest_secret(secret), "expires_s": expires_s, "uses": uses}
+    )
+    until_s = float(told.get("until_s", 0.0))
+    return Invitation(job=job, endpoint=endpoint, id=id_, secret=secret, until_s=until_s)
+
+
+def read_invitation(data: bytes) -> Invitation:
+    """Return the invitation in `data`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        invitation: Invitation = decode(data, Invitation)
+    except ProtocolError:
+        raise ConfigError("not an invitation", hint="perdure invite JOB > FILE") from None
+    check_spoken(invitation.endpoint.speaks, f"the job {invitation.job}")
+    return invitation
+
+
+async def ask_place(invitation: Invitation, machine: str, *, wait_s: float) -> Admission:
+    """Return the place that the controller gives this machine, asking for up to `wait_s`.
+
+    The server may come up meanwhile: the job's own machine may have just started as well.
+
+    Raises:
+        PlatformError: the server cannot be reached, or the controller does not answer.
+        SafetyError: there is no place.
+    """
+    deadline = time.monotonic() + wait_s
+    bus = await NatsBus.connect(
+        invitation.endpoint,
+        name=f"perdure join {invitation.job}",
+        timeout_s=max(_CONNECT_S, wait_s),
+    )
+    try:
+        while True:
+            asked = JoinRequest(
+                id=token_hex(8),
+                machine=machine,
+                host=os.uname().nodename,
+                invitation=invitation.id,
+                secret=invitation.secret,
+                speaks=MINE,
+            )
+            why: PlatformError | SafetyError
+            try:
+                data = await bus.request(
+                    subject_joins(invitation.job), encode(asked), timeout_s=_ANSWER_S
+                )
+                told: CommandReply = decode(data, CommandReply)
+                if told.ok:
+                    return msgspec.convert(told.result["admission"], Admission)
+                why = SafetyError(f"no place in {invitation.job}: {told.reason}", hint="--wait S")
+                if told.result.get("final"):
+                    raise SafetyError(why.message, hint="ask for another: perdure invite JOB")
+            except (RequestError, ProtocolError) as error:
+                why = PlatformError(
+                    f"the controller of {invitation.job} gives no answer: {error}",
+                    hint="is the job running?",
+                )
+            if time.monotonic() + _AGAIN_S > deadline:
+                raise why
+            await asyncio.sleep(_AGAIN_S)
+    finally:
+        await bus.close()
+
+
+def join(
+    invitation: Invitation,
+    *,
+    home: str,
+    address: str,
+    grace_s: float,
+    cwd: str | None,
+    wait_s: float,
+    on_line: Callable[[str], None],
+) -> int:
+    """Be a node of a job until the job ends or the node is left; return an exit code.
+
+    Where the job is started anew meanwhile, and still takes the invitation, be one of it again.
+
+    Raises:
+        SafetyError: there is no place.
+        ConfigError: this PERDURE_HOME runs the job itself.
+        PlatformError: the job cannot be reached, or the agent does not stay up.
+    """
+    job = invitation.job
+    paths = paths_of(home, job)
+    lock = JobLock(paths)
+    try:
+        set_subreaper()
+        while True:
+            end_family(job, home, spare=frozenset(find_descendants(os.getpid())))
+            admission = asyncio.run(ask_place(invitation, _find_machine(paths), wait_s=wait_s))
+            on_line(f"this machine is node {admission.node} of {job}")
+            _write_files(paths, admission, grace_s, cwd)
+            code = _Joined(admission, home, paths, address, grace_s, on_line).run()
+            if code is not None:
+                return code
+            end_family(job, home, spare=frozenset())
+            on_line(f"{job} was started anew, or ended this login: asking for a place again")
+    finally:
+        end_family(job, home, spare=frozenset())
+        remove_folders(paths)
+        lock.release()
+
+
+def _find_machine(paths: JobPaths) -> str:
+    """Return what this machine is called when it asks: the same from now on."""
+    path = os.path.join(paths.root, "machine")
+    with contextlib.suppress(OSError), open(path, encoding="utf-8") as file:
+        known = file.read().strip()
+        if known:
+            return known
+    machine = token_hex(8)
+    write_atomic(path, machine.encode())
+    return machine
+
+
+def _write_files(paths: JobPaths, admission: Admission, grace_s: float, cwd: str | None) -> None:
+    """Write what the agent reads: as the job says it, but for what is this machine's own."""
+    machine = _find_machine(paths)
+    set_previous_aside(paths)
+    make_folders(paths)
+    write_atomic(os.path.join(paths.root, "machine"), machine.encode())
+    spec = admission.spec
+    signals = {"SIGTERM": grace_s, "SIGUSR1": grace_s, **spec.preemption.signals}
+    preemption = msgspec.structs.replace(spec.preemption, signals=signals)
+    spec = msgspec.structs.replace(spec, preemption=preemption, cwd=cwd or spec.cwd)
+    write_document(paths.spec, spec)
+    offset_s = time.time() - time.monotonic()  # Of this machine's own boot.
+    endpoint = msgspec.structs.replace(admission.endpoint, clock_offset_s=offset_s)
+    path = paths.credential(f"agent-{admission.node}")
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    write_document(path, endpoint, mode=0o600)
+
+
+class _Joined:
+    """The agent's supervisor on a machine from elsewhere."""
+
+    def __init__(
+        self,
+        admission: Admission,
+        home: str,
+        paths: JobPaths,
+        address: str,
+        grace_s: float,
+        on_line: Callable[[str], None],
+    ) -> None:
+        self._spec, self._node, self._paths = admission.spec, admission.node, paths
+        self._grace_s, self._on_line = grace_s, on_line
+        self._env = os.environ | {
+            "PERDURE_HOME": home,
+            "PERDURE_JOB": admission.spec.name,
+            "PERDURE_RUN_PID": str(os.getpid()),
+            "PERDURE_NODE_ADDRESS": address,
+            "SPT_NOENV": "1",
+        }
+        self._signals: list[signal.Signals] = []
+        self._agent: Child | None = None
+
+    def run(self) -> int | None:
+        """Keep the agent up until it leaves; return None where the job was started anew."""
+
+        def note(number: int, _: object) -> None:
+            self._signals.append(signal.Signals(number))
+
+        before = {number: signal.signal(number, note) for number in _SIGNALS}
+        try:
+            return self._watch()
+        finally:  # Nothing of the job runs while a place is asked for: a signal just ends it.
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _watch(self) -> int | None:
+        taken, restarts, warned_s = 0, 0, None
+        self._agent = self._start()
+        while True:
+            time.sleep(_POLL_S)
+            status = self._agent.reap()
+            if status == 0:
+                self._on_line("the agent has left: the job has ended, or this node was left")
+                return 0
+            if status == StartedAnewError.exit_code:
+                return 0 if self._signals else None
+            if status == OrphanedError.exit_code:
+                raise PlatformError(
+                    f"the machine of {self._spec.name} was not reached for "
+                    f"{self._spec.bus.orphan_s:g} s: left",
+                    hint="perdure join again, once the job runs",
+                )
+            if status is not None:
+                restarts += 1
+                if restarts > _RESTARTS_MAX:
+                    log_file = self._paths.log(f"agent-{self._node}")
+                    raise PlatformError("the agent does not stay up", hint=f"see {log_file}")
+                self._on_line(f"the agent died ({describe_exit(status)}) and is started again")
+                self._agent.close()
+                self._agent = self._start()
+            reap_adopted({self._agent.pid})
+            while taken < len(self._signals):
+                number = self._signals[taken]
+                taken += 1
+                if taken > 1 and number != signal.SIGUSR1:
+                    self._on_line(f"{number.name} again: leaving at once")
+                    return 128 + number
+                warned_s = warned_s or time.monotonic()
+                self._on_line(f"{number.name}: leaving within {self._grace_s:g} s")
+                named = signal.SIGUSR1 if number == signal.SIGUSR1 else signal.SIGTERM
+                self._agent.process.send_signal(named)
+            if warned_s is not None and time.monotonic() > warned_s + self._grace_s:
+                self._on_line("the grace is over")
+                return 0
+
+    def _start(self) -> Child:
+        command = part_command("agent", self._spec.name, str(self._node))
+        path = self._paths.log(f"agent-{self._node}")
+        return start_child(f"agent {self._node}", command, self._env, path)
+
+
+def read_source(path: str) -> bytes:
+    """Return what is in the file at `path`, or on standard input for `-`.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if path == "-":
+        return sys.stdin.buffer.read()
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}", hint="perdure invite JOB > FILE") from None

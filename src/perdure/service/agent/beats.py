@@ -1,0 +1,192 @@
+"""What the agent reads off its ranks: rings five times a second, /proc as seldom as will do."""
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
+from perdure.adapters.ring_follow import RingFollower
+from perdure.adapters.rings import find_foreign, open_regular, read_ring
+from perdure.agent.messages import RankEnded
+from perdure.agent.state import KeeperView
+from perdure.model.codec import decode
+from perdure.model.errors import ProtocolError
+from perdure.model.events import ExitRecord
+from perdure.model.paths import JobPaths
+from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress
+from perdure.service.aside import Asides
+
+HEALTHY_S = 0.5
+"""How old a look at /proc may be for a rank that makes progress; a silent one is looked at anew."""
+HOST_S = 0.5
+"""Between two looks at what the machine's cores do."""
+_RECORD_BYTES_MAX = 16 << 20
+_RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
+
+
+class RankReader:
+    """Rings and /proc of one node's ranks."""
+
+    def __init__(self, paths: JobPaths, clock_offset_s: float, asides: Asides) -> None:
+        """Read the rings under `paths`; what is none is counted in `asides`."""
+        self._paths, self._offset_s, self._asides = paths, clock_offset_s, asides
+        self._sampler = ProcSampler()
+        self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
+        self._used: dict[int, tuple[float, float]] = {}
+        """Process -> CPU seconds and seconds without one, at the last look at the cores."""
+        self._marks: dict[int, tuple[float, float]] = {}
+        """Rank -> (last write, last change of phase) at the newest beat."""
+        self._followers: dict[tuple[int, int], RingFollower] = {}
+        """(generation, rank) -> its ring, read from beat to beat."""
+        self._foreign: set[tuple[int, int]] = set()
+        """(generation, rank) in whose ring's place something else was found."""
+
+    def read_beat(
+        self, node: int, incarnation: str, seq: int, now: float, keeper: KeeperView | None
+    ) -> NodeBeat:
+        """Return the node's heartbeat."""
+        generation = keeper.generation if keeper else -1
+        running = keeper.running if keeper else {}
+        self._sampler.watch(running.values())
+        self._followers = {
+            key: follower
+            for key, follower in self._followers.items()
+            if key[0] == generation and key[1] in running
+        }
+        host = self._look_at_host(running.values(), keeper.pid if keeper else 0, now)
+        ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
+        return NodeBeat(node, incarnation, seq, now, generation, ranks, host=host)
+
+    def _look_at_host(self, pids: Iterable[int], keeper: int, now: float) -> HostLoad | None:
+        """Return what the cores did since the last look, and who; None where it is too soon.
+
+        An image of the keeper's imports for seconds while ranks train: that is no other's work.
+        """
+        if now - self._host_s < HOST_S:
+            return None
+        window_s, self._host_s = now - self._host_s, now
+        look = self._cores.measure(now)
+        used = {os.getpid(): (time.process_time(), 0.0)}
+        used |= {pid: (cpu_s, 0.0) for pid, cpu_s in _measure_family(keeper).items()}
+        for pid in pids:
+            proc = self._sampler.sample(pid, now)
+            used[pid] = (proc.cpu_s, proc.run_delay_s)
+        last, self._used = self._used, used
+        if look is None:
+            return None
+        cores, busy, pressure = look
+        spent = [(p, last.get(p, (0.0, 0.0))) for p in used]
+        own_s = sum(max(used[p][0] - before[0], 0.0) for p, before in spent)
+        waited_s = sum(max(used[p][1] - before[1], 0.0) for p, before in spent)
+        return HostLoad(
+            host=self._host,
+            cores=cores,
+            busy=round(busy, 3),
+            own=round(own_s / window_s, 3),
+            waited=round(waited_s / window_s, 3),
+            pressure=round(pressure, 3),
+        )
+
+    def _look(self, generation: int, rank: int, pid: int, now: float) -> RankProgress:
+        follower = self._followers.get((generation, rank))
+        if follower is None:
+            follower = RingFollower(self._paths.ring(generation, rank), self._offset_s)
+            self._followers[generation, rank] = follower
+        look = follower.read(now)
+        if look is None:
+            unseen = self._look_for_foreign(generation, rank)
+            proc = self._sampler.sample(pid, now, HEALTHY_S)
+            return RankProgress(
+                rank=rank,
+                pid=pid,
+                phase="spawned",
+                phase_since_s=0.0,
+                heartbeat_s=0.0,
+                account=RankAccount(),
+                proc=proc,
+                unseen=unseen,
+            )
+        reading = look.reading
+        mark = (reading.heartbeat_s, reading.phase_since_s)
+        moved, self._marks[rank] = mark != self._marks.get(rank), mark
+        proc = self._sampler.sample(pid, now, HEALTHY_S if moved else 0.0)
+        return msgspec.structs.replace(
+            reading.progress(proc), rank=rank, pid=pid, spans=look.spans, stages=look.stages
+        )
+
+    def _look_for_foreign(self, generation: int, rank: int) -> bool:
+        """Return whether something else than a file lies in the place of a ring; say so once."""
+        path = self._paths.ring(generation, rank)
+        kind = find_foreign(path)
+        if kind and (generation, rank) not in self._foreign:
+            self._foreign = {known for known in self._foreign if known[0] == generation}
+            self._foreign.add((generation, rank))
+            why = f"{kind} lies in the place of its ring, so nothing is seen of its progress"
+            self._asides.note("ring", f"rank {rank} of generation {generation}", why, path)
+        return bool(kind)
+
+    def read_end(self, record: ExitRecord) -> RankEnded:
+        """Return `record` with what the rank's ring says after its end."""
+        reading = read_ring(self._paths.ring(record.generation, record.rank), self._offset_s)
+        if reading is None:
+            return RankEnded(record=record)
+        return RankEnded(record=record, account=reading.account, comms=reading.comms)
+
+    def read_lost(self, generation: int, ranks: Iterable[int], now: float) -> list[RankEnded]:
+        """Return how `ranks` ended that died with their keeper: by its record, or without one.
+
+        `asked` is set in the latter case: what failed is the keeper, not the rank.
+        """
+        ends = []
+        for rank in ranks:
+            reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
+            if reading is None:
+                continue
+            record = _read_record(self._paths.exit_record(generation, rank))
+            if record is None:
+                record = ExitRecord(
+                    rank, generation, reading.pid, now, signal=9, asked=True, error="keeper lost"
+                )
+            ends.append(RankEnded(record=record, account=reading.account, comms=reading.comms))
+        return ends
+
+    def find_spawned(self, generation: int, ranks: dict[int, int]) -> float:
+        """Return when the youngest of `ranks` was spawned; 0 where no ring tells."""
+        readings = [read_ring(self._paths.ring(generation, rank), self._offset_s) for rank in ranks]
+        return max((r.account.spawned_s for r in readings if r is not None), default=0.0)
+
+    def find_newest(self, ranks: range) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """Return the newest generation of which one of `ranks` has a ring; -1 for none.
+
+        And (generation, rank) of all rings of the newest generation that this machine has seen.
+        """
+        try:
+            names = os.listdir(os.path.dirname(self._paths.ring(0, 0)))
+        except OSError:
+            return -1, ()
+        found = [(int(m[1]), int(m[2])) for name in names if (m := _RING_NAME.match(name))]
+        last = max((generation for generation, _ in found), default=-1)
+        newest = max((generation for generation, rank in found if rank in ranks), default=-1)
+        return newest, tuple(sorted(pair for pair in found if pair[0] == last))
+
+
+def _measure_family(keeper: int) -> dict[int, float]:
+    """Return the CPU seconds of a keeper and of what it runs: ranks, images, those that start."""
+    family = {}
+    with contextlib.suppress(OSError):
+        for pid in (keeper, *list_children(keeper)):
+            family[pid] = measure_cpu(pid)
+    return family
+
+
+def _read_record(path: str) -> ExitRecord | None:
+    """Return what a keeper wrote down of a rank's end; None where nothing can be read."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            return decode(file.read(_RECORD_BYTES_MAX), ExitRecord)
+    except (OSError, ProtocolError):
+        return None

@@ -1,0 +1,122 @@
+"""The agent's sweeps over its ranks' connections: once a second, five times while suspicious.
+
+A sweep is taken in a thread beside the loop (most of it is the kernel's own work), and goes out
+with the next heartbeat. However many connections there are, sweeps may use only their share of a
+core: where they would need more, they come less often.
+"""
+
+import asyncio
+import json
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from perdure.adapters.links import LinkReader
+from perdure.adapters.netlink import list_interfaces
+from perdure.adapters.nics import NicReader
+from perdure.adapters.rings import open_regular
+from perdure.model.actions import WatchClosely
+from perdure.model.errors import PlatformError
+from perdure.model.paths import JobPaths
+from perdure.model.signals.links import LinkSweep, NicSample
+from perdure.model.signals.progress import NodeBeat
+from perdure.worker.recording.groups import SUFFIX
+
+QUIET_S, WATCH_S = 1.0, 0.2
+QUIET_SHARE, WATCH_SHARE = 0.01, 0.05
+"""Of a core."""
+_INTERFACES_S = 30.0
+"""How often the addresses of interfaces are looked up."""
+
+
+class Ranks(NamedTuple):
+    """Whose connections to look at."""
+
+    generation: int
+    pids: Mapping[int, int]
+    store_ports: frozenset[int]
+
+
+class LinkTelemetry:
+    """Sweeps of one node."""
+
+    def __init__(self, paths: JobPaths, node: int, *, alone: bool, sysfs: str = "/sys") -> None:
+        """Look for notes of process groups under `paths`; `alone`: there is no other node."""
+        self._paths, self._node = paths, node
+        self._generation = -1
+        self._reader = LinkReader(self._read_groups, alone=alone)
+        self._nics = NicReader(sysfs)
+        self._interfaces: dict[str, str] = {}
+        self._interfaces_s = float("-inf")
+        self._watch_until_s = float("-inf")
+        self._taken: deque[tuple[LinkSweep, tuple[NicSample, ...]]] = deque(maxlen=4)
+        self._wake = asyncio.Event()
+        self._cost_s = 0.0
+
+    def watch(self, order: WatchClosely) -> None:
+        """Sweep at the suspicious rate until the order's time."""
+        if self._node in order.nodes:
+            self._watch_until_s = max(self._watch_until_s, order.until_s)
+            self._wake.set()
+
+    def period_s(self, now: float) -> float:
+        """Return how long after a sweep's start the next one begins."""
+        if now < self._watch_until_s:
+            return max(WATCH_S, self._cost_s / WATCH_SHARE)
+        return max(QUIET_S, self._cost_s / QUIET_SHARE)
+
+    async def run(self, ranks: Callable[[], Ranks], now: Callable[[], float]) -> None:
+        """Sweep until cancelled."""
+        while True:
+            began_s, looked = now(), ranks()
+            if looked.pids:
+                await asyncio.to_thread(self.sweep, began_s, looked)
+            while (left_s := began_s + self.period_s(now()) - now()) > 0:
+                self._wake.clear()
+                try:
+                    await asyncio.wait_for(self._wake.wait(), left_s)
+                except TimeoutError:
+                    break
+
+    def sweep(self, now: float, ranks: Ranks) -> None:
+        """Look once; the result goes with the next heartbeat."""
+        self._generation = ranks.generation
+        sweep = self._reader.sweep(now, ranks.pids, ranks.store_ports)
+        self._cost_s = sweep.cost_s
+        self._taken.append((sweep, self._nics.sample(self._find_interfaces(now))))
+
+    def join(self, beat: NodeBeat) -> NodeBeat:
+        """Return `beat` with the oldest sweep that no heartbeat has carried yet."""
+        if not self._taken or self._generation != beat.generation:
+            self._taken.clear()
+            return beat
+        sweep, nics = self._taken.popleft()
+        return msgspec.structs.replace(beat, sweep=sweep, nics=nics)
+
+    def find_address(self) -> str:
+        """Return the address of this node that the ranks' traffic uses; empty if there is none."""
+        return self._reader.find_address()
+
+    def close(self) -> None:
+        """Close the lines to the kernel."""
+        self._reader.close()
+
+    def _find_interfaces(self, now: float) -> set[str]:
+        if now - self._interfaces_s > _INTERFACES_S:
+            self._interfaces_s = now
+            try:
+                self._interfaces = list_interfaces()
+            except PlatformError:
+                self._interfaces = {}
+        found = (self._interfaces.get(host) for host in list(self._reader.hosts))
+        return {name for name in found if name}
+
+    def _read_groups(self, rank: int) -> dict[int, str]:
+        try:
+            path = self._paths.ring(self._generation, rank) + SUFFIX
+            with open(path, "rb", opener=open_regular) as file:
+                return {int(port): str(name) for port, name in json.load(file).items()}
+        except (OSError, ValueError, AttributeError):
+            return {}

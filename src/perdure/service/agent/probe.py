@@ -1,0 +1,159 @@
+"""An agent's part of an active probe: paired transfers between agents, beside the training.
+
+The sending agent asks the other on the bus for a door and connects to it; both ends use the
+address that their ranks' traffic uses, so that the same card is tested. All of it runs in threads
+and ends by the order's deadline. An agent listens only while a door is open, and opens one only
+for whom the controller has ordered to ask, in an order that both nodes have. A node that cannot be
+asked was not measured, which is said and proves nothing of the network between the two.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from perdure.adapters.transfer import Door, Transfer, run_arithmetic, run_transfer
+from perdure.agent.probe import ProbePart, ProbeParts
+from perdure.model.actions import RunProbe
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PlatformError, ProtocolError, RequestError
+from perdure.model.events import ProbeEnded
+from perdure.model.signals.links import PairProbe
+from perdure.model.signals.probing import ProbeAsk, ProbeDoor, subject_probe
+from perdure.service.ports import Bus, Reply
+
+log = logging.getLogger("perdure.agent")
+
+DOORS_MAX = 4
+_ASK_S = 0.5
+_BYTES_MAX = 1 << 30
+_DEADLINE_MAX_S = 30.0
+_COMPUTE_SHARE = 0.5
+"""Of a round's deadline; the transfers have the rest."""
+
+
+class Prober:
+    """Carries out this node's parts."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        job: str,
+        node: int,
+        *,
+        address: Callable[[], str],
+        report: Callable[[ProbeEnded], None],
+        now: Callable[[], float],
+    ) -> None:
+        """Answer by `report`; `address` is where this node's ranks can be reached."""
+        self._bus, self._job, self._node = bus, job, node
+        self._address, self._report, self._now = address, report, now
+        self._parts = ProbeParts(node)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._doors = 0
+
+    async def start(self) -> None:
+        """Serve doors to whoever asks."""
+        await self._bus.serve(subject_probe(self._job, self._node), self._take_ask)
+
+    def take(self, order: RunProbe) -> None:
+        """Carry out this node's part of `order`, once."""
+        part = self._parts.take(order)
+        if part is not None:
+            self._start(self._run(part))
+
+    async def close(self) -> None:
+        """Drop what is under way; threads end by their deadlines."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- sending ------------------------------------------------------------------------------
+
+    async def _run(self, part: ProbePart) -> None:
+        """First compute, then send: one must not disturb the other."""
+        loop, errors = asyncio.get_running_loop(), list[str]()
+        end_s = loop.time() + min(part.order.deadline_s, _DEADLINE_MAX_S)
+        compute_s = None
+        if part.computes:
+            share_s = (end_s - loop.time()) * _COMPUTE_SHARE
+            compute_s = await asyncio.to_thread(run_arithmetic, share_s)
+        pairs: list[PairProbe] = []
+        for dst in part.destinations:
+            try:
+                moved = await self._send(part.order, dst, end_s)
+            except (RequestError, ProtocolError, PlatformError) as error:
+                errors.append(f"node {dst} was not measured: {error.message}")
+                continue
+            if moved.error:
+                errors.append(f"node {self._node} to node {dst}: {moved.error}")
+            pairs += _make_pairs(part.order, self._node, dst, moved)
+        event = part.end(self._now(), tuple(pairs), compute_s, "; ".join(errors))
+        log.info("probe: %.300s", event)
+        self._report(event)
+
+    async def _send(self, order: RunProbe, dst: int, end_s: float) -> Transfer:
+        loop = asyncio.get_running_loop()
+        size = min(order.bytes, _BYTES_MAX)
+        ask = ProbeAsk(order.id, order.round, self._node, size, end_s - loop.time())
+        while True:
+            try:
+                answer = await self._bus.request(
+                    subject_probe(self._job, dst), encode(ask), timeout_s=_ASK_S
+                )
+                break
+            except RequestError:
+                if loop.time() + _ASK_S > end_s:
+                    raise
+                await asyncio.sleep(0.05)
+        door: ProbeDoor = decode(answer, ProbeDoor)
+        if door.error:
+            raise PlatformError(door.error)
+        return await asyncio.to_thread(
+            run_transfer,
+            door.host,
+            door.port,
+            door.token,
+            source=self._address(),
+            size=size,
+            deadline_s=end_s - loop.time(),
+        )
+
+    # --- receiving ----------------------------------------------------------------------------
+
+    def _take_ask(self, data: bytes, reply: Reply) -> None:
+        self._start(self._open(data, reply))
+
+    async def _open(self, data: bytes, reply: Reply) -> None:
+        try:
+            ask: ProbeAsk = decode(data, ProbeAsk)
+            if not self._parts.expects(ask.id, ask.round, ask.src):
+                # Or the order is still on its way: whoever may ask, asks again.
+                log.warning("probe: nobody has ordered %.100s", ask)
+                return
+            if self._doors >= DOORS_MAX:
+                raise PlatformError(f"node {self._node} has {DOORS_MAX} doors open")
+            door = Door(self._address() or "127.0.0.1")
+        except (ProtocolError, PlatformError) as error:
+            await reply(encode(ProbeDoor(error=error.message)))
+            return
+        self._doors += 1
+        try:
+            await reply(encode(ProbeDoor(door.host, door.port, door.token)))
+            deadline_s = min(ask.deadline_s, _DEADLINE_MAX_S)
+            await asyncio.to_thread(door.serve, min(ask.bytes, _BYTES_MAX), deadline_s)
+        finally:
+            self._doors -= 1
+
+
+def _make_pairs(order: RunProbe, src: int, dst: int, moved: Transfer) -> list[PairProbe]:
+    """Return both directions; the way back was not tried where the way there did not end."""
+    pairs = [PairProbe(order.round, src, dst, order.bytes, moved.there_s, moved.rtt_s)]
+    if moved.there_s:
+        pairs.append(PairProbe(order.round, dst, src, order.bytes, moved.back_s, moved.rtt_s))
+    return pairs

@@ -1,0 +1,190 @@
+"""The agent's ears for its ranks: a unix socket, a JSON line a message.
+
+A line that cannot be read costs nobody the connection: it is counted and acknowledged, since a
+rank would send it again for ever, and everything else behind it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from perdure.agent.messages import WorkerSaid
+from perdure.model.actions import (
+    FenceAbort,
+    FollowWorld,
+    InjectFault,
+    InterruptCollectives,
+    ReformWorld,
+    ResumeRanks,
+    SendBoundary,
+)
+from perdure.model.aside import MessagesSetAside
+from perdure.model.bus.wire import (
+    DumpTraces,
+    FromWorker,
+    ToWorker,
+    WorkerAck,
+    WorkerEvent,
+    WorkerHello,
+)
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
+from perdure.service.agent.line_server import LINE_MAX, read_line
+from perdure.service.agent.outbox import Outbox
+from perdure.service.aside import Asides
+
+log = logging.getLogger("perdure.agent")
+
+_SEQ_MAX = 1 << 53
+_NOTE_S = 1.0
+"""Between two notes that take the numbers of what one rank said and nobody could read."""
+_EVENT = re.compile(rb'\{"type":"WorkerEvent","seq":(\d{1,18})[,}]')
+"""How an event's line begins, whatever is wrong with the rest of it."""
+
+
+@dataclass(slots=True)
+class _Line:
+    hello: WorkerHello
+    writer: asyncio.StreamWriter
+    newest: int = 0
+    """Number of the newest event that could be read; 0: none yet."""
+    gap: int = 0
+    """Lines since then that could not be read: so many numbers may be missing."""
+    unread: int = 0
+    """Number of the newest event that could not be read and is not yet acknowledged; 0: none."""
+    noted_at_s: float = field(default=-_NOTE_S)
+
+    @property
+    def source(self) -> str:
+        """Whose numbers its events carry."""
+        return f"g{self.hello.generation}-r{self.hello.rank}-p{self.hello.pid}"
+
+    def is_next(self, seq: int) -> bool:
+        """Return whether an event may have this number: a rank counts, and says things again."""
+        return seq <= self.newest + 1 + self.gap if self.newest else 0 < seq <= _SEQ_MAX
+
+    def send(self, message: ToWorker) -> None:
+        if not self.writer.is_closing():
+            self.writer.write(encode(message) + b"\n")
+
+
+class WorkerServer:
+    """Listens for ranks. Their events go to the outbox, all else to `say`."""
+
+    def __init__(
+        self, job: str, outbox: Outbox, say: Callable[[WorkerSaid], None], asides: Asides
+    ) -> None:
+        """Serve the ranks of `job`; `asides` counts what they say and nobody can read."""
+        self._job, self._outbox, self._say, self._asides = job, outbox, say, asides
+        self._lines: dict[int, _Line] = {}
+        """By rank, of the newest generation that said hello."""
+        self._server: asyncio.Server | None = None
+
+    async def start(self, path: str) -> None:
+        """Listen at `path`, in the place of an agent that was there before."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        self._server = await asyncio.start_unix_server(self._serve, path, limit=LINE_MAX)
+        os.chmod(path, 0o600)
+
+    def send(
+        self,
+        rank: int,
+        message: SendBoundary
+        | ResumeRanks
+        | InjectFault
+        | InterruptCollectives
+        | ReformWorld
+        | FollowWorld
+        | FenceAbort
+        | DumpTraces,
+    ) -> None:
+        """Send `message` to `rank`, if it is connected and of that generation."""
+        line = self._lines.get(rank)
+        if line is None:
+            return
+        if isinstance(message, FenceAbort) or line.hello.generation == message.generation:
+            line.send(message)
+
+    async def close(self) -> None:
+        """Stop listening and hang up; ranks will look for the next agent."""
+        if self._server is not None:
+            self._server.close()
+        for line in self._lines.values():
+            line.writer.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line: _Line | None = None
+        try:
+            while text := await read_line(reader):
+                try:
+                    message: FromWorker = decode(text, FromWorker)
+                except ProtocolError as error:
+                    if line is None:
+                        raise
+                    self._set_aside(line, text, error)
+                    continue
+                if line is None:
+                    line = self._welcome(message, writer)
+                self._take(line, message)
+        except ProtocolError as error:
+            self._asides.note("rank", "a stranger", error, text)
+        except (OSError, asyncio.CancelledError):
+            pass  # It ended, or we do.
+        finally:
+            if line is not None and self._lines.get(line.hello.rank) is line:
+                del self._lines[line.hello.rank]
+                self._outbox.company = len(self._lines)
+            writer.close()
+
+    def _welcome(self, message: FromWorker, writer: asyncio.StreamWriter) -> _Line:
+        if not isinstance(message, WorkerHello) or message.job != self._job:
+            raise ProtocolError("a line that does not begin with a hello of this job")
+        line = _Line(message, writer)
+        held = self._lines.get(message.rank)
+        if held is None or held.hello.generation <= message.generation:
+            self._lines[message.rank] = line
+            self._outbox.company = len(self._lines)
+        return line
+
+    def _set_aside(self, line: _Line, text: bytes, error: ProtocolError) -> None:
+        """Count what cannot be read; where it is an event, have its number taken all the same."""
+        self._asides.note("rank", f"rank {line.hello.rank}", error, text)
+        line.gap += 1
+        match = _EVENT.match(text)
+        if match is None or not line.is_next(int(match[1])):
+            return
+        loop = asyncio.get_running_loop()
+        if not line.unread:
+            loop.call_at(max(loop.time(), line.noted_at_s + _NOTE_S), self._note_unread, line)
+        line.unread = max(line.unread, int(match[1]))
+
+    def _note_unread(self, line: _Line) -> None:
+        line.noted_at_s = asyncio.get_running_loop().time()
+        seq, line.unread = line.unread, 0
+        source = f"rank {line.hello.rank}"
+        note = MessagesSetAside(at_s=self._asides.now(), door="rank", source=source, count=0)
+        self._take(line, WorkerEvent(seq, note))
+
+    def _take(self, line: _Line, message: FromWorker) -> None:
+        if isinstance(message, WorkerEvent):
+            seq = message.seq
+            if not line.is_next(seq):  # Taken at its word, everything after it would be old.
+                why = f"an event says that it is number {seq}, after {line.newest}"
+                self._asides.note("rank", f"rank {line.hello.rank}", why)
+                return
+            line.newest, line.gap = max(seq, line.newest), 0
+
+            def acknowledge() -> None:
+                newest = self._lines.get(line.hello.rank)
+                same = newest is not None and newest.source == line.source
+                (newest if newest is not None and same else line).send(WorkerAck(seq))
+
+            self._outbox.put_from(line.source, seq, message.event, acknowledge)
+            return
+        hello = line.hello
+        self._say(WorkerSaid(rank=hello.rank, generation=hello.generation, message=message))

@@ -1,0 +1,528 @@
+"""The node agent's process: the machine of `perdure.agent`, wired to bus, keeper, ranks, /proc.
+
+Everything that happens becomes one input of the machine, handled to the end before the next one
+is looked at. A rank's exit takes no timer and no poll on its way: the keeper's line is read, the
+ring is read, and the event is in the outbox.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from secrets import token_hex
+from typing import Any, assert_never
+
+from perdure.adapters.devices import Nvml, find_group_devices, list_device_ids
+from perdure.adapters.host import pick_free_port, read_boot_id, read_state
+from perdure.adapters.nats import NatsBus
+from perdure.adapters.nccl import has_nvidia_gpu
+from perdure.adapters.notices import open_sources
+from perdure.adapters.stacks import dump_stack
+from perdure.agent import Agent, NodeIdentity
+from perdure.agent.messages import (
+    AgentStarted,
+    CollectStacks,
+    EndKeeper,
+    Input,
+    KeeperGone,
+    KeeperHeard,
+    KeeperSaid,
+    KeeperUp,
+    Leave,
+    OrderReceived,
+    RankEnded,
+    Report,
+    Request,
+    SpawnRanks,
+    StacksCollected,
+    StartKeeper,
+    SupervisorGone,
+    TellKeeper,
+    TellWorker,
+    TermHeard,
+)
+from perdure.launch.environment import GROUP_DEVICES, rank_environment
+from perdure.model.bus.wire import (
+    Endpoint,
+    FromKeeper,
+    KeeperExit,
+    KeeperExited,
+    KeeperSpawn,
+    KeeperState,
+    KeeperStoreReady,
+    NodeOrder,
+    RankLaunch,
+    subject_beats,
+    subject_events,
+    subject_orders,
+)
+from perdure.model.codec import decode, encode
+from perdure.model.errors import PerdureError, PlatformError, ProtocolError
+from perdure.model.events import GenerationStopped, TimerFired
+from perdure.model.fitting import fit_beat
+from perdure.model.job import JobSpec
+from perdure.model.paths import JobPaths
+from perdure.service.agent.beats import RankReader
+from perdure.service.agent.devices import DeviceTelemetry
+from perdure.service.agent.keeper import KeeperLink, keeper_command
+from perdure.service.agent.links import LinkTelemetry, Ranks
+from perdure.service.agent.notices import NoticeWatch, may_acknowledge, wait_to_leave
+from perdure.service.agent.outbox import Outbox
+from perdure.service.agent.probe import Prober
+from perdure.service.agent.ranks import WorkerServer
+from perdure.service.aside import Asides
+from perdure.service.jobfiles import (
+    load_endpoint,
+    load_spec,
+    paths_of,
+    resolve_home,
+    write_steering,
+)
+from perdure.service.neighbours import MINE, check_spoken
+from perdure.service.placement import find_address, find_gloo_interface
+from perdure.service.ports import Bus
+from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
+
+log = logging.getLogger("perdure.agent")
+
+_KEEPER_EXIT_S = 5.0
+_FLUSH_S = 3.0
+_ASIDES_S = 1.0
+RANK_ONLY = ("PERDURE_RING", "PERDURE_RANK", "PERDURE_GENERATION", "PERDURE_KEEPER")
+"""Never handed down to the keeper, should perdure itself run below a rank."""
+
+
+class AgentService:
+    """One agent of one node; `run` is its life."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        node: int,
+        paths: JobPaths,
+        bus: Bus,
+        *,
+        home: str,
+        clock_offset_s: float,
+        env: Mapping[str, str],
+        incarnation: str,
+        keeper: list[str] | None = None,
+    ) -> None:
+        """Wire the machine; `keeper` is the command that starts one."""
+        self._spec, self._node, self._paths, self._bus = spec, node, paths, bus
+        self._home, self._offset_s, self._asides = home, clock_offset_s, Asides(self.now)
+        marks = {"PERDURE_HOME": home, "PERDURE_JOB": spec.name, "PERDURE_NODE": str(node)}
+        self._env = _make_base(spec, node, env)
+        cold = {"PERDURE_COLD": "1"} if spec.cold else {}
+        offset = {"PERDURE_CLOCK_OFFSET_S": repr(clock_offset_s)}
+        nvml = Nvml.open(env, self._env.get(GROUP_DEVICES, ""))
+        self._devices = DeviceTelemetry(clock_offset_s, nvml)
+        identity = NodeIdentity(
+            node=node,
+            incarnation=incarnation,
+            host=find_address(env),
+            boot_id=read_boot_id(),
+            device_ids=list_device_ids(spec, node, nvml.ids if nvml else ()),
+            speaks=MINE,
+        )
+        self.machine = Agent(spec, identity)
+        self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
+        self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
+        self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
+        self._reader = RankReader(paths, clock_offset_s, self._asides)
+        self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
+        self.notices = NoticeWatch(
+            spec.preemption,
+            open_sources(spec.preemption, node, env),
+            node=node,
+            report=self._outbox.put,
+            now=self.now,
+        )
+        self._prober = Prober(
+            bus,
+            spec.name,
+            node,
+            address=lambda: self._links.find_address() or self.machine.identity.host,
+            report=self._outbox.put,
+            now=self.now,
+        )
+        self._keeper = KeeperLink(
+            paths.keeper_socket(node),
+            keeper or keeper_command(spec.name, node),
+            env=self._env | marks | cold | offset,
+            log_path=paths.log(f"keeper-{node}"),
+            marks=marks,
+            up=self._greet_keeper,
+            said=self._hear_keeper,
+            gone=self._miss_keeper,
+            silent=self.take,
+            heard=lambda: self.take(KeeperHeard()),
+            asides=self._asides,
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dumping: set[tuple[int, int]] = set()
+        self._nccl_plugin, self._told_exit = find_plugin() if has_nvidia_gpu() else "", False
+        self._left = asyncio.Event()
+        self._failed: BaseException | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def now(self) -> float:
+        """Return job time."""
+        return time.monotonic() + self._offset_s
+
+    async def run(self) -> None:
+        """Serve the node until the job ends here, or until cancelled (and then touch nothing)."""
+        try:
+            await self._workers.start(self._paths.worker_socket(self._node))
+            for whom in (self._node, "all"):
+                await self._bus.subscribe(subject_orders(self._spec.name, whom), self._take_order)
+            await self._prober.start()
+            self._start(self._outbox.run())
+            self._start(self._beat())
+            self._start(self._tell_asides())
+            self._start(self._links.run(self._view_ranks, self.now))
+            self._start(self._devices.run(lambda: self._view_ranks().pids))
+            for source in self.notices.sources:
+                self._start(self.notices.watch(source))
+            if self._node >= self._spec.local_nodes:
+                self._start(self._leave_in_time())
+            if may_acknowledge(self._spec):
+                self._start(self.notices.acknowledge(lambda: not self._view_ranks().pids))
+            self.take(AgentStarted())
+            await self._left.wait()
+            if self._told_exit:
+                await self._keeper.end(_KEEPER_EXIT_S)
+            if self._failed is not None:
+                raise self._failed
+            self._report_asides(all=True)
+            await self._outbox.flush(_FLUSH_S)
+        finally:
+            await self._workers.close()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._prober.close()
+            self._keeper.close()
+            self._links.close()
+            self._devices.close()
+
+    # --- in -----------------------------------------------------------------------------------
+
+    def take(self, input_: Input) -> None:
+        """Hand `input_` to the machine and do what it asks."""
+        if self._left.is_set():
+            return
+        for request in self.machine.handle(self.now(), input_):
+            self._do(request)
+        self._set_timer()
+
+    def _take_order(self, data: bytes) -> None:
+        try:
+            order: NodeOrder = decode(data, NodeOrder)
+        except ProtocolError as error:
+            self._asides.note("order", "a controller", error, data)
+            return
+        if order.watch is not None:
+            self._links.watch(order.watch)
+        if order.probe is not None:
+            self._prober.take(order.probe)
+        self.take(OrderReceived(order=order))
+
+    def _greet_keeper(self, state: KeeperState) -> None:
+        ranks, reader = self._spec.ranks_of(self._node), self._reader
+        newest, begun = reader.find_newest(ranks)
+        exits = [reader.read_end(record) for record in state.exits]
+        if newest > state.generation:  # An earlier keeper's, which no agent saw die.
+            exits += reader.read_lost(newest, ranks, self.now())
+        self.take(
+            KeeperUp(
+                state=state,
+                exits=tuple(exits),
+                started_s=reader.find_spawned(state.generation, state.running),
+                newest_on_disk=newest,
+                begun=begun,
+            )
+        )
+        log.info("keeper %d: generation %d, %s", state.pid, state.generation, state.running)
+
+    def _miss_keeper(self) -> None:
+        """Say that the keeper is gone, with what the rings of its ranks say."""
+        lost = self.machine.state.keeper
+        exits: list[RankEnded] = []
+        if lost is not None:
+            exits = self._reader.read_lost(lost.generation, sorted(lost.running), self.now())
+        self.take(KeeperGone(exits=tuple(exits)))
+
+    def _hear_keeper(self, message: FromKeeper) -> None:
+        if isinstance(message, KeeperExited):
+            self.take(self._reader.read_end(message.record))
+        elif not isinstance(message, KeeperState):
+            cold = isinstance(message, KeeperStoreReady) and not message.port
+            host = self.machine.identity.host
+            self.take(KeeperSaid(message=message, free_port=pick_free_port(host) if cold else 0))
+
+    def _set_timer(self) -> None:
+        deadline = self.machine.next_deadline()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if deadline is not None:
+            delay_s = max(0.0, deadline - self.now()) + 0.001
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(delay_s, self.take, TimerFired())
+
+    # --- out ----------------------------------------------------------------------------------
+
+    def _do(self, request: Request) -> None:
+        match request:
+            case StartKeeper():
+                self._start(self._keeper.run())
+            case TellKeeper(message=message):
+                self._told_exit = self._told_exit or isinstance(message, KeeperExit)
+                self._keeper.send(message)
+            case EndKeeper(reason=reason):
+                self._keeper.kill(reason)
+            case SpawnRanks():
+                self._keeper.send(self._render_spawn(request))
+            case TellWorker(rank=rank, message=message):
+                self._workers.send(rank, message)
+            case CollectStacks():
+                self._start(self._collect(request))
+            case Report(event=event, after=after):
+                log.info("%.300s", event)
+                if isinstance(event, GenerationStopped):  # The job may end with it.
+                    self._report_asides(all=True)
+                self._outbox.put(event, (lambda: self._do_all(after)) if after else None)
+            case Leave(reason=reason):
+                log.info("leaving: %s", reason)
+                self._left.set()
+            case _:
+                assert_never(request)
+
+    def _do_all(self, requests: tuple[Request, ...]) -> None:
+        for request in requests:
+            self._do(request)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._note_done)
+
+    def _note_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # A bug of ours: the next agent takes over; silence would be worse.
+            self._failed = error
+            self._left.set()
+
+    def _render_spawn(self, request: SpawnRanks) -> KeeperSpawn:
+        assignment, members = request.assignment, request.members
+        spec, paths, generation = self._spec, self._paths, assignment.generation
+        write_steering(paths, self._node, assignment)
+        launches = []
+        for rank in members or spec.ranks_of(assignment.slots_of(self._node)):
+            env = rank_environment(
+                spec,
+                rank,
+                assignment,
+                paths,
+                node=self._node,
+                base=self._env,
+                home=self._home,
+                clock_offset_s=self._offset_s,
+                nccl_plugin=self._nccl_plugin,
+            )
+            out, err = (paths.stream(generation, rank, s, spec.log_dir) for s in ("out", "err"))
+            launches.append(RankLaunch(rank, env, out, err, paths.ring(generation, rank)))
+        return KeeperSpawn(
+            generation=generation,
+            ranks=tuple(launches),
+            script=spec.script,
+            args=spec.args,
+            module=spec.module,
+            no_python=spec.no_python,
+            cwd=spec.cwd,
+            cold=spec.cold,
+            beside=request.beside,
+        )
+
+    async def _collect(self, order: CollectStacks) -> None:
+        """Take stacks, all at a time; a rank whose stack is being taken is left out."""
+        wanted = {r: p for r, p in order.pids.items() if (order.generation, r) not in self._dumping}
+        if not wanted:
+            return
+        keys = {(order.generation, rank) for rank in wanted}
+        self._dumping |= keys
+        try:
+            dumps = [
+                dump_stack(pid, nonblocking=read_state(pid) in "Tt") for pid in wanted.values()
+            ]
+            stacks = dict(zip(wanted, await asyncio.gather(*dumps), strict=True))
+        finally:
+            self._dumping -= keys
+        self.take(
+            StacksCollected(
+                generation=order.generation,
+                stacks=stacks,
+                traces=self._find_traces(order.generation),
+            )
+        )
+
+    def _find_traces(self, generation: int) -> str:
+        """Return the directory of Flight Recorder's traces; empty where no rank wrote any."""
+        traces = self._paths.traces(generation)
+        return traces if os.path.isdir(traces) else ""
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        seq, due_s = 0, loop.time()
+        subject, me = subject_beats(self._spec.name, self._node), self.machine.identity
+        while True:
+            seq += 1
+            beat = self._reader.read_beat(
+                self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
+            )
+            beat = fit_beat(self._devices.join(self._links.join(beat)), self._bus.payload_max)
+            await self._bus.publish(subject, encode(beat))
+            due_s = max(due_s + self._spec.detect.beat_s, loop.time())
+            await asyncio.sleep(due_s - loop.time())
+
+    async def _tell_asides(self) -> None:
+        """Say again and again what was set aside meanwhile."""
+        while True:
+            self._report_asides()
+            await asyncio.sleep(_ASIDES_S)
+
+    def _report_asides(self, *, all: bool = False) -> None:
+        for note in self._asides.take(all=all):
+            self._outbox.put(note)
+
+    async def _leave_in_time(self) -> None:
+        """Leave a machine from elsewhere."""
+        orphan_s = self._spec.bus.orphan_s
+        orphaned = await wait_to_leave(
+            self._bus, self.notices, lambda: not self._view_ranks().pids, orphan_s
+        )
+        self._failed = self._failed or orphaned
+        self.take(SupervisorGone())
+
+    def _view_ranks(self) -> Ranks:
+        """Return whose connections are looked at; the store's are none between ranks."""
+        keeper, wanted = self.machine.state.keeper, self.machine.state.assignment
+        if keeper is None:
+            return Ranks(-1, {}, frozenset())
+        ports = {keeper.store_port, wanted.master_port if wanted else 0}
+        return Ranks(keeper.generation, dict(keeper.running), frozenset(ports - {0}))
+
+
+def find_plugin() -> str:
+    """Return the path of the NCCL plugin, built now if need be; empty where it cannot be."""
+    try:
+        path = find_nccl_plugin() or build_nccl_plugin()
+    except PlatformError as error:
+        log.warning("NCCL is not watched: %s (%s)", error.message, error.hint)
+        return ""
+    return path if find_nccl_plugin() == path else ""
+
+
+# --- the process --------------------------------------------------------------------------------
+
+
+def main(job: str, node: int) -> int:
+    """Run the agent of `node` of `job` as a process; return its exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
+    try:
+        asyncio.run(_main(job, node))
+    except asyncio.CancelledError:
+        log.info("SIGTERM: leaving; the keeper and its ranks go on")
+        return 128 + signal.SIGTERM
+    except PerdureError as error:
+        log.error("%s (%s)", error.message, error.hint)
+        return error.exit_code
+    return 0
+
+
+async def _main(job: str, node: int) -> None:
+    home = resolve_home()
+    paths = paths_of(home, job)
+    spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
+    check_spoken(endpoint.speaks, f"the job {job}")
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, task.cancel)
+    loop.add_signal_handler(signal.SIGINT, lambda: None)
+    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0") or 0)
+    bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
+    if bus is None:
+        log.error("`perdure run` (pid %d) is gone", run_pid)
+        return
+    try:
+        service = AgentService(
+            spec,
+            node,
+            paths,
+            bus,
+            home=home,
+            clock_offset_s=endpoint.clock_offset_s,
+            env=os.environ,
+            incarnation=f"a{node}-{os.getpid()}-{token_hex(3)}",
+        )
+        for name in spec.preemption.signals:
+            number = signal.Signals[name]
+            loop.add_signal_handler(number, service.notices.warn, name)
+        with watch_process(run_pid, lambda: service.take(SupervisorGone())):
+            await service.run()
+    finally:
+        await bus.close()
+
+
+async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> NatsBus | None:
+    """Return a connection, however long it takes; None once process `run_pid` is gone."""
+    while True:
+        try:
+            return await NatsBus.connect(endpoint, name=name, timeout_s=2.0, near=near)
+        except PlatformError as error:
+            log.warning("%s; trying again", error)
+            if run_pid and read_state(run_pid) in "XZ":
+                return None
+            await asyncio.sleep(0.1)
+
+
+@contextlib.contextmanager
+def watch_process(pid: int, gone: Callable[[], None]):  # type: ignore[no-untyped-def]
+    """Call `gone` when process `pid` has ended; with pid 0, never."""
+    loop, fd = asyncio.get_running_loop(), -1
+
+    def call() -> None:
+        loop.remove_reader(fd)
+        gone()
+
+    if pid:
+        try:
+            fd = os.pidfd_open(pid)
+            loop.add_reader(fd, call)
+        except ProcessLookupError:
+            loop.call_soon(gone)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            loop.remove_reader(fd)
+            os.close(fd)
+
+
+def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return what the node's ranks inherit of its agent's environment, and what this node adds."""
+    base = {name: value for name, value in env.items() if name not in RANK_ONLY}
+    if share := find_group_devices(spec, node, env):
+        base[GROUP_DEVICES] = share
+    if interface := find_gloo_interface(spec, env):
+        base["GLOO_SOCKET_IFNAME"] = interface
+    return base

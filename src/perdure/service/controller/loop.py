@@ -1,0 +1,485 @@
+"""The controller's loop: events in from the bus, decisions out, the journal in between.
+
+One turn of the loop takes everything that has arrived, asks the machines, appends the events and
+the decisions as one group, waits until the group is on disk, and only then sends anything: no
+node acts on, and no sender is told of, what a power cut could undo. While the journal cannot be
+written the loop stands still, and training goes on without it.
+
+One fsync thus lies between a rank's exit and the next assignment. The machines run ahead of the
+disk by at most this one group, of which nobody has heard; a controller that dies in between is
+replaced by one that never knew of it, and the senders repeat what was not acknowledged.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from perdure.control import Memory
+from perdure.control.groups.watch import ReplicaWatch
+from perdure.control.invitations import preview_invitations
+from perdure.control.orders import OrderBook, Sending, describe_action
+from perdure.control.records import find_record
+from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
+from perdure.control.steering.verbs import preview_verb
+from perdure.detect import Detector
+from perdure.detect.devices import DeviceJudge
+from perdure.detect.unwatched import Unwatched
+from perdure.model.actions import AnswerCommand, Assignment, EndJob, WatchClosely
+from perdure.model.bus.version import can_talk
+from perdure.model.bus.wire import (
+    Command,
+    CommandReply,
+    EventAck,
+    EventMessage,
+    NodeOrder,
+    subject_orders,
+)
+from perdure.model.codec import encode
+from perdure.model.errors import FencedError, PlatformError
+from perdure.model.events import (
+    AnyEvent,
+    CommandReceived,
+    ControllerStarted,
+    Decision,
+    JobEnded,
+    JobSubmitted,
+    JournalEntry,
+    MessagesSetAside,
+    NodeRegistered,
+)
+from perdure.model.fitting import fit_event
+from perdure.model.job import JobSpec
+from perdure.model.report import Snapshot
+from perdure.model.signals.progress import NodeBeat
+from perdure.service.controller.inbox import Inbox
+from perdure.service.controller.journal import Journal
+from perdure.service.controller.snapshots import EVERY, SnapshotFiles
+from perdure.service.neighbours import MINE, check_journal
+from perdure.service.ports import Bus, Reply
+from perdure.telemetry import LinkFold
+
+log = logging.getLogger("perdure.controller")
+
+SNAPSHOT_S = 0.5
+_LAG_S = 0.5
+"""After a turn or an outage longer than this, silence proves nothing for `_SETTLE_S`."""
+_SETTLE_S = 1.0
+_TIMER_PAUSE_S = 0.05
+"""At the least between two `TimerFired`, should a machine leave its deadline in the past."""
+_WATCH_S = 4.0
+"""How long a node under suspicion is looked at more often, before that is asked for again."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What one turn has brought about; nothing of it leaves before the journal has it."""
+
+    now: float
+    entries: list[JournalEntry] = field(default_factory=list)
+    sendings: list[Sending] = field(default_factory=list)
+    answers: list[AnswerCommand] = field(default_factory=list)
+    replies: list[tuple[Reply, bytes]] = field(default_factory=list)
+    acks: list[tuple[Reply, set[str]]] = field(default_factory=list)
+
+
+def _find_strange_version(event: AnyEvent) -> str:
+    """Return why an agent that registers cannot be worked with; empty where it can."""
+    if not isinstance(event, NodeRegistered) or not event.speaks.protocol:
+        return ""  # An agent of 0.1 did not say, and does not come on this subject.
+    if can_talk(MINE, event.speaks):
+        return ""
+    return f"node {event.node} runs {event.speaks}, and this job {MINE}"
+
+
+def make_detector(spec: JobSpec) -> Detector | Unwatched:
+    """Return what finds who hangs, is slow or stopped: perdure's lighthouse has its own eyes."""
+    if not spec.torchft.replicas:
+        return Detector(spec)
+    return Unwatched() if spec.torchft.lighthouse == "perdure" else ReplicaWatch(spec)
+
+
+class ControllerService:
+    """One controller of one job; `run` is its life."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        bus: Bus,
+        journal: Journal,
+        *,
+        clock: Callable[[], float],
+        incarnation: str,
+        submitted_s: float,
+        show: Callable[[Snapshot], None],
+        note: Callable[[list[JournalEntry]], None] = lambda entries: None,
+        snapshots: SnapshotFiles | None = None,
+        snapshot_every: int = EVERY,
+        term: int = 0,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Wire the machines; `show` takes a picture twice a second, `note` what was journaled.
+
+        With `snapshots`, what is known is written down every `snapshot_every` entries. Orders
+        carry `term`; before anything is written or sent `check` is called, which raises
+        FencedError where this process may not act any more.
+        """
+        self._spec, self._bus, self._journal = spec, bus, journal
+        self._clock, self._incarnation, self._submitted_s = clock, incarnation, submitted_s
+        self._show, self._note = show, note
+        self._memory = Memory(spec)
+        self._detector = make_detector(spec)
+        self._devices = DeviceJudge(spec.detect)
+        self._snapshots, self._snapshot_every = snapshots, snapshot_every
+        self._snapshot_seq = 0
+        self._writing: asyncio.Task[None] | None = None
+        self._term, self._check = term, check
+        self._orders = OrderBook(spec, incarnation, term)
+        self._links = LinkFold()
+        self._waiting: dict[str, list[Reply]] = {}
+        self._wake = asyncio.Event()
+        self.inbox = Inbox(spec, self._wake, clock)
+        self._ended: JobEnded | None = None
+        self._show_at_s = self._timer_at_s = self._settled_at_s = self._watch_at_s = 0.0
+        self._reconnects = 0
+        self._judged: JobSpec | None = None
+        """What the detector judges by."""
+
+    # --- life ---------------------------------------------------------------------------------
+
+    async def run(self) -> JobEnded:
+        """Replay, take over, decide until the job has ended; return how it did.
+
+        Raises:
+            FencedError: another controller writes the journal, or has the lease.
+            PlatformError: the journal cannot be read at the start.
+        """
+        await self._remember()
+        if self._ended is None:
+            if self._term and self._memory.term >= self._term:
+                raise FencedError(
+                    f"the journal is in term {self._memory.term}, this lease in {self._term}"
+                )
+            await self._serve()
+            await self._begin(first=not self._memory.seq)
+        while self._ended is None:
+            await self._pause()
+            await self._turn()
+        self._show(self._memory.fold.snapshot(self._clock()))
+        await self._journal.settle()
+        return self._ended
+
+    async def _remember(self) -> None:
+        """Know again what the journal knows: from the newest snapshot that holds, or all of it."""
+        started_s = self._clock()
+        tail = None
+        for memory, position in self._snapshots.read(self._spec) if self._snapshots else ():
+            tail = await self._journal.resume(position)
+            if tail is not None:
+                self._memory, self._snapshot_seq = memory, memory.seq
+                break
+            log.warning("the snapshot at entry %d is of another journal", memory.seq)
+        since = self._snapshot_seq
+        if tail is None:
+            tail = await self._journal.open()
+        for entry in tail:
+            if isinstance(entry.body, ControllerStarted):
+                check_journal(entry.body.speaks)
+            self._memory.replay(entry)
+            if isinstance(entry.body, JobEnded):
+                self._ended = entry.body
+        self._reconfigure()
+        for at_s, event in self._memory.recent():
+            self._detector.note(at_s, event)
+            self._devices.note(event)
+        replayed_s = self._clock() - started_s
+        source = f"after the snapshot at entry {since}" if since else "from the first on"
+        log.info("replayed %d entries %s in %.3f s", len(tail), source, replayed_s)
+
+    def _reconfigure(self) -> None:
+        """Have the detector judge as the job is configured now."""
+        spec = self._memory.machine.state.spec
+        if spec is not None and spec is not self._judged:
+            self._judged = spec
+            self._detector.reconfigure(spec.detect)
+            self._devices.reconfigure(spec.detect)
+
+    async def _serve(self) -> None:
+        await self.inbox.serve(self._bus)
+
+    async def _begin(self, *, first: bool) -> None:
+        turn = _Turn(self._clock())
+        if first:
+            self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
+        self._add(
+            turn, ControllerStarted(incarnation=self._incarnation, term=self._term, speaks=MINE)
+        )
+        turn.sendings += self._orders.start(turn.now)
+        await self._finish(turn)
+
+    async def _pause(self) -> None:
+        """Sleep until something arrives or is due."""
+        due = [self._show_at_s, self._orders.next_deadline(), self._timer_due()]
+        detector_s = self._detector.next_deadline()
+        if detector_s is not None:
+            due.append(max(detector_s, self._settled_at_s))
+        wait_s = min(time_s for time_s in due if time_s is not None) - self._clock()
+        if not self.inbox and wait_s > 0:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._wake.wait(), wait_s)
+        lag_s = -wait_s
+        if lag_s > _LAG_S or self._bus.reconnects != self._reconnects:
+            self._reconnects = self._bus.reconnects
+            self._settled_at_s = self._clock() + _SETTLE_S
+        self._wake.clear()
+
+    def _timer_due(self) -> float | None:
+        deadline_s = self._memory.machine.next_deadline()
+        return None if deadline_s is None else max(deadline_s, self._timer_at_s)
+
+    # --- what arrives -------------------------------------------------------------------------
+
+    def command(self, command: Command) -> None:
+        """Take a command of this process's own."""
+
+        async def nobody(_: bytes) -> None:
+            """Nobody waits for the answer."""
+
+        self.inbox.put(command, nobody)
+
+    # --- one turn -----------------------------------------------------------------------------
+
+    async def _turn(self) -> None:
+        inbox = self.inbox.empty()
+        turn = _Turn(self._clock())
+        self._derive(turn, list(self.inbox.asides.take()))
+        for sender, message, reply in inbox.messages:
+            self._take_events(turn, sender, message)
+            turn.acks.append((reply, {batch.source for batch in message.batches}))
+        for command, reply in inbox.commands:
+            self._obey(turn, command, reply)
+        for node in sorted(inbox.beats):
+            for said in inbox.beats[node]:
+                beat = self._sift(said)
+                joined = self._links.observe(turn.now, beat)
+                self._memory.fold.observe(turn.now, joined)
+                self._derive(turn, self._detector.observe(turn.now, joined))
+                self._derive(turn, self._devices.observe(turn.now, beat))
+        due_s = self._detector.next_deadline()
+        if due_s is not None and max(due_s, self._settled_at_s) <= turn.now:
+            self._derive(turn, self._detector.tick(turn.now))
+        self._derive(turn, self._links.tick(turn.now))
+        self._watch_closely(turn)
+        due_s = self._timer_due()
+        if due_s is not None and due_s <= turn.now:
+            self._timer_at_s = turn.now + _TIMER_PAUSE_S
+            self._add(turn, self._memory.make_timer(turn.now))
+        turn.sendings += self._orders.repeat(turn.now)
+        await self._finish(turn)
+
+    def _sift(self, said: NodeBeat) -> NodeBeat:
+        """Return what is its node's to tell of a heartbeat; the rest is counted."""
+        beat, why = sift_beat(self._memory.machine.state, self._memory.started, said)
+        if why:
+            self.inbox.asides.note("heartbeat", describe_sender(str(said.node)), why)
+        return beat
+
+    def _watch_closely(self, turn: _Turn) -> None:
+        """Have the nodes under suspicion look more often. No decision: nothing is journaled."""
+        suspects = self._detector.suspects()
+        if suspects and turn.now >= self._watch_at_s:
+            self._watch_at_s = turn.now + _WATCH_S / 2
+            nodes, until_s = tuple(sorted(suspects)), turn.now + _WATCH_S
+            action = WatchClosely(nodes=nodes, until_s=until_s, reason="suspicion")
+            turn.sendings += self._orders.take(action)
+
+    def _take_events(self, turn: _Turn, sender: str, message: EventMessage) -> None:
+        """Take what is new; a gap is left for the sender to fill.
+
+        In the place of what is not the sender's to tell stands a note, so that the rest goes on.
+        """
+        for batch in message.batches:
+            if find_role(sender, batch.source) is None:
+                self.inbox.pass_over(sender, batch.source, "the numbers of another source")
+                continue
+            known = batch.source in self._memory.taken or not batch.events
+            if not known and not self.inbox.admits_source(sender, batch.source):
+                return
+            skipped = batch.skipped
+            for number, event in enumerate(batch.events, batch.first_seq):
+                if number - skipped <= self._memory.taken.get(batch.source, 0) + 1 <= number:
+                    state, started = self._memory.machine.state, self._memory.started
+                    untrue = find_untrue(state, started, sender, batch.source, event)
+                    why = untrue or _find_strange_version(event)
+                    note = self.inbox.set_aside(sender, batch.source, event, why) if why else event
+                    if note is None:
+                        return  # Its sender repeats the rest, and by then there is room.
+                    self._add(turn, note, batch.source, number)
+                    if isinstance(event, NodeRegistered) and why and not untrue:
+                        self._send_away(turn, event, why)
+                skipped = 0
+
+    def _send_away(self, turn: _Turn, event: NodeRegistered, why: str) -> None:
+        """Have an agent of another version leave: it would understand half of what it is told.
+
+        It says so on its machine, and the journal and every picture here.
+        """
+        reason = f"{why}: they do not work together; it is told to leave"
+        log.error("%s", reason)
+        known = self._memory.machine.state.assignment
+        number = (known.number if known else 0) + 1
+        leave = Assignment(number=number, generation=event.generation + 1, phase="end", reason=why)
+        order = NodeOrder(controller=self._incarnation, term=self._term, assignment=leave)
+        turn.sendings.append((event.node, order))
+        self._enter(
+            turn, Decision(action="AssignNodes", summary=f"node {event.node} leaves", reason=reason)
+        )
+
+    def _obey(self, turn: _Turn, command: Command, reply: Reply) -> None:
+        match command.kind:
+            case "ping":
+                result = {"controller": self._incarnation, "pid": os.getpid()}
+                answer = encode(CommandReply(id=command.id, ok=True, result=result))
+                turn.replies.append((reply, answer))
+            case "status":
+                result = msgspec.to_builtins(self._memory.fold.snapshot(turn.now))
+                answer = encode(CommandReply(id=command.id, ok=True, result=result))
+                if len(answer) > self._bus.payload_max:
+                    why = f"its {len(answer):,} bytes are too many for the server: see state.json"
+                    answer = encode(CommandReply(id=command.id, ok=False, reason=why))
+                turn.replies.append((reply, answer))
+            case kind:
+                state = self._memory.machine.state
+                known = (
+                    state.answered.get(command.id)
+                    or preview_verb(state, kind, command.args)
+                    or preview_invitations(state, turn.now, kind, command.args)
+                )
+                if known is not None:
+                    ok, reason, result = known
+                    told = CommandReply(id=command.id, ok=ok, reason=reason, result=result)
+                    turn.replies.append((reply, encode(told)))
+                    return
+                self._waiting.setdefault(command.id, []).append(reply)
+                if command.id not in state.commands:
+                    event = CommandReceived(
+                        id=command.id, kind=kind, args=command.args, who=command.who,
+                        at_s=turn.now, pace=self._memory.fold.find_pace(),
+                    )  # fmt: skip
+                    self._add(turn, event)
+
+    def _derive(self, turn: _Turn, events: list[AnyEvent]) -> None:
+        for event in events:
+            self._add(turn, event)
+
+    def _add(self, turn: _Turn, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
+        """Take one event through the machines: its entry, then its decisions, then what follows."""
+        event = self._fit(event, source)
+        self._enter(turn, event, source, source_seq)
+        self._orders.note(event)
+        for action in self._memory.machine.handle(turn.now, event):
+            log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
+            decision = Decision(
+                action=type(action).__name__,
+                summary=describe_action(action),
+                reason=action.reason,
+            )
+            self._enter(turn, fit_event(decision, self._journal.body_max) or decision)
+            turn.sendings += self._orders.take(action)
+            if isinstance(action, AnswerCommand):
+                turn.answers.append(action)
+            record = find_record(turn.now, action)
+            if record is not None:
+                self._add(turn, record)
+            if isinstance(action, EndJob):
+                self._derive(turn, list(self.inbox.asides.take(all=True)))
+                self._ended = JobEnded(
+                    status=action.status,
+                    exit_code=action.exit_code,
+                    reason=action.reason,
+                    at_s=turn.now,
+                )
+                self._add(turn, self._ended)
+        self._reconfigure()
+        self._devices.note(event)
+        self._derive(turn, self._detector.note(turn.now, event))
+        self._derive(turn, self._links.note(turn.now, event))
+
+    def _fit(self, event: AnyEvent, source: str) -> AnyEvent:
+        """Return `event` as the journal can hold it, before anything is made of it.
+
+        Raises:
+            PlatformError: it is the job's document, and the server takes no message so large.
+        """
+        limit = self._journal.body_max
+        fitting = fit_event(event, limit)
+        if fitting is not None:
+            return fitting
+        size = len(encode(event))
+        if isinstance(event, JobSubmitted):
+            raise PlatformError(
+                f"the job's document has {size:,} bytes, of which the journal takes {limit:,}",
+                hint="raise max_payload of the NATS server, or shorten [env] and the arguments",
+            )
+        return MessagesSetAside(
+            at_s=self._clock(), door="journal", source=source or "the controller",
+            reason=f"{size:,} bytes are more than {limit:,}", example=type(event).__name__,
+        )  # fmt: skip
+
+    def _enter(
+        self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0
+    ) -> None:
+        entry = JournalEntry(
+            seq=self._journal.last_seq + 1 + len(turn.entries),
+            at_s=turn.now,
+            body=body,
+            source=source,
+            source_seq=source_seq,
+        )
+        turn.entries.append(entry)
+        self._memory.note(entry)
+
+    async def _finish(self, turn: _Turn) -> None:
+        """Wait until the turn is on disk; then send what it decided."""
+        self._check()
+        if turn.entries:
+            await self._journal.append(turn.entries)
+            self._note(turn.entries)
+            self._check()
+        for node, order in turn.sendings:
+            await self._bus.publish(subject_orders(self._spec.name, node), encode(order))
+        for reply, sources in turn.acks:
+            seqs = {source: self._memory.taken.get(source, 0) for source in sorted(sources)}
+            await reply(encode(EventAck(seqs, self._term)))
+        now = self._clock()
+        # Who is answered may look at once, and sees what the answer says.
+        if turn.answers or now >= self._show_at_s or self._ended is not None:
+            self._show_at_s = now + SNAPSHOT_S
+            self._show(self._memory.fold.snapshot(now))
+        for action in turn.answers:
+            answer = CommandReply(
+                id=action.id, ok=action.ok, reason=action.reason, result=action.result
+            )
+            for reply in self._waiting.pop(action.id, ()):
+                await reply(encode(answer))
+        for reply, data in turn.replies:
+            await reply(data)
+        now = self._clock()
+        if now - turn.now > _LAG_S:
+            self._settled_at_s = now + _SETTLE_S
+        self._write_snapshot()
+
+    def _write_snapshot(self) -> None:
+        """Write down what is known, if it is time: rendered now, put on disk beside the loop."""
+        files, due = self._snapshots, self._snapshot_seq + self._snapshot_every
+        if files is None or self._memory.seq < due or self._ended is not None:
+            return
+        if self._writing is not None and not self._writing.done():
+            return
+        self._snapshot_seq = self._memory.seq
+        seq, data = files.render(self._memory, self._journal.position())
+        self._writing = asyncio.create_task(asyncio.to_thread(files.write, seq, data))

@@ -1,0 +1,11 @@
+"""Traps of platforms: a table of records, a pure check for each that can be looked for.
+
+`TRAPS` is all of them; `judge` says of facts which ones lie ahead. `name_symptoms` reads what a
+dead process has left.
+"""
+
+from perdure.traps.judge import judge
+from perdure.traps.symptoms import SYMPTOMS, name_symptoms
+from perdure.traps.table import TRAPS, find_trap
+
+__all__ = ["SYMPTOMS", "TRAPS", "find_trap", "judge", "name_symptoms"]

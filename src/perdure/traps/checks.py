@@ -1,0 +1,318 @@
+"""Whether a trap lies ahead on this machine: facts in, a state and its evidence out.
+
+A check returns None where it has nothing to look at, such as GPUs where there are none.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+from perdure.model.platforms.box import BoxFacts, Disk
+
+State = Literal["ok", "degraded", "note"]
+Verdict = tuple[State, str] | None
+
+FREE_MIN = 20 << 30
+INODES_MIN = 100_000
+SHARE_MIN = 0.05
+"""Of a disk's bytes or inodes: below it is full, whatever that is in numbers."""
+NETWORK_KINDS = frozenset(
+    {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "gpfs", "beegfs", "ceph"}
+)
+FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+MEMORY_SHARE_MAX = 0.85
+FILES_MANY = 100_000
+HOLDER_AGE_S = 120.0
+_SEVERS = ("tmux", "screen", "systemd", "slurmstepd", "dtach", "perdure")
+_EPOCH_MIN_S = 1_704_067_200.0
+"""2024: a clock before it was never set."""
+
+
+def check_bytes(facts: BoxFacts) -> Verdict:
+    """U6: torch.save dies on a full disk."""
+    disks = [d for d in facts.disks if d.total and d.role != "shared memory"]
+    low = [d for d in disks if d.free < FREE_MIN or d.free < SHARE_MIN * d.total]
+    return _tell(disks, low, lambda d: f"{d.role} {d.path}: {d.free / 2**30:.1f} GiB free")
+
+
+def check_inodes(facts: BoxFacts) -> Verdict:
+    """U7: inodes run out before bytes."""
+    disks = [d for d in facts.disks if d.inodes]
+    low = [d for d in disks if d.inodes_free < min(INODES_MIN, SHARE_MIN * d.inodes)]
+    return _tell(disks, low, lambda d: f"{d.role} {d.path}: {d.inodes_free:,} inodes free")
+
+
+def _tell(disks: list[Disk], low: list[Disk], say: Callable[[Disk], str]) -> Verdict:
+    if not disks:
+        return None
+    return ("degraded" if low else "ok"), "; ".join(dict.fromkeys(say(d) for d in low or disks))
+
+
+def check_hot_data(facts: BoxFacts) -> Verdict:
+    """U8: batches are read over a network or from a turning disk."""
+    slow = [
+        d for d in facts.disks if d.role == "project" and (d.kind in NETWORK_KINDS or d.rotational)
+    ]
+    if not any(d.role == "project" for d in facts.disks):
+        return None
+    if not slow:
+        return "ok", "the project is on a local disk without moving parts, as far as it tells"
+    kind = "a network file system" if slow[0].kind in NETWORK_KINDS else "a turning disk"
+    return "note", f"{slow[0].path} is on {kind} ({slow[0].kind})"
+
+
+def check_memory(facts: BoxFacts) -> Verdict:
+    """U9: loader workers times big tensors, and the kernel kills."""
+    if not facts.memory_limit:
+        return None
+    share = facts.memory_used / facts.memory_limit
+    text = f"{facts.memory_used / 2**30:.1f} of {facts.memory_limit / 2**30:.1f} GiB used"
+    return ("degraded" if share > MEMORY_SHARE_MAX else "ok"), text
+
+
+def check_allocator(facts: BoxFacts) -> Verdict:
+    """U10: a GPU's memory is fragmented rather than full."""
+    if not facts.gpus:
+        return None
+    found = facts.env.get("PYTORCH_CUDA_ALLOC_CONF") or facts.env.get("PYTORCH_ALLOC_CONF") or ""
+    if "expandable_segments" in found:
+        return "ok", f"PYTORCH_CUDA_ALLOC_CONF={found}"
+    return "note", "expandable_segments is not set"
+
+
+def check_zombies(facts: BoxFacts) -> Verdict:
+    """U11: memory of a GPU is held by a process that NVML does not show."""
+    if not facts.gpu_nodes:
+        return None
+    shown = {pid for gpu in facts.gpus for pid in gpu.pids}
+    hidden = [h for h in facts.holders if h.pid not in shown and h.age_s > HOLDER_AGE_S]
+    lost = [g for g in facts.gpus if g.used > 2 << 30 and not g.pids]
+    if hidden and lost:
+        names = ", ".join(f"pid {h.pid} ({h.name}) on {h.device}" for h in hidden)
+        return "degraded", f"{names}; {lost[0].used >> 20} MiB of {lost[0].uuid} belong to nobody"
+    if lost:
+        return "degraded", f"{lost[0].used >> 20} MiB of {lost[0].uuid} belong to nobody seen here"
+    return "ok", f"{len(facts.holders)} holders, all of them known to NVML or young"
+
+
+def check_shared_gpu(facts: BoxFacts) -> Verdict:
+    """GEN7: another run is on the card already."""
+    if not facts.gpus:
+        return None
+    taken = [f"{g.uuid}: pid {', '.join(map(str, g.pids))}" for g in facts.gpus if g.pids]
+    return ("degraded", "; ".join(taken)) if taken else ("ok", "no process on any GPU")
+
+
+def check_many_files(facts: BoxFacts) -> Verdict:
+    """U25: a data set of small files."""
+    if not facts.project_files:
+        return None
+    many = facts.project_files >= FILES_MANY
+    return ("note" if many else "ok"), (
+        f"{'at least ' if many else ''}{facts.project_files:,} files in the project"
+    )
+
+
+def check_line_ends(facts: BoxFacts) -> Verdict:
+    """U26, GEN4: scripts whose lines end as on Windows."""
+    if not facts.crlf:
+        return "ok", "no script with CRLF in the project"
+    return "degraded", ", ".join(facts.crlf[:5]) + (" ..." if len(facts.crlf) > 5 else "")
+
+
+def check_cuda(facts: BoxFacts) -> Verdict:
+    """U28: a driver older than the CUDA that torch was built with."""
+    if not facts.torch_cuda or not facts.driver_cuda:
+        return None
+    built, driver = _version(facts.torch_cuda), _version(facts.driver_cuda)
+    text = f"torch was built with CUDA {facts.torch_cuda}, the driver runs {facts.driver_cuda}"
+    # Within a major version, an older driver runs a newer toolkit's code.
+    return ("degraded" if built[:1] > driver[:1] else "ok"), text
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".") if part.isdigit())
+
+
+def check_lock_file(facts: BoxFacts) -> Verdict:
+    """U29: nothing pins the packages."""
+    if facts.lock_file:
+        return "ok", facts.lock_file
+    return "note", "no lock file in the project"
+
+
+def check_gpu_visible(facts: BoxFacts) -> Verdict:
+    """U31, K8S6, NB3: a build for GPUs that would train on the CPU."""
+    if not facts.torch_cuda and not facts.gpu_nodes:
+        return None
+    if facts.gpus:
+        return "ok", f"{len(facts.gpus)} GPUs by NVML, torch for CUDA {facts.torch_cuda or '-'}"
+    if facts.gpu_nodes and not facts.torch_cuda:
+        return "degraded", f"{facts.gpu_nodes} GPUs, and torch {facts.torch} cannot use them"
+    hidden = facts.env.get("CUDA_VISIBLE_DEVICES")
+    why = f"CUDA_VISIBLE_DEVICES={hidden!r}" if hidden is not None else "none is visible"
+    return "degraded", f"torch for CUDA {facts.torch_cuda}, but no GPU: {why}"
+
+
+def check_secrets(facts: BoxFacts) -> Verdict:
+    """U34: credentials that others can read."""
+    if facts.readable_secrets:
+        return "degraded", f"others may read {', '.join(facts.readable_secrets)}"
+    return "ok", "no file of credentials that others may read"
+
+
+def check_tracker(facts: BoxFacts) -> Verdict:
+    """U35: wandb without a key records nothing that anybody sees."""
+    if "wandb" not in facts.packages:
+        return None
+    if facts.env.get("WANDB_MODE") in ("disabled", "offline"):
+        return "note", f"WANDB_MODE={facts.env['WANDB_MODE']}"
+    if "WANDB_API_KEY" in facts.env or ".netrc" in facts.env.get("files", ""):
+        return "ok", "a key is there"
+    return "note", "wandb is installed, and neither WANDB_API_KEY nor ~/.netrc is there"
+
+
+def check_threads(facts: BoxFacts) -> Verdict:
+    """U40: more threads than the cgroup grants cores."""
+    if facts.cpu_quota is None or facts.cpu_quota >= facts.cpus:
+        return "ok", f"{facts.cpus} CPUs and no quota below them"
+    asked = facts.env.get("OMP_NUM_THREADS", "")
+    text = f"{facts.cpus} CPUs are seen, {facts.cpu_quota:g} are granted"
+    if asked.isdigit() and int(asked) <= facts.cpu_quota:
+        return "ok", f"{text}; OMP_NUM_THREADS={asked}"
+    return "degraded", f"{text}; OMP_NUM_THREADS={asked or 'is not set'}"
+
+
+def check_oom_counter(facts: BoxFacts) -> Verdict:
+    """U41: `free` tells of the machine, the cgroup counts its own kills."""
+    if facts.oom_kills is None:
+        return "degraded", "no counter of OOM kills can be read: one looks like any SIGKILL"
+    if facts.oom_kills:
+        return "note", f"the kernel has killed {facts.oom_kills} times for want of memory here"
+    return "ok", "no kill for want of memory in this cgroup"
+
+
+def check_system(facts: BoxFacts) -> Verdict:
+    """U44: spawn on Windows imports the script again."""
+    if facts.system == "Linux":
+        return "ok", "Linux: ranks are forked"
+    return "degraded", f"{facts.system}: perdure runs on Linux only"
+
+
+def check_fabric(facts: BoxFacts) -> Verdict:
+    """MN1: without the fabric manager every collective over NVSwitch hangs."""
+    if not facts.nvswitch:
+        return None
+    if facts.fabric_manager:
+        return "ok", "NVSwitch, and nv-fabricmanager runs"
+    return "degraded", "there is an NVSwitch, and no nv-fabricmanager is seen"
+
+
+def check_interface(facts: BoxFacts) -> Verdict:
+    """MN2: of several interfaces the wrong one is taken."""
+    names = [nic.name for nic in facts.nics]
+    chosen = {k: v for k, v in facts.env.items() if k.endswith("_SOCKET_IFNAME")}
+    if len(names) < 2:
+        return "ok", f"one interface: {names[0]}" if names else "no interface but loopback"
+    if chosen:
+        return "ok", ", ".join(f"{k}={v}" for k, v in sorted(chosen.items()))
+    return "note", f"{', '.join(names)} are up; neither NCCL_ nor GLOO_SOCKET_IFNAME is set"
+
+
+def check_mtu(facts: BoxFacts) -> Verdict:
+    """MN4: interfaces of different frame size on one path."""
+    sizes = {nic.mtu for nic in facts.nics}
+    text = ", ".join(f"{nic.name} {nic.mtu}" for nic in facts.nics)
+    return ("note" if len(sizes) > 1 else "ok"), text or "no interface but loopback"
+
+
+def check_hangup(facts: BoxFacts) -> Verdict:
+    """GEN2: what is started here dies with the connection."""
+    above = facts.ancestors
+    if not any(name.startswith("sshd") for name in above):
+        return "ok", "not below an SSH connection"
+    first = next(i for i, name in enumerate(above) if name.startswith("sshd"))
+    if any(name.startswith(_SEVERS) for name in above[:first]):
+        return "ok", f"below {next(n for n in above if n.startswith(_SEVERS))}"
+    return "degraded", f"below {above[first]}: what runs in the foreground dies with it"
+
+
+def check_linger(facts: BoxFacts) -> Verdict:
+    """GEN2: systemd ends what a user leaves behind, tmux as well."""
+    if facts.kill_user_processes is None:
+        return None
+    if facts.kill_user_processes:
+        return "degraded", "KillUserProcesses=yes: tmux dies at logout"
+    return "ok", "KillUserProcesses=no, or lingering is on"
+
+
+def check_detach_tool(facts: BoxFacts) -> Verdict:
+    """GEN2: nothing to sever the job from the connection with."""
+    found = sorted({"tmux", "setsid", "systemd-run"} & facts.tools)
+    return ("ok", ", ".join(found)) if found else ("degraded", "neither tmux nor setsid")
+
+
+def check_transfer_tool(facts: BoxFacts) -> Verdict:
+    """GEN3, U12: scp starts from zero."""
+    if "rsync" in facts.tools:
+        return "ok", "rsync is there"
+    return "note", "no rsync here: nothing can be pulled or pushed"
+
+
+def check_clock(facts: BoxFacts) -> Verdict:
+    """A clock that was never set breaks TLS, and makes mtimes lie."""
+    if facts.clock_s < _EPOCH_MIN_S:
+        return "degraded", "the clock was never set"
+    if facts.clock_synced is None:
+        return None
+    if facts.clock_synced:
+        return "ok", "the kernel's clock is synchronized"
+    return "note", "the kernel does not know its clock to be synchronized"
+
+
+def check_slurm_signal(facts: BoxFacts) -> Verdict:
+    """SLURM2: without preempt_send_user_signal a preemption warns nobody."""
+    if not facts.slurm:
+        return None
+    if facts.slurm.get("PreemptType", "preempt/none") == "preempt/none":
+        return "ok", "no preemption on this cluster"
+    found = facts.slurm.get("SlurmctldParameters", "")
+    text = f"KillWait {facts.slurm.get('KillWait', '?')}, SlurmctldParameters {found or '(none)'}"
+    return ("ok" if "preempt_send_user_signal" in found else "note"), text
+
+
+def check_slurm_requeue(facts: BoxFacts) -> Verdict:
+    """SLURM2: a cluster that allows no requeue ends the chain."""
+    if not facts.slurm:
+        return None
+    allowed = facts.slurm.get("JobRequeue", "1")
+    return ("ok" if allowed != "0" else "degraded"), f"JobRequeue {allowed}"
+
+
+def check_slurm_accounting(facts: BoxFacts) -> Verdict:
+    """SLURM4: without accounting sacct tells nothing of an OOM kill."""
+    if not facts.slurm:
+        return None
+    kind = facts.slurm.get("AccountingStorageType", "")
+    told = kind and not kind.endswith("/none") and kind != "(null)"
+    return ("ok" if told else "note"), f"AccountingStorageType {kind or '?'}"
+
+
+def check_durable(facts: BoxFacts) -> Verdict:
+    """SLURM5, NB4: checkpoints on a place that is wiped."""
+    fleeting = (*FLEETING, *(filter(None, [facts.env.get("TMPDIR", "")])))
+    places = [d for d in facts.disks if d.role in ("state", "checkpoints")]
+    bad = [d.path for d in places if d.kind in ("tmpfs", "overlay") or _below(d.path, fleeting)]
+    if not places:
+        return None
+    if bad:
+        return "note", f"{', '.join(dict.fromkeys(bad))}: wiped at the end of a job, pod or boot"
+    return "ok", ", ".join(dict.fromkeys(d.path for d in places))
+
+
+def _below(path: str, roots: Iterable[str]) -> bool:
+    return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
+
+
+def check_files(facts: BoxFacts) -> Verdict:
+    """A full mesh of gloo needs descriptors."""
+    return ("ok" if facts.open_files >= 4096 else "degraded"), f"{facts.open_files} open files"

@@ -1,0 +1,323 @@
+"""Harm done on purpose, inside the rank that was asked for, at a step or now.
+
+crash and stop are real signals to the own process. exit, spin, sleep, gil, slow, oom and wrong
+collectives happen in the training thread, where a bug of the user's would; in a script that
+declares no steps they strike at its next collective (Python recorder) or its next forward pass.
+oom is a kill by the kernel, wherever a cgroup with a limit can be made for this one process.
+Slow stages are in `slowdowns`, network faults in `netfaults`; `for_s` ends a fault, so does heal.
+That a fault is about to happen is told, and the agent's receipt awaited, before it happens.
+"""
+
+import ctypes
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from perdure.model.actions import InjectFault
+from perdure.model.events import AnyEvent, FaultInjected
+from perdure.model.faults import FAULTS, NETWORK_FAULTS
+from perdure.worker import cgroups
+from perdure.worker.harm.network import NetworkFaults
+from perdure.worker.harm.slowdowns import STAGES, Slowdown, call_wrongly
+from perdure.worker.stderr import say
+
+_BESIDE = ("crash", "stop", "exit", "memory", "heal", *STAGES, *NETWORK_FAULTS)
+"""Done by any thread, whatever the training thread is doing."""
+NEVER = 1 << 62
+_TOLD_TIMEOUT_S = 1.0
+_MIB = 1 << 20
+_PAST_THE_AGENT_S = 0.3
+"""For the news to leave the node before its network does."""
+_GIL_S_MAX = 4000.0
+_OOM_MB = 256
+_OOM_SLACK_MB = 256
+"""Taken beyond the limit before it is said that the kernel does not enforce it."""
+
+
+class Faults:
+    """The faults that one rank was asked for."""
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        generation: int,
+        emit: Callable[[AnyEvent], object],
+        drain: Callable[[float], bool],
+        now: Callable[[], float],
+    ) -> None:
+        """Tell through `emit`; `drain` waits until it was heard; `now` is job time."""
+        self._rank, self._generation = rank, generation
+        self._emit, self._drain, self._now = emit, drain, now
+        self._seen: set[str] = set()
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[int, InjectFault]] = []
+        self._slow_s = 0.0
+        self._slow_left = 0
+        self.step = -1
+        """Committed steps; -1 while no loop of `run.steps` runs."""
+        self.next_step = NEVER
+        """The earliest step before which the training thread has to call `act`."""
+        self.arm_collectives: Callable[[Callable[[], None] | None], None] | None = None
+        """Set by the Python recorder's owner: calls the given before each collective."""
+        self.arm_forward: Callable[[Callable[[], None]], bool] | None = None
+        """Set where torch may come: calls the given once, in the next forward pass."""
+        self._network = NetworkFaults()
+        self._slowdowns: list[Slowdown] = []
+        self._healed = threading.Event()
+        """What runs now shall end."""
+
+    def handle(self, order: InjectFault) -> None:
+        """Take an order. Called by the control thread; never waits, never harms by itself."""
+        if order.id in self._seen or order.generation != self._generation:
+            return
+        self._seen.add(order.id)
+        error = self._find_objection(order)
+        if error:
+            self._tell(order, error)
+        elif order.at_step < 0 and self._can_strike_beside(order.kind):
+            threading.Thread(target=self._harm, args=(order, True), daemon=True).start()
+        else:
+            with self._lock:
+                self._waiting.append((max(order.at_step, 0), order))
+                self.next_step = min(step for step, _ in self._waiting)
+            if self.step >= 0:
+                return
+            if self.arm_collectives is not None:
+                self.arm_collectives(self._before_collective)
+            elif self.arm_forward is not None:
+                self.arm_forward(self._before_forward)
+
+    def act(self, step: int) -> None:
+        """Do what is due before step `step` begins. Called by the training thread."""
+        with self._lock:
+            due = [order for at, order in self._waiting if at <= step]
+            self._waiting = [item for item in self._waiting if item[0] > step]
+        for order in due:
+            self._harm(order, False)
+        self._slow_down()
+        with self._lock:
+            waiting = min((at for at, _ in self._waiting), default=NEVER)
+            self.next_step = 0 if self._slow_left else waiting
+
+    def _find_objection(self, order: InjectFault) -> str:
+        if order.kind not in FAULTS:
+            return f"unknown fault {order.kind!r}: one of {', '.join(FAULTS)}"
+        if order.kind in NETWORK_FAULTS and (why := self._network.find_objection(order.args)):
+            return why
+        if self.step < 0:
+            if order.at_step >= 0:
+                return "the script declares no steps (run.steps), so there is none to wait for"
+            places = (self.arm_collectives, self.arm_forward)
+            if not self._can_strike_beside(order.kind) and places == (None, None):
+                return (
+                    f"{order.kind} needs run.steps() in the script, or PERDURE_RECORDER=python "
+                    "to act at its next collective"
+                )
+        elif 0 <= order.at_step < self.step:
+            return f"already at step {self.step}"
+        return ""
+
+    def _can_strike_beside(self, kind: str) -> bool:
+        """Whether any thread can do it now, whatever the training thread is doing."""
+        if kind == "oom":
+            return self.step < 0 and bool(cgroups.find_parents())
+        return kind in _BESIDE
+
+    def _before_collective(self) -> None:
+        self.act(NEVER - 1)
+        if self.next_step == NEVER and self.arm_collectives is not None:
+            self.arm_collectives(None)
+
+    def _before_forward(self) -> None:
+        self.act(NEVER - 1)
+        if self.next_step != NEVER and self.arm_forward is not None:
+            self.arm_forward(self._before_forward)
+
+    def _tell(self, order: InjectFault, error: str = "", note: str = "") -> None:
+        self._emit(
+            FaultInjected(
+                id=order.id,
+                rank=self._rank,
+                kind=order.kind,
+                at_s=self._now(),
+                error=error,
+                note=note,
+            )
+        )
+
+    def _harm(self, order: InjectFault, beside: bool) -> None:
+        """Do it; `beside` the training thread, where an exception would reach nobody."""
+        if order.kind == "oom":
+            self._run_out_of_memory(order, beside)
+            return
+        if order.kind in (*STAGES, *NETWORK_FAULTS, "heal"):
+            self._begin(order)
+            return
+        self._tell(order)
+        self._drain(_TOLD_TIMEOUT_S)
+        for_s = float(order.args.get("for_s", order.args.get("s", float("inf"))))
+        match order.kind:
+            case "crash":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "stop":
+                stop_self(for_s)
+            case "exit":
+                code = int(order.args.get("code", 1))
+                if beside:
+                    os._exit(code)
+                sys.exit(code)
+            case "spin":
+                self._healed.clear()
+                spin(for_s, self._healed)
+            case "sleep":
+                self._healed.clear()
+                self._healed.wait(min(for_s, threading.TIMEOUT_MAX))
+            case "gil":
+                hold_interpreter(for_s)
+            case "memory":
+                self._healed.clear()
+                press_memory(int(order.args.get("mb", _OOM_MB)), for_s, self._healed)
+            case "wrong-op" | "wrong-size":
+                call_wrongly(order.kind)
+            case "slow":
+                self._slow_s = float(order.args.get("s", 0.1))
+                self._slow_left = int(order.args.get("steps", NEVER))
+
+    def _begin(self, order: InjectFault) -> None:
+        """Begin what goes on beside the training, and end it after `for_s`; or end it all."""
+        args, undo = order.args, self.heal
+        try:
+            if order.kind == "heal":
+                self.heal()
+            elif order.kind in STAGES:
+                extra_s = float(args.get("ms", 0.0)) / 1000
+                factor = float(args.get("factor", 0.0 if extra_s else 1.5))
+                slowdown = Slowdown(STAGES[order.kind], extra_s=extra_s, factor=factor)
+                slowdown.begin()
+                self._slowdowns.append(slowdown)
+                undo = slowdown.end
+            elif order.kind == "link-down":
+                self._tell(order)
+                self._drain(_TOLD_TIMEOUT_S)
+                time.sleep(_PAST_THE_AGENT_S)
+            if order.kind in NETWORK_FAULTS:
+                self._network.strike(order.kind, args)
+                undo = self._network.heal
+        except (ImportError, OSError, subprocess.SubprocessError) as error:
+            self._tell(order, error=str(error))
+            return
+        if order.kind != "link-down":
+            self._tell(order)
+        if "for_s" in args and order.kind != "heal":
+            timer = threading.Timer(float(args["for_s"]), undo)
+            timer.daemon = True
+            timer.start()
+
+    def heal(self) -> None:
+        """End every fault of this process that can end."""
+        self._healed.set()
+        self._slow_left = 0
+        while self._slowdowns:
+            self._slowdowns.pop().end()
+        self._network.heal()
+
+    def _run_out_of_memory(self, order: InjectFault, beside: bool) -> None:
+        """Be killed by the kernel in a cgroup of this process's own; else raise a MemoryError."""
+        limit_mb = int(order.args.get("mb", _OOM_MB))
+        mark = os.environ.get("PERDURE_KEEPER", "")
+        try:
+            if not mark:
+                raise OSError("no keeper that would remove it")
+            name = cgroups.rank_name(mark, self._generation, self._rank)
+            place = cgroups.limit_self(name, limit_mb * _MIB)
+        except OSError as error:
+            why = f"no cgroup with a memory limit can be made here ({error})"
+            if beside:
+                self._tell(order, error=why)
+                return
+            self._tell(order, note=f"a MemoryError at an address-space limit: {why}")
+            self._drain(_TOLD_TIMEOUT_S)
+            exhaust_memory(limit_mb)
+        self._tell(order, note=f"killed by the kernel at {limit_mb} MiB in cgroup {place}")
+        self._drain(_TOLD_TIMEOUT_S)
+        touch_memory(limit_mb + _OOM_SLACK_MB)
+        say(f"the kernel did not enforce the limit of {place}")
+
+    def _slow_down(self) -> None:
+        if self._slow_left:
+            self._slow_left -= 1
+            time.sleep(self._slow_s)
+
+
+def spin(duration_s: float, over: threading.Event) -> None:
+    """Burn CPU in this thread for `duration_s`, or until `over`."""
+    end = time.monotonic() + duration_s
+    while time.monotonic() < end and not over.is_set():
+        pass
+
+
+def stop_self(duration_s: float) -> None:
+    """SIGSTOP this process; a small one of its own wakes it after `duration_s`."""
+    if duration_s < float("inf"):
+        wake = f"sleep {duration_s:.3f}; kill -CONT {os.getpid()}"
+        subprocess.Popen(("sh", "-c", wake), start_new_session=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hold_interpreter(duration_s: float) -> None:
+    """Hold the interpreter's lock in native code, as an extension that does not release it."""
+    us = int(min(duration_s, _GIL_S_MAX) * 1e6)
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(us))
+
+
+def press_memory(size_mb: int, duration_s: float, over: threading.Event) -> None:
+    """Take `size_mb` and write to all of it again and again, without the interpreter's lock."""
+    end = time.monotonic() + duration_s
+    with mmap.mmap(-1, size_mb * _MIB) as block:
+        first = ctypes.c_char.from_buffer(block)
+        while time.monotonic() < end and not over.is_set():
+            ctypes.memset(ctypes.addressof(first), 1, len(block))
+        del first  # A map that is still pointed into cannot be closed.
+
+
+def touch_memory(size_mb: int) -> None:
+    """Take `size_mb` and write to every page of it; gives it back where one comes so far."""
+    chunks = []
+    for _ in range(size_mb // 16):
+        chunks.append(b"\x01" * (16 * _MIB))
+
+
+def exhaust_memory(limit_mb: int) -> None:
+    """Allocate until `limit_mb` more than now are in use, then fail as an allocation would.
+
+    The limit is the process's own address space, so the machine and its other ranks are safe;
+    what comes is a MemoryError, not the kernel's killer, and the error says so.
+
+    Raises:
+        MemoryError: always.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    limit = used + limit_mb * _MIB
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    chunks: list[bytearray] = []
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        while len(chunks) * 16 < limit_mb + 64:
+            chunks.append(bytearray(16 * _MIB))
+    except MemoryError:
+        pass
+    finally:
+        taken = len(chunks) * 16
+        chunks.clear()
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    raise MemoryError(f"injected by perdure: {taken} MiB taken, at an address-space limit")

@@ -1,0 +1,1 @@
+"""What a rank writes down of itself: collectives, stages of a step, process groups, traces."""

@@ -1,0 +1,225 @@
+"""Who writes the communicator slots of a rank's ring, without a line in the script.
+
+The default asks Flight Recorder, which PyTorch fills in C++ for every gloo and NCCL collective
+(DDP's buckets, FSDP2, functional and compiled ones, subgroups), for its *status*: per process
+group the number of the last collective that was entered and of the last that ended. That costs
+3 µs ten times a second and nothing per collective, and is what "who did not arrive" needs. What
+it leaves out is looked up in a full dump (up to 65 ms with 2,000 entries), and only then: the
+name of a group that is new, and more about a collective that seems to stay pending.
+
+Deliberately not seen this way: send and recv, which Flight Recorder does not record for gloo,
+and instants finer than the poll. `perdure.worker.recording.hook` sees both, for 30 to 65 µs a
+collective.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from perdure.worker.recording.groups import find_timeout_s
+from perdure.worker.ring import RingWriter
+
+POLL_S = 0.1
+POLL_START_S = 0.02
+"""Until the first collective of the rank: its end is the end of a recovery."""
+POLL_QUIET_S = 0.25
+QUIET_AFTER_S = 2.0
+PENDING_S = 0.5
+"""A collective that stays pending this long is worth a dump that names its operation."""
+DUMP_SHARE = 200
+"""A dump is followed by this many times its duration without another: at most 0.5 %."""
+
+Dump = Callable[[bool, bool], bytes]
+Members = Callable[[str], tuple[int, tuple[int, ...]]]
+
+
+class _Status(msgspec.Struct):
+    last_enqueued_collective: str = "-1"
+    last_completed_collective: str = "-1"
+
+
+class _Entry(msgspec.Struct):
+    pg_id: int = -1
+    process_group: tuple[str, ...] = ()
+    collective_seq_id: int = -1
+    profiling_name: str = ""
+    time_created_ns: int = 0
+    is_p2p: bool = False
+    retired: bool = False
+
+
+class _Trace(msgspec.Struct):
+    pg_status: dict[str, _Status] = {}
+    entries: list[_Entry] = []
+
+
+_decoder = msgspec.json.Decoder(_Trace)
+
+
+class _Comm(msgspec.Struct):
+    """What was last written into a slot."""
+
+    source: str
+    name: str
+    slot: int = -1
+    started: int = 0
+    ended: int = 0
+    since: int = 0
+    looked_at: int = 0
+    """The collective that a dump was asked about."""
+
+
+class StatusRecorder:
+    """Polls Flight Recorder's status in a daemon thread of its own."""
+
+    kind = "status"
+
+    def __init__(self, ring: RingWriter, dumps: dict[str, Dump], members: Members) -> None:
+        """Write to `ring` what `dumps` (by backend) say.
+
+        `members` returns size and global ranks of a process group by its name.
+        """
+        self._ring = ring
+        self._dumps = dumps
+        self._members = members
+        self._raw: dict[str, bytes] = {}
+        self._comms: dict[tuple[str, str], _Comm] = {}
+        self._moved_ns = 0
+        self._dump_after_ns = 0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        ring.set_recorder(self.kind)
+
+    def start(self) -> None:
+        """Begin to poll."""
+        self._thread = threading.Thread(target=self._run, name="perdure-recorder", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Look once more and end: no thread may be in torch while the interpreter goes down."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+            if not self._thread.is_alive():
+                self._poll_safely()
+
+    def poll(self, now: int) -> None:
+        """Bring the slots up to `now` (monotonic ns)."""
+        for source, dump in self._dumps.items():
+            raw = dump(False, False)
+            if raw == self._raw.get(source):
+                continue
+            status = _decoder.decode(raw).pg_status
+            if any((source, key) not in self._comms for key in status):
+                self._find_names(source, now)
+            for key, state in status.items():
+                comm = self._comms.get((source, key))
+                if comm is not None:
+                    self._update(comm, state, now)
+            if all((source, key) in self._comms for key in status):
+                self._raw[source] = raw  # Else they are looked for again at the next poll.
+        for comm in self._comms.values():
+            if comm.started > comm.ended and comm.looked_at != comm.started:
+                self._look_closer(comm, now)
+
+    def next_delay_s(self, now: int) -> float:
+        """Return how long to sleep: short at the start, longer while nothing moves."""
+        if not self._moved_ns:
+            return POLL_START_S
+        return POLL_QUIET_S if now - self._moved_ns > QUIET_AFTER_S * 1e9 else POLL_S
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.next_delay_s(time.monotonic_ns())):
+            if not self._poll_safely():
+                return
+
+    def _poll_safely(self) -> bool:
+        """Poll; False where there is nothing to write to, or nothing that can be read."""
+        if not self._ring.attached:
+            return False
+        try:
+            self.poll(time.monotonic_ns())
+        except (msgspec.MsgspecError, RuntimeError, ValueError):
+            # Flight Recorder of a torch that speaks otherwise: no slots rather than wrong ones.
+            self._ring.set_recorder("off")
+            return False
+        return True
+
+    def _update(self, comm: _Comm, state: _Status, now: int) -> None:
+        started, ended = int(state.last_enqueued_collective), int(state.last_completed_collective)
+        if (started, ended) == (comm.started, comm.ended):
+            return
+        if started != comm.started:
+            comm.since = now
+        comm.started, comm.ended = started, ended
+        self._moved_ns = now
+        if comm.slot < 0:
+            comm.slot = self._slot_for(comm.name)
+        if comm.slot >= 0:
+            self._ring.set_comm(comm.slot, started, ended, comm.since)
+        self._ring.beat(now)
+
+    def _find_names(self, source: str, now: int) -> None:
+        """Learn the names of new groups from a dump, where one is affordable."""
+        for entry in self._dump(source, now) or ():
+            key = (source, str(entry.pg_id))
+            if key not in self._comms and entry.process_group:
+                self._comms[key] = _Comm(source, entry.process_group[0])
+
+    def _slot_for(self, name: str) -> int:
+        """Return a slot for a communicator: a free one, or that of the longest idle; or -1."""
+        size, ranks = self._members(name)
+        slot = self._ring.add_comm(name, size, ranks)
+        if slot < 0:
+            idle = [c for c in self._comms.values() if c.slot >= 0 and c.started <= c.ended]
+            if idle:
+                oldest = min(idle, key=lambda comm: comm.since)
+                slot, oldest.slot = oldest.slot, -1
+                self._ring.replace_comm(slot, name, size, ranks)
+        if slot >= 0:
+            self._ring.set_comm_timeout(slot, find_timeout_s(name))
+        return slot
+
+    def _look_closer(self, comm: _Comm, now: int) -> None:
+        """Learn about a collective that seems to stay pending: its operation, when it was entered.
+
+        And whether it really is pending: gloo ends the buckets of DDP in any order and the status
+        names the one that ended last, so 11 of 12 may mean that 12 ended before it.
+        """
+        if comm.slot < 0 or now - comm.since < PENDING_S * 1e9:
+            return
+        entries = self._dump(comm.source, now)
+        if entries is None:
+            return
+        comm.looked_at = comm.started
+        mine = [e for e in entries if e.process_group[:1] == (comm.name,) and not e.is_p2p]
+        newest = next((e for e in reversed(mine) if e.collective_seq_id == comm.started), None)
+        if newest is None:
+            return
+        self._ring.set_comm_op(comm.slot, newest.profiling_name.rpartition(":")[2].encode())
+        age = time.time_ns() - newest.time_created_ns
+        if 0 <= age < 3600 * 10**9:
+            comm.since = now - age
+        ended = comm.ended
+        if all(entry.retired for entry in mine if entry.collective_seq_id >= comm.ended):
+            ended = comm.started
+        self._ring.set_comm(comm.slot, comm.started, ended, comm.since)
+
+    def _dump(self, source: str, now: int) -> list[_Entry] | None:
+        """Return the entries, or None where the last dump was too recent for its cost."""
+        if now < self._dump_after_ns:
+            return None
+        began = time.monotonic_ns()
+        entries = _decoder.decode(self._dumps[source](True, False)).entries
+        self._dump_after_ns = now + DUMP_SHARE * (time.monotonic_ns() - began)
+        return entries
+
+
+def is_idle(dump: Dump) -> bool:
+    """Return whether every collective that `dump` knows of has ended."""
+    status = _decoder.decode(dump(False, False)).pg_status.values()
+    return all(
+        state.last_enqueued_collective == state.last_completed_collective for state in status
+    )

@@ -1,0 +1,1 @@
+"""What a torchft job's ranks have in them: the Manager's missing parts."""

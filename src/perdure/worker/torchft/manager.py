@@ -1,0 +1,411 @@
+"""Inside a rank of a torchft job: what its Manager does not do by itself.
+
+Installed after `import torchft`, by perdure in an unmodified script, or by `perdure.torchft`:
+
+- 0.2.0's DistributedDataParallel fails an assertion when an all-reduce was broken, which kills
+  the survivors of every death; the gradient is handed on instead, and the step not committed;
+- who meets an error breaks its own connections of that quorum, so that peers who wait on it get
+  one as well instead of waiting for the time-out: everyone who waits, waits in the end on the dead;
+- a fence from the lighthouse does the same where no connection breaks by itself (a stopped or a
+  hung peer);
+- a collective that takes far too long is reported, so that the lighthouse can tell who never came;
+  so is a quorum, where the lighthouse is torchft's own and tells nobody who asks;
+- what the first optimizer step costs (it imports torch._dynamo) is paid before the first quorum,
+  and not while others wait; committed steps are shown in the ring.
+
+In a job that is only observed no connection is ever broken: torchft's own time-outs decide.
+
+Versions are told apart by what they have, since nightly builds have no number of their own.
+"""
+
+import functools
+import os
+import statistics
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from perdure.model.actions import FenceAbort
+from perdure.model.errors import ProtocolError
+from perdure.model.events import AnyEvent, ReplicaWaiting
+from perdure.model.job import JobSpec
+from perdure.worker.ring import RingWriter
+from perdure.worker.settings import read_steering
+from perdure.worker.spec import read_spec
+from perdure.worker.torchft.account import ReplicaAccount
+from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
+from perdure.worker.torchft.fence import Fences
+from perdure.worker.torchft.settings import settings
+
+_LOOK_S = 0.1
+_WAITS = 15
+_LATE_S = 0.5
+"""A wait so much longer than those before is told of."""
+_LONG_KEPT = 64
+_SLACK = 1.5
+_MARK = "_perdure_wrapped"
+
+
+class Replica:
+    """This process as a rank of a replica group; one for all its managers."""
+
+    def __init__(self) -> None:
+        """Know nothing of perdure yet: `join` brings ring and line."""
+        self.fences = Fences()
+        self._manager: Callable[[], Any] = lambda: None
+        self._emit: Callable[[AnyEvent], object] | None = None
+        self._now: Callable[[], float] = time.monotonic
+        self._ring: RingWriter | None = None
+        self._waits: deque[float] = deque(maxlen=_WAITS)
+        self._long: deque[float] = deque(maxlen=_LONG_KEPT)
+        """Long waits that ended well: a group that validates lets the others wait again."""
+        self._since: dict[int, float] = {}
+        """Thread -> since when it waits in a collective."""
+        self._told: tuple[int, int] = (-1, -1)
+        """Quorum and step of the wait that was told of last."""
+        self._open: ReplicaWaiting | None = None
+        """What was told of a wait that goes on."""
+        self.account = ReplicaAccount()
+        self._watching = False
+        self._observed = self._tells_quorums = False
+        self._commits = 0
+
+    def join(
+        self,
+        ring: RingWriter,
+        emit: Callable[[AnyEvent], object],
+        now: Callable[[], float],
+        *,
+        observed: bool = False,
+        tells_quorums: bool = False,
+    ) -> None:
+        """Report by `emit` in job time `now`, and show steps in `ring`.
+
+        Nothing is broken where the job is only `observed`. With `tells_quorums` a wait for a
+        quorum is reported as one in a collective is.
+        """
+        self._ring, self._emit, self._now = ring, emit, now
+        self._observed, self._tells_quorums = observed, tells_quorums
+
+    # --- what the manager does ----------------------------------------------------------------
+
+    def adopt(self, manager: Any) -> None:
+        """Take `manager` for the one in use, and pay for the first step now."""
+        self._manager = weakref.ref(manager)
+        warm_up()
+        if self._ring is not None:
+            self.account.begin(self._ring, manager.current_step())
+        if self._emit is not None and not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="perdure-replica", daemon=True).start()
+
+    def break_up(self, quorum_id: int) -> int:
+        """Break the process groups of a quorum; nothing where the job is only observed."""
+        return 0 if self._observed else self.fences.break_up(quorum_id)
+
+    def take_fence(self, order: FenceAbort) -> None:
+        """Do so by order. Called in the control thread."""
+        self.break_up(order.quorum_id)
+
+    def begin_wait(self) -> float:
+        """The calling thread is about to wait for a collective."""
+        now = self._now()
+        self._since[threading.get_ident()] = now
+        return now
+
+    def end_wait(self, since_s: float, *, well: bool) -> None:
+        """It has ended, `well` if with a result."""
+        waited_s = self._now() - since_s
+        self._waits.append(waited_s)
+        if well and waited_s >= _LATE_S:
+            self._long.append(waited_s)
+        self._wait_no_more(well=well)
+
+    def begin_quorum_wait(self) -> bool:
+        """The calling thread is about to wait for a quorum; return whether that is noted."""
+        thread = threading.get_ident()
+        if not self._tells_quorums or thread in self._since:
+            return False
+        self._since[thread] = self._now()
+        return True
+
+    def end_quorum_wait(self, *, well: bool) -> None:
+        """A wait that was noted has ended, `well` if with a quorum."""
+        self._wait_no_more(well=well)
+
+    def _wait_no_more(self, *, well: bool) -> None:
+        """Tell that what was told of is over, where the wait has ended `well`."""
+        self._since.pop(threading.get_ident(), None)
+        told, self._open = self._open, None
+        if well and told is not None and self._emit is not None:
+            self._emit(msgspec.structs.replace(told, over=True))
+
+    def find_quorum_id(self) -> int:
+        """Return the id of the quorum that this rank is in; -1 before the first."""
+        manager = self._manager()
+        return -1 if manager is None else int(manager._quorum_id)
+
+    def begin_step(self, manager: Any) -> None:
+        """Come to a step, before its quorum is asked for. May wait for a decision about it."""
+        begin = time.monotonic_ns()
+        settings.begin_step(manager, committed=self._commits > 0)
+        self.account.add_gate(time.monotonic_ns() - begin)
+
+    def end_step(self, manager: Any, *, committed: bool, healing: bool) -> None:
+        """An attempt at a step is over."""
+        self._commits += committed
+        self.account.end_attempt(manager, committed=committed, healing=healing)
+
+    # --- who does not come --------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while True:
+            time.sleep(_LOOK_S)
+            self._look()
+
+    def _look(self) -> None:
+        """Tell of a wait that is far too long, once a step."""
+        since = min(list(self._since.values()), default=None)
+        manager = self._manager()
+        if since is None or manager is None or self._emit is None or self._ring is None:
+            return
+        usual_s = 2 * statistics.median(self._waits) if self._waits else 0.0
+        usual_s = max(usual_s, _SLACK * max(self._long, default=0.0))
+        if self._now() - since < _LATE_S + usual_s:
+            return
+        quorum_id, step = int(manager._quorum_id), int(manager.current_step())
+        if (quorum_id, step) != self._told:
+            self._told = (quorum_id, step)
+            ring = self._ring
+            self._open = ReplicaWaiting(
+                generation=ring.generation,
+                rank=ring.rank,
+                quorum_id=quorum_id,
+                step=step,
+                since_s=since,
+                timeout_s=_find_timeout(manager),
+            )
+            self._emit(self._open)
+
+
+replica = Replica()
+"""The one of this process."""
+
+
+def install(torchft: ModuleType) -> None:
+    """Put the repairs into `torchft`, which has been imported. Harmless when repeated."""
+    manager, groups = sys.modules["torchft.manager"], sys.modules["torchft.process_group"]
+    mend_hook(torchft)
+    for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupXCCL"):
+        found = vars(groups).get(name)
+        if found is not None:
+            _wrap(found, "_create_pg", _noting_connections)
+    _wrap(manager.Manager, "__init__", _adopting)
+    _wrap(manager.Manager, "report_error", _spreading)
+    _wrap(manager.Manager, "start_quorum", _steering)
+    _wrap(manager.Manager, "wait_quorum", _waiting)
+    _wrap(manager.Manager, "should_commit", _showing)
+    if hasattr(manager, "_ManagedWork"):
+        _wrap(manager._ManagedWork, "wait", _timing)
+
+
+def warm_up() -> None:
+    """Do one optimizer step of nothing: the first one of a process imports torch._dynamo."""
+    import torch
+
+    if "torch._dynamo" in sys.modules:
+        return
+    nothing = torch.zeros(1, requires_grad=True)
+    nothing.grad = torch.zeros(1)
+    torch.optim.AdamW([nothing]).step()
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    original = vars(owner).get(name)
+    if original is None or hasattr(original, _MARK):
+        return
+    wrapped = functools.wraps(original)(make(original))
+    setattr(wrapped, _MARK, True)
+    setattr(owner, name, wrapped)
+
+
+def _adopting(original: Callable[..., None]) -> Callable[..., None]:
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        replica.adopt(self)
+
+    return __init__
+
+
+def _spreading(original: Callable[..., None]) -> Callable[..., None]:
+    def report_error(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        replica.break_up(int(getattr(self, "_quorum_id", -1)))
+
+    return report_error
+
+
+def _steering(original: Callable[..., None]) -> Callable[..., None]:
+    def start_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
+        replica.begin_step(self)
+        original(self, *args, **kwargs)
+
+    return start_quorum
+
+
+def _showing(original: Callable[..., bool]) -> Callable[..., bool]:
+    def should_commit(self: Any, *args: Any, **kwargs: Any) -> bool:
+        healing = bool(getattr(self, "_healing", False))
+        committed = original(self, *args, **kwargs)
+        replica.end_step(self, committed=committed, healing=healing)
+        return committed
+
+    return should_commit
+
+
+def _waiting(original: Callable[..., None]) -> Callable[..., None]:
+    def wait_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
+        begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
+        try:
+            original(self, *args, **kwargs)
+            well = True
+        finally:
+            replica.account.end_wait(begin)
+            if noted:
+                replica.end_quorum_wait(well=well)
+
+    return wait_quorum
+
+
+def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
+    def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
+        since_s, ended = replica.begin_wait(), False
+        try:
+            if replica.fences.outlast(self._manager._pg, self._work):
+                ended = original(self, *args, **kwargs)
+                return ended
+            self._manager.report_error(RuntimeError("a collective of a void quorum was given up"))
+            return False
+        finally:
+            replica.end_wait(since_s, well=bool(ended) and self._manager.errored() is None)
+
+    return wait
+
+
+def _noting_connections(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _create_pg(self: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
+        replica.account.note_quorum()
+        replica.fences.begin(self, _find_quorum(self), _find_store(store))
+        try:
+            return original(self, store, *args, **kwargs)
+        finally:
+            replica.fences.end(self)
+
+    return _create_pg
+
+
+def _find_timeout(manager: Any) -> float:
+    """Return how long a collective of `manager` may take before it gives it up; 0 if unknown."""
+    times = [getattr(owner, "_timeout", None) for owner in (manager, manager._pg)]
+    return min((t.total_seconds() for t in times if isinstance(t, timedelta)), default=0.0)
+
+
+def _find_quorum(group: Any) -> int:
+    """Return the quorum of a process group: nightly builds call it by another name."""
+    for name in ("_quorum_id", "_uuid"):
+        found = getattr(group, name, None)
+        if isinstance(found, int):
+            return found
+    return -1
+
+
+def _find_store(store: Any) -> int:
+    """Return the port of a rendezvous store; 0 where it has none."""
+    inner = getattr(store, "underlying_store", store)
+    try:
+        return int(inner.port)
+    except (AttributeError, RuntimeError):
+        return 0
+
+
+def mend_hook(torchft: ModuleType) -> None:
+    """Replace the communication hook of 0.2.0, which takes it that every all-reduce succeeds."""
+    import torch
+
+    wrapper, manager = torchft.DistributedDataParallel, sys.modules["torchft.manager"]
+    hook = vars(wrapper).get("_comm_hook")
+    if hook is None or hasattr(hook.__func__, _MARK) or not hasattr(manager, "_ManagedFuture"):
+        return
+    managed = manager._ManagedFuture
+
+    @functools.wraps(hook.__func__)  # Its annotations are checked.
+    def _comm_hook(state: Any, bucket: Any) -> Any:
+        buffer = bucket.buffer()
+        work = state.allreduce(buffer)
+        ended = work.wait()
+        future = work.get_future()
+        inner = future._fut if isinstance(future, managed) else future
+        if ended is False or inner is None:
+            inner = torch.futures.Future()
+            inner.set_result(buffer)  # The error is with the manager: no commit.
+        return inner
+
+    setattr(_comm_hook, _MARK, True)
+    wrapper._comm_hook = staticmethod(_comm_hook)
+
+
+# --- perdure's own wiring -----------------------------------------------------------------------
+
+
+def join_replica(attachment: Any) -> None:
+    """Connect this process's replica with what perdure holds inside the rank."""
+    spec = _find_spec()
+    ring, nproc = attachment.ring, int(os.environ["WORLD_SIZE"])
+    replica.join(
+        ring,
+        attachment.emit,
+        attachment.now,
+        observed=spec.observe,
+        tells_quorums=spec.torchft.lighthouse != "perdure",
+    )
+    attachment.control.on_fence = replica.take_fence
+    settings.join(
+        rank=ring.rank,
+        generation=ring.generation,
+        nproc=nproc,
+        emit=attachment.emit,
+        ask=attachment.control.query,
+        now=attachment.now,
+        quorum_id=replica.find_quorum_id,
+        steering=read_steering(),
+        checkpoints=ReplicaCheckpoints(
+            rank=ring.rank,
+            generation=ring.generation,
+            nproc=nproc,
+            emit=attachment.emit,
+            now=attachment.now,
+            config=spec.checkpoint,
+        ),
+    )
+    attachment.on_boundary = settings.take
+
+
+def _find_spec() -> JobSpec:
+    """Return the job's specification; the defaults where it cannot be had: torchft goes on."""
+    try:
+        return read_spec()
+    except (OSError, ProtocolError):
+        return JobSpec(script="")
+
+
+def is_replica(environ: Any = os.environ) -> bool:
+    """Whether this rank belongs to a replica group that perdure has started."""
+    return bool(environ.get("TORCHFT_LIGHTHOUSE") and environ.get("REPLICA_GROUP_ID"))

@@ -1,0 +1,94 @@
+"""When a rank may come from the image, and what the image may import."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from perdure.keeper import execution as launch
+from perdure.keeper.image import zygote_environ
+from perdure.keeper.json_lines import LineSocket
+from perdure.model.bus.wire import KeeperKill, KeeperStatus, ToKeeper
+from perdure.model.errors import ProtocolError
+from perdure.worker.start import imports
+
+
+def test_variables_that_the_image_has_read() -> None:
+    image = {"PYTHONHASHSEED": "1", "HOME": "/a", "OMP_NUM_THREADS": "1"}
+    assert launch.find_difference(image, image | {"RANK": "0", "OMP_NUM_THREADS": "4"}) == ""
+    assert launch.find_difference(image, {**image, "TORCH_LOGS": "all"}) == "TORCH_LOGS"
+    assert launch.find_difference(image, {"HOME": "/a"}) == "PYTHONHASHSEED"
+    rank = {"TORCH_LOGS": "all", "RANK": "0"}
+    env = launch.adopt_difference(image, rank)
+    assert env == {"HOME": "/a", "OMP_NUM_THREADS": "1", "TORCH_LOGS": "all"}
+    assert launch.find_difference(env, rank) == ""
+
+
+def test_environment_of_the_image() -> None:
+    spec = json.dumps({"script": "x", "nproc": 2, "env": {"A": "b"}}).encode()
+    assert zygote_environ({"C": "d"}, spec) == {"A": "b", "C": "d", "OMP_NUM_THREADS": "1"}
+    assert zygote_environ({"OMP_NUM_THREADS": "3"}, spec)["OMP_NUM_THREADS"] == "3"
+    assert zygote_environ({"C": "d"}, b"not json") == {"C": "d"}
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
+    """PYTHONSAFEPATH leaves out the folder of the script, so nothing has to be taken out again."""
+    package = tmp_path / "perdure" / "worker"
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    told = "import os, sys\ndef main(job, node, fd): os.write(fd, sys.path[0].encode())\n"
+    (package / "zygote.py").write_text(told)
+    env = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": safe}
+    pid, ours = launch.start_image("j", 0, env)
+    with ours:
+        ours.settimeout(20)
+        assert ours.recv(1000).decode() == str(tmp_path)
+    os.waitpid(pid, 0)
+
+
+def test_only_what_is_installed_is_preloaded(tmp_path: Path) -> None:
+    names = imports.find_imports(imports.find_installed(), str(tmp_path))
+    assert "msgspec" in names
+    assert "perdure.worker.start.imports" in names
+    assert not {__name__, "__main__", "pytest", "sys"} & set(names)
+    own = str(Path(imports.__file__).parent)
+    assert "perdure.worker.start.imports" not in imports.find_imports(imports.find_installed(), own)
+
+
+def test_list_of_imports(tmp_path: Path) -> None:
+    path = str(tmp_path / "imports.json")
+    assert imports.read_imports(path) == ()
+    imports.write_imports(path, ["a", "wandb.sdk", "b.c"])
+    assert imports.read_imports(path) == ("a", "b.c")
+    Path(path).write_text("{")
+    assert imports.read_imports(path) == ()
+
+
+def test_lines() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        lines = LineSocket(ours)
+        theirs.sendall(b'{"type":"KeeperStatus"}\n{"type":"KeeperKill","gene')
+        assert lines.read(ToKeeper) == [KeeperStatus()]
+        theirs.sendall(b'ration":3}\n')
+        assert lines.read(ToKeeper) == [KeeperKill(3)]
+        for _ in range(40):
+            lines.send(["x" * 100_000])
+        assert lines.wants_write
+        theirs.sendall(b"nonsense\n")
+        with pytest.raises(ProtocolError):
+            lines.read(ToKeeper)
+    lines.flush()
+    assert lines.closed
+    lines.close()
+
+
+def test_keeper_needs_no_torch() -> None:
+    program = "import sys, perdure.keeper.keeper; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == 0

@@ -1,0 +1,68 @@
+"""What a live replay refuses, and places that keep a node's processes from starting."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from perdure.lab.live.calibrate import check_rising
+from perdure.lab.live.places import Gates
+from perdure.lab.live.session import NODES_MAX, check_trace
+from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
+from perdure.model.errors import SafetyError
+from perdure.service.processes import find_by_title
+
+
+def make(*stays: tuple[float, float | None]) -> AvailabilityTrace:
+    nodes = tuple(TraceNode(f"n{i}", (Stay(b, e),)) for i, (b, e) in enumerate(stays))
+    return AvailabilityTrace("t", 100.0, nodes)
+
+
+def test_a_trace_that_leaves_nobody_is_refused() -> None:
+    assert check_trace(make((0.0, 50.0), (40.0, None))) == 2
+    with pytest.raises(SafetyError, match=r"no node at 50\.0 s"):
+        check_trace(make((0.0, 50.0), (60.0, None)))
+    with pytest.raises(SafetyError, match="9 nodes at once"):
+        check_trace(make(*[(0.0, None)] * (NODES_MAX + 1)))
+
+
+def test_a_machine_on_which_a_node_more_is_no_faster_is_refused() -> None:
+    def table(*rates: float) -> Throughput:
+        by_shape = {Shape(n, 1): rate for n, rate in enumerate(rates, 1)}
+        return Throughput("t", by_shape, global_batch=56, state_bytes=1, source="a test")
+
+    check_rising(table(10.0, 19.0, 27.0))
+    with pytest.raises(SafetyError, match="3 nodes are no faster here than 2"):
+        check_rising(table(41.0, 79.0, 64.0))
+
+
+def test_a_shut_place_holds_its_node_until_it_is_opened(tmp_path: Path) -> None:
+    gates = Gates(tmp_path, 2)
+    gates.shut([1])
+
+    def start(place: int) -> "subprocess.Popen[bytes]":
+        command = [*gates.placement().prefix(place), "echo", "here"]
+        return subprocess.Popen(command, stdout=subprocess.PIPE)
+
+    free, held = start(0), start(1)
+    assert free.communicate(timeout=20)[0] == b"here\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        held.wait(0.3)
+    gates.open([1])
+    assert held.communicate(timeout=20)[0] == b"here\n"
+
+
+def test_a_process_is_found_by_its_whole_title() -> None:
+    """Node 1 is not node 10."""
+    words = ["bash", "-c", 'exec -a "perdure keeper titled 10" sleep 60']
+    with subprocess.Popen(words) as process:
+        try:
+            deadline = time.monotonic() + 20
+            while find_by_title("perdure keeper titled 10") != [process.pid]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert find_by_title("perdure keeper titled 1") == []
+        finally:
+            process.kill()
