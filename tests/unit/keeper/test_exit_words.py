@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.unit.worker.test_keeper_exits import make_evidence, make_record
+from tests.unit.keeper.test_keeper_exits import make_evidence, make_record
 
 PROGRAM = """
 import sys

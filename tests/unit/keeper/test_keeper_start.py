@@ -38,7 +38,7 @@ def test_environment_of_the_image() -> None:
 @pytest.mark.parametrize("safe", ["", "1"])
 def test_path_of_the_image(tmp_path: Path, safe: str) -> None:
     """PYTHONSAFEPATH leaves out the folder of the script, so nothing has to be taken out again."""
-    package = tmp_path / "perdure" / "worker"
+    package = tmp_path / "perdure" / "keeper"
     package.mkdir(parents=True)
     for folder in (package, package.parent):
         (folder / "__init__.py").touch()
