@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.planning.pipeline import Action, Orders
-from perdure.plan.worlds.chain import StageCost
 from perdure.plan.elastic.microbatches import find_root
 from perdure.plan.pipeline.greedy import order_greedily, reroute, route_spread, route_straight
 from perdure.plan.pipeline.orders import (
@@ -24,6 +23,7 @@ from perdure.plan.pipeline.orders import (
     order_zero_bubble,
 )
 from perdure.plan.pipeline.simulate import FREE, DeadlockError, Pipe
+from perdure.plan.worlds.chain import StageCost
 from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import Broken, Group, make_device
 from perdure.worker.pipeline import Runner, Schedule, StageBlocks
