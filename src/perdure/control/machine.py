@@ -43,7 +43,7 @@ from perdure.control.recovery.formation import (
     wait_for_nodes,
 )
 from perdure.control.recovery.notices import note_device
-from perdure.control.recovery.placement import note_cordon
+from perdure.control.recovery.placement import find_notice, note_cordon
 from perdure.control.recovery.probing import (
     probe_overdue,
     probe_verdict,
@@ -94,6 +94,7 @@ from perdure.model.events import (
     ControllerLost,
     ControllerStarted,
     DeviceReported,
+    FailureDecided,
     FaultInjected,
     GenerationStepping,
     GenerationStopped,
@@ -140,6 +141,14 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
+from perdure.model.failures import (
+    Cause,
+    explain_exit,
+    explain_node,
+    explain_verdict,
+    find_early,
+    name_preemption,
+)
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 
@@ -175,6 +184,9 @@ class Controller:
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
         """Return what to do about `event`, which is in the journal already."""
+        if isinstance(event, FailureDecided):  # It says what has been decided.
+            self.state.book.take(event)
+            return []
         if self.state.of_replicas:
             return handle_replicas(self.state, now, event)
         state, before = self.state, self._members()
@@ -188,6 +200,10 @@ class Controller:
             if self._members() == before:
                 return actions
 
+    def facts(self, now: float) -> list[AnyEvent]:
+        """Return what has been decided about failures and is not in the journal yet."""
+        return list(self.state.book.pending(now))
+
     def _members(self) -> tuple[int, ...]:
         return self.state.asked if self.state.elastic.members else ()
 
@@ -196,6 +212,7 @@ class Controller:
             case JobSubmitted():
                 return note_submission(self.state, now, event)
             case ControllerStarted():
+                self.state.book.begin(event)
                 return issue_again(self.state, now, f"controller {event.incarnation} took over")
             case NodeRegistered():
                 return self._register(now, event)
@@ -250,7 +267,7 @@ class Controller:
                 return []
             case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
                 return []
-            case ActionWithheld() | QuorumFormed() | QuorumIdsReserved():
+            case ActionWithheld() | FailureDecided() | QuorumFormed() | QuorumIdsReserved():
                 return []
             case ReplicaSeen() | ReplicaWaiting() | ReplicaLate():
                 return []
@@ -271,7 +288,7 @@ class Controller:
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state
         taken, freed = (
-            preemption.find_notice(state, now, event.node),
+            find_notice(state, now, event.node),
             preemption.note_return(state, now, event),
         )
         state.nodes[event.node] = event
@@ -282,7 +299,9 @@ class Controller:
             return form_world(state, now, f"{len(state.nodes)} nodes are there")
         returned = reform.return_node(state, event)
         if returned.broken:
-            return self._fail(now, f"node {event.node}", returned.broken, code=1, taken=taken)
+            why = returned.broken
+            found = explain_node(event.node, "keeper lost", state.step, now, now, why)
+            return self._fail(now, f"node {event.node}", why, code=1, taken=taken, found=found)
         actions = [*freed, *returned.actions]
         if state.assignment is None:
             return actions
@@ -297,8 +316,14 @@ class Controller:
         state, record = self.state, event.record
         note_high(state, event.account.step)
         note_left(state, event)
+        found = explain_exit(
+            record, event.detected_s, event.account.step,
+            find_early(state.exits.values(), record),
+        )  # fmt: skip
         if state.phase in ("forming", "ending"):
             correct_culprit(state, event)
+            if record.failed and not record.asked:
+                state.book.correct(found, record.generation)
         if record.generation != state.generation or record.rank in state.exits:
             return []
         if state.phase not in ("starting", "running"):
@@ -327,6 +352,7 @@ class Controller:
                 without=without,
                 why=why,
                 taken=taken,
+                found=found,
             )
         left_well = reform.leave_world(state, now, event)
         if left_well.broken:
@@ -337,15 +363,25 @@ class Controller:
 
     def _lose_node(self, now: float, event: KeeperLost | NodeLost) -> list[AnyAction]:
         state = self.state
-        taken = preemption.find_notice(state, now, event.node)
+        taken = find_notice(state, now, event.node)
         if isinstance(event, KeeperLost):
+            reason = "its keeper died, and its ranks with it"
+            reason += f": it {event.cause}" if event.cause else ""
+            found = explain_node(event.node, "keeper lost", state.step, event.at_s, now, reason)
+            state.book.correct(found, event.generation)
             if event.generation != state.generation or state.phase not in ("starting", "running"):
                 return []
             why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
             lost = reform.lose_ranks(state, event.node, why, event.begun)
             if not lost.broken:
                 return lost.actions
-            return self._fail(now, f"node {event.node}", lost.broken, code=1, taken=taken)
+            return self._fail(
+                now, f"node {event.node}", lost.broken, code=1, taken=taken, found=found
+            )
+        seen_s = event.last_seen_s or event.at_s
+        found = explain_node(event.node, "NodeLost", state.step, seen_s, now, event.reason)
+        if event.node in state.book.nodes and state.phase in ("forming", "ending"):
+            state.book.correct(found, state.generation - (state.phase == "forming"))
         state.lost.setdefault(event.node, event.at_s)
         if state.phase == "ending":
             return advance_end(state, now)
@@ -369,7 +405,7 @@ class Controller:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
         if state.phase not in ("starting", "running"):
             return []
-        return self._fail(now, f"node {event.node}", why, code=1, taken=taken)
+        return self._fail(now, f"node {event.node}", why, code=1, taken=taken, found=found)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Take stacks at a verdict's first word; act once it is actionable."""
@@ -426,6 +462,9 @@ class Controller:
         cause = f"{verdict.kind} ({verdict.activity})"
         ended = reform.end_hung_rank(state, verdict)
         if ended:
+            if verdict.culprit.rank in state.elastic.members:
+                found, epoch = explain_verdict(verdict), state.elastic.epoch + 1
+                state.book.decide(found, "reform", state.generation, state.placement, epoch=epoch)
             return [*actions, *ended]
         freed = reform.free_slot(state, verdict)
         hangs = verdict.kind in STACKS_FOR and not freed
@@ -445,6 +484,7 @@ class Controller:
             why=reaction.reason,
             grace_s=interrupt_s,
             freed=freed,
+            found=explain_verdict(verdict),
         )
 
     def _fail(
@@ -463,10 +503,16 @@ class Controller:
         grace_s: float = 0.0,
         taken: OpenNotice | None = None,
         freed: bool = False,
+        found: Cause | None = None,
     ) -> list[AnyAction]:
         """Decide on one failure of the world: the next generation, or the end."""
         state = self.state
+        found = found or Cause(
+            cause=cause, culprit=culprit, at_step=state.step,
+            failure_s=now, detected_s=now, reason=f"{culprit}: {cause}",
+        )  # fmt: skip
         if taken is not None:
+            found = name_preemption(found, taken.node, taken.words)
             culprit, cause = f"node {taken.node}", f"Preemption ({taken.words}); {culprit}: {cause}"
         failure = Failure(
             at_s=now,
@@ -481,7 +527,9 @@ class Controller:
             preempted=taken is not None,
         )
         stopped = find_reached_stop(state)
+        world, nodes = state.generation, state.placement
         if stopped is not None:
+            state.book.decide(found, "give up", world, nodes)
             why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
             done = answer(state, stopped.id, True, why, {"step": state.step})
             return [*done, *end_job(state, now, "stopped", 0, why)]
@@ -490,12 +538,15 @@ class Controller:
         state.first_exit_s = exit_s
         reason = f"{decision.reason}; {why}" if why else decision.reason
         if is_observed(state):
+            state.book.decide(found, "give up", world, nodes)
             return self._end_observed(now, failure, decision.rung, reason, code or 1, exit_s)
         if decision.rung != "give up":
             in_place = reform.reform_world(state, now, reason, freed=freed)
             state.failed_s = state.failed_s if freed else now  # Nobody stands still for a slot.
             if not in_place.broken:
+                state.book.decide(found, "reform", world, nodes, epoch=state.elastic.epoch)
                 return in_place.actions
+        state.book.decide(found, decision.rung, world, nodes)
         open_ = state.boundary is not None and state.boundary.move == "prepare"
         actions: list[AnyAction] = [abort_boundary(state, decision.reason)] if open_ else []
         state.boundary = None  # A commit is never taken back; it dies with its world.

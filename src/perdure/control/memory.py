@@ -26,6 +26,7 @@ from perdure.model.events import (
     ControllerStarted,
     Decision,
     DeviceReported,
+    FailureDecided,
     JobSubmitted,
     JournalEntry,
     LinksNoted,
@@ -49,6 +50,7 @@ from perdure.model.job import JobSpec
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2
+_UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | TimerFired
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _NOTES = 4
@@ -192,7 +194,7 @@ def find_recent(entries: Sequence[JournalEntry]) -> list[JournalEntry]:
     counts: dict[tuple[type, int | str], int] = {}
     for entry in reversed(entries):
         event = entry.body
-        if isinstance(event, Decision | MetricsLogged | MessagesSetAside | TimerFired):
+        if isinstance(event, _UNHEARD):
             continue
         generation = _find_generation(event)
         if generation is not None and generation < oldest and generation not in of_groups:

@@ -26,7 +26,7 @@ from perdure.model.events import (
     PreemptionNoticed,
     PreemptionWithdrawn,
 )
-from perdure.model.notices import LATE_S, is_explained
+from perdure.model.notices import is_explained
 from perdure.model.steering import LEAVE_DEADLINE_S
 from perdure.policy import HandOver, Outlook, decide_hand_over
 
@@ -142,16 +142,6 @@ def advance_notices(state: ControllerState, now: float) -> list[AnyAction]:
             actions += _hand_over(state, now, alike)
     _plan(state, now)
     return actions
-
-
-def find_notice(state: ControllerState, now: float, node: int) -> OpenNotice | None:
-    """Return what says that `node` goes away; None where nothing does."""
-    found = [
-        n
-        for n in state.notices.values()
-        if n.node == node and n.certain and now <= n.gone_s + LATE_S
-    ]
-    return min(found, key=lambda n: n.gone_s, default=None)
 
 
 def find_taken(state: ControllerState, node: int, record: ExitRecord) -> OpenNotice | None:

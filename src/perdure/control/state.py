@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from perdure.control.elastic.state import ElasticState
+from perdure.control.failures import FailureBook
 from perdure.control.groups.state import GroupState, QuorumState
 from perdure.control.steering.state import SteeringState
 from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
@@ -245,6 +246,7 @@ class ControllerState:
     mark: int = 0
     """Best achievement: committed steps, or collectives of a generation."""
     failures: list[Failure] = field(default_factory=list)
+    book: FailureBook = field(default_factory=FailureBook)
     first_exit_s: float | None = None
     """When the rank that the newest failure is blamed on ended; None where it was no exit."""
     standing: dict[str, Verdict] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from perdure.model.elastic import WorldBroken as WorldBroken
 from perdure.model.elastic import WorldReformed as WorldReformed
 from perdure.model.event import Event as Event
 from perdure.model.exits import ExitRecord as ExitRecord
+from perdure.model.failures import FailureDecided as FailureDecided
 from perdure.model.invitations import InvitationMade as InvitationMade
 from perdure.model.invitations import InvitationRevoked as InvitationRevoked
 from perdure.model.invitations import InvitationUsed as InvitationUsed
@@ -62,6 +63,8 @@ class ControllerStarted(Event, frozen=True, kw_only=True):
     """Its fencing token, where several could be controllers: it only grows along the journal."""
     speaks: Spoken = Spoken()
     """What it speaks: a controller that cannot does not go on with this journal."""
+    failures: bool = False
+    """It journals what it decides about failures (`FailureDecided`); an older perdure did not."""
 
 
 class NodeRegistered(Event, frozen=True, kw_only=True):
@@ -528,6 +531,7 @@ AnyEvent = (
     | VerdictReached
     | VerdictWithdrawn
     | ActionWithheld
+    | FailureDecided
     | StacksTaken
     | LinksNoted
     | ProbeEnded

@@ -106,7 +106,7 @@ class Shell:
         now = self.clock.now
         if not self.disk.journal:
             self.append(JobSubmitted(spec=self.spec, at_s=now))
-        self.append(ControllerStarted(incarnation=self.name))
+        self.append(ControllerStarted(incarnation=self.name, failures=True))
         self._send(self.orders.start(now))
 
     def append(self, event: AnyEvent, source: str = "", source_seq: int = 0) -> None:
@@ -117,6 +117,9 @@ class Shell:
         self._write(event, source, source_seq)
         self._perhaps_die()
         actions = self.memory.machine.handle(now, event)
+        for fact in self.memory.machine.facts(now):
+            self._write(fact)
+            self.memory.machine.handle(now, fact)
         for action in actions:
             self.disk.actions.update(encode(action) + f"{now:.6f}".encode())
             summary = describe_action(action)

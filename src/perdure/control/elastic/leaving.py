@@ -21,10 +21,11 @@ from perdure.control.elastic.members import (
     split_called,
 )
 from perdure.control.elastic.reform import is_elastic, order_world
-from perdure.control.recovery.placement import bar, cordon
+from perdure.control.recovery.placement import bar, cordon, find_notice
 from perdure.control.state import ControllerState, OpenBoundary, OpenMove
 from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.model.actions import AnyAction, NoteDraining
+from perdure.model.failures import Cause
 
 
 def find_leavers(state: ControllerState, nodes: Collection[int]) -> tuple[int, ...]:
@@ -75,6 +76,26 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
     )  # fmt: skip
 
 
+def note_move(
+    state: ControllerState, now: float, move: OpenMove, world: int, *, epoch: int = -1
+) -> None:
+    """Keep that a world ended, or went on as another, so that nodes are left: no failure."""
+    if state.book.is_open(world) or all(node in state.cordoned for node in move.nodes):
+        return
+    node = next(node for node in move.nodes if node not in state.cordoned)
+    taken = find_notice(state, now, node)
+    saved = state.saved_step >= state.step >= 0
+    cause = Cause(
+        cause=f"moved, before a preemption ({taken.words})" if taken is not None else "moved",
+        culprit=f"node {node}",
+        at_step=state.saved_step if saved else state.step,
+        failure_s=now,
+        detected_s=now,
+        reason=move.why,
+    )
+    state.book.decide(cause, "move", world, epoch=epoch, saved=saved)
+
+
 def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
     """Nobody can stand in for a node that the platform takes away: save while there is time."""
     can = state.phase == "running" and state.stepping and state.resumable
@@ -122,6 +143,8 @@ def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyActio
     """Nobody of the world is on the nodes any more: answer."""
     del state.moves[move.id]
     actions: list[AnyAction] = []
+    if not move.restored:
+        note_move(state, now, move, state.generation, epoch=state.elastic.epoch)
     for node in move.nodes if not move.restored else ():
         if move.who:
             actions += bar(state, node, move.who, move.why)

@@ -36,6 +36,7 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
+from perdure.model.failures import BROKEN, Cause
 from perdure.model.verdicts import Verdict
 
 REFORM_TIMEOUT_S = 30.0
@@ -92,6 +93,7 @@ def note_world(
         known = event.epoch < elastic.epoch
         if is_elastic(state) and not known and event.rank in elastic.members:
             elastic.retry_s = elastic.retry_s or now + _find_patience(state)
+            elastic.broken_s = elastic.broken_s or event.at_s
         return []
     if event.finished:
         elastic.finished.add(event.rank)
@@ -101,6 +103,7 @@ def note_world(
             return [order_world(state, now, f"rank {event.rank} has finished")]
         return []
     elastic.formed.add(event.rank)
+    state.book.close(event.generation, event.epoch)
     if event.epoch:  # The first waits for processes to start, which no later one does.
         took_s = event.formed_s - max(event.began_s, event.ordered_s)
         elastic.slowest_s = max(elastic.slowest_s, took_s)
@@ -267,8 +270,15 @@ def fire_elastic(state: ControllerState, now: float, busy: Collection[int] = ())
         if elastic.retries > RETRIES_MAX:
             times = f"{elastic.retries} times at step {elastic.step}"
             return _give_up(state, f"the world broke {times}")
+        at_s = elastic.broken_s or now
         why = f"the world broke, and nobody is lost: try {elastic.retries}"
-        return Outcome([order_world(state, now, why)])
+        order = order_world(state, now, why)
+        found = Cause(
+            cause=BROKEN, culprit="the world", at_step=-1,
+            failure_s=at_s, detected_s=at_s, reason="nobody is lost",
+        )  # fmt: skip
+        state.book.decide(found, "retry", state.generation, state.placement, epoch=elastic.epoch)
+        return Outcome([order])
     return Outcome()
 
 
@@ -332,7 +342,7 @@ def order_world(
     elastic.members = (*find_living(state), *new)
     elastic.epoch += 1
     elastic.answered.clear()
-    elastic.retry_s = None
+    elastic.retry_s = elastic.broken_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S
     elastic.excused.clear()
     stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]

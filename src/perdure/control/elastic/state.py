@@ -31,6 +31,8 @@ class ElasticState:
     """Members that were waited for at that time because of their declared busy phase."""
     retry_s: float | None = None
     """A world that broke although nobody is known to be lost is formed again then."""
+    broken_s: float | None = None
+    """When a member first said that the newest epoch broke."""
     retries: int = 0
     """So often in a row at `step`."""
     step: int = -1

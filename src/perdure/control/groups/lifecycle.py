@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-import msgspec
+from msgspec import structs
 
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.state import GroupState
@@ -17,6 +17,7 @@ from perdure.model.actions import (
     EvictReplica,
     FenceAbort,
 )
+from perdure.model.failures import Cause, Rung
 from perdure.model.settings import Steering
 from perdure.policy import Failure, decide_recovery
 
@@ -68,7 +69,7 @@ def _find_steering(state: ControllerState, group: GroupState) -> Steering:
     """Return what its ranks have to know before their first step."""
     others = (g for g in state.groups.values() if g is not group and g.alive and not g.absent)
     heals = any(g.replica in state.quorum.members for g in others if g.replica)
-    return msgspec.structs.replace(find_steering(state), heals=heals)
+    return structs.replace(find_steering(state), heals=heals)
 
 
 def fail_group(
@@ -82,6 +83,7 @@ def fail_group(
     code: int = 1,
     signal: int = 0,
     silent: bool = False,
+    found: Cause | None = None,
 ) -> list[AnyAction]:
     """End what is left of a group and start it again; the others go on without it.
 
@@ -101,10 +103,12 @@ def fail_group(
         signal=signal,
     )
     if is_observed(state):
-        return _note_loss(state, now, group, failure, silent=silent)
+        return _note_loss(state, now, group, failure, found, silent=silent)
     actions = let_go(state, group, f"{failure.culprit}: {cause}")
     done = any(other.phase == "done" for other in state.groups.values())
     decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
+    rung: Rung = "give up" if done else decision.rung
+    state.book.decide(_name_group(found, failure), rung, group.generation, group=group.group)
     group.failures.append(failure)
     state.failures.append(failure)
     group.absent, group.store = group.absent or cause, None
@@ -120,8 +124,24 @@ def fail_group(
     return [*actions, *start_group(state, now, group, decision.reason)]
 
 
+def _name_group(found: Cause | None, failure: Failure) -> Cause:
+    """Return the cause of a group's failure: what is known of it, or what was decided upon."""
+    if found is not None:
+        return structs.replace(found, culprit=failure.culprit)
+    return Cause(
+        cause=failure.cause, culprit=failure.culprit, at_step=failure.step,
+        failure_s=failure.at_s, detected_s=failure.at_s, reason="the others train on",
+    )  # fmt: skip
+
+
 def _note_loss(
-    state: ControllerState, now: float, group: GroupState, failure: Failure, *, silent: bool
+    state: ControllerState,
+    now: float,
+    group: GroupState,
+    failure: Failure,
+    found: Cause | None,
+    *,
+    silent: bool,
 ) -> list[AnyAction]:
     """A group of a job that is only observed stays away: what torchrun would do is all there is.
 
@@ -138,6 +158,7 @@ def _note_loss(
     group.deadline_s = None
     if silent:
         return actions
+    state.book.decide(_name_group(found, failure), "give up", group.generation, group=group.group)
     group.failures.append(failure)
     state.failures.append(failure)
     group.phase, group.active, group.absent = "failed", False, failure.cause

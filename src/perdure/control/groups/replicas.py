@@ -75,6 +75,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
+from perdure.model.failures import explain_exit, explain_node
 
 
 def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -90,6 +91,7 @@ def handle_replicas(state: ControllerState, now: float, event: AnyEvent) -> list
 def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyAction]:
     match event:
         case ControllerStarted():
+            state.book.begin(event)
             return _issue_again(state, now, f"controller {event.incarnation} took over")
         case NodeRegistered():
             return _register(state, now, event)
@@ -112,7 +114,11 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
         case KeeperLost():
             group = _of_generation(state, event.generation)
             why = f": it {event.cause}" if event.cause else ""
-            return [] if group is None else fail_group(state, now, group, f"its keeper died{why}")
+            if group is None:
+                return []
+            cause, at_s = "its keeper died", event.at_s
+            found = explain_node(event.node, cause, -1, at_s, at_s, cause + why)
+            return fail_group(state, now, group, cause + why, found=found)
         case NodeLost():
             group = state.groups.get(event.node)
             return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
@@ -229,11 +235,12 @@ def _note_exit(state: ControllerState, now: float, event: RankExited) -> list[An
     group.trained |= account.step > account.start_step
     state.step, state.mark = max(state.step, account.step), max(state.mark, account.step)
     if record.failed and not record.asked:
+        found = explain_exit(record, event.detected_s, account.step, None)
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"
         return fail_group(
             state, now, group, record.cause,
-            who=who, error=record.error, code=code, signal=record.signal,
+            who=who, error=record.error, code=code, signal=record.signal, found=found,
         )  # fmt: skip
     spec = state.the_spec()
     if len(group.exits) < spec.nproc or any(e.failed for e in group.exits.values()):
@@ -270,7 +277,7 @@ def _note_replica(state: ControllerState, now: float, event: ReplicaSeen) -> lis
         return []
     detect = state.the_spec().detect
     state.step = max(state.step, event.step)
-    group.absent = event.reason
+    group.absent, group.absent_s = event.reason, event.at_s
     noted = withhold_eviction(state, now, group) if is_observed(state) else []
     # It may validate or save for long: it costs the others nothing any more, and heals once back.
     patience_s = detect.quiet_action_s or TIMEOUT_S
@@ -298,7 +305,9 @@ def _fire(state: ControllerState, now: float) -> list[AnyAction]:
             continue
         cause = group.absent or f"{group.phase} took too long"
         silent = group.phase != "forming"  # Of one that is being formed, nothing trains.
-        actions += fail_group(state, now, group, cause, silent=silent)
+        since_s = group.absent_s if group.absent else now
+        found = explain_node(number, cause, state.step, since_s, since_s, cause)
+        actions += fail_group(state, now, group, cause, silent=silent, found=found)
     return actions
 
 

@@ -36,6 +36,8 @@ class GroupState:
     """It was in a quorum since it was started."""
     absent: str = ""
     """Why it was left out of the quorum, while it lives."""
+    absent_s: float = 0.0
+    """Since when."""
     deadline_s: float | None = None
     """By when it shall have been formed, or have come back."""
     leaving: str = ""

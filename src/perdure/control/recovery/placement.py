@@ -6,9 +6,10 @@ every other node keeps its ranks, and what it has warm.
 
 from perdure.control.elastic.members import find_home
 from perdure.control.observing import is_observed
-from perdure.control.state import ControllerState
+from perdure.control.state import ControllerState, OpenNotice
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
+from perdure.model.notices import LATE_S
 from perdure.model.verdicts import Verdict
 
 
@@ -45,6 +46,16 @@ def find_cordoned_ready(state: ControllerState) -> list[int]:
     out = {*state.placement, *state.lost, *state.barred}
     ready = [node for node in state.cordoned if node in state.nodes and node not in out]
     return sorted(ready, key=lambda node: (state.blames.get(node, 0), node))
+
+
+def find_notice(state: ControllerState, now: float, node: int) -> OpenNotice | None:
+    """Return what says that `node` goes away; None where nothing does."""
+    found = [
+        n
+        for n in state.notices.values()
+        if n.node == node and n.certain and now <= n.gone_s + LATE_S
+    ]
+    return min(found, key=lambda n: n.gone_s, default=None)
 
 
 def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:

@@ -12,7 +12,7 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 """
 
 from perdure.control.answers import answer_open
-from perdure.control.elastic.leaving import advance_leaving, guard, restore_leaving
+from perdure.control.elastic.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
@@ -208,6 +208,7 @@ def _settle(state: ControllerState, now: float) -> list[AnyAction]:
         move.stage, move.moved_s, move.from_step = "moved", now, state.step
         move.to = {node: state.placement[group] for node, group in move.groups.items()}
         move.generation = state.generation - 1
+        note_move(state, now, move, move.generation)
         for node in move.nodes:
             if move.who:
                 actions += bar(state, node, move.who, move.why)

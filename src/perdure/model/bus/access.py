@@ -126,6 +126,7 @@ BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
         events.MachineReported: _CONTROLLER,
         events.RoomNoted: _RUN,
         events.ActionWithheld: _CONTROLLER,
+        events.FailureDecided: _CONTROLLER,
         events.InvitationMade: _CONTROLLER,
         events.InvitationUsed: _CONTROLLER,
         events.InvitationRevoked: _CONTROLLER,

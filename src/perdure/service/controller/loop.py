@@ -216,7 +216,10 @@ class ControllerService:
         if first:
             self._add(turn, JobSubmitted(spec=self._spec, at_s=self._submitted_s))
         self._add(
-            turn, ControllerStarted(incarnation=self._incarnation, term=self._term, speaks=MINE)
+            turn,
+            ControllerStarted(
+                incarnation=self._incarnation, term=self._term, speaks=MINE, failures=True
+            ),
         )
         turn.sendings += self._orders.start(turn.now)
         await self._finish(turn)
@@ -381,7 +384,9 @@ class ControllerService:
         event = self._fit(event, source)
         self._enter(turn, event, source, source_seq)
         self._orders.note(event)
-        for action in self._memory.machine.handle(turn.now, event):
+        actions = self._memory.machine.handle(turn.now, event)
+        self._derive(turn, self._memory.machine.facts(turn.now))
+        for action in actions:
             log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
             decision = Decision(
                 action=type(action).__name__,

@@ -1,0 +1,98 @@
+"""What was decided about failures, until the journal has it (`FailureDecided`).
+
+A fact is no action: the shell writes it down before the decisions that follow from it. What a
+controller that died did not write, its successor does, for it replays to the same state.
+"""
+
+from dataclasses import dataclass, field
+
+from msgspec import structs
+
+from perdure.model.events import ControllerStarted, FailureDecided
+from perdure.model.failures import Cause, Rung
+
+
+@dataclass(slots=True)
+class FailureBook:
+    """The newest failure, and what the journal does not have yet."""
+
+    newest: FailureDecided | None = None
+    nodes: tuple[int, ...] = ()
+    """Those of the world that failed."""
+    untold: list[FailureDecided] = field(default_factory=list)
+    count: int = 0
+    told: bool = False
+    """The controller in charge writes its failures down; one of an older perdure did not."""
+
+    def begin(self, event: ControllerStarted) -> None:
+        """Note who is in charge; of an older perdure's failures its journal is read otherwise."""
+        if event.failures and not self.told:
+            self.newest = None
+            self.untold.clear()
+        self.told = event.failures
+
+    def decide(
+        self,
+        cause: Cause,
+        rung: Rung,
+        world: int,
+        nodes: tuple[int, ...] = (),
+        *,
+        epoch: int = -1,
+        group: int = -1,
+        saved: bool = False,
+    ) -> None:
+        """Keep that `world` failed and what follows: one fact, until the world is over it."""
+        known = self.newest if self.newest is not None and self.newest.world == world else None
+        if known is None:
+            self.count += 1
+        said = structs.asdict(cause)
+        fact = FailureDecided(
+            id=known.id if known is not None else f"failure-{self.count}",
+            world=world, rung=rung, epoch=epoch, group=group, saved=saved, at_s=0.0, **said,
+        )  # fmt: skip
+        if known is not None:
+            first, at_s = min((known, fact), key=lambda f: f.failure_s), known.at_s
+            fact = structs.replace(_blame(fact, first), at_s=at_s)
+            fact = structs.replace(fact, detected_s=min(fact.detected_s, known.detected_s))
+        self.nodes = nodes or self.nodes
+        self._tell(fact)
+
+    def correct(self, cause: Cause, world: int) -> None:
+        """Blame what failed first, should that be heard of only now: some news are faster."""
+        known = self.newest
+        if known is None or known.world != world or cause.failure_s >= known.failure_s:
+            return
+        detected_s = min(cause.detected_s, known.detected_s)
+        said = structs.asdict(cause) | {"detected_s": detected_s}
+        self._tell(structs.replace(known, **said))
+
+    def close(self, world: int, epoch: int) -> None:
+        """A member of an elastic world trains in `epoch`: what fails now is another failure."""
+        newest = self.newest
+        if newest is not None and newest.world == world and 0 <= newest.epoch <= epoch:
+            self.newest = None
+
+    def is_open(self, world: int) -> bool:
+        """Return whether `world` has failed and is not over it."""
+        return self.newest is not None and self.newest.world == world
+
+    def take(self, event: FailureDecided) -> None:
+        """Know that `event` is in the journal."""
+        self.untold = [fact for fact in self.untold if fact.id != event.id]
+        if self.newest is not None and self.newest.id == event.id:
+            self.newest = event
+
+    def pending(self, now: float) -> list[FailureDecided]:
+        """Return what the journal does not have, each with when it was decided, or `now`."""
+        return [fact if fact.at_s else structs.replace(fact, at_s=now) for fact in self.untold]
+
+    def _tell(self, fact: FailureDecided) -> None:
+        self.newest = fact
+        self.untold = [*(f for f in self.untold if f.id != fact.id), fact]
+
+
+def _blame(fact: FailureDecided, first: FailureDecided) -> FailureDecided:
+    """Return `fact` with the cause of `first`."""
+    names = ("cause", "culprit", "at_step", "failure_s", "detected_s", "reason")
+    return structs.replace(fact, **{name: getattr(first, name) for name in names})
