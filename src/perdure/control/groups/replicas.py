@@ -112,13 +112,7 @@ def _react(state: ControllerState, now: float, event: AnyEvent) -> list[AnyActio
         case RankExited():
             return _note_exit(state, now, event)
         case KeeperLost():
-            group = _of_generation(state, event.generation)
-            why = f": it {event.cause}" if event.cause else ""
-            if group is None:
-                return []
-            cause, at_s = "its keeper died", event.at_s
-            found = explain_node(event.node, cause, -1, at_s, at_s, cause + why)
-            return fail_group(state, now, group, cause + why, found=found)
+            return _lose_keeper(state, now, event)
         case NodeLost():
             group = state.groups.get(event.node)
             return [] if group is None else fail_group(state, now, group, event.reason, silent=True)
@@ -247,6 +241,15 @@ def _note_exit(state: ControllerState, now: float, event: RankExited) -> list[An
         return []
     group.phase, group.deadline_s = "done", None
     return finish_if_over(state, now)
+
+
+def _lose_keeper(state: ControllerState, now: float, event: KeeperLost) -> list[AnyAction]:
+    group = _of_generation(state, event.generation)
+    if group is None:
+        return []
+    cause = "its keeper died" + (f": it {event.cause}" if event.cause else "")
+    found = explain_node(event.node, "its keeper died", -1, event.at_s, event.at_s, cause)
+    return fail_group(state, now, group, cause, found=found)
 
 
 def _note_quorum(state: ControllerState, event: QuorumFormed) -> list[AnyAction]:
