@@ -2,11 +2,13 @@
 """One suite for every `Bus`: the one in memory, and the one over a real nats-server."""
 
 import asyncio
+import contextlib
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from nats.aio.client import Client
 
 from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.adapters.nats.server import server_config
@@ -158,6 +160,28 @@ async def test_nats_tells_a_server_with_other_logins_from_none(server: Server) -
     await asyncio.sleep(0.5)
     assert not bus.refused, "nobody is there"
     await bus.close()
+
+
+async def test_a_closed_bus_tries_no_server_any_more(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bus is closed although a refusal takes the place of the cancellation."""
+    bus = await NatsBus.connect(server.start(), timeout_s=10)
+    trying = asyncio.Event()
+
+    async def lose_the_cancellation(client: Client, place: object) -> None:
+        trying.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(Client, "_connect_to_server", lose_the_cancellation)
+    server.kill()
+    async with asyncio.timeout(20):
+        await trying.wait()
+        await bus.close()
+        while len(asyncio.all_tasks()) > 1:
+            await asyncio.sleep(0.01)
 
 
 async def test_nats_wants_the_token(server: Server) -> None:

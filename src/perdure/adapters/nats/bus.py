@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import nats
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import Client, Srv
 from nats.aio.msg import Msg
 
 from perdure.adapters.nats.credentials import find_login
@@ -43,6 +43,16 @@ class _Client(Client):
         if writer is not None and not (self.is_closed or self.is_reconnecting):
             writer.transport.abort()
         await super()._process_op_err(e)
+
+    async def _connect_to_server(self, server: Srv) -> None:
+        """Come back to no server once it is closed.
+
+        A refusal that comes at the instant of the cancellation takes its place (`asyncio.wait_for`
+        before Python 3.12), and nats-py would try again for ever.
+        """
+        if self.is_closed and asyncio.current_task() is self._reconnection_task:
+            raise asyncio.CancelledError
+        await super()._connect_to_server(server)
 
     async def _close(self, status: int, do_cbs: bool = True) -> None:
         """Close to the end: nats-py stops half-way where what is left cannot be written.
