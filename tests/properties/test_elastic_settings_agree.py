@@ -41,8 +41,8 @@ from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_ref
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken
-from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.steering import Steering
+from perdure.worker.progress import Progress
 
 RANKS = 3
 SPEC = JobSpec(

@@ -38,7 +38,7 @@ class Rank:
         self.settings = ReplicaConfig()
         self.settings.join(
             rank=group, generation=generation, nproc=1, emit=world.out[group].append,
-            ask=lambda id_: None, now=lambda: 0.0, quorum_id=lambda: self.quorum,
+            now=lambda: 0.0, quorum_id=lambda: self.quorum,
             steering=steering,
         )  # fmt: skip
         self.settings.config.declare("lr", float, default=VALUES[0], min=0)

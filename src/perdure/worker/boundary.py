@@ -82,8 +82,8 @@ class BoundaryGate:
         self._resumed: set[str] = set()
         self.missed: list[Agreed] = []
         """Decided upon for steps that this rank did not come to: it has healed past them."""
-        self.holds: dict[str, str] = {}
-        """Agreements in which the training thread stands still: id -> kind."""
+        self.holds: dict[str, Agreed] = {}
+        """Agreements in which the training thread stands still, by id."""
         self._committed = 0
         self._closed = ""
         self.next_step = NEVER
@@ -185,7 +185,7 @@ class BoundaryGate:
                 elif entry.decision == "commit":
                     due.append(entry.agreed)
                     if entry.agreed.kind in _HOLDS and entry.agreed.id not in self._resumed:
-                        self.holds[entry.agreed.id] = entry.agreed.kind
+                        self.holds[entry.agreed.id] = entry.agreed
         return due
 
     def hold(self, committed: int, account: Callable[[], object] = lambda: None) -> list[Agreed]:

@@ -78,7 +78,7 @@ class Rank:
 def rank(tmp_path):
     rank = Rank(str(tmp_path / "r.ring"))
     yield rank
-    rank.loop._signals.remove()
+    rank.loop._executor._signals.remove()
 
 
 def assert_closed(account):

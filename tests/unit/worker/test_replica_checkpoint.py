@@ -52,7 +52,7 @@ def make(manager: Manager, events: list[Any], *, heals: bool = False) -> Replica
     checkpoints = ReplicaCheckpoints(emit=events.append, config=config, **kept)
     found = ReplicaConfig()
     found.join(
-        emit=events.append, ask=lambda id_: None, quorum_id=lambda: 1,
+        emit=events.append, quorum_id=lambda: 1,
         steering=Steering(heals=heals), checkpoints=checkpoints, **kept,
     )  # fmt: skip
     found.config.declare("lr", float, default=0.1)

@@ -28,13 +28,21 @@ class Group:
             generation=group,
             nproc=1,
             emit=self.events.append,
-            ask=self.asked.append,
+            line=self,
             now=lambda: 1.0,
             quorum_id=lambda: self.quorum,
             steering=steering,
         )
         self.config = self.settings.config
         self.config.declare("lr", float, default=0.1, min=0, on_change=self.heard.append)
+
+    # As of the line to an agent.
+
+    def query(self, boundary_id: str) -> None:
+        self.asked.append(boundary_id)
+
+    def signal(self, number: int) -> None:
+        raise AssertionError("torchft's groups forward no signals")
 
     # As of a Manager.
 

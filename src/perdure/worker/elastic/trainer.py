@@ -42,10 +42,10 @@ from perdure.worker.elastic.moving.packing import (
     restore_state,
     send_state,
 )
-from perdure.worker.elastic.progress import Progress
 from perdure.worker.elastic.saving.checkpoints import Saving
 from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.elastic.steering import Steering
+from perdure.worker.progress import Progress
 from perdure.worker.torchft.manager import warm_up
 
 BUCKET_BYTES = 8 << 20

@@ -382,7 +382,7 @@ def join_replica(attachment: Any) -> None:
         generation=ring.generation,
         nproc=nproc,
         emit=attachment.emit,
-        ask=attachment.control.query,
+        line=attachment.control,
         now=attachment.now,
         quorum_id=replica.find_quorum_id,
         steering=read_steering(),

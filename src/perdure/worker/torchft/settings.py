@@ -19,17 +19,14 @@ import msgspec
 
 from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError
-from perdure.model.events import (
-    AnyEvent,
-    BoundaryAnswered,
-    BoundaryReached,
-    CheckpointFailed,
-    KeysDeclared,
-)
+from perdure.model.errors import ConfigError, PerdureError
+from perdure.model.events import AnyEvent, BoundaryAnswered, CheckpointFailed
 from perdure.model.settings import Change, Steering
+from perdure.model.signals.progress import Phase
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
+from perdure.worker.executor import Depth, Executor, Line
+from perdure.worker.progress import Spent
 from perdure.worker.settings import plan_steering
 from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
 
@@ -38,16 +35,19 @@ STATE_KEY = "perdure"
 _APPLIED_MAX = 500
 
 
-class ReplicaConfig:
+class ReplicaConfig(Depth):
     """The settings of this rank, and what it has promised about them."""
 
     def __init__(self) -> None:
         """Hold the script's defaults; `join` connects them to the job."""
         self.config = Config()
+        self._executor: Executor | None = None
         self._gate: BoundaryGate | None = None
         self._emit: Callable[[AnyEvent], object] = lambda event: None
         self._now: Callable[[], float] = lambda: 0.0
         self._quorum_id: Callable[[], int] = lambda: -1
+        self._manager: Any = None
+        """The one that has come to a step, while it is there."""
         self._rank = self._generation = -1
         self._group = ""
         self._declares = self._heals = False
@@ -66,10 +66,10 @@ class ReplicaConfig:
         generation: int,
         nproc: int,
         emit: Callable[[AnyEvent], object],
-        ask: Callable[[str], object],
         now: Callable[[], float],
         quorum_id: Callable[[], int],
         steering: Steering,
+        line: Line | None = None,
         checkpoints: ReplicaCheckpoints | None = None,
     ) -> None:
         """Take part in the job's agreements as `rank`; `steering` was agreed upon before."""
@@ -77,12 +77,17 @@ class ReplicaConfig:
         self._emit, self._now, self._quorum_id = emit, now, quorum_id
         self._rank, self._generation = rank, generation
         self._group, self._declares = str(rank // nproc), rank % nproc == 0
-        gate = BoundaryGate(
-            rank=rank, emit=self._answer, ask=ask, check=self.config.find_veto, now=now,
+        self._executor = Executor(
+            self,
+            rank=rank,
+            generation=generation,
+            emit=self._answer,
+            now=now,
+            line=line,
             plans=(*PLANS, "checkpoint"),
-        )  # fmt: skip
-        plan_steering(gate, self.config, 0, steering)
-        self._gate = gate
+        )
+        plan_steering(self._executor.gate, self.config, 0, steering)
+        self._gate = self._executor.gate
 
     # --- control thread -----------------------------------------------------------------------
 
@@ -114,65 +119,66 @@ class ReplicaConfig:
 
         `committed` says that this process has committed a step: its values are the job's.
         """
-        gate = self._gate
         if not self._begun:
             self._begun = True
             if self.config.specs():
-                manager.register_state_dict_fn(STATE_KEY, self.load, self.save)
+                manager.register_state_dict_fn(STATE_KEY, self.load_state, self.save_state)
             self.config.when_declared(_refuse)
             if self._checkpoints is not None and not self._heals:
                 self._checkpoints.load(manager)
-        if gate is None:
+        executor = self._executor
+        if executor is None:
             return
         step = int(manager.current_step())
-        if gate.advance(step):
-            due = gate.arrive(step)
-            self._tell_missed(gate)
-            if self._checkpoints is not None and any(a.kind == "checkpoint" for a in due):
-                self._checkpoints.save(manager, step)
-            for agreed in due:
-                if agreed.kind == "checkpoint":
-                    self._reach(agreed, step)
-                else:
-                    self._apply(agreed, step)
+        if executor.is_due(step):
+            self._manager = manager
+            executor.stop_at(step)
+            self._manager = None
+            self._tell_missed(executor.gate)
         if committed and self._declares and not self._told:
             self._told = True
-            self._emit(
-                KeysDeclared(
-                    generation=self._generation,
-                    keys=self.config.specs(),
-                    epoch=self.config.epoch,
-                    values=dict(self.config),
-                    step=step,
-                )
-            )
+            executor.declare(step)
 
     def _tell_missed(self, gate: BoundaryGate) -> None:
         """A checkpoint that was promised will not come."""
         missed = [a.step for a in gate.missed if a.kind == "checkpoint" and self._declares]
         gate.missed.clear()
         for step in missed:
-            why = f"the group was left out before step {step}, and has healed past it"
-            self._emit(
-                CheckpointFailed(
-                    generation=self._generation, step=step, error=why, at_s=self._now()
-                )
+            self._tell_failed(
+                step, f"the group was left out before step {step}, and has healed past it"
             )
 
-    def _apply(self, agreed: Agreed, step: int) -> None:
-        change = agreed.change
-        if change is None or change.epoch in self._applied:
-            return  # It came with the state that was healed from.
+    def _tell_failed(self, step: int, error: str) -> None:
+        self._emit(
+            CheckpointFailed(generation=self._generation, step=step, error=error, at_s=self._now())
+        )
+
+    # --- as a depth ---------------------------------------------------------------------------
+
+    def account(self, kind: Spent, phase: Phase = "step") -> None:
+        """Do nothing: the whole stop is taken for a wait (see `ReplicaAccount.add_gate`)."""
+
+    def apply(self, change: Change) -> bool:
+        """Put `change` in force, unless it came with the state that was healed from."""
+        if change.epoch in self._applied:
+            return False
         self.config.apply(change)
         self._applied = [*self._applied[-_APPLIED_MAX:], change.epoch]
-        self._reach(agreed, step)
+        return True
 
-    def _reach(self, agreed: Agreed, step: int) -> None:
-        self._emit(BoundaryReached(id=agreed.id, rank=self._rank, step=step, at_s=self._now()))
+    def save(self, step: int, reason: str) -> None:
+        """Save what the manager would hand to a healing peer."""
+        if self._checkpoints is None:
+            return
+        try:
+            self._checkpoints.save(self._manager, step)
+        except (OSError, PerdureError) as error:
+            self._tell_failed(step, str(error))
+            raise
 
     # --- healing ------------------------------------------------------------------------------
 
-    def save(self) -> dict[str, str]:
+    def save_state(self) -> dict[str, str]:
         """Return what a healing peer needs. Called beside training, at the begin of a step."""
         promises = self._gate.promises() if self._gate is not None else ()
         promises = tuple(p for p in promises if p[0].change is not None)
@@ -184,7 +190,7 @@ class ReplicaConfig:
         }
         return {"state": json.dumps(state)}
 
-    def load(self, saved: dict[str, str]) -> None:
+    def load_state(self, saved: dict[str, str]) -> None:
         """Take over a peer's values and promises."""
         state = json.loads(saved["state"])
         values = {n: v for n, v in state["values"].items() if self.config.get(n) != v}

@@ -1,7 +1,9 @@
-"""What the ring says of an elastic rank: steps, and what a re-formation cost of them.
+"""What the ring says of a rank whose steps are known: how far it is, and what its time went on.
 
-The time from a broken attempt until the new world is formed counts as overhead, and what is
-redone afterwards as part of the step.
+The accounts are made so that they prove something: every record covers the time since the
+record before, split into step, checkpoint, boundary, overhead and pause, so their sum is exactly
+`last_step - first_step`. The time from a broken attempt at a step until the new world is formed
+counts as overhead, and what is redone afterwards as part of the step.
 """
 
 import time
@@ -11,8 +13,10 @@ from perdure.model.ring import PHASE_INDEX
 from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment
 
-_STEP = PHASE_INDEX["step"]
+Spent = Literal["step", "checkpoint", "boundary", "overhead", "paused"]
+"""What time was spent on."""
 _KINDS = ("step", "checkpoint", "boundary", "overhead")
+_STEP = PHASE_INDEX["step"]
 
 
 class Progress:
@@ -23,6 +27,7 @@ class Progress:
         self._attachment = attachment
         self._started = False
         self._accounted = 0
+        """Monotonic ns up to which the accounts are complete; 0 before the first step."""
         self._begin = 0
         self._stalled_at = 0
         self._stalled = 0
@@ -33,8 +38,14 @@ class Progress:
         if self._attachment is not None and not self._started:
             self._attachment.enter("group")
 
+    def enter_restore(self) -> None:
+        """The rank is about to load a checkpoint."""
+        if self._attachment is not None:
+            self._attachment.leave_startup()
+            self._attachment.ring.set_phase("restore")
+
     def hold(self) -> None:
-        """It is ready, and waits until the world has a place for it."""
+        """The rank is ready, and waits until the world has a place for it."""
         if self._attachment is not None:
             self._attachment.ring.set_phase("paused")
 
@@ -43,36 +54,42 @@ class Progress:
         self._stalled_at = self._stalled_at or time.monotonic_ns()
 
     def resume(self, step: int) -> None:
-        """It is in a world, at `step`."""
+        """The rank is in a world, at `step`."""
         now = time.monotonic_ns()
         if self._stalled_at:
             self._stalled += now - self._stalled_at
             self._stalled_at = 0
-        if self._attachment is None or self._started:
+        if self._attachment is None:
+            return
+        self._attachment.faults.step = step
+        if self._started:
             return
         self._started = True
-        self._attachment.leave_startup()
+        self.enter_restore()
         ring = self._attachment.ring
-        ring.set_phase("restore")
         ring.start_steps(step)
         ring.stamp("restored")
         self._step = step
 
+    def start(self, now: int) -> None:
+        """The accounts begin, with the first step or with what is due before it."""
+        self._accounted = now
+        if self._attachment is not None:
+            self._attachment.ring.stamp("first_step", now)
+            self._attachment.ring.set_phase("step", now)
+
     def begin(self, step: int) -> None:
-        """A step begins."""
+        """A step begins: nothing between here and `commit` is perdure's."""
         now = time.monotonic_ns()
+        if not self._accounted:
+            self.start(now)
+        self._begin, self._stalled = now, 0
         attachment = self._attachment
         if attachment is not None:
-            if not self._accounted:
-                attachment.ring.stamp("first_step", now)
-                attachment.ring.set_phase("step", now)
-            attachment.faults.step = step
-            if step >= attachment.faults.next_step:
-                attachment.faults.act(step)
             if attachment.stages is not None:
                 attachment.stages.begin_declared(now)
-        self._accounted = self._accounted or now
-        self._begin, self._stalled = now, 0
+            if step >= attachment.faults.next_step:
+                attachment.faults.act(step)
 
     def repeat(self) -> None:
         """The step under way was taken before and undone: its time is no progress."""
@@ -83,12 +100,14 @@ class Progress:
         if self._attachment is not None:
             self._attachment.ring.set_phase(phase)
 
-    def account(
-        self,
-        kind: Literal["step", "checkpoint", "boundary", "overhead", "paused"],
-        phase: Phase = "step",
-    ) -> None:
-        """Note what the time since the last record was spent on; the rank is in `phase`."""
+    def account(self, kind: Spent, phase: Phase = "step") -> None:
+        """Note what the time since the last record was spent on; the rank is in `phase` now.
+
+        Before the first step there are no accounts.
+        """
+        if not self._accounted:
+            self.enter(phase)
+            return
         now = time.monotonic_ns()
         stalled = self._stalled
         if self._stalled_at:
@@ -113,17 +132,24 @@ class Progress:
         if self._attachment is not None:
             self._attachment.ring.set_phase("step")
 
-    def commit(self, step: int) -> None:
-        """The step is applied; `step` are."""
+    def mark_saved(self, step: int) -> None:
+        """A snapshot of `step` was taken: what was done up to it is safe once it is written."""
+        if self._attachment is not None:
+            self._attachment.ring.add_mark(step)
+
+    def commit(self, step: int, saving_ns: int = 0) -> None:
+        """The step is applied; `step` are. Within it a checkpoint was waited for `saving_ns`."""
         end = time.monotonic_ns()
         self._step = step
         attachment = self._attachment
         if attachment is not None:
             if attachment.stages is not None:
-                attachment.stages.end_declared(step, end, 0)
-            overhead = self._begin - self._accounted + self._stalled
-            spent = (end - self._begin - self._stalled, 0, 0, overhead)
+                attachment.stages.end_declared(step, end, saving_ns)
+            stalled = self._stalled
+            step_ns = end - self._begin - stalled - saving_ns
+            spent = (step_ns, saving_ns, 0, self._begin - self._accounted + stalled)
             attachment.ring.commit(step, self._accounted, end, spent, phase=_STEP)
+            attachment.faults.step = step
         self._accounted = end
 
     def finish(self) -> None:

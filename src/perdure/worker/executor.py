@@ -1,0 +1,205 @@
+"""What all ranks do at one step, carried out in one of them, in every depth alike.
+
+The agreement (`worker.boundary`) says what is due at a step. It is done in one order: values
+change first, so that a checkpoint of a step holds the values of that step; then it is saved; then
+the controller hears that the step was reached. After a pause or a drain no step is made until the
+rank is resumed, and meanwhile more may be agreed for this very step. All of it stalls training,
+and is accounted so.
+
+How the depths differ is named by `Depth`.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+from perdure.model.errors import PerdureError
+from perdure.model.events import AnyEvent, BoundaryReached, KeysDeclared
+from perdure.model.settings import Change
+from perdure.model.signals.progress import Phase
+from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
+from perdure.worker.config import Config
+from perdure.worker.progress import Spent
+from perdure.worker.signals import SignalForwarding
+
+_SAVES = ("checkpoint", "stop", "drain")
+
+
+class Depth(Protocol):
+    """The part of an agreement that each depth does in its own way."""
+
+    config: Config
+    """The rank's live settings."""
+
+    def account(self, kind: Spent, phase: Phase = "step") -> None:
+        """Note what the time since the last record was spent on; the rank is in `phase` now."""
+
+    def apply(self, change: Change) -> bool:
+        """Put `change` in force; False where it came with a state that the rank has taken over."""
+        self.config.apply(change)
+        return True
+
+    def come_together(self, step: int, leaves: tuple[int, ...]) -> None:
+        """See that every rank has come to `step`, which is about to be saved.
+
+        Or about to be left, by the ranks in `leaves`, who hand over what the others lack.
+        """
+        return
+
+    def save(self, step: int, reason: str) -> None:
+        """Begin a checkpoint of `step`, where it is this rank's to write.
+
+        Raises:
+            OSError, PerdureError: it cannot be begun; training goes on without it.
+        """
+
+    def part(self) -> None:
+        """Go on without those who leave; who leaves ends here."""
+        return
+
+
+class Line(Protocol):
+    """What is needed of the rank's line to its agent."""
+
+    def query(self, boundary_id: str) -> object:
+        """Ask what was decided on an agreement."""
+
+    def signal(self, number: int) -> None:
+        """Pass on a signal, without taking a lock."""
+
+
+class Executor:
+    """Does what is agreed with one rank, when its training thread comes to a step."""
+
+    def __init__(
+        self,
+        depth: Depth,
+        *,
+        rank: int,
+        generation: int,
+        emit: Callable[[AnyEvent], object],
+        now: Callable[[], float],
+        line: Line | None = None,
+        plans: tuple[str, ...] = PLANS,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Answer as `rank` through `emit`; ask, and pass on signals, through `line`.
+
+        For `plans` and `interrupted` see `BoundaryGate`.
+        """
+        self._depth = depth
+        self._rank, self._generation = rank, generation
+        self._emit, self._now = emit, now
+        self.gate = BoundaryGate(
+            rank=rank,
+            emit=emit,
+            ask=line.query if line is not None else lambda boundary_id: None,
+            check=depth.config.find_veto,
+            now=now,
+            plans=plans,
+            interrupted=interrupted,
+        )
+        self._signals = SignalForwarding(line.signal) if line is not None else None
+        self._due: list[Agreed] = []
+        """What is agreed for this step and not done yet, as where the rank was interrupted."""
+        self.stopping = False
+        """Whether all ranks have agreed to stop."""
+
+    def forward_signals(self, *, active: bool = False) -> None:
+        """Take over SIGTERM and SIGUSR1; once `active` they are for all ranks to agree upon."""
+        if self._signals is not None:
+            self._signals.install()
+            self._signals.active |= active
+
+    def is_due(self, step: int) -> bool:
+        """Note that `step` steps are committed; return whether there is anything to do here."""
+        return self.gate.advance(step) or bool(self._due or self.gate.holds)
+
+    def stop_at(self, step: int, asked: str = "") -> None:
+        """Wait for what is agreed for `step`, and do it; `asked` is why to save in any case.
+
+        Raises:
+            Interrupted: the rank has to leave; what is left is done when it comes again.
+        """
+        self._depth.account("overhead", "boundary")
+        self._due += self.gate.arrive(step)
+        self._carry_out(step, asked)
+        while self.gate.holds and not self.stopping:
+            self._hold(step)
+            self._carry_out(step)
+
+    def _carry_out(self, step: int, asked: str = "") -> None:
+        for one in list(self._due):
+            if one.change is None:
+                continue
+            if self._depth.apply(one.change):
+                self._reach(one, step)
+            self._due.remove(one)
+        leaves = tuple(rank for one in self._due for rank in one.leaves)
+        saves = [one for one in self._due if one.kind in _SAVES and not one.leaves]
+        if saves or leaves:
+            self._depth.come_together(step, leaves)
+        error = ""
+        if saves or asked:
+            self._depth.account("boundary", "checkpoint")
+            error = self.save(step, saves[0].kind if saves else asked)
+            self._depth.account("checkpoint", "boundary")
+            self.stopping |= any(one.kind == "stop" for one in saves)
+        for one in self._due:
+            if error and one.kind == "drain":
+                self.gate.drop_hold(one.id)
+            self._reach(one, step, error if one in saves else "")
+        self._due.clear()
+        self._depth.part()
+        self._depth.account("boundary")
+
+    def save(self, step: int, reason: str) -> str:
+        """Begin a checkpoint; return why it could not be begun: training goes on without it."""
+        try:
+            self._depth.save(step, reason)
+        except (OSError, PerdureError) as error:
+            return str(error)
+        return ""
+
+    def _hold(self, step: int) -> None:
+        """Make no step until resumed, or until more is agreed for this one.
+
+        Who is to be moved off its node waits for its checkpoint; everybody else just waits.
+        """
+        holds = list(self.gate.holds.values())
+        saving = all(one.kind == "drain" and not one.leaves for one in holds)
+        kind: Literal["checkpoint", "paused"] = "checkpoint" if saving else "paused"
+        self._depth.account("boundary", kind)
+        try:
+            self._due += self.gate.hold(step, lambda: self._depth.account(kind, kind))
+        finally:
+            self._depth.account(kind, "boundary")
+
+    def declare(self, step: int) -> None:
+        """Tell which keys there are: one rank speaks for all, and any may veto a value."""
+        config = self._depth.config
+        self._emit(
+            KeysDeclared(
+                generation=self._generation,
+                keys=config.specs(),
+                epoch=config.epoch,
+                values=dict(config),
+                step=step,
+            )
+        )
+
+    def end(self, step: int) -> None:
+        """The loop has ended at `step`: agree to nothing; promises that cannot be kept are told."""
+        why = f"the loop has ended at step {step}"
+        for broken in self.leave(why):
+            self._reach(broken, step, f"{why}, before step {broken.step}")
+
+    def leave(self, why: str) -> list[Agreed]:
+        """Agree to nothing from now on, because of `why`; return what was promised before."""
+        if self._signals is not None:
+            self._signals.active = False
+        return self.gate.close(why)
+
+    def _reach(self, agreed: Agreed, step: int, error: str = "") -> None:
+        self._emit(
+            BoundaryReached(id=agreed.id, rank=self._rank, step=step, at_s=self._now(), error=error)
+        )
