@@ -5,13 +5,13 @@ import glob
 import json
 import os
 import signal
-import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from resource import struct_rusage
 from typing import Any, BinaryIO
 
 import msgspec
 
+from perdure.adapters.rings import open_regular
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
 from perdure.model.events import ExitRecord
@@ -27,7 +27,6 @@ _TOGETHER_BYTES_MAX = 8 << 20
 """Of all ranks' records, where they are told at once."""
 _JSON_BYTES_MAX = 64 << 20
 """Of a script's own error file: a larger one is not read."""
-_PLAIN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
 _TRACEBACK = "Traceback (most recent call last):"
 
 
@@ -198,17 +197,9 @@ def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:
     return str(message.get("message", "")).strip().split("\n")[0], str(traceback)
 
 
-@contextlib.contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
-    """Open a file that a script may have replaced by anything; a pipe must hold nobody up.
-
-    Raises:
-        OSError: it is not there, no plain file, or a link to one.
-    """
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | _PLAIN)) as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(f"{path} is no plain file")
-        yield file
+def _open(path: str) -> BinaryIO:
+    """Open a file that a script may have replaced by anything; a pipe must hold nobody up."""
+    return open(path, "rb", opener=open_regular)
 
 
 def _read_json(path: str) -> dict[str, Any] | None:
