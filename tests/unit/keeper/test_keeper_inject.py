@@ -14,7 +14,7 @@ import json, os, subprocess, sys
 found = {
     "env": {k: v for k, v in os.environ.items() if k.startswith("PERDURE") or k == "PYTHONPATH"},
     "path": sys.path, "user": getattr(sys.modules.get("sitecustomize"), "MARK", ""),
-    "armed": any(type(f).__name__ == "_AfterTorch" for f in sys.meta_path),
+    "armed": any(type(f).__name__ == "_After" and f._name == "torch" for f in sys.meta_path),
 }
 if len(sys.argv) > 1:
     found["child"] = json.loads(subprocess.check_output([sys.executable, sys.argv[0]]))
