@@ -15,20 +15,19 @@ A rank that is stopped, or that holds the GIL in native code, cannot do this; it
 """
 
 import contextlib
-import os
 import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from perdure.model.actions import InterruptCollectives
 from perdure.model.events import CollectivesInterrupted
+from perdure.worker.sockets import borrow, is_listener, is_tcp, list_links
 from perdure.worker.stderr import say
 
 _TIMEVAL = struct.Struct("@ll")
-_FD_DIR = "/proc/self/fd"
 
 
 class Interrupter:
@@ -80,7 +79,7 @@ def shut_down_gloo() -> int:
     """Shut down every connection of this process's gloo pairs; return how many there were."""
     count = 0
     for fd in find_gloo_sockets():
-        with contextlib.suppress(OSError), _borrow(fd) as pair:
+        with contextlib.suppress(OSError), borrow(fd) as pair:
             pair.shutdown(socket.SHUT_RDWR)
             count += 1
     return count
@@ -88,7 +87,7 @@ def shut_down_gloo() -> int:
 
 def find_gloo_sockets() -> list[int]:
     """Return descriptors of this process that surely are connections of gloo's pairs."""
-    targets = _read_links()
+    targets = list_links()
     found: set[int] = set()
     for fd, target in targets.items():
         if target != "anon_inode:[eventpoll]":
@@ -128,14 +127,6 @@ def _abort_all(backends: list[Any]) -> None:
         say(f"aborting NCCL failed: {error!r}")
 
 
-def _read_links() -> dict[int, str]:
-    links = {}
-    for name in os.listdir(_FD_DIR):
-        with contextlib.suppress(OSError):
-            links[int(name)] = os.readlink(f"{_FD_DIR}/{name}")
-    return links
-
-
 def _read_watched(epoll_fd: int) -> list[int]:
     """Return the descriptors that an epoll instance watches."""
     watched = []
@@ -146,37 +137,15 @@ def _read_watched(epoll_fd: int) -> list[int]:
     return watched
 
 
-@contextlib.contextmanager
-def _borrow(fd: int) -> Iterator[socket.socket]:
-    """Lend the socket behind `fd`, duplicated, so that its owner may close it meanwhile.
-
-    Raises:
-        OSError: it is no socket any more, or one that blocks. Python may switch a socket that it
-            wraps to non-blocking (`socket.setdefaulttimeout`), which would break such an owner.
-    """
-    if os.get_blocking(fd):
-        raise OSError("it blocks")
-    with socket.socket(fileno=os.dup(fd)) as borrowed:
-        yield borrowed
-
-
-def _is_tcp(sock: socket.socket) -> bool:
-    return (
-        sock.family in (socket.AF_INET, socket.AF_INET6)
-        and sock.type == socket.SOCK_STREAM
-        and sock.proto == socket.IPPROTO_TCP
-    )
-
-
 def _is_listener(fd: int) -> bool:
-    with contextlib.suppress(OSError), _borrow(fd) as sock:
-        return _is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+    with contextlib.suppress(OSError), borrow(fd) as sock:
+        return is_listener(sock)
     return False
 
 
 def _is_pair(fd: int) -> bool:
-    with contextlib.suppress(OSError), _borrow(fd) as sock:
-        if not _is_tcp(sock) or not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
+    with contextlib.suppress(OSError), borrow(fd) as sock:
+        if not is_tcp(sock) or not sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY):
             return False
         sock.getpeername()
         receive, send = (

@@ -14,10 +14,10 @@ import contextlib
 import functools
 import json
 import os
-import socket
 from typing import Any
 
 from perdure.model.ring import P2P_SUFFIX
+from perdure.worker.sockets import borrow, is_listener, list_sockets
 
 _DEFAULT_S = {"gloo": 1800.0, "nccl": 600.0}
 """torch's own time-outs, for a group whose options cannot be read."""
@@ -105,16 +105,8 @@ class _Note:
 def list_listening() -> set[int]:
     """Return the TCP ports on which this process listens by sockets that do not block."""
     ports = set()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            fd = int(name)
-            # Wrapping a blocking one could switch it (`socket.setdefaulttimeout`); gloo's is not.
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            if os.get_blocking(fd):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as sock:
-                inet = sock.family in (socket.AF_INET, socket.AF_INET6)
-                if inet and sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                    ports.add(int(sock.getsockname()[1]))
+    for fd in list_sockets():
+        with contextlib.suppress(OSError), borrow(fd) as sock:  # gloo's do not block.
+            if is_listener(sock):
+                ports.add(int(sock.getsockname()[1]))
     return ports

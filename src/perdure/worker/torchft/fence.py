@@ -14,18 +14,16 @@ its group: nothing moves on closed connections, so its tensors are as safe as af
 
 import contextlib
 import ctypes
-import os
 import socket
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 from perdure.worker.interrupt import find_gloo_sockets
+from perdure.worker.sockets import borrow, list_sockets
 
-_FD_DIR = "/proc/self/fd"
 _SLICE = timedelta(seconds=0.25)
 """How often a collective that is waited for is asked whether its group was broken; and how long
 one may go on in a broken group."""
@@ -128,51 +126,18 @@ def _abort_device(group: Any) -> int:
     return 1
 
 
-def list_sockets() -> dict[int, str]:
-    """Return this process's sockets: descriptor -> the kernel's name, which is never used twice."""
-    found = {}
-    for name in os.listdir(_FD_DIR):
-        with contextlib.suppress(OSError):
-            target = os.readlink(f"{_FD_DIR}/{name}")
-            if target.startswith("socket:"):
-                found[int(name)] = target
-    return found
-
-
-def _borrow(fd: int, use: Callable[[socket.socket], str]) -> str:
-    """Return what `use` finds of the socket behind `fd`; empty where it is gone or none.
-
-    The duplicate is made without Python's own defaults, which could switch a blocking socket.
-    """
-    try:
-        copy = os.dup(fd)
-    except OSError:
-        return ""
-    blocking = os.get_blocking(copy)
-    borrowed = socket.socket(fileno=copy)
-    try:
-        os.set_blocking(copy, blocking)
-        return use(borrowed)
-    except OSError:
-        return ""
-    finally:
-        borrowed.close()
-
-
 def _shut(fd: int) -> int:
-    def shut(found: socket.socket) -> str:
+    """Shut a connection down; return how many that were: none where it is gone by now."""
+    with contextlib.suppress(OSError), borrow(fd, blocking=True) as found:
         found.getpeername()
         found.shutdown(socket.SHUT_RDWR)
-        return "done"
-
-    return int(bool(_borrow(fd, shut)))
+        return 1
+    return 0
 
 
 def _port_of(fd: int) -> int:
     """Return the port at the other end; 0 where there is none."""
-
-    def port(found: socket.socket) -> str:
-        inet = found.family in (socket.AF_INET, socket.AF_INET6)
-        return str(found.getpeername()[1]) if inet else ""
-
-    return int(_borrow(fd, port) or 0)
+    with contextlib.suppress(OSError), borrow(fd, blocking=True) as found:
+        if found.family in (socket.AF_INET, socket.AF_INET6):
+            return int(found.getpeername()[1])
+    return 0

@@ -1,0 +1,64 @@
+"""Sockets of this process, whoever has opened them: looked at and shut down, never taken over."""
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+_FD_DIR = "/proc/self/fd"
+
+
+def list_links() -> dict[int, str]:
+    """Return what each descriptor of this process stands for, as the kernel names it.
+
+    The name of a socket is never used twice.
+    """
+    links = {}
+    for name in os.listdir(_FD_DIR):
+        with contextlib.suppress(OSError):
+            links[int(name)] = os.readlink(f"{_FD_DIR}/{name}")
+    return links
+
+
+def list_sockets() -> dict[int, str]:
+    """Return the descriptors that are sockets, with the kernel's names of them."""
+    return {fd: name for fd, name in list_links().items() if name.startswith("socket:")}
+
+
+@contextlib.contextmanager
+def borrow(fd: int, *, blocking: bool = False) -> Iterator[socket.socket]:
+    """Lend the socket behind `fd`, duplicated, so that its owner may close it meanwhile.
+
+    Python may switch a socket that it wraps to non-blocking (`socket.setdefaulttimeout`), which
+    would break an owner that has one which blocks. So such a one is only lent where `blocking`
+    says so, and is switched back at once.
+
+    Raises:
+        OSError: it is no socket any more, or may not be lent.
+    """
+    blocks = os.get_blocking(fd)
+    if blocks and not blocking:
+        raise OSError("it blocks")
+    copy = os.dup(fd)
+    try:
+        borrowed = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with borrowed:
+        os.set_blocking(copy, blocks)
+        yield borrowed
+
+
+def is_tcp(sock: socket.socket) -> bool:
+    """Return whether a socket speaks TCP."""
+    return (
+        sock.family in (socket.AF_INET, socket.AF_INET6)
+        and sock.type == socket.SOCK_STREAM
+        and sock.proto == socket.IPPROTO_TCP
+    )
+
+
+def is_listener(sock: socket.socket) -> bool:
+    """Return whether connections come in by a socket of TCP."""
+    return is_tcp(sock) and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
