@@ -20,11 +20,12 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import Any
 
-from perdure.keeper.zygote import ForkRanks, set_title
+from perdure.keeper.zygote import ForkRanks
 from perdure.model.bus.wire import RankLaunch
 from perdure.worker.prctl import set_death_signal
 from perdure.worker.start.failure import save_failure
 from perdure.worker.start.imports import record_imports
+from perdure.worker.start.title import set_title
 from perdure.worker.stderr import say
 
 _REPARENT_S = 20.0

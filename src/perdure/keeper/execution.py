@@ -63,7 +63,7 @@ def start_image(job: str, node: int, env: Mapping[str, str]) -> tuple[int, socke
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-c", _IMAGE_PROGRAM, job, str(node), str(theirs.fileno())]
     command.append(" " * _TITLE_ROOM)  # Overwritten by the title.
-    env = {**env, "SPT_NOENV": "1", "OPENBLAS_NUM_THREADS": "1"}
+    env = {**env, "OPENBLAS_NUM_THREADS": "1"}
     kept = theirs.fileno()
 
     def prepare() -> None:

@@ -40,6 +40,7 @@ from perdure.model.errors import PlatformError
 from perdure.model.paths import JobPaths, job_paths
 from perdure.worker.prctl import set_subreaper
 from perdure.worker.start.imports import read_imports
+from perdure.worker.start.title import set_title
 
 AGENT_AWAY_MAX_S = 60.0
 REFRESH_S = 4.0
@@ -286,7 +287,7 @@ def main(job: str, node: int) -> None:
         ) from None
     except OSError as error:
         raise PlatformError(f"{error.filename or paths.sockets}: {error.strerror}") from None
-    _set_title(f"perdure keeper {job} {node}")
+    set_title(f"perdure keeper {job} {node}")
     end_strays(job, node)
     keeper = Keeper(job, node, paths)
     supervisor = os.environ.get("PERDURE_RUN_PID", "")
@@ -343,15 +344,6 @@ def _read(path: str) -> bytes:
             return file.read()
     except OSError:
         return encode({})
-
-
-def _set_title(title: str) -> None:
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        os.environ.setdefault("SPT_NOENV", "1")
-        setproctitle.setproctitle(title)
-        os.environ.pop("SPT_NOENV", None)
 
 
 def _log(text: str) -> None:

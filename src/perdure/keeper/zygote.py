@@ -26,6 +26,7 @@ import msgspec
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import decode, encode
 from perdure.worker.start.streams import survive_full_disks
+from perdure.worker.start.title import set_title
 
 FORK_TIMEOUT_S = 30.0
 
@@ -139,18 +140,6 @@ def main(job: str, node: int, fd: int) -> None:
     run_child = Image(socket.socket(fileno=fd)).serve()
     if run_child is not None:
         run_child()
-
-
-def set_title(title: str) -> None:
-    """Show `title` in the process table, where the package for it is installed.
-
-    The keeper starts the image with a long command line for it to be written over, and with
-    SPT_NOENV, so that /proc/PID/environ stays readable.
-    """
-    with contextlib.suppress(ImportError):
-        import setproctitle
-
-        setproctitle.setproctitle(title)
 
 
 class Image:

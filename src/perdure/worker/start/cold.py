@@ -3,7 +3,6 @@
 Standard library only, until torch is there: a script that imports no torch pays nothing.
 """
 
-import contextlib
 import importlib
 import os
 import sys
@@ -11,6 +10,7 @@ import sys
 from perdure.worker.start.after_import import after_import
 from perdure.worker.start.failure import install_hook
 from perdure.worker.start.streams import survive_full_disks
+from perdure.worker.start.title import set_title
 from perdure.worker.stderr import say
 
 
@@ -25,7 +25,7 @@ def arm(traceback_file: str, title: str, imports: str) -> None:
     if traceback_file:
         install_hook(traceback_file, os.getpid())
     if title:
-        _set_title(title)
+        set_title(title)
     after_import("torch", lambda torch: _attach(imports))
 
 
@@ -40,13 +40,3 @@ def _attach(imports: str) -> None:
             record_imports(imports, os.path.dirname(os.path.abspath(script)))
     except Exception as error:
         say(f"no recorder: {type(error).__name__}: {error}")
-
-
-def _set_title(title: str) -> None:
-    """Show `title` over the command line, as much of it as fits without the environment."""
-    with contextlib.suppress(ImportError):
-        os.environ["SPT_NOENV"] = "1"
-        import setproctitle
-
-        setproctitle.setproctitle(title)
-    os.environ.pop("SPT_NOENV", None)
