@@ -137,7 +137,7 @@ class Replay:
     def settle(self, now: float) -> None:
         """Answer for every living node until the world trains, or waits for a lost one."""
         state = self.state
-        while state.phase in ("forming", "starting"):
+        while state.world.phase in ("forming", "starting"):
             generation = state.generation
             for node in range(self.spec.num_nodes):
                 if node not in state.lost:
@@ -146,7 +146,7 @@ class Replay:
             self.do(now, StoreReady(generation=generation, host="h", port=1, agent_store=True))
             if state.phase != "starting":
                 return
-            for group, node in enumerate(state.placement):
+            for group, node in enumerate(state.world.placement):
                 started = RanksStarted(
                     node=node, generation=generation, pids={group: 1}, at_s=now, warm=True
                 )
@@ -156,12 +156,12 @@ class Replay:
     def tell(self, now: float, kind: str, node: int) -> None:
         """Tell of a fault as the detector would: its own verdict, of this node, at this hour."""
         found = find_verdict(kind, self.factor)
-        place = self.state.placement.index(node)
+        place = self.state.world.placement.index(node)
         culprit = Culprit(node=node)
         if found.culprit.rank is not None:
             culprit = Culprit(rank=place)
         elif found.culprit.link is not None:
-            culprit = Culprit(link=(place, (place + 1) % len(self.state.placement)))
+            culprit = Culprit(link=(place, (place + 1) % len(self.state.world.placement)))
         verdict = msgspec.structs.replace(
             found, culprit=culprit, generation=self.state.generation, confirmed_s=now,
             first_seen_s=now - (found.confirmed_s - found.first_seen_s),
@@ -174,13 +174,13 @@ class Replay:
         for action in self.do(now, VerdictReached(verdict=verdict)):
             if isinstance(action, RecordEvent) and isinstance(action.event, ActionWithheld):
                 self.withheld[action.event.reason.partition("(")[0]] += 1
-        if self.state.stacks is not None and self.state.stacks.held is not None:
-            self.do(self.state.stacks.due_s, TimerFired())
+        if self.state.world.stacks is not None and self.state.world.stacks.held is not None:
+            self.do(self.state.world.stacks.due_s, TimerFired())
 
     def begin(self, now: float, node: int, fault: dict[str, str]) -> None:
         """A fault strikes `node`."""
         self.faulty.add(node)
-        if node not in self.state.placement:
+        if node not in self.state.world.placement:
             self.avoided += node in self.state.cordoned
             if classify(fault) == "lost":
                 self.do(now, NodeLost(node=node, at_s=now, reason="trace"))
@@ -189,7 +189,7 @@ class Replay:
             case "slow":
                 heat = "Temperature" in fault["Desc"] + fault["Class"]
                 self.tell(now, "slow-host" if heat else "slow-nic", node)
-                if node in self.state.placement:
+                if node in self.state.world.placement:
                     self.slow.add(node)
             case "hang":
                 self.broken[node] = "hang"
@@ -205,7 +205,7 @@ class Replay:
         """What is broken fails again wherever it is placed, a few times at the most."""
         for _ in range(5):
             self.settle(now)
-            struck = [n for n in self.state.placement if n in self.broken]
+            struck = [n for n in self.state.world.placement if n in self.broken]
             if not struck or self.state.phase != "running":
                 return
             if self.broken[struck[0]] == "hang":
@@ -216,7 +216,7 @@ class Replay:
     def crash(self, now: float, node: int) -> None:
         """A rank of `node` dies of its device."""
         record = ExitRecord(
-            rank=self.state.placement.index(node),
+            rank=self.state.world.placement.index(node),
             generation=self.state.generation,
             pid=1,
             at_s=now,
@@ -241,10 +241,10 @@ class Replay:
         """Account for the time since the last event."""
         days = day - self.last_day
         self.last_day = day
-        placed = set(self.state.placement)
+        placed = set(self.state.world.placement)
         stands = self.state.phase != "running" or bool(placed & set(self.broken))
         self.waiting_days += days * stands
-        self.slow_days += days * bool(self.slow & set(self.state.placement))
+        self.slow_days += days * bool(self.slow & set(self.state.world.placement))
 
 
 def replay(trace: list[dict[str, Any]], args: argparse.Namespace, **how: Any) -> dict[str, Any]:

@@ -100,8 +100,8 @@ class ControllerMachine(RuleBasedStateMachine):
             isinstance(event, RankExited)
             and event.record.failed
             and event.record.generation == state.generation
-            and event.record.rank not in state.exits
-            and state.phase in ("starting", "running")
+            and event.record.rank not in state.world.exits
+            and state.world.has_ranks
         )
 
     def judge(self, action: object) -> None:

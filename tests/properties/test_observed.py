@@ -149,18 +149,18 @@ class Nature:
         match name:
             case "node":
                 return random.randrange(self.count)
-            case "group" if state.groups:
+            case "group" if state.worlds:
                 return random.randrange(self.count)
             case "rank":
-                return random.choice([*range(self.ranks), *state.elastic.extra])
+                return random.choice([*range(self.ranks), *state.world.elastic.extra])
             case "generation":
-                return random.choice([g.generation for g in state.groups.values()] or [0])
+                return random.choice([g.generation for g in state.worlds.values()] or [0])
             case "running":
                 return [self._name("rank")]
             case "depth":
-                return "elastic" if state.elastic.members else "resumable"
+                return "elastic" if state.world.elastic.members else "resumable"
             case "epoch":
-                return state.elastic.epoch
+                return state.world.elastic.epoch
             case "at_s" | "confirmed_s" | "detected_s" | "since_s":
                 return self.now
             case "first_seen_s":

@@ -15,8 +15,8 @@ from hypothesis.stateful import (
 )
 
 from perdure.control import Controller
+from perdure.control.job import JobState
 from perdure.control.records import find_record
-from perdure.control.state import ControllerState
 from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import (
     AnswerCommand,
@@ -90,7 +90,7 @@ class VerbsMachine(RuleBasedStateMachine):
         self.train()
 
     @property
-    def state(self) -> ControllerState:
+    def state(self) -> JobState:
         return self.machine.state
 
     # --- the door and its judges -------------------------------------------------------------
@@ -137,7 +137,7 @@ class VerbsMachine(RuleBasedStateMachine):
         for node in said.result.get("nodes", ()):
             assert node in self.state.cordoned or "is free again" in said.reason, said
             if kind in ("drain", "evict"):
-                left = node not in self.state.placement
+                left = node not in self.state.world.placement
                 assert left or "is free again" in said.reason, said
         if kind == "drain" and said.result.get("instead") == "":
             lost = said.result["steps_lost"]
@@ -203,13 +203,13 @@ class VerbsMachine(RuleBasedStateMachine):
                 self.leave(node)
             stopped = told.generation - 1
             self.do(GenerationStopped(node=node, generation=stopped, at_s=self.now))
-        if self.state.phase == "forming":
+        if self.state.world.phase == "forming":
             self.do(StoreReady(generation=generation, host="h", port=1, agent_store=True))
-        if self.state.phase != "starting":
+        if self.state.world.phase != "starting":
             return
         self.held, self.prepared, self.committed = "", None, None
         self.step = self.saved
-        for rank, node in enumerate(self.state.placement):
+        for rank, node in enumerate(self.state.world.placement):
             self.running[node] = (generation, rank)
             pids = {rank: 1}
             self.do(
@@ -254,7 +254,11 @@ class VerbsMachine(RuleBasedStateMachine):
     @precondition(lambda self: not self.held)
     @rule(steps=st.integers(1, 5))
     def progress(self, steps: int) -> None:
-        if self.state.phase == "running" and self.state.stepping and self.prepared is None:
+        if (
+            self.state.world.phase == "running"
+            and self.state.world.stepping
+            and self.prepared is None
+        ):
             self.step += steps
             generation = self.state.generation
             self.do(
@@ -267,7 +271,7 @@ class VerbsMachine(RuleBasedStateMachine):
         """All ranks agree and come to the step; or one has passed it."""
         sent = self.prepared
         assert sent is not None
-        if sent.generation != self.state.generation or self.state.phase != "running":
+        if sent.generation != self.state.generation or self.state.world.phase != "running":
             return
         for rank in range(SPEC.world_size):
             no = (veto and rank == 1) or self.step >= sent.step
@@ -336,7 +340,7 @@ class VerbsMachine(RuleBasedStateMachine):
     @invariant()
     def nobody_is_held_for_nothing(self) -> None:
         state = self.state
-        if self.held and state.phase == "running":
+        if self.held and state.world.phase == "running":
             mine = [m for m in state.moves.values() if m.boundary == self.held]
             assert mine, "ranks hold, and nothing is to come of it"
 
@@ -344,8 +348,8 @@ class VerbsMachine(RuleBasedStateMachine):
     def what_is_left_stays_left(self) -> None:
         state = self.state
         short = len(state.spares) == 0
-        if state.phase == "starting" and not short:
-            assert not set(state.placement) & state.barred
+        if state.world.phase == "starting" and not short:
+            assert not set(state.world.placement) & state.barred
 
     def teardown(self) -> None:
         """Let the world behave: everybody is answered, or the job ends."""
@@ -374,10 +378,16 @@ def _early(said: AnswerCommand) -> bool:
     return "not training yet" in said.reason or "is free again" in said.reason
 
 
-def _gist(state: ControllerState) -> str:
+def _gist(state: JobState) -> str:
     """Return what a refused or repeated command must leave as it was."""
-    parts = (state.cordoned, state.cordoned_by, sorted(state.barred), state.placement, state.moves)
-    return repr((parts, state.generation, state.boundary, state.phase, state.restoring))
+    parts = (
+        state.cordoned,
+        state.cordoned_by,
+        sorted(state.barred),
+        state.world.placement,
+        state.moves,
+    )
+    return repr((parts, state.generation, state.boundary, state.world.phase, state.restoring))
 
 
 TestVerbs = VerbsMachine.TestCase

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from perdure.control.state import Answer, ControllerState
+from perdure.control.job import Answer, JobState
 from perdure.model.actions import AnswerCommand, AnyAction
 
 
 def answer(
-    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+    state: JobState, id_: str, ok: bool, reason: str, result: dict[str, Any]
 ) -> list[AnyAction]:
     """Close a command with its answer, which is kept for a client that asks again."""
     state.commands.pop(id_, None)
@@ -15,14 +15,14 @@ def answer(
     return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
 
 
-def answer_again(state: ControllerState, id_: str) -> list[AnyAction]:
+def answer_again(state: JobState, id_: str) -> list[AnyAction]:
     """Return the answer that a command has got, for a client that asks once more."""
     ok, reason, result = state.answered[id_]
     return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
 
 
 def answer_open(
-    state: ControllerState, id_: str, ok: bool, reason: str, result: dict[str, Any]
+    state: JobState, id_: str, ok: bool, reason: str, result: dict[str, Any]
 ) -> list[AnyAction]:
     """Close a command if it is still open; otherwise do nothing."""
     return answer(state, id_, ok, reason, result) if id_ in state.commands else []

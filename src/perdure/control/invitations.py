@@ -8,7 +8,7 @@ the digest of its secret, so that the journal, which viewers read, invites nobod
 from typing import Any
 
 from perdure.control.answers import answer
-from perdure.control.state import Answer, ControllerState, Invited, OpenCommand
+from perdure.control.job import Answer, Invited, JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.invitations import (
     KEPT_MAX,
@@ -21,7 +21,7 @@ FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""
 
 
-def receive_invite(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_invite(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Remember an invitation that its maker hands out once this is answered."""
     args, spec = command.args, state.the_spec()
     if not spec.remote:
@@ -44,7 +44,7 @@ def receive_invite(state: ControllerState, now: float, command: OpenCommand) -> 
     return [made, *answer(state, command.id, True, "", {"id": id_, "until_s": until_s})]
 
 
-def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_revoke(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Let nobody come by an invitation any more; name who is there, and the nodes it served."""
     id_ = str(command.args["id"])
     known = state.invitations.get(id_)
@@ -60,7 +60,7 @@ def receive_revoke(state: ControllerState, now: float, command: OpenCommand) -> 
 
 
 def preview_invitations(
-    state: ControllerState, now: float, kind: str, args: dict[str, Any]
+    state: JobState, now: float, kind: str, args: dict[str, Any]
 ) -> Answer | None:
     """Return the answer to a request for the list of invitations; None where it is none."""
     if kind != "invite" or not args.get("list"):
@@ -68,7 +68,7 @@ def preview_invitations(
     return Answer(True, "", {"invitations": _list_invitations(state, now)})
 
 
-def _list_invitations(state: ControllerState, now: float) -> list[dict[str, Any]]:
+def _list_invitations(state: JobState, now: float) -> list[dict[str, Any]]:
     """Return all that are known, the oldest first, without what would let anybody in."""
     return [
         {
@@ -86,7 +86,7 @@ def _list_invitations(state: ControllerState, now: float) -> list[dict[str, Any]
 
 
 def note_invitation(
-    state: ControllerState, event: InvitationMade | InvitationUsed | InvitationRevoked
+    state: JobState, event: InvitationMade | InvitationUsed | InvitationRevoked
 ) -> list[AnyAction]:
     """Remember what has become of an invitation; nothing follows from it."""
     known = state.invitations.get(event.id)
@@ -114,7 +114,7 @@ def note_invitation(
 
 
 def refuse_use(
-    state: ControllerState, now: float, id_: str, proof: str, machine: str
+    state: JobState, now: float, id_: str, proof: str, machine: str
 ) -> tuple[str, dict[str, Any]]:
     """Return why `machine` may not come by invitation `id_`, and more for the answer; or ''."""
     known = state.invitations.get(id_)

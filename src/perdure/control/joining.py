@@ -9,7 +9,7 @@ import math
 
 from perdure.control.answers import answer
 from perdure.control.invitations import refuse_use
-from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.job import JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.invitations import InvitationUsed
 
@@ -17,7 +17,7 @@ _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
 
 
-def receive_join(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Give a machine a place, or say why there is none."""
     machine, spec = str(command.args["machine"]), state.the_spec()
     places = range(spec.local_nodes, spec.num_nodes)
@@ -48,7 +48,7 @@ def receive_join(state: ControllerState, now: float, command: OpenCommand) -> li
     return [RecordEvent(event=used, reason=f"{host} is node {node}"), *actions]
 
 
-def _is_free(state: ControllerState, now: float, node: int) -> bool:
+def _is_free(state: JobState, now: float, node: int) -> bool:
     """Return whether nobody is there, and nobody else was sent there a moment ago."""
     if node in state.barred or (node in state.nodes and node not in state.lost):
         return False

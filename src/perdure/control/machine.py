@@ -7,16 +7,17 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 from typing import assert_never
 
 from perdure.control import preemption
-from perdure.control.answers import answer, answer_open
+from perdure.control.answers import answer
 from perdure.control.elastic import reform
-from perdure.control.groups.replicas import find_group_deadline, handle_replicas
+from perdure.control.groups.replicas import advance_groups, find_group_deadline, react_to_groups
 from perdure.control.invitations import note_invitation
+from perdure.control.job import JobState, OpenNotice
 from perdure.control.observing import is_observed, note_withheld, withhold_verdict
 from perdure.control.progress import (
     after_boundary,
     note_checkpoint,
+    note_keys,
     note_progress,
-    note_steering,
     plan_checkpoint,
     reach,
     save_if_due,
@@ -32,12 +33,12 @@ from perdure.control.recovery.evidence import (
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
-    advance_formation,
     end_job,
     form_world,
     has_enough,
     note_end,
     note_started,
+    note_stopped,
     note_store,
     note_submission,
     wait_for_nodes,
@@ -58,7 +59,6 @@ from perdure.control.recovery.response import (
     weigh_verdict,
 )
 from perdure.control.reissue import issue_again
-from perdure.control.state import ControllerState, OpenNotice
 from perdure.control.steering.boundary import (
     abort_boundary,
     answer_boundary,
@@ -66,11 +66,12 @@ from perdure.control.steering.boundary import (
     retry_boundary,
     send_boundary,
 )
-from perdure.control.steering.changes import note_high
+from perdure.control.steering.changes import note_change, note_high
 from perdure.control.steering.commands import (
     find_reached_stop,
     finish_job,
     give_up_stop,
+    note_fault,
     receive_command,
     start_waiting_command,
     stop_deadline,
@@ -80,6 +81,7 @@ from perdure.control.steering.moves import (
     moves_deadline,
     note_left,
 )
+from perdure.control.steering.pauses import note_pause
 from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
 from perdure.model.events import (
     ActionWithheld,
@@ -161,37 +163,45 @@ class Controller:
 
     def __init__(self) -> None:
         """Know nothing; the journal's first event brings the job."""
-        self.state = ControllerState()
+        self.state = JobState()
 
     def next_deadline(self) -> float | None:
         """Return the job time at which `TimerFired` is wanted."""
         state = self.state
-        if state.groups:
+        if state.of_replicas:
             return find_group_deadline(state)
-        times = [state.phase_deadline_s, state.checkpoint_due_s, stop_deadline(state)]
+        world = state.world
+        times = [state.deadline_s, world.deadline_s, world.checkpoint_due_s, stop_deadline(state)]
         times += [
             moves_deadline(state),
             preemption.notices_deadline(state),
             reform.elastic_deadline(state),
         ]
         if state.boundary is not None:
-            times[1] = state.boundary.deadline_s
-        if state.stacks is not None and state.stacks.held is not None:
-            times.append(state.stacks.due_s)
+            times[2] = state.boundary.deadline_s
+        if state.world.stacks is not None and state.world.stacks.held is not None:
+            times.append(state.world.stacks.due_s)
         if state.probe is not None:
             times.append(state.probe.due_s)
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, now: float, event: AnyEvent) -> list[AnyAction]:
         """Return what to do about `event`, which is in the journal already."""
+        if isinstance(event, JobSubmitted):
+            return note_submission(self.state, now, event)
         if isinstance(event, FailureDecided):  # It says what has been decided.
             self.state.book.take(event)
             return []
-        if self.state.of_replicas:
-            return handle_replicas(self.state, now, event)
         state, before = self.state, self._members()
-        actions = [*self._react(now, event), *preemption.advance_notices(state, now)]
-        if isinstance(event, _CHANGES) and state.standing:
+        actions = self._react(now, event)
+        if state.of_replicas:
+            return actions + advance_groups(state, now)
+        return actions + self._advance(now, event, before)
+
+    def _advance(self, now: float, event: AnyEvent, before: tuple[int, ...]) -> list[AnyAction]:
+        """Do what has become possible, after any event."""
+        state, actions = self.state, preemption.advance_notices(self.state, now)
+        if isinstance(event, _CHANGES) and state.world.standing:
             actions += self._weigh_again(now)
         while True:  # An eviction takes members away as well.
             actions += settle_members(state, now, before) if before else []
@@ -205,23 +215,44 @@ class Controller:
         return list(self.state.book.pending(now))
 
     def _members(self) -> tuple[int, ...]:
-        return self.state.asked if self.state.elastic.members else ()
+        state = self.state
+        return () if state.of_replicas or not state.world.elastic.members else state.asked
 
     def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
         match event:
-            case JobSubmitted():
-                return note_submission(self.state, now, event)
             case ControllerStarted():
                 self.state.book.begin(event)
                 return issue_again(self.state, now, f"controller {event.incarnation} took over")
-            case NodeRegistered():
-                return self._register(now, event)
             case StoreReady():
                 return note_store(self.state, now, event)
             case GenerationStopped():
-                return self._note_stopped(now, event)
+                return note_stopped(self.state, now, event)
             case RanksStarted():
                 return note_started(self.state, now, event)
+            case CommandReceived() | NodeAsked():
+                return receive_command(self.state, now, event)
+            case FaultInjected():
+                return note_fault(self.state, event)
+            case JobEnded():
+                return note_end(self.state)
+            case NodeCordoned() | NodeRestored():
+                return note_cordon(self.state, event)
+            case InvitationMade() | InvitationUsed() | InvitationRevoked():
+                return note_invitation(self.state, event)
+            case SettingsChanged():
+                return note_change(self.state, event)
+            case JobPaused() | JobResumed():
+                return note_pause(self.state, event)
+            case MetricsLogged() | ControllerLost() | NodeDraining() | LinksNoted() | ReplicaLate():
+                return []
+            case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | RoomNoted():
+                return []
+            case JobSubmitted() | ActionWithheld() | QuorumIdsReserved() | ReplicaWaiting():
+                return []
+            case _ if self.state.of_replicas:
+                return react_to_groups(self.state, now, event)
+            case NodeRegistered():
+                return self._register(now, event)
             case RankExited():
                 return self._note_exit(now, event)
             case KeeperLost() | NodeLost():
@@ -237,53 +268,28 @@ class Controller:
                 return note_progress(self.state, now, event)
             case CheckpointSaved() | CheckpointFailed():
                 return note_checkpoint(self.state, now, event)
-            case CommandReceived() | NodeAsked():
-                return receive_command(self.state, now, event)
             case BoundaryAnswered():
                 return after_boundary(self.state, now, answer_boundary(self.state, now, event))
             case BoundaryReached():
                 return reach(self.state, now, event)
-            case FaultInjected():
-                self.state.injects.pop(event.id, None)
-                result = {"rank": event.rank, "kind": event.kind}
-                result |= {"note": event.note} if event.note else {}
-                error = event.error
-                return answer_open(self.state, event.id, not error, error or "done", dict(result))
             case TimerFired():
                 return self._fire(now, event)
-            case JobEnded():
-                return note_end(self.state)
             case PreemptionNoticed() | PreemptionWithdrawn():
                 return preemption.take_notice(self.state, now, event)
             case ProbeEnded():
                 return take_probe(self.state, now, event)
             case DeviceReported():
                 return note_device(self.state, now, event)
-            case KeysDeclared() | SettingsChanged() | JobPaused() | JobResumed():
-                return note_steering(self.state, now, event)
+            case KeysDeclared():
+                return note_keys(self.state, now, event)
             case WorldBroken() | WorldReformed() | MemberReady():
                 return reform.note_world(self.state, now, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining() | LinksNoted() | RoomNoted():
+            case QuorumFormed() | ReplicaSeen() | MachineReported() | FailureDecided():
                 return []
-            case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | MachineReported():
-                return []
-            case ActionWithheld() | FailureDecided() | QuorumFormed() | QuorumIdsReserved():
-                return []
-            case ReplicaSeen() | ReplicaWaiting() | ReplicaLate():
-                return []
-            case NodeCordoned() | NodeRestored():
-                return note_cordon(self.state, event)
-            case InvitationMade() | InvitationUsed() | InvitationRevoked():
-                return note_invitation(self.state, event)
             case _:
                 assert_never(event)
 
     # --- nodes and ranks ---------------------------------------------------------------------
-
-    def _note_stopped(self, now: float, event: GenerationStopped) -> list[AnyAction]:
-        known = self.state.stopped.get(event.node, -1)
-        self.state.stopped[event.node] = max(known, event.generation)
-        return [*advance_formation(self.state, now), *advance_end(self.state, now)]
 
     def _register(self, now: float, event: NodeRegistered) -> list[AnyAction]:
         state = self.state
@@ -318,24 +324,24 @@ class Controller:
         note_left(state, event)
         found = explain_exit(
             record, event.detected_s, event.account.step,
-            find_early(state.exits.values(), record),
+            find_early(state.world.exits.values(), record),
         )  # fmt: skip
-        if state.phase in ("forming", "ending"):
+        if state.phase == "ending" or state.world.phase == "forming":
             correct_culprit(state, event)
             if record.failed and not record.asked:
                 state.book.correct(found, record.generation)
-        if record.generation != state.generation or record.rank in state.exits:
+        if record.generation != state.world.generation or record.rank in state.world.exits:
             return []
-        if state.phase not in ("starting", "running"):
+        if not state.world.has_ranks:
             return []
-        state.exits[record.rank] = record
+        state.world.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
         if reform.is_outside(state, record.rank):
             return reform.leave_outside(state, now, record.rank)
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
-            left = [r for r, e in sorted(state.exits.items()) if not e.failed and not e.asked]
+            left = [r for r, e in sorted(state.world.exits.items()) if not e.failed and not e.asked]
             if left and record.lost_peer:
                 culprit, cause = f"rank {left[0]}", f"left early; then {culprit}: {cause}"
             taken = preemption.find_taken(state, event.node, record)
@@ -369,7 +375,7 @@ class Controller:
             reason += f": it {event.cause}" if event.cause else ""
             found = explain_node(event.node, "keeper lost", state.step, event.at_s, now, reason)
             state.book.correct(found, event.generation)
-            if event.generation != state.generation or state.phase not in ("starting", "running"):
+            if event.generation != state.world.generation or not state.world.has_ranks:
                 return []
             why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
             lost = reform.lose_ranks(state, event.node, why, event.begun)
@@ -380,37 +386,44 @@ class Controller:
             )
         seen_s = event.last_seen_s or event.at_s
         found = explain_node(event.node, "NodeLost", state.step, seen_s, now, event.reason)
-        if event.node in state.book.nodes and state.phase in ("forming", "ending"):
-            state.book.correct(found, state.generation - (state.phase == "forming"))
+        late = state.phase == "ending" or state.world.phase == "forming"
+        if event.node in state.book.nodes and late:
+            state.book.correct(found, state.world.generation - (state.world.phase == "forming"))
         state.lost.setdefault(event.node, event.at_s)
         if state.phase == "ending":
             return advance_end(state, now)
         why = f"node lost: {event.reason}"
         if is_observed(state):  # It may train on: none of its ranks is counted as lost.
-            if event.node not in state.placement or state.phase not in ("starting", "running"):
+            if event.node not in state.world.placement or not state.world.has_ranks:
                 return []
             would, node = "restarted the world", f"node {event.node}"
             return note_withheld(
-                state, now, cause="NodeLost", culprit=node, reason=why, would=would,
+                state,
+                state.world,
+                now,
+                cause="NodeLost",
+                culprit=node,
+                reason=why,
+                would=would,
                 first_seen_s=event.at_s,
-            )  # fmt: skip
+            )
         lost = reform.lose_ranks(state, event.node, why)
         if not lost.broken:
             return lost.actions
-        if event.node not in state.placement and not reform.is_elastic(state):
+        if event.node not in state.world.placement and not reform.is_elastic(state):
             return []
         if taken is None:
             state.blames[event.node] = state.blames.get(event.node, 0) + 1
-        if state.phase == "forming" and state.spares:
+        if state.world.phase == "forming" and state.spares:
             return form_world(state, now, f"node {event.node} was lost meanwhile")
-        if state.phase not in ("starting", "running"):
+        if not state.world.has_ranks:
             return []
         return self._fail(now, f"node {event.node}", why, code=1, taken=taken, found=found)
 
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Take stacks at a verdict's first word; act once it is actionable."""
         state = self.state
-        if verdict.generation != state.generation or state.phase != "running":
+        if verdict.generation != state.world.generation or state.world.phase != "running":
             return []
         if verdict.kind not in ACTED_UPON:
             return []
@@ -418,12 +431,12 @@ class Controller:
             stacks = ask_stacks(state, now, verdict) if verdict.kind in STACKS_FOR else []
             return [*stacks, *probe_verdict(state, now, verdict)]
         if verdict.kind in SLOW:
-            state.standing[f"{verdict.kind} {verdict.culprit}"] = verdict
+            state.world.standing[f"{verdict.kind} {verdict.culprit}"] = verdict
         reaction = weigh_verdict(state, verdict, now)
         if reaction.rung == "none":
             return withhold_verdict(state, now, verdict, reaction.reason, ground=reaction.ground)
         if verdict.kind in STACKS_FOR:
-            asked = [] if state.stacks is not None else ask_stacks(state, now, verdict)
+            asked = [] if state.world.stacks is not None else ask_stacks(state, now, verdict)
             if hold_action(state, now, verdict):
                 return asked
         return self._act_upon(now, verdict)
@@ -434,10 +447,10 @@ class Controller:
         An agreement or a move that is under way is waited for.
         """
         state = self.state
-        if state.phase != "running" or state.boundary is not None or state.moves:
+        if state.world.phase != "running" or state.boundary is not None or state.moves:
             return []
         actions: list[AnyAction] = []
-        for verdict in list(state.standing.values()):
+        for verdict in list(state.world.standing.values()):
             reaction = weigh_verdict(state, verdict, now)
             if reaction.rung != "none":
                 return [*actions, *self._act_upon(now, verdict)]
@@ -449,9 +462,9 @@ class Controller:
     def _act_upon(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Do what the policy makes of `verdict`: the next world, or the end."""
         state = self.state
-        state.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
+        state.world.standing.pop(f"{verdict.kind} {verdict.culprit}", None)
         if verdict.kind in STACKS_FOR:
-            state.stacks = None  # Acted upon once; the next one's are taken anew.
+            state.world.stacks = None  # Acted upon once; the next one's are taken anew.
         reaction = weigh_verdict(state, verdict, now)
         if is_observed(state):
             would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
@@ -462,17 +475,19 @@ class Controller:
         cause = f"{verdict.kind} ({verdict.activity})"
         ended = reform.end_hung_rank(state, verdict)
         if ended:
-            if verdict.culprit.rank in state.elastic.members:
-                found, epoch = explain_verdict(verdict), state.elastic.epoch + 1
-                state.book.decide(found, "reform", state.generation, state.placement, epoch=epoch)
+            if verdict.culprit.rank in state.world.elastic.members:
+                found, epoch = explain_verdict(verdict), state.world.elastic.epoch + 1
+                state.book.decide(
+                    found, "reform", state.world.generation, state.world.placement, epoch=epoch
+                )
             return [*actions, *ended]
         freed = reform.free_slot(state, verdict)
         hangs = verdict.kind in STACKS_FOR and not freed
         interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
         if interrupt_s:
-            waiting = tuple(r for r in state.asked if r not in state.exits)
+            waiting = tuple(r for r in state.asked if r not in state.world.exits)
             actions.append(
-                InterruptCollectives(generation=state.generation, ranks=waiting, reason=cause)
+                InterruptCollectives(generation=state.world.generation, ranks=waiting, reason=cause)
             )
         return actions + self._fail(
             now,
@@ -518,7 +533,7 @@ class Controller:
             at_s=now,
             cause=cause,
             culprit=culprit,
-            generation=state.generation,
+            generation=state.world.generation,
             step=state.step if step is None else step,
             mark=state.mark,
             error=error,
@@ -527,24 +542,26 @@ class Controller:
             preempted=taken is not None,
         )
         stopped = find_reached_stop(state)
-        world, nodes = state.generation, state.placement
+        world, nodes = state.world.generation, state.world.placement
         if stopped is not None:
             state.book.decide(found, "give up", world, nodes)
             why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
             done = answer(state, stopped.id, True, why, {"step": state.step})
             return [*done, *end_job(state, now, "stopped", 0, why)]
         decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
-        state.failures.append(failure)
-        state.first_exit_s = exit_s
+        state.note_failure(state.world, failure)
+        state.world.first_exit_s = exit_s
         reason = f"{decision.reason}; {why}" if why else decision.reason
         if is_observed(state):
             state.book.decide(found, "give up", world, nodes)
             return self._end_observed(now, failure, decision.rung, reason, code or 1, exit_s)
         if decision.rung != "give up":
             in_place = reform.reform_world(state, now, reason, freed=freed)
-            state.failed_s = state.failed_s if freed else now  # Nobody stands still for a slot.
+            state.world.failed_s = (
+                state.world.failed_s if freed else now
+            )  # Nobody stands still for a slot.
             if not in_place.broken:
-                state.book.decide(found, "reform", world, nodes, epoch=state.elastic.epoch)
+                state.book.decide(found, "reform", world, nodes, epoch=state.world.elastic.epoch)
                 return in_place.actions
         state.book.decide(found, decision.rung, world, nodes)
         open_ = state.boundary is not None and state.boundary.move == "prepare"
@@ -560,6 +577,7 @@ class Controller:
         """A world that is only observed cannot go on: it ends, as it would without perdure."""
         noted = note_withheld(
             self.state,
+            self.state.world,
             now,
             cause=failure.cause if exit_s is None else "Crash",
             culprit=failure.culprit,
@@ -579,14 +597,15 @@ class Controller:
         note_pace(state, event.pace)
         if state.phase == "ending":
             return advance_end(state, now)
-        if state.phase_deadline_s is not None and now >= state.phase_deadline_s:
+        due_s = state.deadline_s if state.phase == "pending" else state.world.deadline_s
+        if due_s is not None and now >= due_s:
             return self._phase_overdue(now)
         due_elastic = reform.fire_elastic(state, now, event.busy)
         if due_elastic.broken:
             return self._fail(now, "the job", due_elastic.broken, code=1)
         if due_elastic.actions:
             return due_elastic.actions
-        stacks = state.stacks
+        stacks = state.world.stacks
         if stacks is not None and stacks.held is not None and now >= stacks.due_s:
             return self._act_upon(now, stacks.held)
         if state.probe is not None and state.probe.due_s is not None and now >= state.probe.due_s:
@@ -608,14 +627,22 @@ class Controller:
             missing = [node for node in range(spec.num_nodes) if node not in state.nodes]
             why = f"nodes {missing} did not register within {REGISTER_TIMEOUT_S:g} s"
             return end_job(state, now, "failed", 1, why)
-        missing = [node for node in state.placement if node in state.lost]
-        if state.phase == "forming" and missing:
+        missing = [node for node in state.world.placement if node in state.lost]
+        if state.world.phase == "forming" and missing:
             return wait_for_nodes(state, now, missing)
-        why = f"{state.phase} the world took too long"
-        if state.phase == "starting" and is_observed(state):  # Its ranks may train, untold of.
-            state.phase_deadline_s = None
+        why = f"{state.world.phase} the world took too long"
+        if state.world.phase == "starting" and is_observed(
+            state
+        ):  # Its ranks may train, untold of.
+            state.world.deadline_s = None
             return note_withheld(
-                state, now, cause=why, culprit="the job", reason=why, would="restarted the world"
+                state,
+                state.world,
+                now,
+                cause=why,
+                culprit="the job",
+                reason=why,
+                would="restarted the world",
             )
         return self._fail(now, "the job", why, code=1)
 

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from perdure.control.job import JobState
 from perdure.control.machine import Controller
-from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
@@ -67,7 +67,7 @@ class Written:
 
     seq: int
     """The newest entry that it knows of."""
-    state: ControllerState
+    state: JobState
     certain: Certain
     taken: dict[str, int]
     recent: list[JournalEntry] = field(default_factory=list)
@@ -144,8 +144,10 @@ class Memory:
     def make_timer(self, now: float) -> TimerFired:
         """Return what a passed deadline is to the machine."""
         state, fold = self.machine.state, self.fold
-        paced = state.checkpoint_due_s is not None and state.checkpoint_due_s <= now
-        overdue = state.elastic.deadline_s is not None and state.elastic.deadline_s <= now
+        worlds = state.worlds.values()
+        due = [w.checkpoint_due_s for w in worlds if w.checkpoint_due_s is not None]
+        ends = [w.elastic.deadline_s for w in worlds if w.elastic.deadline_s is not None]
+        paced, overdue = min(due, default=now + 1.0) <= now, min(ends, default=now + 1.0) <= now
         return TimerFired(
             pace=fold.find_pace() if paced else None, busy=fold.find_busy() if overdue else ()
         )

@@ -5,7 +5,8 @@ Each place in `control` where a decision would become an action asks `is_observe
 operator's own. A world that cannot go on without an action ends, as torchrun would end it.
 """
 
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
+from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import ActionWithheld
 from perdure.model.verdicts import Verdict
@@ -14,13 +15,14 @@ _WITHHELD_MAX = 1024
 """Grounds that are remembered: replica groups have no common generation that would end them."""
 
 
-def is_observed(state: ControllerState) -> bool:
+def is_observed(state: JobState) -> bool:
     """Return whether nothing may be done about what is found."""
     return state.the_spec().observe
 
 
 def note_withheld(
-    state: ControllerState,
+    state: JobState,
+    world: WorldState,
     now: float,
     *,
     cause: str,
@@ -34,13 +36,13 @@ def note_withheld(
 ) -> list[AnyAction]:
     """Return the record that nothing is done, and what would have been; once for each ground."""
     key = f"{cause} {culprit} {first_seen_s!r} {ground or would}"
-    if key in state.withheld:
+    if key in world.withheld:
         return []
-    state.withheld.append(key)
-    del state.withheld[:-_WITHHELD_MAX]
+    world.withheld.append(key)
+    del world.withheld[:-_WITHHELD_MAX]
     event = ActionWithheld(
         at_s=now,
-        generation=state.generation if generation is None else generation,
+        generation=world.generation if generation is None else generation,
         cause=cause,
         culprit=culprit,
         reason=reason,
@@ -53,7 +55,7 @@ def note_withheld(
 
 
 def withhold_verdict(
-    state: ControllerState,
+    state: JobState,
     now: float,
     verdict: Verdict,
     reason: str,
@@ -64,6 +66,7 @@ def withhold_verdict(
     """Return the record that nothing is done about `verdict`, once for each ground."""
     return note_withheld(
         state,
+        state.world,
         now,
         cause=verdict.kind,
         culprit=str(verdict.culprit),

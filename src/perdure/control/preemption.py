@@ -14,9 +14,9 @@ import math
 from perdure.control.elastic.leaving import end_spares, find_leavers
 from perdure.control.elastic.members import fill_slots, find_living, find_spares
 from perdure.control.elastic.reform import is_elastic
+from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
-from perdure.control.state import ControllerState, OpenMove, OpenNotice
 from perdure.control.steering.boundary import open_boundary
 from perdure.control.steering.moves import restore_move
 from perdure.model.actions import AnyAction, NoteDraining
@@ -49,7 +49,7 @@ _STEPS = 2.0
 
 
 def take_notice(
-    state: ControllerState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
+    state: JobState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
 ) -> list[AnyAction]:
     """Keep a notice, to be acted upon in its time, or forget it."""
     if isinstance(event, PreemptionWithdrawn):
@@ -58,8 +58,8 @@ def take_notice(
     return []
 
 
-def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> None:
-    if state.phase in ("ending", "ended") or not 0 <= event.node < state.the_spec().num_nodes:
+def _note(state: JobState, now: float, event: PreemptionNoticed) -> None:
+    if state.over or not 0 <= event.node < state.the_spec().num_nodes:
         return
     key, gone_s = f"{event.node} {event.source} {event.id}", event.at_s + event.grace_s
     known = state.notices.get(key)
@@ -82,7 +82,7 @@ def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> None:
     _plan(state, now)
 
 
-def _withdraw(state: ControllerState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
+def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
     """Forget a notice, and undo what was done for it and can be undone."""
     notice = state.notices.pop(f"{event.node} {event.source} {event.id}", None)
     if notice is None or any(other.node == event.node for other in state.notices.values()):
@@ -98,7 +98,7 @@ def _withdraw(state: ControllerState, now: float, event: PreemptionWithdrawn) ->
     return actions + _free(state, event.node, notice.source, why)
 
 
-def note_return(state: ControllerState, now: float, event: NodeRegistered) -> list[AnyAction]:
+def note_return(state: JobState, now: float, event: NodeRegistered) -> list[AnyAction]:
     """A node is there: after a notice it is another machine, or the one that was away.
 
     A place that was asked for after the notice is of somebody who has come to stay.
@@ -120,17 +120,17 @@ def note_return(state: ControllerState, now: float, event: NodeRegistered) -> li
     return _free(state, event.node, over[0].source, f"node {event.node} is back")
 
 
-def notices_deadline(state: ControllerState) -> float | None:
+def notices_deadline(state: JobState) -> float | None:
     """Return when notices are to be acted upon."""
-    return None if state.phase in ("ending", "ended") else state.notices_due_s
+    return None if state.over else state.notices_due_s
 
 
-def advance_notices(state: ControllerState, now: float) -> list[AnyAction]:
+def advance_notices(state: JobState, now: float) -> list[AnyAction]:
     """Decide on all notices that are open together, once it is time."""
     if state.notices_due_s is None or now < state.notices_due_s:
         return []
     state.notices_due_s = None
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return []
     ready = [n for n in state.notices.values() if not n.acted and _opens(state, n) <= now]
     for notice in ready:
@@ -144,7 +144,7 @@ def advance_notices(state: ControllerState, now: float) -> list[AnyAction]:
     return actions
 
 
-def find_taken(state: ControllerState, node: int, record: ExitRecord) -> OpenNotice | None:
+def find_taken(state: JobState, node: int, record: ExitRecord) -> OpenNotice | None:
     """Return the notice that explains a rank's end: of its own node, or of a peer's."""
     for notice in sorted(state.notices.values(), key=lambda n: (n.node != node, n.gone_s)):
         here = notice.node == node
@@ -156,14 +156,14 @@ def find_taken(state: ControllerState, node: int, record: ExitRecord) -> OpenNot
 # --- when, and what ------------------------------------------------------------------------------
 
 
-def _opens(state: ControllerState, notice: OpenNotice) -> float:
+def _opens(state: JobState, notice: OpenNotice) -> float:
     """Return when a notice is acted upon at the earliest: a far one leaves time to train."""
     if not notice.certain:
         return notice.at_s
     return max(notice.at_s, notice.gone_s - _find_lead_s(state, notice))
 
 
-def _find_lead_s(state: ControllerState, notice: OpenNotice) -> float:
+def _find_lead_s(state: JobState, notice: OpenNotice) -> float:
     """Return how long before its end a node's leaving begins."""
     config, pace = state.the_spec().preemption, state.steering.pace
     if pace is None or not _serves_to_the_end(state, [notice]):
@@ -171,11 +171,11 @@ def _find_lead_s(state: ControllerState, notice: OpenNotice) -> float:
     return min(config.lead_s, _find_reserve_s(state) + _STEPS * pace.step_s)
 
 
-def _find_reserve_s(state: ControllerState) -> float:
-    return state.the_spec().preemption.reserve_s + 2 * state.elastic.slowest_s
+def _find_reserve_s(state: JobState) -> float:
+    return state.the_spec().preemption.reserve_s + 2 * state.world.elastic.slowest_s
 
 
-def _serves_to_the_end(state: ControllerState, notices: list[OpenNotice]) -> bool:
+def _serves_to_the_end(state: JobState, notices: list[OpenNotice]) -> bool:
     """Return whether noticed nodes are of use for as long as they are there.
 
     An elastic world that becomes smaller without them has nothing of leaving them early, and being
@@ -190,7 +190,7 @@ def _serves_to_the_end(state: ControllerState, notices: list[OpenNotice]) -> boo
     return not spared and set(find_living(state)) > set(find_leavers(state, noticed))
 
 
-def _plan(state: ControllerState, now: float) -> None:
+def _plan(state: JobState, now: float) -> None:
     """Wait a moment for what comes with it, bounded by the smallest grace that is left."""
     wait_s, due_s = state.the_spec().preemption.coalesce_s, state.notices_due_s
     for notice in state.notices.values():
@@ -203,7 +203,7 @@ def _plan(state: ControllerState, now: float) -> None:
     state.notices_due_s = due_s
 
 
-def _hand_over(state: ControllerState, now: float, notices: list[OpenNotice]) -> list[AnyAction]:
+def _hand_over(state: JobState, now: float, notices: list[OpenNotice]) -> list[AnyAction]:
     """Decide on `notices`, and begin what was decided."""
     actions: list[AnyAction] = []
     busy: list[OpenNotice] = []
@@ -212,6 +212,7 @@ def _hand_over(state: ControllerState, now: float, notices: list[OpenNotice]) ->
         decided = decide_hand_over(_look(state, now, nodes, notices), state.the_spec().preemption)
         return note_withheld(
             state,
+            state.world,
             now,
             cause="Preemption",
             culprit=", ".join(f"node {node}" for node in nodes),
@@ -234,13 +235,13 @@ def _hand_over(state: ControllerState, now: float, notices: list[OpenNotice]) ->
             actions += _cordon(state, node, why)
         return actions
     if decided.way == "checkpoint" and not busy[0].certain:
-        can = state.boundary is None and state.phase == "running" and state.resumable
+        can = state.boundary is None and state.world.phase == "running" and state.resumable
         return actions + (open_boundary(state, now, "checkpoint", reason=why) if can else [])
     return actions + _begin_move(state, now, nodes, busy, decided, why)
 
 
 def _begin_move(
-    state: ControllerState,
+    state: JobState,
     now: float,
     nodes: list[int],
     notices: list[OpenNotice],
@@ -257,7 +258,7 @@ def _begin_move(
         id=id_,
         kind="evict" if decided.way == "evict" else "drain",
         nodes=nodes,
-        groups={n: group for group, n in enumerate(state.placement) if n in nodes},
+        groups={n: group for group, n in enumerate(state.world.placement) if n in nodes},
         who="",
         why=why,
         at_s=now,
@@ -270,7 +271,7 @@ def _begin_move(
     return [NoteDraining(node=node, reason=why) for node in nodes]
 
 
-def _hasten(state: ControllerState, now: float, notice: OpenNotice) -> bool:
+def _hasten(state: JobState, now: float, notice: OpenNotice) -> bool:
     """Have a move that leaves the node already do so in time; return whether there is one."""
     for move in state.moves.values():
         if notice.node in move.nodes and move.stage != "moved":
@@ -282,9 +283,7 @@ def _hasten(state: ControllerState, now: float, notice: OpenNotice) -> bool:
     return False
 
 
-def _look(
-    state: ControllerState, now: float, nodes: list[int], notices: list[OpenNotice]
-) -> Outlook:
+def _look(state: JobState, now: float, nodes: list[int], notices: list[OpenNotice]) -> Outlook:
     """Return what the policy has to know."""
     certain = notices[0].certain
     if is_elastic(state):
@@ -293,8 +292,8 @@ def _look(
         left = len(find_living(state)) - short
     else:
         spares = len([node for node in state.spares if node not in nodes])
-        short, left = sum(node in nodes for node in state.placement), 0
-    supervised = state.stepping and not state.joined
+        short, left = sum(node in nodes for node in state.world.placement), 0
+    supervised = state.world.stepping and not state.world.joined
     return Outlook(
         depth="elastic" if is_elastic(state) else "supervised" if supervised else "resumable",
         nodes=tuple(nodes),
@@ -306,14 +305,14 @@ def _look(
     )
 
 
-def _runs(state: ControllerState, node: int) -> bool:
+def _runs(state: JobState, node: int) -> bool:
     """Return whether `node` runs ranks of the world, or members of it."""
     if is_elastic(state):
         return bool(find_leavers(state, (node,)))
-    return node in state.placement
+    return node in state.world.placement
 
 
-def _describe(state: ControllerState, now: float, notices: list[OpenNotice]) -> str:
+def _describe(state: JobState, now: float, notices: list[OpenNotice]) -> str:
     words = []
     for notice in sorted(notices, key=lambda n: (n.node, n.gone_s)):
         when = f"in {max(0.0, notice.gone_s - now):.1f} s" if notice.certain else "perhaps"
@@ -321,14 +320,14 @@ def _describe(state: ControllerState, now: float, notices: list[OpenNotice]) -> 
     return ", ".join(words)
 
 
-def _cordon(state: ControllerState, node: int, why: str) -> list[AnyAction]:
+def _cordon(state: JobState, node: int, why: str) -> list[AnyAction]:
     if node in state.cordoned:
         return []
     state.going.add(node)
     return cordon(state, node, why) + (end_spares(state, (node,), why) if is_elastic(state) else [])
 
 
-def _free(state: ControllerState, node: int, source: str, why: str) -> list[AnyAction]:
+def _free(state: JobState, node: int, source: str, why: str) -> list[AnyAction]:
     """Let a node run ranks again that did not for a notice alone."""
     if node not in state.going:
         return []

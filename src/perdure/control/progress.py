@@ -1,9 +1,10 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
+from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer
 from perdure.control.elastic.leaving import leave_together
 from perdure.control.elastic.reform import admit, note_ready
-from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.job import JobState
 from perdure.control.steering.boundary import (
     close_boundary,
     commit_boundary,
@@ -15,7 +16,6 @@ from perdure.control.steering.boundary import (
 from perdure.control.steering.changes import (
     close_changes,
     declare_keys,
-    note_change,
     note_high,
     reach_change,
     settle_changes,
@@ -25,7 +25,6 @@ from perdure.control.steering.moves import note_held, note_saved
 from perdure.control.steering.pauses import (
     answer_pause,
     close_resume,
-    note_pause,
     reach_pause,
     reach_resume,
     settle_resume,
@@ -37,57 +36,54 @@ from perdure.model.events import (
     CheckpointRestored,
     CheckpointSaved,
     GenerationStepping,
-    JobPaused,
-    JobResumed,
     KeysDeclared,
     ProgressNoted,
     RankJoined,
-    SettingsChanged,
 )
 from perdure.plan.interval import daly
 from perdure.policy import decide_checkpoint_interval
 
 
 def note_progress(
-    state: ControllerState,
+    state: JobState,
     now: float,
     event: RankJoined | CheckpointRestored | ProgressNoted | GenerationStepping,
 ) -> list[AnyAction]:
     """Take a sign of progress; begin what waited for the world to train."""
-    if event.generation != state.generation:
+    if event.generation != state.world.generation:
         return []
     match event:
         case RankJoined(depth="elastic"):
             return note_ready(state, now, event)
         case RankJoined():
-            state.joined.add(event.rank)
+            state.world.joined.add(event.rank)
             return []
         case CheckpointRestored():
-            state.resumed_step = event.step
+            state.world.resumed_step = event.step
             return []
         case ProgressNoted():
-            state.step = max(event.step, state.step if state.stepping else -1)
+            state.step = max(event.step, state.step if state.world.stepping else -1)
             state.mark = max(state.mark, event.step, event.collectives)
             note_high(state, max((a.step for a in event.accounts.values()), default=event.step))
             return []
         case GenerationStepping():
-            state.stepping, state.stepping_s = True, now
+            state.world.stepping, state.world.stepping_s = True, now
             state.step = event.step
-            if state.failed_s is not None:
-                state.restarts_s.append(max(0.0, now - state.failed_s))
-                state.failed_s = None
+            if state.world.failed_s is not None:
+                state.restarts_s.append(max(0.0, now - state.world.failed_s))
+                state.world.failed_s = None
             plan_checkpoint(state, now)
             actions = settle_resume(state) + start_waiting_command(state, now)
-            reason = f"generation {state.generation} is stepping"
+            reason = f"generation {state.world.generation} is stepping"
             return actions + inject_again(state, reason)
 
 
-def plan_checkpoint(state: ControllerState, now: float) -> None:
+def plan_checkpoint(state: JobState, now: float) -> None:
     """Set when the next checkpoint of the controller's own is due."""
-    state.checkpoint_due_s = None
-    if not (state.stepping and state.resumable and state.phase == "running"):
+    state.world.checkpoint_due_s = None
+    if not state.agrees:
         return
-    if state.elastic.members:
+    if state.world.elastic.members:
         return  # Its first member saves at the same intervals, and needs nobody for it.
     if state.steering.pause is not None:
         return  # Nothing new comes about while all stand still.
@@ -98,26 +94,26 @@ def plan_checkpoint(state: ControllerState, now: float) -> None:
         elapsed_s=now - state.submitted_s,
         optimum=daly,
     )
-    state.checkpoint_due_s = None if interval_s is None else now + interval_s
+    state.world.checkpoint_due_s = None if interval_s is None else now + interval_s
 
 
-def save_if_due(state: ControllerState, now: float) -> list[AnyAction]:
+def save_if_due(state: JobState, now: float) -> list[AnyAction]:
     """Begin the controller's own checkpoint if it is time for it."""
-    due_s = state.checkpoint_due_s
+    due_s = state.world.checkpoint_due_s
     if due_s is None or now < due_s:
         return []
-    state.checkpoint_due_s = None
+    state.world.checkpoint_due_s = None
     return open_boundary(state, now, "checkpoint", reason="the interval has passed")
 
 
 def note_checkpoint(
-    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
+    state: JobState, now: float, event: CheckpointSaved | CheckpointFailed
 ) -> list[AnyAction]:
     """Take what became of a checkpoint, and answer who asked for it."""
     if isinstance(event, CheckpointSaved):
         state.stall_s, state.saved_s = event.stall_s, now
     actions = note_saved(state, now, event)
-    if event.generation == state.generation and state.checkpoint_due_s is not None:
+    if event.generation == state.world.generation and state.world.checkpoint_due_s is not None:
         plan_checkpoint(state, now)
     for command in sorted(state.commands.values(), key=lambda c: c.id):
         if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
@@ -129,7 +125,7 @@ def note_checkpoint(
     return actions
 
 
-def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[AnyAction]:
+def reach(state: JobState, now: float, event: BoundaryReached) -> list[AnyAction]:
     """All ranks carried the agreement out: remember its step for the command behind it."""
     done = reach_boundary(state, event)
     held = note_held(state, now, event, done)
@@ -141,7 +137,7 @@ def reach(state: ControllerState, now: float, event: BoundaryReached) -> list[An
 
 
 def _finish_boundary(
-    state: ControllerState, now: float, done: OpenBoundary | None, step: int
+    state: JobState, now: float, done: OpenBoundary | None, step: int
 ) -> list[AnyAction]:
     """Go on after an agreement that all ranks have carried out; `step` is one that was made."""
     if done is None:
@@ -165,13 +161,13 @@ def _finish_boundary(
     return start_waiting_command(state, now) + admit(state, now)
 
 
-def settle_members(state: ControllerState, now: float, before: tuple[int, ...]) -> list[AnyAction]:
+def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list[AnyAction]:
     """Members have come to an elastic world or left it: look again at what waits for them.
 
     Who comes in is asked about what is not decided yet; nobody waits for who is gone.
     """
     asked, boundary = state.asked, state.boundary
-    if not state.elastic.members or not asked or asked == before:
+    if not state.world.elastic.members or not asked or asked == before:
         return []
     lost = set(before) - set(asked)
     actions: list[AnyAction] = []
@@ -198,7 +194,7 @@ def settle_members(state: ControllerState, now: float, before: tuple[int, ...]) 
     return actions + start_waiting_command(state, now)
 
 
-def after_boundary(state: ControllerState, now: float, actions: list[AnyAction]) -> list[AnyAction]:
+def after_boundary(state: JobState, now: float, actions: list[AnyAction]) -> list[AnyAction]:
     """Go on once there is room for another agreement; tell who asked for one that was given up."""
     if state.boundary is not None:
         return actions
@@ -214,20 +210,9 @@ def after_boundary(state: ControllerState, now: float, actions: list[AnyAction])
     return actions + start_waiting_command(state, now)
 
 
-def note_steering(
-    state: ControllerState,
-    now: float,
-    event: KeysDeclared | SettingsChanged | JobPaused | JobResumed,
-) -> list[AnyAction]:
-    """Take the keys of a generation's script, or a record of the controller's own."""
-    match event:
-        case KeysDeclared() if event.generation == state.generation:
-            declare_keys(state, event)
-            return [*settle_changes(state, event), *start_waiting_command(state, now)]
-        case SettingsChanged():
-            note_change(state, event)
-        case JobPaused() | JobResumed():
-            note_pause(state, event)
-        case _:
-            pass  # Of a world that is gone.
-    return []
+def note_keys(state: JobState, now: float, event: KeysDeclared) -> list[AnyAction]:
+    """Take the keys of a generation's script; those of a world that is gone are worth nothing."""
+    if event.generation != state.world.generation:
+        return []
+    declare_keys(state, event)
+    return [*settle_changes(state, event), *start_waiting_command(state, now)]

@@ -4,31 +4,36 @@ Everything here is a level, so that whoever has heard it before does nothing.
 """
 
 from perdure.control.elastic.reform import reissue
+from perdure.control.groups.agreement import agreement_again
+from perdure.control.groups.holds import hold_groups
+from perdure.control.job import JobState
 from perdure.control.recovery.evidence import ask_stacks_again
-from perdure.control.recovery.formation import close_job
+from perdure.control.recovery.formation import assign_again, close_job
 from perdure.control.recovery.placement import cordon_again
 from perdure.control.recovery.probing import probe_again
-from perdure.control.state import ControllerState
 from perdure.control.steering.boundary import send_boundary_again
 from perdure.control.steering.changes import changes_again
 from perdure.control.steering.commands import inject_again
 from perdure.control.steering.moves import moves_again
 from perdure.control.steering.pauses import pauses_again
-from perdure.model.actions import AnyAction, AssignNodes
+from perdure.model.actions import AnyAction
 
 
-def issue_again(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
+def issue_again(state: JobState, now: float, reason: str) -> list[AnyAction]:
     """Return everything that is outstanding, once more."""
-    actions: list[AnyAction] = []
     if state.phase == "ended":
         return close_job(state)
-    if state.assignment is None:
+    actions = assign_again(state, reason)
+    if not actions and not state.of_replicas:
         return actions
-    nodes = tuple(sorted(state.nodes))
-    actions.append(AssignNodes(nodes=nodes, assignment=state.assignment, reason=reason))
-    actions += send_boundary_again(state, reason)
-    actions += ask_stacks_again(state, reason)
+    if state.of_replicas:
+        actions += agreement_again(state, reason)
+    else:
+        actions += [*send_boundary_again(state, reason), *ask_stacks_again(state, reason)]
     actions += [*cordon_again(state), *moves_again(state)]
-    actions += [*changes_again(state), *pauses_again(state, now)]
-    actions += [*probe_again(state), *reissue(state, reason)]
+    actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
+    if state.of_replicas:
+        actions += [hold_groups(state, reason)] if state.worlds and not state.over else []
+    else:
+        actions += reissue(state, reason)
     return actions + inject_again(state, reason)

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 import msgspec
 
 from perdure.control.elastic.members import find_home
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 from perdure.model.bus.access import BROUGHT_BY, Sender
 from perdure.model.bus.wire import LIGHTHOUSE, RUN
 from perdure.model.events import (
@@ -40,7 +40,7 @@ Started = Mapping[int, Mapping[int, int]]
 
 
 def find_untrue(
-    state: ControllerState, started: Started, sender: str, source: str, event: AnyEvent
+    state: JobState, started: Started, sender: str, source: str, event: AnyEvent
 ) -> str:
     """Return why `event` is not for `sender` to tell, in a few words; empty where it is.
 
@@ -60,7 +60,7 @@ def find_untrue(
     return _judge_agent(state, started, node, event)
 
 
-def sift_beat(state: ControllerState, started: Started, beat: NodeBeat) -> tuple[NodeBeat, str]:
+def sift_beat(state: JobState, started: Started, beat: NodeBeat) -> tuple[NodeBeat, str]:
     """Return `beat` as far as it is its node's to tell, and why something was left out.
 
     That the node lives is taken in any case. A generation that nobody was told of would have the
@@ -103,7 +103,7 @@ def is_sender(spec: JobSpec, sender: str) -> bool:
     return sender.isdecimal() and sender.isascii() and int(sender[:9]) < spec.num_nodes
 
 
-def find_node(state: ControllerState, started: Started, generation: int, rank: int) -> int | None:
+def find_node(state: JobState, started: Started, generation: int, rank: int) -> int | None:
     """Return the node that runs `rank` in `generation`; None where nobody can know any more."""
     spec = state.the_spec()
     if state.of_replicas:  # Each group is the node of its number, in every generation.
@@ -114,17 +114,12 @@ def find_node(state: ControllerState, started: Started, generation: int, rank: i
     return known
 
 
-def _find_newest(state: ControllerState) -> int:
+def _find_newest(state: JobState) -> int:
     """Return the newest generation that any node has been told of."""
-    found = [state.generation, *(group.generation for group in state.groups.values())]
-    if state.assignment is not None:
-        found.append(state.assignment.generation)
-    return max(found)
+    return state.generation if state.farewell is None else state.farewell.generation
 
 
-def _judge_rank(
-    state: ControllerState, started: Started, node: int, source: str, event: AnyEvent
-) -> str:
+def _judge_rank(state: JobState, started: Started, node: int, source: str, event: AnyEvent) -> str:
     found = _RANK.fullmatch(source)
     assert found is not None
     generation, rank = int(found[1]), int(found[2])
@@ -140,7 +135,7 @@ def _judge_rank(
     return "" if home == node else f"rank {rank} of generation {generation} is not of node {node}"
 
 
-def _judge_agent(state: ControllerState, started: Started, node: int, event: AnyEvent) -> str:
+def _judge_agent(state: JobState, started: Started, node: int, event: AnyEvent) -> str:
     if getattr(event, "node", node) != node:
         return "it tells of another node"
     match event:
@@ -155,7 +150,7 @@ def _judge_agent(state: ControllerState, started: Started, node: int, event: Any
         case VerdictReached(verdict=verdict) | VerdictWithdrawn(verdict=verdict):
             return _judge_verdict(node, verdict)
         case StoreReady() if not state.of_replicas:
-            place = state.placement[0] if state.placement else 0
+            place = state.world.placement[0] if state.world.placement else 0
             if event.generation == state.generation and node != place:
                 return f"the store of generation {event.generation} is not of node {node}"
         case _:

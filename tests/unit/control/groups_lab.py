@@ -48,7 +48,7 @@ class Lab:
         return self.actions
 
     def generation(self, group: int) -> int:
-        return self.machine.state.groups[group].generation
+        return self.machine.state.worlds[group].generation
 
     def name(self, group: int) -> str:
         return f"t_{group}:{self.generation(group)}"
@@ -105,4 +105,4 @@ class Lab:
         return self.answer()
 
     def phases(self) -> list[str]:
-        return [g.phase for _, g in sorted(self.machine.state.groups.items())]
+        return [g.phase for _, g in sorted(self.machine.state.worlds.items())]

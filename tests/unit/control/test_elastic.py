@@ -195,9 +195,9 @@ def test_a_loss_explains_the_tries_before_it() -> None:
         machine.handle(now, broken)
         now += RETRY_S
         machine.handle(now, TimerFired())
-    assert machine.state.elastic.retries == RETRIES_MAX
+    assert machine.state.world.elastic.retries == RETRIES_MAX
     die(machine, now, 2)
-    epoch = machine.state.elastic.epoch
+    epoch = machine.state.world.elastic.epoch
     machine.handle(now, WorldBroken(generation=0, epoch=epoch, rank=0, at_s=now, error="reset"))
     assert machine.next_deadline() == now + RETRY_S
     assert orders(machine.handle(now + RETRY_S, TimerFired())) == [(epoch + 1, (0, 1))]
@@ -207,7 +207,7 @@ def test_a_known_death_goes_before_a_retry() -> None:
     machine = train()
     machine.handle(1.0, WorldBroken(generation=0, epoch=0, rank=0, at_s=1.0, error="reset"))
     assert orders(die(machine, 1.1, 2)) == [(1, (0, 1))]
-    assert machine.state.elastic.retry_s is None
+    assert machine.state.world.elastic.retry_s is None
 
 
 def test_a_late_rank_joins_between_two_micro_batches() -> None:
@@ -258,7 +258,7 @@ def test_who_has_finished_is_not_waited_for() -> None:
 
 def end_early(machine: Controller, now: float, rank: int, left: tuple[int, ...]) -> list[AnyAction]:
     """A member ends with exit code 0, the others go on, and that is acted upon."""
-    epoch = machine.state.elastic.epoch
+    epoch = machine.state.world.elastic.epoch
     leave(machine, now, rank)
     broken = WorldBroken(generation=0, epoch=epoch, rank=left[0], at_s=now, error="reset")
     machine.handle(now, broken)
@@ -296,7 +296,7 @@ def test_members_that_always_end_early_end_the_job_as_crashes_would() -> None:
         rank += 3
         machine.handle(now + 8.0, RankJoined(generation=0, rank=rank, depth="elastic"))
         for member in (0, 2, rank):
-            epoch = machine.state.elastic.epoch
+            epoch = machine.state.world.elastic.epoch
             machine.handle(now + 8.1, reformed(member, epoch, step=int(now) + 8))
     end = end_early(machine, 31.0, rank, (0, 2))
     assert [a.assignment.phase for a in end if isinstance(a, AssignNodes)] == ["end"]

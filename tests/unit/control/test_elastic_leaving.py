@@ -212,4 +212,4 @@ def test_the_job_starts_again_where_the_others_die_while_the_last_one_leaves() -
     lab.die(0)
     lab.die(1)
     assert lab.machine.state.generation == 1
-    assert lab.machine.state.phase == "forming"
+    assert lab.machine.state.world.phase == "forming"

@@ -84,7 +84,7 @@ class Lab:
     def formed(self) -> list[AnyAction]:
         """All members of the newest order have formed their world."""
         actions: list[AnyAction] = []
-        elastic = self.machine.state.elastic
+        elastic = self.machine.state.world.elastic
         epoch = elastic.epoch
         for rank in elastic.members:
             event = WorldReformed(
@@ -125,7 +125,7 @@ def test_spare_slots_are_filled_once_the_world_is_there_and_their_members_are_he
     assert started(lab.begun) == {3: 3, 4: 4}
     assert lab.ready(3) == []
     assert lab.ready(4) == []
-    assert lab.machine.state.elastic.epoch == 0
+    assert lab.machine.state.world.elastic.epoch == 0
 
 
 def test_spare_slots_that_make_no_node_are_beside_the_ranks() -> None:
@@ -230,7 +230,7 @@ def test_a_loss_that_is_told_twice_is_one() -> None:
     actions = lab.say(KeeperLost(node=1, generation=0, at_s=1.0))
     assert (order_of(actions).ranks, started(actions)) == ((0, 2), {4: 1})
     assert not restarts(lab.die(1))
-    assert lab.machine.state.elastic.extra == [4]
+    assert lab.machine.state.world.elastic.extra == [4]
 
 
 def test_a_lost_spare_node_costs_the_world_nothing() -> None:
@@ -354,7 +354,7 @@ def test_a_slow_rank_gives_its_place_to_a_spare_that_stands_ready() -> None:
     """Row T6, in an elastic world."""
     lab = Lab()
     lab.ready(3)
-    lab.machine.state.stepping_s = lab.now - 7200.0  # In place no step of it is lost.
+    lab.machine.state.world.stepping_s = lab.now - 7200.0  # In place no step of it is lost.
     assert ended(find_slow(lab, 1)) == [1]
     assert order_of(lab.die(1)).ranks == (0, 2, 3)
 

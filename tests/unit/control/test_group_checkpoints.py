@@ -177,7 +177,7 @@ def test_without_a_checkpoint_nobody_is_started_again_in_doubt() -> None:
 
 
 def heals(lab: Lab, group: int) -> bool:
-    assignment = lab.machine.state.groups[group].assignment
+    assignment = lab.machine.state.worlds[group].assignment
     assert assignment is not None
     assert assignment.phase == "run"
     return assignment.steering.heals

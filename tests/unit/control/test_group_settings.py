@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.unit.control.groups_lab import Lab
 
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 from perdure.model.actions import AnyAction, AssignNodes, HoldReplicas, RecordEvent, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
@@ -206,7 +206,7 @@ def test_a_new_controller_repeats_what_was_decided() -> None:
     lab = training()
     agreed(lab)
     state = lab.machine.state
-    assert repr(decode(encode(state), ControllerState)) == repr(state)
+    assert repr(decode(encode(state), JobState)) == repr(state)
     lab.add(ControllerStarted(incarnation="c2"))
     assert len(sent(lab, "commit")) == 3
     assert isinstance(lab.find(RecordEvent).event, SettingsChanged)

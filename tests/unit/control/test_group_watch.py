@@ -128,12 +128,12 @@ def test_a_stopped_group_is_told_of_and_left_alone_each_time() -> None:
         world.wait(3.0)
         assert world.told() == ["ReplicaSeen 2 gone"]
         assert world.would() == ["left the group out of the quorum", "restarted the group"]
-        assert world.lab.machine.state.groups[2].phase == "running"
+        assert world.lab.machine.state.worlds[2].phase == "running"
         world.states[2] = "S"
         world.still = set()
         world.train(1.0)
         assert world.told() == ["ReplicaSeen 2"]
-        assert world.lab.machine.state.groups[2].absent == ""
+        assert world.lab.machine.state.worlds[2].absent == ""
 
 
 def test_a_stop_that_is_over_at_once_is_nothing() -> None:

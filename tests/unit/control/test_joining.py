@@ -101,7 +101,7 @@ def test_a_world_grows_to_its_places_and_what_is_spare_stays_so() -> None:
     for member in first:
         lab.ready(member)
         lab.formed()
-    assert lab.machine.state.elastic.members == (0, 1, 2, 3)
+    assert lab.machine.state.world.elastic.members == (0, 1, 2, 3)
     assert started(lab.register(2)).items() >= {4: 2, 5: 2}.items()
 
 

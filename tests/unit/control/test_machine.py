@@ -170,7 +170,7 @@ def test_agent_that_comes_back_gets_the_newest_assignment() -> None:
     driver = started()
     again = one(driver.register(0, generation=0, running=(0, 1)), AssignNodes)
     assert again.assignment == driver.controller.state.assignment
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def test_agent_that_comes_back_empty_means_lost_ranks() -> None:

@@ -60,7 +60,7 @@ def test_failed_device_takes_its_node_out_of_the_world() -> None:
     assert reached.verdict.reason == "GPU-1b on node 1: XID 79 (dcgm)"
     assert one(done, AssignNodes).assignment.generation == 1
     assert one(done, CordonNode).node == 1
-    assert driver.controller.state.placement == (0, 2)
+    assert driver.controller.state.world.placement == (0, 2)
     again, more = notify(driver, kind="device-failed", device="GPU-1a")
     assert again.ok
     assert not recorded(more, VerdictReached)
@@ -105,7 +105,7 @@ def test_preemption_becomes_an_event() -> None:
 def test_what_names_nothing_is_refused_and_changes_nothing() -> None:
     driver = start()
     devices(driver)
-    before = driver.controller.state.placement
+    before = driver.controller.state.world.placement
     for args, words in (
         ({"kind": "device-failed"}, "of what?"),
         ({"kind": "device-failed", "device": "GPU-9"}, "there is no device `GPU-9`"),
@@ -119,7 +119,7 @@ def test_what_names_nothing_is_refused_and_changes_nothing() -> None:
         assert not answer.ok
         assert words in answer.reason
         assert done == [answer]
-    assert driver.controller.state.placement == before
+    assert driver.controller.state.world.placement == before
 
 
 @pytest.mark.parametrize("kind", ["inject", "drain", "evict", "restore", "set", "probe", "notify"])

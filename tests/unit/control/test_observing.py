@@ -87,8 +87,8 @@ def test_a_verdict_ends_nothing_and_says_what_it_would_have(kind: str, would: st
     assert acted(actions) == []
     (event,) = withheld(actions)
     assert (event.would, event.culprit) == (would, "rank 2")
-    assert driver.controller.state.phase == "running"
-    stacks = driver.controller.state.stacks
+    assert driver.controller.state.world.phase == "running"
+    stacks = driver.controller.state.world.stacks
     assert stacks is None or stacks.held is None, "nothing waits for what never comes"
 
 
@@ -125,7 +125,7 @@ def test_a_silent_node_is_left_alone_and_a_dead_keeper_ends_the_job() -> None:
     again = NodeLost(node=1, at_s=driver.now, reason="silent")
     (told,) = withheld(driver.do(again))
     assert (told.cause, told.first_seen_s) == ("NodeLost", again.at_s), "another silence"
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
     actions = driver.do(KeeperLost(node=0, generation=0, at_s=driver.now))
     assert one(actions, AssignNodes).assignment.phase == "end"
 
@@ -192,7 +192,7 @@ def test_an_elastic_world_is_not_formed_again() -> None:
     for rank in range(4):
         joined = RankJoined(generation=0, rank=rank, depth="elastic", store=f"h:{rank}")
         assert acted(driver.do(joined)) == [], "no spare is started beside it"
-    assert driver.controller.state.elastic.members
+    assert driver.controller.state.world.elastic.members
     driver.do(WorldBroken(generation=0, rank=0, epoch=0, error="reset", at_s=driver.now))
     record = ExitRecord(rank=3, generation=0, pid=1, at_s=driver.now, signal=9)
     account = RankAccount(step=4)
@@ -221,7 +221,7 @@ def test_a_world_whose_start_nobody_tells_of_is_left_alone() -> None:
         driver.register(node)
         driver.do(GenerationStopped(node=node, generation=-1, at_s=driver.now))
     driver.do(StoreReady(generation=0, host="h", port=7, agent_store=True))
-    assert driver.controller.state.phase == "starting"
+    assert driver.controller.state.world.phase == "starting"
     driver.now += 1000.0
     actions = driver.do(TimerFired())
     assert acted(actions) == []
@@ -229,7 +229,7 @@ def test_a_world_whose_start_nobody_tells_of_is_left_alone() -> None:
     assert driver.controller.next_deadline() is None
     for node in range(2):
         driver.do(RanksStarted(node=node, generation=0, pids={}, at_s=driver.now, warm=True))
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def test_a_broken_elastic_world_whose_members_live_ends_as_well() -> None:
@@ -260,7 +260,7 @@ def test_a_torchft_group_that_dies_stays_away_and_nobody_else_is_touched() -> No
 
 def test_a_torchft_group_whose_start_nobody_tells_of_is_left_alone() -> None:
     lab = Lab(observe=True, lighthouse="stock")
-    group = lab.machine.state.groups[2]
+    group = lab.machine.state.worlds[2]
     group.phase, group.deadline_s = "starting", lab.now + 1.0
     lab.now += 2.0
     actions = lab.add(TimerFired())
@@ -274,7 +274,7 @@ def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:
     actions = lab.add(NodeLost(node=2, at_s=lab.now, reason="silent"))
     assert acted(actions) == []
     assert [e.would for e in withheld(actions)] == ["restarted the group"]
-    assert lab.machine.state.groups[2].phase == "running"
+    assert lab.machine.state.worlds[2].phase == "running"
     noticed = PreemptionNoticed(node=1, at_s=lab.now, grace_s=30.0, source="aws")
     actions = lab.add(noticed)
     assert acted(actions) == []
@@ -284,7 +284,7 @@ def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:
 
 def test_a_torchft_group_that_is_never_formed_is_given_up_even_if_its_node_was_silent() -> None:
     lab = Lab(observe=True, lighthouse="stock")
-    group = lab.machine.state.groups[2]
+    group = lab.machine.state.worlds[2]
     group.phase, group.deadline_s = "forming", lab.now + 100.0
     lab.add(NodeLost(node=2, at_s=lab.now, reason="silent"))
     assert group.phase == "forming", "it may come yet"
@@ -301,5 +301,5 @@ def test_what_was_withheld_is_remembered_up_to_a_bound() -> None:
     for _ in range(2000):
         lab.add(ReplicaSeen(replica="", group=1, at_s=lab.now, gone=True, reason="why"))
         lab.add(ReplicaSeen(replica="", group=1, at_s=lab.now))
-        sizes.append(len(lab.machine.state.withheld))
+        sizes.append(len(lab.machine.state.world.withheld))
     assert sizes[-1] == sizes[-500]

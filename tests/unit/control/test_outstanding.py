@@ -112,7 +112,7 @@ def test_a_suspect_that_moves_again_while_its_stack_is_taken_is_spared() -> None
     driver.do(VerdictWithdrawn(verdict=verdict(True).verdict, at_s=driver.now, reason="it moved"))
     both = StacksTaken(generation=0, at_s=driver.now, stacks={0: "", 1: ""})
     assert driver.do(both) == []
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def late_exit(driver: Driver, rank: int, at_s: float, **how: object) -> None:

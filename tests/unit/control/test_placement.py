@@ -44,15 +44,15 @@ def run(driver: Driver, silent: frozenset[int] = frozenset()) -> Assignment:
         if node not in silent:
             driver.do(GenerationStopped(node=node, generation=generation - 1, at_s=driver.now))
     driver.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
-    assert state.phase == "starting", "nobody else is waited for"
-    for node in state.placement:
+    assert state.world.phase == "starting", "nobody else is waited for"
+    for node in state.world.placement:
         driver.do(
             RanksStarted(node=node, generation=generation, pids={}, at_s=driver.now, warm=True)
         )
-    for rank in state.world:
+    for rank in state.ranks:
         driver.do(RankJoined(generation=generation, rank=rank))
     driver.do(GenerationStepping(generation=generation, at_s=driver.now + 1.0, step=5))
-    assert state.phase == "running"
+    assert state.world.phase == "running"
     assert state.assignment is not None
     return state.assignment
 
@@ -76,7 +76,7 @@ def blame(
     )
     actions = driver.do(VerdictReached(verdict=verdict))
     driver.now += 5.0
-    held = driver.controller.state.stacks
+    held = driver.controller.state.world.stacks
     if held is None or held.held is None:
         return actions
     return driver.do(TimerFired())
@@ -84,7 +84,7 @@ def blame(
 
 def test_comm_hang_forms_the_next_world_without_the_blamed_node() -> None:
     driver = start()
-    assert driver.controller.state.placement == (0, 1)
+    assert driver.controller.state.world.placement == (0, 1)
     actions = blame(driver, Culprit(node=1))
     order = one(actions, AssignNodes)
     assert order.assignment.placement == (0, 2)
@@ -129,7 +129,7 @@ def test_lost_node_is_not_waited_for_where_a_spare_stands_in() -> None:
 def test_loss_of_a_spare_node_changes_nothing() -> None:
     driver = start()
     assert driver.do(NodeLost(node=2, at_s=driver.now, reason="silent")) == []
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def tell_slow(driver: Driver, verdict: Verdict, culprit: Culprit) -> Any:
@@ -154,7 +154,7 @@ def test_slow_link_whose_end_cannot_be_told_is_only_reported() -> None:
     link = find_slowness(20.0, "slow-link")
     (record,) = tell_slow(driver, link, Culprit(link=(0, 2)))
     assert "nobody is to blame for certain" in record.reason
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def test_a_dead_link_is_left_out_with_one_of_its_ends_and_then_with_the_end_that_both_share() -> (
@@ -190,10 +190,10 @@ def test_world_without_a_spare_waits_for_its_lost_node_and_gives_up_in_the_end()
     driver.do(NodeLost(node=1, at_s=lost_s, reason="silent"))
     state = driver.controller.state
     driver.do(GenerationStopped(node=0, generation=0, at_s=driver.now))
-    driver.now = state.phase_deadline_s or 0.0
+    driver.now = state.world.deadline_s or 0.0
     assert driver.do(TimerFired()) == []
-    assert state.phase == "forming"
-    driver.now = state.phase_deadline_s or 0.0
+    assert state.world.phase == "forming"
+    driver.now = state.world.deadline_s or 0.0
     assert driver.now == lost_s + 300.0
     driver.do(TimerFired())
     assert state.ending is not None
@@ -226,14 +226,14 @@ def test_a_cordoned_node_stands_in_for_a_lost_one_unless_an_operator_barred_it()
         driver = start()
         driver.do(NodeCordoned(node=2, at_s=driver.now, reason="r", who=who))
         driver.do(NodeLost(node=0, at_s=driver.now, reason="silent"))
-        assert driver.controller.state.placement == placement
+        assert driver.controller.state.world.placement == placement
 
 
 def test_the_least_blamed_spare_stands_in() -> None:
     driver = start(spares=4)
     blame(driver, Culprit(node=1))
     run(driver)
-    assert driver.controller.state.placement == (0, 2)
+    assert driver.controller.state.world.placement == (0, 2)
     assert driver.controller.state.spares == (3, 1)
 
 
@@ -241,7 +241,7 @@ def test_the_end_does_not_wait_for_a_node_that_is_lost() -> None:
     """Neither for one that was lost before, nor for one that is while the others end."""
     driver = start(nodes=2, spares=2)
     driver.do(NodeLost(node=3, at_s=driver.now, reason="silent"))
-    for rank in driver.controller.state.world:
+    for rank in driver.controller.state.ranks:
         driver.exit(rank)
     driver.do(GenerationStopped(node=0, generation=0, at_s=driver.now))
     driver.do(GenerationStopped(node=1, generation=0, at_s=driver.now))

@@ -145,7 +145,7 @@ def test_without_a_spare_node_it_is_saved_at_once_and_just_before_the_end() -> N
     assert late[0].kind == "checkpoint"
     wait(driver, 10.0)
     state = driver.controller.state
-    assert (state.moves, state.placement, list(state.cordoned)) == ({}, (0, 1), [1])
+    assert (state.moves, state.world.placement, list(state.cordoned)) == ({}, (0, 1), [1])
 
 
 def test_a_withdrawn_notice_is_taken_back_and_its_node_free() -> None:
@@ -156,7 +156,7 @@ def test_a_withdrawn_notice_is_taken_back_and_its_node_free() -> None:
     assert one(actions, SendBoundary).move == "abort"
     assert one(actions, RestoreNode).node == 1
     state = driver.controller.state
-    assert (state.moves, state.cordoned, state.placement) == ({}, {}, (0, 1))
+    assert (state.moves, state.cordoned, state.world.placement) == ({}, {}, (0, 1))
     assert withdraw(driver, 1) == []
     notice(driver, 1)
     assert one(wait(driver), SendBoundary).id != sent.id

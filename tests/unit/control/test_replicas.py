@@ -22,7 +22,7 @@ from perdure.model.events import (
 def test_each_group_has_a_generation_and_a_store_of_its_own() -> None:
     lab = Lab()
     assert [lab.generation(g) for g in range(3)] == [0, 1, 2]
-    groups = lab.machine.state.groups
+    groups = lab.machine.state.worlds
     assert [g.phase for g in groups.values()] == ["running"] * 3
     assignments = [g.assignment for g in groups.values()]
     assert [a.replica for a in assignments if a] == [0, 1, 2]
@@ -49,7 +49,7 @@ def test_a_death_restarts_its_group_and_releases_the_others() -> None:
 
 def test_a_spare_takes_the_place_and_the_lost_group_becomes_the_spare() -> None:
     lab = Lab(spares=1)
-    assert [g.active for g in lab.machine.state.groups.values()] == [True, True, True, False]
+    assert [g.active for g in lab.machine.state.worlds.values()] == [True, True, True, False]
     lab.exit(0, signal=9)
     hold = lab.find(HoldReplicas)
     assert {g.group: g.held for g in hold.groups} == {1: False, 2: False, 3: False}
@@ -80,7 +80,7 @@ def test_the_job_ends_when_all_that_trained_have_finished() -> None:
     lab = Lab(spares=1)
     assert lab.exit(0) == []
     lab.exit(1, code=1, error="a peer left")
-    assert lab.machine.state.groups[1].phase == "failed"
+    assert lab.machine.state.worlds[1].phase == "failed"
     lab.exit(2)
     assert lab.machine.state.phase == "ending"
     for node in range(4):
@@ -93,9 +93,9 @@ def test_a_group_that_fails_again_and_again_is_given_up_and_the_others_go_on() -
     lab = Lab()
     for _ in range(4):
         lab.exit(1, code=1, error="RuntimeError: no")
-        if lab.machine.state.groups[1].phase == "forming":
+        if lab.machine.state.worlds[1].phase == "forming":
             lab.start(1)
-    assert lab.machine.state.groups[1].phase == "failed"
+    assert lab.machine.state.worlds[1].phase == "failed"
     assert lab.machine.state.phase == "running"
 
 

@@ -4,8 +4,9 @@ from typing import get_args
 
 import pytest
 
+from perdure.control.job import JobState
 from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
-from perdure.control.state import ControllerState
+from perdure.control.world import WorldState
 from perdure.model.actions import Assignment
 from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.events import (
@@ -34,11 +35,13 @@ from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict
 
 
-def make_state(generation: int = 3, placement: tuple[int, ...] = (0, 2)) -> ControllerState:
+def make_state(generation: int = 3, placement: tuple[int, ...] = (0, 2)) -> JobState:
     """Two nodes of two ranks and a spare node, which stands in for node 1; node 2 is elsewhere."""
     spec = JobSpec(script="x.py", name="job", nproc=2, nodes=2, spares=2, remote=1)
-    state = ControllerState(spec=spec, generation=generation, placement=placement)
-    state.assignment = Assignment(number=1, generation=generation, phase="run", placement=placement)
+    state = JobState(spec=spec, generation=generation)
+    told = Assignment(number=1, generation=generation, phase="run", placement=placement)
+    world = WorldState(generation=generation, placement=placement, assignment=told)
+    state.worlds = {0: world}
     return state
 
 
@@ -150,7 +153,7 @@ def test_what_is_not_is_not(sender: str, source: str, event: AnyEvent, words: st
 
 def test_a_replica_group_is_the_node_of_its_number() -> None:
     spec = JobSpec(script="x.py", name="job", nproc=2, nodes=3, torchft=TorchftConfig(replicas=3))
-    state = ControllerState(spec=spec, generation=7)
+    state = JobState(spec=spec, generation=7)
     assert [find_node(state, {}, generation, 5) for generation in (0, 7)] == [2, 2]
     assert "not of node 1" in find_untrue(state, {}, "1", "a1-1-x", exited(1, 5, generation=2))
 

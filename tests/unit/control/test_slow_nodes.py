@@ -30,7 +30,7 @@ class Watched:
     def __init__(self, *faults: Fault, spares: int = 2, **spec: Any) -> None:
         """Begin; the faults are those of rank 2, on node 1."""
         self.driver = start(spares=spares, **spec)
-        self.driver.controller.state.stepping_s = BEGIN_S
+        self.driver.controller.state.world.stepping_s = BEGIN_S
         self.watch = Run(Layout(4, nproc=2), faults[0], noise=Noise(jitter=0.05))
         self.actions: list[tuple[float, AnyAction]] = []
 
@@ -122,7 +122,7 @@ def test_a_cordoned_spare_that_is_restored_stands_in_then() -> None:
 def test_a_restart_that_would_cost_too_much_waits_for_a_checkpoint() -> None:
     watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
     state = watched.driver.controller.state
-    state.stepping_s = state.saved_s = FAULT_S - 3600.0
+    state.world.stepping_s = state.saved_s = FAULT_S - 3600.0
     watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     assert "later than policy.payback_s = 600" in watched.reasons[0]
@@ -137,7 +137,7 @@ def test_hours_of_work_without_a_checkpoint_are_not_given_for_a_slow_node() -> N
     """T6: a restart of a plain script loses all that it has done, as far as anybody knows."""
     watched = Watched(Fault("slow-host", FAULT_S, 2, 0, 2.0))
     state = watched.driver.controller.state
-    state.stepping_s = FAULT_S - 7200.0
+    state.world.stepping_s = FAULT_S - 7200.0
     watched.run(FAULT_S - BEGIN_S + 55)
     assert watched.orders == []
     assert " s of work that is in no checkpoint" in watched.reasons[0]
@@ -157,13 +157,13 @@ def test_work_counts_from_the_ranks_start_where_the_script_declares_no_steps() -
     driver = start()
     state, driver.now = driver.controller.state, 7300.0
     driver.exit(0, code=1)
-    assert state.stepping_s is None
+    assert state.world.stepping_s is None
     for node in range(driver.spec.num_nodes):
         driver.do(GenerationStopped(node=node, generation=0, at_s=driver.now))
     driver.do(StoreReady(generation=1, host="h", port=7, agent_store=True))
-    for node in state.placement:
+    for node in state.world.placement:
         driver.do(RanksStarted(node=node, generation=1, pids={}, at_s=driver.now, warm=True))
-    assert (state.phase, state.stepping_s) == ("running", 7300.0)
+    assert (state.world.phase, state.world.stepping_s) == ("running", 7300.0)
 
 
 def test_what_grows_is_weighed_again() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_placement import start
 
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import (
     AnswerCommand,
@@ -52,13 +52,13 @@ def ask(driver: Driver, kind: str, *targets: str, id_: str = "", **args: Any) ->
 
 
 def agree(driver: Driver, sent: SendBoundary) -> None:
-    for rank in driver.controller.state.world:
+    for rank in driver.controller.state.ranks:
         driver.do(BoundaryAnswered(id=sent.id, rank=rank, ok=True, step=sent.step - 1))
 
 
 def hold(driver: Driver, sent: SendBoundary) -> list[AnyAction]:
     actions: list[AnyAction] = []
-    for rank in driver.controller.state.world:
+    for rank in driver.controller.state.ranks:
         reached = BoundaryReached(id=sent.id, rank=rank, step=sent.step, at_s=driver.now)
         actions += driver.do(reached)
     return actions
@@ -80,12 +80,12 @@ def resume(driver: Driver, step: int) -> AnswerCommand:
     for node in range(driver.spec.num_nodes):
         driver.do(GenerationStopped(node=node, generation=generation - 1, at_s=driver.now))
     driver.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
-    for node in state.placement:
+    for node in state.world.placement:
         started = RanksStarted(
             node=node, generation=generation, pids={}, at_s=driver.now, warm=True
         )
         driver.do(started)
-    for rank in state.world:
+    for rank in state.ranks:
         driver.do(RankJoined(generation=generation, rank=rank))
         driver.do(CheckpointRestored(generation=generation, rank=rank, step=step, path="p"))
     driver.now += 1.5
@@ -154,7 +154,7 @@ def test_without_a_spare_node_it_is_refused_and_nothing_changes() -> None:
         assert not answer.ok
         assert "would be 1 short: no spare node is ready" in answer.reason
     state = driver.controller.state
-    assert (state.moves, state.cordoned, state.placement) == ({}, {}, (0, 1))
+    assert (state.moves, state.cordoned, state.world.placement) == ({}, {}, (0, 1))
 
 
 def test_evict_waits_for_a_spare_node_where_it_may() -> None:
@@ -194,7 +194,7 @@ def test_a_drain_past_its_deadline_releases_the_ranks() -> None:
     answer = one(actions, AnswerCommand)
     assert not answer.ok
     assert "not verified yet when its deadline passed; nothing was moved" in answer.reason
-    assert driver.controller.state.placement == (0, 1)
+    assert driver.controller.state.world.placement == (0, 1)
     assert driver.controller.state.cordoned == {}
     assert driver.controller.state.spares == (2,)
 
@@ -228,7 +228,7 @@ def test_a_checkpoint_that_fails_takes_the_drain_back() -> None:
 
 def test_supervised_scripts_are_only_drained_by_force() -> None:
     driver = start()
-    driver.controller.state.joined.clear()
+    driver.controller.state.world.joined.clear()
     refused = one(ask(driver, "drain", "1"), AnswerCommand)
     assert not refused.ok
     assert "does not call perdure.init()" in refused.reason
@@ -255,7 +255,7 @@ def test_cordoned_node_keeps_its_ranks_until_the_next_world() -> None:
     answer = one(ask(driver, "cordon", "1"), AnswerCommand)
     assert answer.ok
     assert "ranks 2, 3 stay until the next world" in answer.reason
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
     order = one(driver.exit(0, signal=9), AssignNodes)
     assert order.assignment.placement == (0, 2)
 
@@ -282,7 +282,7 @@ def test_loss_of_the_spare_node_takes_a_drain_back() -> None:
     actions = save(driver, sent.step)
     assert "the spare node is gone" in one(actions, AnswerCommand).reason
     assert one(actions, ResumeRanks)
-    assert driver.controller.state.phase == "running"
+    assert driver.controller.state.world.phase == "running"
 
 
 def test_several_nodes_are_all_moved_or_none() -> None:
@@ -372,10 +372,10 @@ def test_a_paused_job_is_drained_at_the_step_where_it_stands() -> None:
     for node in range(driver.spec.num_nodes):
         driver.do(GenerationStopped(node=node, generation=generation - 1, at_s=driver.now))
     driver.do(StoreReady(generation=generation, host="h", port=7, agent_store=True))
-    for node in state.placement:
+    for node in state.world.placement:
         pids = {0: 1}
         driver.do(RanksStarted(node=node, generation=generation, pids=pids, at_s=1.0, warm=True))
-    for rank in state.world:
+    for rank in state.ranks:
         driver.do(RankJoined(generation=generation, rank=rank))
         driver.do(CheckpointRestored(generation=generation, rank=rank, step=sent.step, path="p"))
     answer = one(hold(driver, sent), AnswerCommand)
@@ -400,7 +400,7 @@ def test_moves_survive_being_written_down() -> None:
     sent = one(ask(driver, "drain", "1"), SendBoundary)
     for moment in range(3):
         state = driver.controller.state
-        known = decode(encode(state), ControllerState)
+        known = decode(encode(state), JobState)
         assert repr(known) == repr(state)
         if moment == 0:
             agree(driver, sent)

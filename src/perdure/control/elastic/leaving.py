@@ -9,6 +9,7 @@ have the state. An evict leaves out at once whoever is on the node, and ends its
 
 from collections.abc import Collection
 
+from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
 from perdure.control.elastic.members import (
     call_spares,
@@ -21,30 +22,30 @@ from perdure.control.elastic.members import (
     split_called,
 )
 from perdure.control.elastic.reform import is_elastic, order_world
+from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.placement import bar, cordon, find_notice
-from perdure.control.state import ControllerState, OpenBoundary, OpenMove
 from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.failures import Cause
 
 
-def find_leavers(state: ControllerState, nodes: Collection[int]) -> tuple[int, ...]:
+def find_leavers(state: JobState, nodes: Collection[int]) -> tuple[int, ...]:
     """Return the members that `nodes` run."""
     return tuple(rank for rank in find_living(state) if find_home(state, rank) in nodes)
 
 
-def find_objection(state: ControllerState, nodes: Collection[int]) -> str:
+def find_objection(state: JobState, nodes: Collection[int]) -> str:
     """Return why `nodes` cannot be left; empty where they can."""
     if not _find_staying(state, nodes):
         return "no member of the world would be left: the state would be lost"
     return ""
 
 
-def _find_staying(state: ControllerState, nodes: Collection[int]) -> set[int]:
+def _find_staying(state: JobState, nodes: Collection[int]) -> set[int]:
     return set(find_living(state)).difference(find_leavers(state, nodes))
 
 
-def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def advance_leaving(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Do what has become possible for nodes that members are to leave."""
     leavers = find_leavers(state, move.nodes)
     boundary = state.boundary
@@ -56,7 +57,7 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
         return _finish(state, now, move)
     if now >= move.deadline_s:
         return _overdue(state, now, move, leavers)
-    if move.stage == "agreeing" and move.generation == state.generation:
+    if move.stage == "agreeing" and move.generation == state.world.generation:
         return _take_back(state, now, move, "the members did not agree on a step")
     objection = find_objection(state, move.nodes)
     if objection:
@@ -65,10 +66,10 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
         return []  # Who stays is still on its way into the world.
     if move.kind == "evict":
         return _put_out(state, now, move, leavers)
-    ready = state.phase == "running" and state.stepping and state.resumable
-    if not ready or boundary is not None or state.elastic.order is not None:
+    ready = state.agrees
+    if not ready or boundary is not None or state.world.elastic.order is not None:
         return []
-    move.stage, move.ranks, move.generation = "agreeing", leavers, state.generation
+    move.stage, move.ranks, move.generation = "agreeing", leavers, state.world.generation
     pace = state.steering.pace
     return open_boundary(
         state, now, "drain", reason=move.why, command=move.id, leaves=leavers,
@@ -76,9 +77,7 @@ def advance_leaving(state: ControllerState, now: float, move: OpenMove) -> list[
     )  # fmt: skip
 
 
-def note_move(
-    state: ControllerState, now: float, move: OpenMove, world: int, *, epoch: int = -1
-) -> None:
+def note_move(state: JobState, now: float, move: OpenMove, world: int, *, epoch: int = -1) -> None:
     """Keep that a world ended, or went on as another, so that nodes are left: no failure."""
     if state.book.is_open(world) or all(node in state.cordoned for node in move.nodes):
         return
@@ -96,9 +95,9 @@ def note_move(
     state.book.decide(cause, "move", world, epoch=epoch, saved=saved)
 
 
-def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def guard(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Nobody can stand in for a node that the platform takes away: save while there is time."""
-    can = state.phase == "running" and state.stepping and state.resumable
+    can = state.agrees
     if move.who or state.boundary is not None or not can or move.guarded:
         return []
     move.guarded = True
@@ -106,17 +105,17 @@ def guard(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]
     return open_boundary(state, now, "checkpoint", reason=reason)
 
 
-def end_spares(state: ControllerState, nodes: Collection[int], why: str) -> list[AnyAction]:
+def end_spares(state: JobState, nodes: Collection[int], why: str) -> list[AnyAction]:
     """Return the orders that end the spares on `nodes`, which have no part in the world yet."""
-    elastic = state.elastic
-    gone = {*state.exits, *elastic.members, *elastic.left, *elastic.lost}
+    elastic = state.world.elastic
+    gone = {*state.world.exits, *elastic.members, *elastic.left, *elastic.lost}
     ready = sorted(elastic.ready - gone)
     return [end_rank(state, rank, why) for rank in ready if find_home(state, rank) in nodes]
 
 
-def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> list[AnyAction]:
+def leave_together(state: JobState, now: float, done: OpenBoundary) -> list[AnyAction]:
     """All have come to the step of a drain: the others go on without those who leave."""
-    elastic = state.elastic
+    elastic = state.world.elastic
     gone = [rank for rank in done.leaves if rank in elastic.members]
     state.step = max(state.step, done.step)
     if not gone or not is_elastic(state) or not set(find_living(state)) - set(gone):
@@ -128,9 +127,7 @@ def leave_together(state: ControllerState, now: float, done: OpenBoundary) -> li
     return [order, *order_following(state, followers)]
 
 
-def restore_leaving(
-    state: ControllerState, now: float, move: OpenMove, why: str
-) -> list[AnyAction]:
+def restore_leaving(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """Take a move back; where its step is agreed upon, its nodes are filled anew after it."""
     boundary = state.boundary
     if boundary is not None and boundary.command == move.id and boundary.move == "commit":
@@ -139,12 +136,12 @@ def restore_leaving(
     return _take_back(state, now, move, why)
 
 
-def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Nobody of the world is on the nodes any more: answer."""
     del state.moves[move.id]
     actions: list[AnyAction] = []
     if not move.restored:
-        note_move(state, now, move, state.generation, epoch=state.elastic.epoch)
+        note_move(state, now, move, state.world.generation, epoch=state.world.elastic.epoch)
     for node in move.nodes if not move.restored else ():
         if move.who:
             actions += bar(state, node, move.who, move.why)
@@ -152,7 +149,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyActio
             actions += cordon(state, node, move.why)
     if move.restored:
         actions += fill_slots(state, move.why)
-    elastic = state.elastic
+    elastic = state.world.elastic
     actions += end_spares(state, move.nodes, move.why) if not move.restored else []
     ranks = list(move.ranks)
     agreed = move.kind == "drain" and move.step >= 0 and set(ranks) <= elastic.left
@@ -178,7 +175,7 @@ def _finish(state: ControllerState, now: float, move: OpenMove) -> list[AnyActio
 
 
 def _overdue(
-    state: ControllerState, now: float, move: OpenMove, leavers: tuple[int, ...]
+    state: JobState, now: float, move: OpenMove, leavers: tuple[int, ...]
 ) -> list[AnyAction]:
     why = "the members had not agreed on a step when its deadline passed"
     if move.force and have_state(state, _find_staying(state, move.nodes)):
@@ -188,17 +185,17 @@ def _overdue(
 
 
 def _put_out(
-    state: ControllerState, now: float, move: OpenMove, leavers: tuple[int, ...]
+    state: JobState, now: float, move: OpenMove, leavers: tuple[int, ...]
 ) -> list[AnyAction]:
     """Leave out at once whoever is on the nodes, and end it."""
     move.ranks = leavers
-    state.elastic.lost |= set(leavers)
+    state.world.elastic.lost |= set(leavers)
     order = order_world(state, now, move.why)
     ends = [end_rank(state, rank, move.why) for rank in leavers]
     return [order, *ends, *_finish(state, now, move)]
 
 
-def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """Leave everything as it was, and say why."""
     actions = _drop_boundary(state, move, why)
     del state.moves[move.id]
@@ -210,7 +207,7 @@ def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> 
     return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
 
 
-def _drop_boundary(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
+def _drop_boundary(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
     """End what the members have promised for `move`, unless it is decided."""
     boundary = state.boundary
     if boundary is None or boundary.command != move.id or boundary.move != "prepare":

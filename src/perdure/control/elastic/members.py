@@ -10,45 +10,45 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 from perdure.model.actions import AnyAction, AssignNodes, FollowWorld, InjectFault
 
 DIRECT_BYTES_MAX = 16 << 20
 """Up to this much state is sent within the join."""
 
 
-def find_home(state: ControllerState, member: int) -> int:
+def find_home(state: JobState, member: int) -> int:
     """Return the node that runs `member`."""
-    home = state.elastic.homes.get(member)
-    if home is not None or not state.placement:
+    home = state.world.elastic.homes.get(member)
+    if home is not None or not state.world.placement:
         return home if home is not None else state.the_spec().node_of(member)
     spec = state.the_spec()
-    others = sorted(set(range(spec.num_nodes)) - set(state.placement))
-    return (*state.placement, *others)[spec.node_of(member)]
+    others = sorted(set(range(spec.num_nodes)) - set(state.world.placement))
+    return (*state.world.placement, *others)[spec.node_of(member)]
 
 
-def find_living(state: ControllerState) -> tuple[int, ...]:
+def find_living(state: JobState) -> tuple[int, ...]:
     """Return the members of the newest epoch that are neither lost nor done."""
-    elastic = state.elastic
-    gone = elastic.lost | elastic.left | elastic.finished | set(state.exits)
+    elastic = state.world.elastic
+    gone = elastic.lost | elastic.left | elastic.finished | set(state.world.exits)
     return tuple(rank for rank in elastic.members if rank not in gone)
 
 
-def have_state(state: ControllerState, ranks: Collection[int]) -> bool:
+def have_state(state: JobState, ranks: Collection[int]) -> bool:
     """Return whether one of `ranks` has been in the world: who is only called in has no state."""
-    return not (state.elastic.formed | set(state.world)).isdisjoint(ranks)
+    return not (state.world.elastic.formed | set(state.ranks)).isdisjoint(ranks)
 
 
 def find_spares(
-    state: ControllerState, far_from: Collection[int] = (), beside: Collection[int] = ()
+    state: JobState, far_from: Collection[int] = (), beside: Collection[int] = ()
 ) -> list[int]:
     """Return who is ready and not a member, in the order in which they are called upon.
 
     First those on nodes other than `far_from`, where somebody was just lost, and then those on the
     least blamed ones; none on `beside`.
     """
-    elastic, world = state.elastic, set(state.world)
-    gone = elastic.lost | set(state.exits) | set(elastic.members) | world
+    elastic, world = state.world.elastic, set(state.ranks)
+    gone = elastic.lost | set(state.world.exits) | set(elastic.members) | world
     away = {*state.cordoned, *state.leaving, *beside}
     ready = [m for m in elastic.ready if m not in gone and find_home(state, m) not in away]
 
@@ -59,7 +59,7 @@ def find_spares(
     return sorted(ready, key=rank_spare)
 
 
-def is_closed(state: ControllerState) -> bool:
+def is_closed(state: JobState) -> bool:
     """Return whether nobody may come in now.
 
     Between the decision and the doing of what all members do together at one step: who came in
@@ -72,7 +72,7 @@ def is_closed(state: ControllerState) -> bool:
     return any(c.kind == "stop" and "at_step" in c.args for c in state.commands.values())
 
 
-def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple[int, ...]:
+def call_spares(state: JobState, far_from: Collection[int] = ()) -> tuple[int, ...]:
     """Return the spares that fill the world up to its size; none where it is only observed."""
     if is_closed(state) or state.the_spec().observe:
         return ()
@@ -81,29 +81,29 @@ def call_spares(state: ControllerState, far_from: Collection[int] = ()) -> tuple
 
 
 def split_called(
-    state: ControllerState, called: tuple[int, ...]
+    state: JobState, called: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return who of `called` comes in at once, and who has to follow the world first.
 
     A small state is had within the join for less than a second join would cost.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     small = elastic.state_bytes <= DIRECT_BYTES_MAX or not elastic.feeds
     now = tuple(m for m in called if small or m in elastic.caught_up)
     return now, tuple(m for m in called if m not in now)
 
 
-def order_following(state: ControllerState, ranks: tuple[int, ...]) -> list[AnyAction]:
+def order_following(state: JobState, ranks: tuple[int, ...]) -> list[AnyAction]:
     """Have `ranks` follow the members of the newest epoch, unless they do already."""
-    elastic, members = state.elastic, find_living(state)
+    elastic, members = state.world.elastic, find_living(state)
     donors = {m: elastic.feeds[m] for m in members if m in elastic.feeds}
     told = [m for m in ranks if elastic.following.get(m) != elastic.epoch]
-    out = elastic.lost | set(state.exits) | {*members, *told}
+    out = elastic.lost | set(state.world.exits) | {*members, *told}
     before = [m for m, e in elastic.following.items() if e == elastic.epoch and m not in out]
     elastic.following |= dict.fromkeys(told, elastic.epoch)
     return [
         FollowWorld(
-            generation=state.generation,
+            generation=state.world.generation,
             epoch=elastic.epoch,
             rank=rank,
             donors=donors,
@@ -114,14 +114,14 @@ def order_following(state: ControllerState, ranks: tuple[int, ...]) -> list[AnyA
     ]
 
 
-def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
+def fill_slots(state: JobState, reason: str) -> list[AnyAction]:
     """Return the order that starts a new member in each slot that has nobody.
 
     Nobody waits for them. Whoever takes a slot over has the next number that is the slot's modulo
     the number of slots. A slot whose node is gone stays empty until the node is back.
     """
-    elastic, spec = state.elastic, state.the_spec()
-    if state.assignment is None or elastic.given_up or elastic.finished or spec.observe:
+    elastic, spec = state.world.elastic, state.the_spec()
+    if state.world.assignment is None or elastic.given_up or elastic.finished or spec.observe:
         return []
     new: dict[int, int] = {}
     for slot in range(spec.slots):
@@ -141,60 +141,64 @@ def fill_slots(state: ControllerState, reason: str) -> list[AnyAction]:
     elastic.homes |= new
     state.number += 1
     why = f"ranks {list(new)} are started beside the others: {reason}"
-    state.assignment = structs.replace(
-        state.assignment,
+    state.world.assignment = structs.replace(
+        state.world.assignment,
         number=state.number,
         extra=tuple(elastic.extra),
         homes=dict(elastic.homes),
         gone=list_gone(state),
         reason=why,
     )
-    return [AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=why)]
+    return [
+        AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.world.assignment, reason=why)
+    ]
 
 
-def list_gone(state: ControllerState) -> tuple[int, ...]:
+def list_gone(state: JobState) -> tuple[int, ...]:
     """Return the ranks of the first world that are not started again."""
-    return tuple(sorted((state.elastic.lost | set(state.exits)) & set(state.world)))
+    return tuple(sorted((state.world.elastic.lost | set(state.world.exits)) & set(state.ranks)))
 
 
-def lose_node(state: ControllerState, node: int, begun: Collection[int] | None = None) -> bool:
+def lose_node(state: JobState, node: int, begun: Collection[int] | None = None) -> bool:
     """Count what `node` ran as lost; return whether a member is newly lost by it.
 
     A member that has applied the last step is still one: how its script ends is not known.
     With `begun`, members that were not even started by then are not lost: they will be.
     """
-    elastic = state.elastic
-    known = {*elastic.members, *state.world, *elastic.ready}
+    elastic = state.world.elastic
+    known = {*elastic.members, *state.ranks, *elastic.ready}
     known |= set(elastic.extra) if begun is None else set(elastic.extra) & set(begun)
-    known -= {*state.exits, *elastic.lost}
+    known -= {*state.world.exits, *elastic.lost}
     newly = {m for m in known if find_home(state, m) == node}
     elastic.lost |= newly
     return not newly.isdisjoint(elastic.members)
 
 
-def end_strays(state: ControllerState, node: int, running: Collection[int]) -> list[AnyAction]:
+def end_strays(state: JobState, node: int, running: Collection[int]) -> list[AnyAction]:
     """Return the orders that end what a node still runs that was counted as lost.
 
     The others have gone on without it. Its slot is filled once it has ended.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     return [
         end_rank(state, rank, f"node {node} was counted as lost, and the world goes on without it")
         for rank in sorted(running)
-        if rank in elastic.lost and rank not in state.exits
+        if rank in elastic.lost and rank not in state.world.exits
     ]
 
 
-def end_rank(state: ControllerState, rank: int, reason: str) -> InjectFault:
+def end_rank(state: JobState, rank: int, reason: str) -> InjectFault:
     """Return the order that ends one process."""
-    id_ = f"end-g{state.generation}-r{rank}"
-    return InjectFault(id=id_, generation=state.generation, rank=rank, kind="crash", reason=reason)
+    id_ = f"end-g{state.world.generation}-r{rank}"
+    return InjectFault(
+        id=id_, generation=state.world.generation, rank=rank, kind="crash", reason=reason
+    )
 
 
-def _is_empty(state: ControllerState, member: int) -> bool:
+def _is_empty(state: JobState, member: int) -> bool:
     """Return whether the process of `member` is gone, and was needed to the end."""
-    record = state.exits.get(member)
+    record = state.world.exits.get(member)
     if record is not None:
-        return record.failed or member in state.elastic.left
+        return record.failed or member in state.world.elastic.left
     node = state.nodes.get(find_home(state, member))
-    return member in state.elastic.lost and node is not None and member not in node.running
+    return member in state.world.elastic.lost and node is not None and member not in node.running

@@ -23,9 +23,9 @@ from perdure.control.elastic.members import (
     order_following,
     split_called,
 )
+from perdure.control.job import JobState
 from perdure.control.observing import is_observed
 from perdure.control.outcome import Outcome
-from perdure.control.state import ControllerState
 from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction, ReformWorld
 from perdure.model.events import (
@@ -48,25 +48,27 @@ _SURE_S = 1.5
 """Beyond `detect.node_doubt_s` a silent node is known as lost, or none is."""
 
 
-def elastic_deadline(state: ControllerState) -> float | None:
+def elastic_deadline(state: JobState) -> float | None:
     """Return when something of this is due."""
-    if state.phase != "running":
+    if state.world.phase != "running":
         return None
-    times = [t for t in (state.elastic.deadline_s, state.elastic.retry_s) if t is not None]
+    times = [
+        t for t in (state.world.elastic.deadline_s, state.world.elastic.retry_s) if t is not None
+    ]
     return min(times, default=None)
 
 
-def is_elastic(state: ControllerState) -> bool:
+def is_elastic(state: JobState) -> bool:
     """Return whether this generation can be formed again in place."""
-    elastic = state.elastic
-    return bool(elastic.members) and not elastic.given_up and state.phase == "running"
+    elastic = state.world.elastic
+    return bool(elastic.members) and not elastic.given_up and state.world.phase == "running"
 
 
-def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[AnyAction]:
+def note_ready(state: JobState, now: float, event: RankJoined) -> list[AnyAction]:
     """A rank is ready to be a member: of the first world, or of one that exists already."""
-    elastic, world = state.elastic, state.world
+    elastic, world = state.world.elastic, state.ranks
     elastic.ready.add(event.rank)
-    state.joined.add(event.rank)
+    state.world.joined.add(event.rank)
     if event.store:
         elastic.stores[event.rank] = event.store
     if event.feed:
@@ -80,11 +82,11 @@ def note_ready(state: ControllerState, now: float, event: RankJoined) -> list[An
 
 
 def note_world(
-    state: ControllerState, now: float, event: WorldBroken | WorldReformed | MemberReady
+    state: JobState, now: float, event: WorldBroken | WorldReformed | MemberReady
 ) -> list[AnyAction]:
     """A member has left its world, or has come into the newest one, or could do so."""
-    elastic = state.elastic
-    if event.generation != state.generation:
+    elastic = state.world.elastic
+    if event.generation != state.world.generation:
         return []
     if isinstance(event, MemberReady):
         elastic.caught_up.add(event.rank)
@@ -114,41 +116,39 @@ def note_world(
         elastic.step = max(elastic.step, event.step)
         if elastic.answered >= set(elastic.members):
             elastic.order = elastic.deadline_s = None
-            state.failed_s = None
+            state.world.failed_s = None
             return admit(state, now)
     return []
 
 
-def _find_patience(state: ControllerState) -> float:
+def _find_patience(state: JobState) -> float:
     """Return how long a broken world waits for word of a loss.
 
     A world that meets at the store of a node that has vanished breaks at once and again. It is
     not given up for that: before the last try is counted, the node's silence has become a loss.
     """
-    if state.elastic.retries < RETRIES_MAX:
+    if state.world.elastic.retries < RETRIES_MAX:
         return RETRY_S
     return state.the_spec().detect.node_doubt_s + _SURE_S
 
 
-def free_slot(state: ControllerState, verdict: Verdict) -> bool:
+def free_slot(state: JobState, verdict: Verdict) -> bool:
     """Have the slot of a member that ended early filled again; return whether it was one."""
-    elastic, rank = state.elastic, verdict.culprit.rank
-    if not is_elastic(state) or verdict.kind != "EarlyExit" or rank not in state.exits:
+    elastic, rank = state.world.elastic, verdict.culprit.rank
+    if not is_elastic(state) or verdict.kind != "EarlyExit" or rank not in state.world.exits:
         return False
     elastic.finished.discard(rank)
     elastic.left.add(rank)
     return True
 
 
-def reform_world(
-    state: ControllerState, now: float, reason: str, *, freed: bool = False
-) -> Outcome:
+def reform_world(state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
     """Return the order that leaves out who is lost, where that can be done in place.
 
     Spares come in with it, so that the world is at its full strength at once. With `freed`, the
     others have gone on already without a member that ended early: its slot is filled.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     if not is_elastic(state):
         return Outcome(broken="its members are fixed")
     left = find_living(state)
@@ -169,12 +169,12 @@ def reform_world(
     return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
 
 
-def leave_world(state: ControllerState, now: float, event: RankExited) -> Outcome:
+def leave_world(state: JobState, now: float, event: RankExited) -> Outcome:
     """A member has ended well: nobody waits for it any more.
 
     The world is broken where the others died while it left.
     """
-    elastic, rank = state.elastic, event.record.rank
+    elastic, rank = state.world.elastic, event.record.rank
     order = elastic.order
     if state.boundary is not None and rank in state.boundary.leaves:
         elastic.left.add(rank)
@@ -188,36 +188,36 @@ def leave_world(state: ControllerState, now: float, event: RankExited) -> Outcom
     return Outcome([order_world(state, now, f"rank {rank} has ended")])
 
 
-def has_ended(state: ControllerState) -> bool:
+def has_ended(state: JobState) -> bool:
     """Return whether every rank has ended well; in an elastic world, every member."""
-    ranks = state.elastic.members or state.world
-    ends = [state.exits.get(rank) for rank in ranks]
-    if state.elastic.members:
+    ranks = state.world.elastic.members or state.ranks
+    ends = [state.world.exits.get(rank) for rank in ranks]
+    if state.world.elastic.members:
         return all(end is not None and not end.failed for end in ends)
     return all(end is not None for end in ends) and not any(
-        end.failed for end in state.exits.values()
+        end.failed for end in state.world.exits.values()
     )
 
 
-def is_outside(state: ControllerState, rank: int) -> bool:
+def is_outside(state: JobState, rank: int) -> bool:
     """Return whether `rank` runs beside an elastic world and is no member of it."""
-    return bool(state.elastic.members) and rank not in state.elastic.members
+    return bool(state.world.elastic.members) and rank not in state.world.elastic.members
 
 
-def leave_outside(state: ControllerState, now: float, rank: int) -> list[AnyAction]:
+def leave_outside(state: JobState, now: float, rank: int) -> list[AnyAction]:
     """Somebody has ended who is no member, and whom nobody misses.
 
     A spare that was ready is started again; whoever did not get that far would not get further the
     next time.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     if rank not in elastic.ready and rank not in elastic.lost:
         elastic.barren.add(state.the_spec().slot_of(rank))
     return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
 
 def lose_ranks(
-    state: ControllerState, node: int, why: str, begun: Collection[int] | None = None
+    state: JobState, node: int, why: str, begun: Collection[int] | None = None
 ) -> Outcome:
     """Count what a node ran as lost; where a member was among it, the world is broken: `why`.
 
@@ -228,33 +228,33 @@ def lose_ranks(
     return Outcome(fill_slots(state, f"node {node} lost its processes"))
 
 
-def return_node(state: ControllerState, event: NodeRegistered) -> Outcome:
+def return_node(state: JobState, event: NodeRegistered) -> Outcome:
     """Return what follows where a node registers: ranks of the world may be gone with it.
 
     An elastic world has new members started on a node that was away.
     """
     lost = Outcome()
-    running = state.phase == "running" and event.node in state.placement
-    if running and event.generation < state.generation:
-        ranks = state.the_spec().ranks_of(state.placement.index(event.node))
+    running = state.world.phase == "running" and event.node in state.world.placement
+    if running and event.generation < state.world.generation:
+        ranks = state.the_spec().ranks_of(state.world.placement.index(event.node))
         lost = lose_ranks(state, event.node, "its ranks are gone, keeper and all", ())
-        if lost.broken and any(rank not in state.exits for rank in ranks):
+        if lost.broken and any(rank not in state.world.exits for rank in ranks):
             return lost
     if not is_elastic(state):
         return Outcome()
-    if state.assignment is not None:
-        state.assignment = structs.replace(state.assignment, gone=list_gone(state))
+    if state.world.assignment is not None:
+        state.world.assignment = structs.replace(state.world.assignment, gone=list_gone(state))
     strays = end_strays(state, event.node, event.running)
     return Outcome([*lost.actions, *strays, *fill_slots(state, f"node {event.node} is back")])
 
 
-def fire_elastic(state: ControllerState, now: float, busy: Collection[int] = ()) -> Outcome:
+def fire_elastic(state: JobState, now: float, busy: Collection[int] = ()) -> Outcome:
     """Return what is due; the world may have to be restarted after all.
 
     Members that are `busy`, as they have declared, are waited for: so long, and then for as long
     as any other.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     if elastic.deadline_s is not None and now >= elastic.deadline_s:
         silent = sorted(set(elastic.members) - elastic.answered)
         excused, elastic.excused = elastic.excused, set(silent).intersection(busy)
@@ -277,45 +277,49 @@ def fire_elastic(state: ControllerState, now: float, busy: Collection[int] = ())
             cause=BROKEN, culprit="the world", at_step=-1,
             failure_s=at_s, detected_s=at_s, reason="nobody is lost",
         )  # fmt: skip
-        state.book.decide(found, "retry", state.generation, state.placement, epoch=elastic.epoch)
+        state.book.decide(
+            found, "retry", state.world.generation, state.world.placement, epoch=elastic.epoch
+        )
         return Outcome([order])
     return Outcome()
 
 
-def _give_up(state: ControllerState, why: str) -> Outcome:
+def _give_up(state: JobState, why: str) -> Outcome:
     """Form this generation no more in place."""
-    elastic = state.elastic
+    elastic = state.world.elastic
     elastic.given_up = why
     elastic.deadline_s = elastic.retry_s = None
     return Outcome(broken=why)
 
 
-def reissue(state: ControllerState, reason: str) -> list[AnyAction]:
+def reissue(state: JobState, reason: str) -> list[AnyAction]:
     """Return the open order again: a controller has just taken over."""
-    order, elastic = state.elastic.order, state.elastic
+    order, elastic = state.world.elastic.order, state.world.elastic
     again: list[AnyAction] = [] if order is None else [structs.replace(order, reason=reason)]
-    open_ = [m for m in elastic.following if m not in elastic.caught_up and m not in state.exits]
+    open_ = [
+        m for m in elastic.following if m not in elastic.caught_up and m not in state.world.exits
+    ]
     for member in open_:
         del elastic.following[member]
     return [*again, *order_following(state, tuple(open_))]
 
 
-def end_hung_rank(state: ControllerState, verdict: Verdict) -> list[AnyAction]:
+def end_hung_rank(state: JobState, verdict: Verdict) -> list[AnyAction]:
     """Return the order that ends a hung process, if there is one without which others go on."""
     rank = verdict.culprit.rank
     if not is_elastic(state) or rank is None:
         return []
     left = find_living(state)
     alone = rank in left and len(left) < 2
-    if alone or rank in state.exits or rank not in {*left, *state.elastic.extra}:
+    if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
         return []
     why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
     return [end_rank(state, rank, why)]
 
 
-def admit(state: ControllerState, now: float) -> list[AnyAction]:
+def admit(state: JobState, now: float) -> list[AnyAction]:
     """Take in who is ready, up to the world's size: it joins between two micro-batches."""
-    elastic = state.elastic
+    elastic = state.world.elastic
     if not is_elastic(state) or elastic.order is not None or elastic.finished:
         return []
     new, followers = split_called(state, call_spares(state))
@@ -326,7 +330,7 @@ def admit(state: ControllerState, now: float) -> list[AnyAction]:
 
 
 def order_world(
-    state: ControllerState,
+    state: JobState,
     now: float,
     reason: str,
     *,
@@ -338,7 +342,7 @@ def order_world(
     They meet at the store of a member, so that no loss but the last member's is the end of the
     world: a store that is lost with its member is followed by another one's in the next epoch.
     """
-    elastic = state.elastic
+    elastic = state.world.elastic
     elastic.members = (*find_living(state), *new)
     elastic.epoch += 1
     elastic.answered.clear()
@@ -347,7 +351,7 @@ def order_world(
     elastic.excused.clear()
     stores = [elastic.stores[m] for m in elastic.members if m in elastic.stores]
     elastic.order = ReformWorld(
-        generation=state.generation,
+        generation=state.world.generation,
         epoch=elastic.epoch,
         ranks=elastic.members,
         urgent=urgent,
@@ -358,9 +362,9 @@ def order_world(
     return elastic.order
 
 
-def _has_stores(state: ControllerState) -> bool:
+def _has_stores(state: JobState) -> bool:
     """Return whether the members have a store to meet at that is not a rank's only one."""
-    apart = state.store is not None and state.store.agent_store
-    if not apart and not state.elastic.stores:
-        state.elastic.given_up = "rank 0 serves the store"
-    return not state.elastic.given_up
+    apart = state.world.store is not None and state.world.store.agent_store
+    if not apart and not state.world.elastic.stores:
+        state.world.elastic.given_up = "rank 0 serves the store"
+    return not state.world.elastic.given_up

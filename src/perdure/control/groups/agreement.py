@@ -16,10 +16,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.answers import answer, answer_open
 from perdure.control.groups.holds import hold_groups
-from perdure.control.groups.state import GroupState
-from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
+from perdure.control.job import JobState, OpenCommand
 from perdure.control.steering.boundary import correct_pace, look_ahead, note_answered
 from perdure.control.steering.changes import (
     FAR_STEPS,
@@ -29,7 +29,6 @@ from perdure.control.steering.changes import (
     note_high,
     refuse_change,
 )
-from perdure.control.steering.state import OpenChange
 from perdure.control.steering.steer import draw_change, find_values, set_alone
 from perdure.model.actions import AnyAction, SendBoundary
 from perdure.model.errors import ConfigError
@@ -40,9 +39,9 @@ _ANSWER_TIMEOUT_S = 5.0
 _TRIES_MAX = 12
 
 
-def declare_group_keys(state: ControllerState, event: KeysDeclared) -> None:
+def declare_group_keys(state: JobState, event: KeysDeclared) -> None:
     """Take over the keys of the newest group that has trained."""
-    for group in state.groups.values():
+    for group in state.worlds.values():
         group.trained |= group.generation == event.generation
     declare_keys(state, event)
     note_high(state, event.step)
@@ -50,7 +49,7 @@ def declare_group_keys(state: ControllerState, event: KeysDeclared) -> None:
     state.mark = max(state.mark, event.step)
 
 
-def start_group_set(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def start_group_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a change, if it can begin now; refuse what cannot be."""
     steering = state.steering
     try:
@@ -88,9 +87,7 @@ def start_group_set(state: ControllerState, now: float, command: OpenCommand) ->
     return ask_members(state, now, state.boundary, reason)
 
 
-def answer_group_boundary(
-    state: ControllerState, now: float, event: BoundaryAnswered
-) -> list[AnyAction]:
+def answer_group_boundary(state: JobState, now: float, event: BoundaryAnswered) -> list[AnyAction]:
     """Take one rank's answer."""
     boundary, quorum = state.boundary, state.quorum
     name = event.id.partition("@")[0]
@@ -116,7 +113,7 @@ def answer_group_boundary(
     return []
 
 
-def reach_group_change(state: ControllerState, event: BoundaryReached) -> None:
+def reach_group_change(state: JobState, event: BoundaryReached) -> None:
     """Take one rank's report that a change is in force there."""
     name = event.id.partition("@")[0]
     state.step = max(state.step, event.step)
@@ -128,9 +125,9 @@ def reach_group_change(state: ControllerState, event: BoundaryReached) -> None:
             open_.reached.add(event.rank)
 
 
-def advance_agreement(state: ControllerState, now: float) -> list[AnyAction]:
+def advance_agreement(state: JobState, now: float) -> list[AnyAction]:
     """Do what follows from the answers, and from who is gone. Called after every event."""
-    if state.phase in ("ending", "ended"):
+    if state.over:
         state.boundary = None
         return []
     actions: list[AnyAction] = []
@@ -142,7 +139,7 @@ def advance_agreement(state: ControllerState, now: float) -> list[AnyAction]:
     return actions
 
 
-def agreement_again(state: ControllerState, reason: str) -> list[AnyAction]:
+def agreement_again(state: JobState, reason: str) -> list[AnyAction]:
     """Return what a new controller says: the open agreement, or the end of the last."""
     boundary = state.boundary
     if boundary is not None:
@@ -153,37 +150,28 @@ def agreement_again(state: ControllerState, reason: str) -> list[AnyAction]:
 # --- one agreement ------------------------------------------------------------------------------
 
 
-def _find_members(state: ControllerState) -> list[GroupState]:
-    """Return the groups of the quorum in force that are not known to be gone."""
-    return [
-        g
-        for _, g in sorted(state.groups.items())
-        if g.alive and g.replica and g.replica in state.quorum.members and not g.absent
-    ]
-
-
-def is_whole(state: ControllerState) -> bool:
+def is_whole(state: JobState) -> bool:
     """Whether the quorum in force is known, and every member of it can be asked."""
     quorum = state.quorum
     known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
-    return known and len(_find_members(state)) == len(quorum.members)
+    return known and len(state.list_members()) == len(quorum.members)
 
 
-def _find_asked(state: ControllerState) -> set[int]:
+def _find_asked(state: JobState) -> set[int]:
     """Return the ranks that were asked and still count."""
     asked, spec = state.quorum.asked, state.the_spec()
-    members = [g for g in _find_members(state) if asked.get(g.group) == g.generation]
-    return {rank for g in members for rank in spec.ranks_of(g.group)}
+    members = [g for g in state.list_members() if asked.get(g.number) == g.generation]
+    return {rank for g in members for rank in spec.ranks_of(g.number)}
 
 
 def ask_members(
-    state: ControllerState, now: float, boundary: OpenBoundary, reason: str
+    state: JobState, now: float, boundary: OpenBoundary, reason: str
 ) -> list[AnyAction]:
     """Choose the step of a try, and ask the members of the quorum in force.
 
     To save asks one group of them only, since all have the same state at a step.
     """
-    members = _find_members(state)
+    members = state.list_members()
     asked = members[:1] if boundary.kind == "checkpoint" else members
     boundary.asked_s, boundary.deadline_s = now, now + _ANSWER_TIMEOUT_S
     if boundary.at_step is not None:
@@ -194,13 +182,13 @@ def ask_members(
         boundary.step = -(-boundary.step // boundary.every) * boundary.every
     if boundary.change is not None:
         boundary.change = msgspec.structs.replace(boundary.change, step=boundary.step)
-    state.quorum.asked = {g.group: g.generation for g in asked}
+    state.quorum.asked = {g.number: g.generation for g in asked}
     state.quorum.asked_quorum = state.quorum.quorum_id
     return _decide(state, boundary, "prepare", reason)
 
 
 def _decide(
-    state: ControllerState,
+    state: JobState,
     boundary: OpenBoundary,
     move: Literal["prepare", "commit", "abort"],
     reason: str,
@@ -208,8 +196,8 @@ def _decide(
     """Return a move for each group: those that were asked, or, of `set`, a decision to all."""
     spec, quorum = state.the_spec(), state.quorum
     sent: list[AnyAction] = []
-    for number, group in sorted(state.groups.items()):
-        if group.phase not in ("starting", "running"):
+    for number, group in sorted(state.worlds.items()):
+        if not group.has_ranks:
             continue
         mine = move == "prepare" or boundary.kind == "checkpoint"
         if mine and quorum.asked.get(number) != group.generation:
@@ -231,7 +219,7 @@ def _decide(
     return sent
 
 
-def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
+def _advance_open(state: JobState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
     asked = _find_asked(state)
     if boundary.move == "commit":
         found = next((o for o in state.steering.open if o.command == boundary.command), None)
@@ -262,7 +250,7 @@ def _advance_open(state: ControllerState, now: float, boundary: OpenBoundary) ->
     return actions
 
 
-def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
+def _retry(state: JobState, now: float, reason: str) -> list[AnyAction]:
     boundary = state.boundary
     assert boundary is not None
     actions = _decide(state, boundary, "abort", reason)
@@ -282,13 +270,13 @@ def _retry(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
     return actions + ask_members(state, now, boundary, f"again at a later step: {reason}")
 
 
-def _tell_lighthouse(state: ControllerState, values: dict[str, Any]) -> list[AnyAction]:
+def _tell_lighthouse(state: JobState, values: dict[str, Any]) -> list[AnyAction]:
     """Hand on what of `values`, which are in force by now, the lighthouse goes by."""
     own = [name for name in ("detect.phase_allowance_s", "detect.hang_action_s") if name in values]
-    return [hold_groups(state, f"{' and '.join(own)} set")] if own and state.groups else []
+    return [hold_groups(state, f"{' and '.join(own)} set")] if own and state.worlds else []
 
 
-def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
+def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:
     """Answer once the change is in force wherever it was promised, or surely will be."""
     asked, change, boundary = _find_asked(state), open_.change, state.boundary
     known = boundary is None or boundary.command != open_.command
@@ -298,13 +286,13 @@ def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
         keep_change(state, change)
         return _tell(state, open_, "") + _tell_lighthouse(state, change.values)
     far = change.step - state.step > FAR_STEPS
-    if known and (far or state.quorum.paused):
-        why = "the job is paused" if state.quorum.paused else "the step is yet to come"
+    if known and (far or state.steering.pause is not None):
+        why = "the job is paused" if state.steering.pause else "the step is yet to come"
         return _tell(state, open_, f"all ranks have promised it; {why}")
     return []
 
 
-def _tell(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyAction]:
+def _tell(state: JobState, open_: OpenChange, reason: str) -> list[AnyAction]:
     change = open_.change
     result: dict[str, Any] = {
         "changes": change.values,

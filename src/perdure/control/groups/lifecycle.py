@@ -1,81 +1,32 @@
 """A replica group's life: started, lost, replaced by a spare, parked at an operator's word."""
 
-from typing import Literal
-
 from msgspec import structs
 
 from perdure.control.groups.holds import hold_groups
-from perdure.control.groups.state import GroupState
+from perdure.control.job import JobState
 from perdure.control.observing import is_observed, note_withheld
-from perdure.control.recovery.formation import end_job
-from perdure.control.state import ControllerState
-from perdure.control.steering.pauses import find_steering
+from perdure.control.recovery.formation import FORM_TIMEOUT_S, assign, end_job
+from perdure.control.world import WorldState
 from perdure.model.actions import (
     AnyAction,
-    Assignment,
-    AssignNodes,
     EvictReplica,
     FenceAbort,
 )
 from perdure.model.failures import Cause, Rung
-from perdure.model.settings import Steering
 from perdure.policy import Failure, decide_recovery
 
-FORM_TIMEOUT_S = 120.0
 
-
-def start_group(
-    state: ControllerState, now: float, group: GroupState, reason: str
-) -> list[AnyAction]:
+def start_group(state: JobState, now: float, group: WorldState, reason: str) -> list[AnyAction]:
     """Begin a group's next generation: end what is older on its node, and serve a new store."""
     state.generation += 1
-    group.generation, group.phase = state.generation, "forming"
-    group.store, group.replica, group.trained, group.absent = None, "", False, ""
-    group.stands, group.leaving = None, ""
-    group.exits.clear()
-    group.deadline_s = now + FORM_TIMEOUT_S
-    return [assign_group(state, group, "store", reason)]
-
-
-def assign_group(
-    state: ControllerState,
-    group: GroupState,
-    phase: Literal["stop", "store", "run"],
-    reason: str,
-    *,
-    grace_s: float = 0.0,
-) -> AssignNodes:
-    """Number a new assignment of a group, and send it to its node."""
-    state.number += 1
-    store = group.store
-    group.assignment = Assignment(
-        number=state.number,
-        generation=group.generation + (phase == "stop"),
-        phase=phase,
-        grace_s=grace_s,
-        master_addr=store.host if store else "",
-        master_port=store.port if store else 0,
-        agent_store=store.agent_store if store else False,
-        restart_count=len(group.failures),
-        placement=(group.group,),
-        replica=group.group,
-        steering=_find_steering(state, group) if phase == "run" else Steering(),
-        reason=reason,
-    )
-    return AssignNodes(nodes=(group.group,), assignment=group.assignment, reason=reason)
-
-
-def _find_steering(state: ControllerState, group: GroupState) -> Steering:
-    """Return what its ranks have to know before their first step."""
-    others = (g for g in state.groups.values() if g is not group and g.alive and not g.absent)
-    heals = any(g.replica in state.quorum.members for g in others if g.replica)
-    return structs.replace(find_steering(state), heals=heals)
+    state.worlds[group.number] = new = group.begin(state.generation, now + FORM_TIMEOUT_S)
+    return [assign(state, new, "store", reason)]
 
 
 def fail_group(
-    state: ControllerState,
+    state: JobState,
     now: float,
-    group: GroupState,
+    group: WorldState,
     cause: str,
     *,
     who: str = "",
@@ -94,7 +45,7 @@ def fail_group(
     failure = Failure(
         at_s=now,
         cause=cause,
-        culprit=f"group {group.group}" + (f", {who}" if who else ""),
+        culprit=f"group {group.number}" + (f", {who}" if who else ""),
         generation=group.generation,
         step=state.step if group.trained else -1,
         mark=state.mark if group.trained else 0,
@@ -105,21 +56,21 @@ def fail_group(
     if is_observed(state):
         return _note_loss(state, now, group, failure, found, silent=silent)
     actions = let_go(state, group, f"{failure.culprit}: {cause}")
-    done = any(other.phase == "done" for other in state.groups.values())
+    done = any(other.phase == "done" for other in state.worlds.values())
     decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
     rung: Rung = "give up" if done else decision.rung
-    state.book.decide(_name_group(found, failure), rung, group.generation, group=group.group)
-    group.failures.append(failure)
-    state.failures.append(failure)
+    state.book.decide(_name_group(found, failure), rung, group.generation, group=group.number)
+    state.note_failure(group, failure)
     group.absent, group.store = group.absent or cause, None
-    if group.leaving or group.group in state.barred:
+    if group.leaving or group.number in state.barred:
         return [*actions, *park_group(state, now, group, group.leaving or "it is cordoned")]
     actions += promote(state, decision.reason)
     actions += [] if done else _note_outage(state, now, group)
     if done or decision.rung == "give up":
         why = "others have finished" if done else decision.reason
-        group.phase, group.deadline_s, group.active = "failed", None, False
-        actions += [assign_group(state, group, "stop", why), hold_groups(state, why)]
+        group.enter("it is given up")
+        group.deadline_s, group.active = None, False
+        actions += [assign(state, group, "stop", why), hold_groups(state, why)]
         return [*actions, *finish_if_over(state, now)]
     return [*actions, *start_group(state, now, group, decision.reason)]
 
@@ -135,9 +86,9 @@ def _name_group(found: Cause | None, failure: Failure) -> Cause:
 
 
 def _note_loss(
-    state: ControllerState,
+    state: JobState,
     now: float,
-    group: GroupState,
+    group: WorldState,
     failure: Failure,
     found: Cause | None,
     *,
@@ -150,88 +101,100 @@ def _note_loss(
     decision = decide_recovery(failure, tuple(group.failures), state.the_spec().restart)
     would = "restarted the group" if decision.rung == "restart" else "given the group up"
     actions = note_withheld(
-        state, now, cause=failure.cause, culprit=failure.culprit, reason=decision.reason,
-        would=would, first_seen_s=now, generation=group.generation,
-    )  # fmt: skip
+        state,
+        group,
+        now,
+        cause=failure.cause,
+        culprit=failure.culprit,
+        reason=decision.reason,
+        would=would,
+        first_seen_s=now,
+    )
     if silent and group.phase == "forming":
         return actions  # It still has until its deadline.
     group.deadline_s = None
     if silent:
         return actions
-    state.book.decide(_name_group(found, failure), "give up", group.generation, group=group.group)
-    group.failures.append(failure)
-    state.failures.append(failure)
-    group.phase, group.active, group.absent = "failed", False, failure.cause
-    actions.append(assign_group(state, group, "stop", f"{failure.culprit}: {failure.cause}"))
+    state.book.decide(_name_group(found, failure), "give up", group.generation, group=group.number)
+    state.note_failure(group, failure)
+    group.enter("it is given up")
+    group.active, group.absent = False, failure.cause
+    actions.append(assign(state, group, "stop", f"{failure.culprit}: {failure.cause}"))
     return [*actions, *finish_if_over(state, now)]
 
 
-def withhold_eviction(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:
+def withhold_eviction(state: JobState, now: float, group: WorldState) -> list[AnyAction]:
     """Return the record that a group which stands still is left to torchft's own lighthouse."""
     return note_withheld(
-        state, now, cause=group.absent, culprit=f"group {group.group}",
+        state,
+        group,
+        now,
+        cause=group.absent,
+        culprit=f"group {group.number}",
         reason="perdure's own lighthouse would form the next quorum without it",
-        would="left the group out of the quorum", first_seen_s=now, generation=group.generation,
-    )  # fmt: skip
+        would="left the group out of the quorum",
+        first_seen_s=now,
+    )
 
 
-def _note_outage(state: ControllerState, now: float, group: GroupState) -> list[AnyAction]:
+def _note_outage(state: JobState, now: float, group: WorldState) -> list[AnyAction]:
     """Count it where `group` was the last that is known to have the state.
 
     Where there is a checkpoint, who waits to heal (a spare, too) is started again and goes on from
     it: it has loaded none, or an older one. Should it have healed this very moment, the steps
     since the checkpoint are lost.
     """
-    others = [g for _, g in sorted(state.groups.items()) if g is not group and g.alive]
+    others = [g for _, g in sorted(state.worlds.items()) if g is not group and g.alive]
     if not group.trained or any(g.trained and not g.absent for g in others):
         return []
     state.quorum.outages += 1
-    if max(state.saved_step, state.resumed_step) <= 0:
+    if state.saved_step <= 0:
         return []
-    started = [g for g in others if g.phase in ("starting", "running")]
+    started = [g for g in others if g.has_ranks]
     why = "nobody is left to heal from: it goes on from the newest checkpoint"
     return [a for other in started for a in start_group(state, now, other, why)]
 
 
 def park_group(
-    state: ControllerState, now: float, group: GroupState, reason: str, *, grace_s: float = 0.0
+    state: JobState, now: float, group: WorldState, reason: str, *, grace_s: float = 0.0
 ) -> list[AnyAction]:
     """End what a group runs, and start it no more until it is restored."""
     actions = let_go(state, group, reason) if group.alive else []
-    group.phase, group.deadline_s, group.active = "parked", None, False
+    group.enter("it is left, or lost while cordoned")
+    group.deadline_s, group.active = None, False
     group.leaving, group.absent, group.store, group.stands = "", reason, None, None
     actions += promote(state, reason)
-    stop = assign_group(state, group, "stop", reason, grace_s=grace_s)
+    stop = assign(state, group, "stop", reason, grace_s=grace_s)
     return [*actions, stop, hold_groups(state, reason), *finish_if_over(state, now)]
 
 
-def let_go(state: ControllerState, group: GroupState, reason: str) -> list[AnyAction]:
+def let_go(state: JobState, group: WorldState, reason: str) -> list[AnyAction]:
     """Have the lighthouse forget it, and those who hang on it in a collective go on."""
     name, quorum = group.replica, state.quorum
     evict = EvictReplica(replica=name, generation=group.generation, reason=reason)
     if name not in quorum.members:
         return [evict]
     others = tuple(
-        g.group for g in state.groups.values() if g is not group and g.replica in quorum.members
+        g.number for g in state.worlds.values() if g is not group and g.replica in quorum.members
     )
     fence = FenceAbort(quorum_id=quorum.quorum_id, groups=others, reason=reason)
     return [evict, fence] if others else [evict]
 
 
-def find_spares(state: ControllerState) -> list[GroupState]:
+def find_spares(state: JobState) -> list[WorldState]:
     """Return the spare groups that stand ready."""
-    groups = [g for _, g in sorted(state.groups.items()) if g.group not in state.barred]
+    groups = [g for _, g in sorted(state.worlds.items()) if g.number not in state.barred]
     ready = [g for g in groups if not g.active and not g.leaving and g.phase == "running"]
     return [g for g in ready if g.replica and not g.absent]
 
 
-def promote(state: ControllerState, reason: str) -> list[AnyAction]:
+def promote(state: JobState, reason: str) -> list[AnyAction]:
     """Release a spare that stands ready in the place of each active group that is away."""
     spares = find_spares(state)
-    away = [g for _, g in sorted(state.groups.items()) if g.active and g.alive and g.absent]
-    away += [g for _, g in sorted(state.groups.items()) if g.phase == "failed" and g.active]
+    away = [g for _, g in sorted(state.worlds.items()) if g.active and g.alive and g.absent]
+    away += [g for _, g in sorted(state.worlds.items()) if g.phase == "failed" and g.active]
     wanted = state.the_spec().torchft.replicas
-    missing = wanted - sum(g.active and g.alive for g in state.groups.values())
+    missing = wanted - sum(g.active and g.alive for g in state.worlds.values())
     changed = False
     for spare in spares:
         if away:
@@ -244,9 +207,9 @@ def promote(state: ControllerState, reason: str) -> list[AnyAction]:
     return [hold_groups(state, reason)] if changed else []
 
 
-def finish_if_over(state: ControllerState, now: float) -> list[AnyAction]:
+def finish_if_over(state: JobState, now: float) -> list[AnyAction]:
     """End the job once no group trains any more that has trained."""
-    groups = state.groups.values()
+    groups = state.worlds.values()
     done = sum(g.phase == "done" for g in groups)
     if any(g.alive and g.trained and g.active for g in groups):
         return []

@@ -16,23 +16,23 @@ from typing import Any
 from perdure.control.answers import answer_open
 from perdure.control.groups.holds import hold_groups
 from perdure.control.groups.lifecycle import find_spares, park_group, promote
-from perdure.control.groups.state import GroupMove, GroupState
+from perdure.control.job import GroupMove, JobState
 from perdure.control.recovery.placement import bar
-from perdure.control.state import ControllerState
+from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction, NoteDraining
 
 
-def group_moves_deadline(state: ControllerState) -> float | None:
+def group_moves_deadline(state: JobState) -> float | None:
     """Return when the next move is overdue."""
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return None
     return min((move.deadline_s for move in state.quorum.moves.values()), default=None)
 
 
-def advance_group_moves(state: ControllerState, now: float) -> list[AnyAction]:
+def advance_group_moves(state: JobState, now: float) -> list[AnyAction]:
     """Do what has become possible for the groups that are being left."""
     moves = state.quorum.moves
-    if state.phase in ("ending", "ended"):
+    if state.over:
         moves.clear()  # Their commands are answered by the end.
         return []
     actions: list[AnyAction] = []
@@ -44,24 +44,24 @@ def advance_group_moves(state: ControllerState, now: float) -> list[AnyAction]:
 
 
 def take_back(
-    state: ControllerState, now: float, move: GroupMove, why: str, *, keep: bool = True
+    state: JobState, now: float, move: GroupMove, why: str, *, keep: bool = True
 ) -> list[AnyAction]:
     """Leave everything as it was, as far as nothing is ended yet, and say why."""
     del state.quorum.moves[move.id]
     actions: list[AnyAction] = []
     for group in _groups(state, move):
-        actions.append(NoteDraining(node=group.group, who=move.who, over=True, reason=why))
+        actions.append(NoteDraining(node=group.number, who=move.who, over=True, reason=why))
         if group.leaving:
-            group.leaving, group.active = "", group.group in move.actives
+            group.leaving, group.active = "", group.number in move.actives
     for number in move.stand_ins if keep else []:
-        state.groups[number].active = False
+        state.worlds[number].active = False
     if move.stage == "leaving":
         actions.append(hold_groups(state, why))
     result = {"verb": move.kind, "replicas": move.groups, "took_s": round(now - move.at_s, 3)}
     return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
 
 
-def count_left(state: ControllerState, leaving: set[int]) -> tuple[int, int]:
+def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
     """Return how many groups that train now would go on without `leaving`, and how many in all.
 
     Before the first quorum, groups that are starting count as those that train.
@@ -69,11 +69,11 @@ def count_left(state: ControllerState, leaving: set[int]) -> tuple[int, int]:
     quorum = state.quorum
     staying = [
         g
-        for number, g in state.groups.items()
+        for number, g in state.worlds.items()
         if number not in leaving and g.active and g.alive and not (g.leaving or g.absent)
     ]
     members = [g for g in staying if g.replica in quorum.members or not quorum.members]
-    coming = [g for g in find_spares(state) if g.group not in leaving]
+    coming = [g for g in find_spares(state) if g.number not in leaving]
     wanted = state.the_spec().torchft.replicas
     return len(members), max(len(members), min(len(staying) + len(coming), wanted))
 
@@ -81,11 +81,11 @@ def count_left(state: ControllerState, leaving: set[int]) -> tuple[int, int]:
 # --- one move -----------------------------------------------------------------------------------
 
 
-def _groups(state: ControllerState, move: GroupMove) -> list[GroupState]:
-    return [state.groups[number] for number in move.groups]
+def _groups(state: JobState, move: GroupMove) -> list[WorldState]:
+    return [state.worlds[number] for number in move.groups]
 
 
-def _advance(state: ControllerState, now: float, move: GroupMove) -> list[AnyAction]:
+def _advance(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
     match move.stage:
         case "waiting":
             return _begin(state, now, move)
@@ -97,26 +97,26 @@ def _advance(state: ControllerState, now: float, move: GroupMove) -> list[AnyAct
             return take_back(state, now, move, "the others formed no quorum without it in time")
         case "ending":
             stopped = state.stopped
-            if all(stopped.get(g.group, -1) >= g.generation for g in _groups(state, move)):
+            if all(stopped.get(g.number, -1) >= g.generation for g in _groups(state, move)):
                 return _finish(state, now, move, "")
             if now < move.deadline_s:
                 return []
             return _finish(state, now, move, "not all of its processes have ended yet")
 
 
-def _begin(state: ControllerState, now: float, move: GroupMove) -> list[AnyAction]:
+def _begin(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
     """Begin what was accepted, once enough would be left."""
     members, left = count_left(state, set(move.groups))
     least = max(1, state.the_spec().torchft.min_replicas)
     training = any(_trains(state, group) for group in _groups(state, move))
-    spares = [g for g in find_spares(state) if g.group not in move.groups]
+    spares = [g for g in find_spares(state) if g.number not in move.groups]
     short = training and (left < least or not members)
     if short or (move.wait and training and not spares):
         if now < move.deadline_s:
             return []
         return take_back(state, now, move, "no spare replica stood ready in time")
     move.step = state.step
-    actives = {g.group for g in state.groups.values() if g.active}
+    actives = {g.number for g in state.worlds.values() if g.active}
     if move.kind == "evict" or not training:
         ended = _end(state, now, move)
         move.stand_ins = _find_stand_ins(state, actives)
@@ -129,42 +129,40 @@ def _begin(state: ControllerState, now: float, move: GroupMove) -> list[AnyActio
     return [hold_groups(state, move.why)]
 
 
-def _find_stand_ins(state: ControllerState, before: set[int]) -> list[int]:
-    return sorted(n for n, g in state.groups.items() if g.active and n not in before)
+def _find_stand_ins(state: JobState, before: set[int]) -> list[int]:
+    return sorted(n for n, g in state.worlds.items() if g.active and n not in before)
 
 
-def _trains(state: ControllerState, group: GroupState) -> bool:
+def _trains(state: JobState, group: WorldState) -> bool:
     if not state.quorum.members:
         return group.active and group.alive
     return group.alive and group.replica in state.quorum.members
 
 
-def _is_left(state: ControllerState, move: GroupMove) -> bool:
+def _is_left(state: JobState, move: GroupMove) -> bool:
     """Whether the others go on without it: in their quorum, or, in a pause, once it stands."""
 
-    def out(group: GroupState) -> bool:
+    def out(group: WorldState) -> bool:
         if not group.alive or group.replica not in state.quorum.members:
             return True
-        return bool(state.quorum.paused) and group.stands is not None
+        return state.steering.pause is not None and group.stands is not None
 
     return all(out(group) for group in _groups(state, move))
 
 
-def _end(
-    state: ControllerState, now: float, move: GroupMove, *, grace_s: float = 0.0
-) -> list[AnyAction]:
+def _end(state: JobState, now: float, move: GroupMove, *, grace_s: float = 0.0) -> list[AnyAction]:
     """End the processes of all that are left, and cordon their nodes."""
     actions: list[AnyAction] = []
     move.stage = "ending"
     move.step = max(move.step, state.step)
     for group in _groups(state, move):
-        actions += bar(state, group.group, move.who, move.why)
-        if group.phase not in ("parked", "done"):
+        actions += bar(state, group.number, move.who, move.why)
+        if group.phase not in ("parked", "done", "ended"):
             actions += park_group(state, now, group, move.why, grace_s=grace_s)
     return actions
 
 
-def _finish(state: ControllerState, now: float, move: GroupMove, but: str) -> list[AnyAction]:
+def _finish(state: JobState, now: float, move: GroupMove, but: str) -> list[AnyAction]:
     """Answer: the groups were left."""
     del state.quorum.moves[move.id]
     took_s = round(now - move.at_s, 3)

@@ -5,9 +5,8 @@ waiting for what comes with it.
 """
 
 from perdure.control.groups.moves import count_left, take_back
-from perdure.control.groups.state import GroupMove
+from perdure.control.job import GroupMove, JobState
 from perdure.control.observing import is_observed, note_withheld
-from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import PreemptionNoticed, PreemptionWithdrawn
 from perdure.policy import Outlook, decide_hand_over
@@ -16,7 +15,7 @@ _MARGIN_S_MAX = 2.0
 
 
 def take_group_notice(
-    state: ControllerState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
+    state: JobState, now: float, event: PreemptionNoticed | PreemptionWithdrawn
 ) -> list[AnyAction]:
     """Have the group of a noticed node leave, or stay after all."""
     if isinstance(event, PreemptionWithdrawn):
@@ -24,10 +23,10 @@ def take_group_notice(
     return _note(state, now, event)
 
 
-def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> list[AnyAction]:
+def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyAction]:
     """Have the group of a noticed node leave, where others go on without it."""
     gone_s = event.at_s + event.grace_s
-    group, id_ = state.groups.get(event.node), f"preemption-{event.node}"
+    group, id_ = state.worlds.get(event.node), f"preemption-{event.node}"
     if group is None or not group.alive or state.phase != "running" or group.leaving:
         return []
     if any(event.node in move.groups for move in state.quorum.moves.values()):
@@ -50,9 +49,15 @@ def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> list[
     if is_observed(state):
         would, node = "had its group leave the quorum", f"node {event.node}"
         return note_withheld(
-            state, now, cause="Preemption", culprit=node, reason=why, would=would,
+            state,
+            group,
+            now,
+            cause="Preemption",
+            culprit=node,
+            reason=why,
+            would=would,
             first_seen_s=event.at_s,
-        )  # fmt: skip
+        )
     state.quorum.moves[id_] = GroupMove(
         id=id_,
         kind="drain" if decided.way == "drain" else "evict",
@@ -65,7 +70,7 @@ def _note(state: ControllerState, now: float, event: PreemptionNoticed) -> list[
     return [NoteDraining(node=event.node, who=event.source, reason=why)]
 
 
-def _withdraw(state: ControllerState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
+def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[AnyAction]:
     """Take the leaving back, as far as its processes are not being ended yet.
 
     After that an operator's `restore` starts the group again.

@@ -11,9 +11,10 @@ later run under the same name would go on from them.
 
 from typing import Any
 
+from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer
 from perdure.control.groups.agreement import ask_members, is_whole
-from perdure.control.state import ControllerState, OpenBoundary, OpenCommand
+from perdure.control.job import JobState, OpenCommand
 from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
 from perdure.plan.interval import daly
@@ -23,7 +24,7 @@ _OWN = "own-checkpoint"
 """Id of the one command that the controller gives itself."""
 
 
-def find_save_deadline(state: ControllerState) -> float | None:
+def find_save_deadline(state: JobState) -> float | None:
     """Return when the job's next checkpoint by time is due; None for none, or while one is made."""
     since_s = state.quorum.save_since_s
     if since_s is None or not _saves_itself(state) or _OWN in state.commands:
@@ -38,7 +39,7 @@ def find_save_deadline(state: ControllerState) -> float | None:
     return None if interval_s is None else since_s + interval_s
 
 
-def open_due_checkpoint(state: ControllerState, now: float) -> None:
+def open_due_checkpoint(state: JobState, now: float) -> None:
     """Ask for a checkpoint of the job's own where one is due. Called after every event."""
     quorum = state.quorum
     if not _saves_itself(state) or not quorum.members or _OWN in state.commands:
@@ -50,20 +51,18 @@ def open_due_checkpoint(state: ControllerState, now: float) -> None:
     if not every and (due_s is None or now < due_s):
         return
     quorum.save_since_s = now
-    if every or not quorum.paused:  # By time, nothing comes about while all stand still.
+    if every or state.steering.pause is None:  # By time, nothing comes about while all stand still.
         state.commands[_OWN] = OpenCommand(_OWN, "checkpoint", {}, "", now)
 
 
-def _saves_itself(state: ControllerState) -> bool:
+def _saves_itself(state: JobState) -> bool:
     spec = state.the_spec()
     config = spec.checkpoint
     wanted = bool(config.every_steps or config.every_s or config.url)
     return wanted and spec.torchft.lighthouse == "perdure" and state.phase == "running"
 
 
-def start_group_checkpoint(
-    state: ControllerState, now: float, command: OpenCommand
-) -> list[AnyAction]:
+def start_group_checkpoint(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a checkpoint, if it can begin now."""
     spec = state.the_spec()
     if spec.torchft.lighthouse != "perdure":
@@ -91,7 +90,7 @@ def start_group_checkpoint(
 
 
 def note_group_checkpoint(
-    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
+    state: JobState, now: float, event: CheckpointSaved | CheckpointFailed
 ) -> list[AnyAction]:
     """Take what became of it, and answer who asked."""
     actions: list[AnyAction] = []
@@ -112,9 +111,9 @@ def note_group_checkpoint(
     return actions
 
 
-def reopen_lost(state: ControllerState) -> None:
+def reopen_lost(state: JobState) -> None:
     """Have those begun again whose group was lost before it had saved."""
-    living = {g.generation for g in state.groups.values() if g.phase == "running"}
+    living = {g.generation for g in state.worlds.values() if g.phase == "running"}
     for command in state.commands.values():
         if command.kind == "checkpoint" and command.args.get("generation", -1) not in {-1, *living}:
             del command.args["at_step"], command.args["generation"]

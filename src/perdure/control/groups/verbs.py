@@ -13,9 +13,8 @@ import msgspec
 from perdure.control.answers import answer
 from perdure.control.groups.lifecycle import find_spares, start_group
 from perdure.control.groups.moves import count_left, name_replicas, take_back
-from perdure.control.groups.state import GroupMove
+from perdure.control.job import Answer, GroupMove, JobState, OpenCommand
 from perdure.control.recovery.placement import bar, release
-from perdure.control.state import Answer, ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_groups
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
@@ -36,13 +35,13 @@ class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""
 
 
-def plan_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> GroupPlan:
+def plan_group_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> GroupPlan:
     """Return what `verb` would do as things stand. Changes nothing."""
     try:
         groups = find_groups(state, [str(target) for target in args.get("targets", ())])
     except UnknownTargetError as error:
         return GroupPlan(verb=verb, refusal=str(error))
-    if not state.groups:
+    if not state.worlds:
         return GroupPlan(verb=verb, refusal="no replica group was started yet")
     match verb:
         case "restore":
@@ -53,7 +52,7 @@ def plan_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any
             return _plan_leave(state, verb, groups, bool(args.get("wait")))
 
 
-def preview_group_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> Answer:
+def preview_group_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Answer:
     """Return the answer to a dry run."""
     try:
         plan = plan_group_verb(state, verb, args)
@@ -76,7 +75,7 @@ def render_plan(plan: GroupPlan) -> dict[str, Any]:
     }
 
 
-def order_replicas(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def order_replicas(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a verb, refuse it, or say that it is done already; it is answered exactly once."""
     verb: PlaceVerb = command.kind  # type: ignore[assignment]
     args = command.args
@@ -102,7 +101,7 @@ def order_replicas(state: ControllerState, now: float, command: OpenCommand) -> 
 
 
 def _begin_move(
-    state: ControllerState, command: OpenCommand, plan: GroupPlan, who: str, reason: str
+    state: JobState, command: OpenCommand, plan: GroupPlan, who: str, reason: str
 ) -> list[AnyAction]:
     args, moves = command.args, state.quorum.moves
     actions: list[AnyAction] = []
@@ -124,10 +123,8 @@ def _begin_move(
     return [*actions, *noted]
 
 
-def _restore(
-    state: ControllerState, now: float, number: int, who: str, reason: str
-) -> list[AnyAction]:
-    group, actions = state.groups[number], list[AnyAction]()
+def _restore(state: JobState, now: float, number: int, who: str, reason: str) -> list[AnyAction]:
+    group, actions = state.worlds[number], list[AnyAction]()
     for move in list(state.quorum.moves.values()):
         if number in move.groups and move.stage != "ending":
             actions += take_back(state, now, move, reason)
@@ -135,7 +132,7 @@ def _restore(
         actions += release(state, number, who, reason)
     if group.phase in ("parked", "failed"):
         wanted = state.the_spec().torchft.replicas
-        group.active = sum(g.active and g.alive for g in state.groups.values()) < wanted
+        group.active = sum(g.active and g.alive for g in state.worlds.values()) < wanted
         group.failures.clear()
         actions += start_group(state, now, group, reason)
     return actions
@@ -144,17 +141,17 @@ def _restore(
 # --- what would happen --------------------------------------------------------------------------
 
 
-def _plan_restore(state: ControllerState, groups: tuple[int, ...]) -> GroupPlan:
+def _plan_restore(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
     held = {n for m in state.quorum.moves.values() if m.stage != "ending" for n in m.groups}
     ended = {n for m in state.quorum.moves.values() if m.stage == "ending" for n in m.groups}
     todo, already, parts = [], [], []
     for number in groups:
-        group = state.groups[number]
+        group = state.worlds[number]
         away = group.phase in ("parked", "failed")
         if number in ended:
             why = f"replica {number} is being ended: restore it once it has left"
             return GroupPlan(verb="restore", refusal=why)
-        if away and any(g.phase == "done" for g in state.groups.values()):
+        if away and any(g.phase == "done" for g in state.worlds.values()):
             why = f"replica {number} is not started again: others have finished"
             return GroupPlan(verb="restore", refusal=why)
         if away or number in held or number in state.cordoned:
@@ -170,11 +167,11 @@ def _plan_restore(state: ControllerState, groups: tuple[int, ...]) -> GroupPlan:
     )  # fmt: skip
 
 
-def _plan_cordon(state: ControllerState, groups: tuple[int, ...]) -> GroupPlan:
+def _plan_cordon(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
     todo = tuple(n for n in groups if n not in state.barred)
     already = tuple(f"replica {n} is cordoned already" for n in groups if n in state.barred)
     least = max(1, state.the_spec().torchft.min_replicas)
-    free = [n for n, g in state.groups.items() if g.alive and n not in {*todo, *state.barred}]
+    free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = ""
     if todo and len(free) < least:
         refusal = f"{len(free)} replicas could be started again, and at least {least} are needed"
@@ -187,7 +184,7 @@ def _plan_cordon(state: ControllerState, groups: tuple[int, ...]) -> GroupPlan:
 
 
 def _plan_leave(
-    state: ControllerState, verb: Literal["drain", "evict"], groups: tuple[int, ...], wait: bool
+    state: JobState, verb: Literal["drain", "evict"], groups: tuple[int, ...], wait: bool
 ) -> GroupPlan:
     todo, already = [], []
     for number in groups:
@@ -195,7 +192,7 @@ def _plan_leave(
         if under_way is not None:
             word = "drained" if under_way.kind == "drain" else "evicted"
             already.append(f"replica {number} is being {word} already ({under_way.why})")
-        elif number in state.barred and not state.groups[number].alive:
+        elif number in state.barred and not state.worlds[number].alive:
             already.append(f"replica {number} is left and cordoned already")
         else:
             todo.append(number)
@@ -203,8 +200,8 @@ def _plan_leave(
         return GroupPlan(verb=verb, already=tuple(already), words="; ".join(already))
     before = count_left(state, set())[1]
     members, left = count_left(state, set(todo))
-    spares = [g.group for g in find_spares(state) if g.group not in todo]
-    lost = sum(state.groups[n].active and state.groups[n].alive for n in todo)
+    spares = [g.number for g in find_spares(state) if g.number not in todo]
+    lost = sum(state.worlds[n].active and state.worlds[n].alive for n in todo)
     stand_ins = tuple(spares[:lost])
     refusal = _find_refusal(state, verb, members, left, before, wait)
     ready = f"{name_replicas(stand_ins)} stand{'' if len(stand_ins) > 1 else 's'} in"
@@ -222,7 +219,7 @@ def _plan_leave(
 
 
 def _find_refusal(
-    state: ControllerState, verb: str, members: int, left: int, before: int, wait: bool
+    state: JobState, verb: str, members: int, left: int, before: int, wait: bool
 ) -> str:
     """Return why it must not be; empty where it may."""
     config = state.the_spec().torchft
@@ -241,7 +238,7 @@ def _find_refusal(
     return ""
 
 
-def _find_move(state: ControllerState, verb: str, number: int) -> GroupMove | None:
+def _find_move(state: JobState, verb: str, number: int) -> GroupMove | None:
     """Return what already leaves the group no less urgently than `verb` would."""
     for move in state.quorum.moves.values():
         urgent = verb == "drain" or move.kind == "evict" or move.stage == "ending"

@@ -2,11 +2,11 @@
 
 from msgspec import structs
 
-from perdure.control.state import ControllerState, Ending
+from perdure.control.job import Ending, JobState
 from perdure.model.events import RankExited
 
 
-def correct_culprit(state: ControllerState, event: RankExited) -> None:
+def correct_culprit(state: JobState, event: RankExited) -> None:
     """Blame who died first, should that be heard of only now: news of others can be faster.
 
     The decision stands; what changes is the history that later ones are made from, and how
@@ -14,13 +14,13 @@ def correct_culprit(state: ControllerState, event: RankExited) -> None:
     """
     record = event.record
     known = state.failures[-1] if state.failures else None
-    if known is None or state.first_exit_s is None or known.generation != record.generation:
+    if known is None or state.world.first_exit_s is None or known.generation != record.generation:
         return
-    if not record.failed or record.asked or record.at_s >= state.first_exit_s:
+    if not record.failed or record.asked or record.at_s >= state.world.first_exit_s:
         return
-    state.first_exit_s = record.at_s
+    state.world.first_exit_s = record.at_s
     code = record.code or 128 + record.signal
-    state.failures[-1] = structs.replace(
+    state.failures[-1] = state.world.failures[-1] = structs.replace(
         known,
         cause=record.cause,
         culprit=f"rank {record.rank}",

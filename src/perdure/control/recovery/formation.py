@@ -6,30 +6,35 @@ node that registers late gets the newest.
 
 from typing import Literal
 
-from perdure.control.elastic.state import ElasticState
+from msgspec import structs
+
+from perdure.control.groups.holds import hold_groups
+from perdure.control.job import Answer, Ending, JobState
 from perdure.control.recovery.placement import place_nodes
-from perdure.control.state import Answer, ControllerState, Ending
 from perdure.control.steering.changes import note_high, restart_changes
 from perdure.control.steering.pauses import find_steering, restart_pause
+from perdure.control.world import WorldState
 from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
-from perdure.model.events import JobSubmitted, RanksStarted, StoreReady
+from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
 from perdure.model.settings import Steering
 
 REGISTER_TIMEOUT_S = 180.0
 """From the job's first event until the last node's first hello, its keeper's start included."""
-_FORM_TIMEOUT_S = 120.0
+FORM_TIMEOUT_S = 120.0
 _END_TIMEOUT_S = 20.0
 
 
-def note_submission(state: ControllerState, now: float, event: JobSubmitted) -> list[AnyAction]:
+def note_submission(state: JobState, now: float, event: JobSubmitted) -> list[AnyAction]:
     """Learn what the job is; its nodes have to register in time."""
     state.spec, state.submitted_s = event.spec, event.at_s
+    if state.of_replicas:
+        state.worlds.clear()  # Each begins with its node.
     patience_s = event.spec.restart.node_wait_s if event.spec.remote else 0.0
-    state.phase_deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
+    state.deadline_s = now + max(REGISTER_TIMEOUT_S, patience_s)
     return []
 
 
-def has_enough(state: ControllerState) -> bool:
+def has_enough(state: JobState) -> bool:
     """Return whether the first world can be formed: spare nodes from elsewhere may come later."""
     spec = state.the_spec()
     local = set(range(spec.local_nodes)) <= set(state.nodes)
@@ -37,7 +42,7 @@ def has_enough(state: ControllerState) -> bool:
 
 
 def form_world(
-    state: ControllerState,
+    state: JobState,
     now: float,
     reason: str,
     *,
@@ -51,101 +56,151 @@ def form_world(
     changed = place_nodes(state, without)
     if changed and changed not in reason:
         reason = f"{reason}; {changed}"
-    state.phase = "forming"
+    if state.phase == "pending":
+        state.enter("enough nodes are there")
+        state.deadline_s = None
     state.generation += 1
-    state.phase_deadline_s = now + _FORM_TIMEOUT_S
-    state.store = None
-    state.started.clear()
-    state.exits.clear()
-    state.elastic = ElasticState()
-    state.joined.clear()
-    state.stepping, state.stepping_s = False, None
-    state.resumed_step = -1
+    state.worlds[0] = state.world.begin(state.generation, now + FORM_TIMEOUT_S)
     state.boundary = None
-    state.stacks = None
-    state.standing.clear()
-    state.withheld.clear()
-    state.checkpoint_due_s = None
     note_high(state, state.step)
     restart_changes(state)
     restart_pause(state)
     for command in state.commands.values():
         if command.kind == "checkpoint":
             command.args.pop("at_step", None)  # What it agreed on died with the older world.
-    return [assign(state, "store", reason, grace_s=grace_s)]
+    return [assign(state, state.world, "store", reason, grace_s=grace_s)]
 
 
 def assign(
-    state: ControllerState,
-    phase: Literal["store", "run", "end"],
+    state: JobState,
+    world: WorldState,
+    phase: Literal["stop", "store", "run"],
     reason: str,
     *,
     grace_s: float = 0.0,
 ) -> AssignNodes:
-    """Number a new assignment and send it to every node that has registered."""
+    """Number a new assignment of `world`, and send it to every node that may have a part in it."""
+    assignment = _number(state, world, phase, reason, grace_s)
+    nodes = tuple(sorted(state.nodes))
+    if state.of_replicas:
+        assignment = structs.replace(
+            assignment, restart_count=len(world.failures), replica=world.number
+        )
+        nodes = world.placement
+    world.assignment = assignment
+    return AssignNodes(nodes=nodes, assignment=assignment, reason=reason)
+
+
+def assign_again(state: JobState, reason: str) -> list[AnyAction]:
+    """Return what every node was told last, once more."""
+    everybody = tuple(sorted(state.nodes))
+    if state.farewell is not None:
+        return [AssignNodes(nodes=everybody, assignment=state.farewell, reason=reason)]
+    return [
+        AssignNodes(
+            nodes=world.placement if state.of_replicas else everybody,
+            assignment=world.assignment,
+            reason=reason,
+        )
+        for _, world in sorted(state.worlds.items())
+        if world.assignment is not None
+    ]
+
+
+def _number(
+    state: JobState,
+    world: WorldState,
+    phase: Literal["stop", "store", "run", "end"],
+    reason: str,
+    grace_s: float,
+) -> Assignment:
     state.number += 1
-    store = state.store
-    state.assignment = Assignment(
+    store = world.store
+    return Assignment(
         number=state.number,
-        generation=state.generation + (phase == "end"),
+        generation=world.generation + (phase in ("stop", "end")),
         phase=phase,
         grace_s=grace_s,
         master_addr=store.host if store else "",
         master_port=store.port if store else 0,
         agent_store=store.agent_store if store else False,
-        restart_count=max(0, state.generation),
-        placement=state.placement,
-        steering=find_steering(state) if phase == "run" else Steering(),
+        restart_count=max(0, world.generation),
+        placement=world.placement,
+        steering=_find_steering(state, world) if phase == "run" else Steering(),
         reason=reason,
     )
-    return AssignNodes(nodes=tuple(sorted(state.nodes)), assignment=state.assignment, reason=reason)
 
 
-def note_store(state: ControllerState, now: float, event: StoreReady) -> list[AnyAction]:
-    """Take that the generation's store is served."""
-    if event.generation == state.generation and state.phase == "forming":
-        state.store = event
+def _find_steering(state: JobState, world: WorldState) -> Steering:
+    """Return what its ranks have to know before their first step."""
+    others = (w for w in state.worlds.values() if w is not world and w.alive and not w.absent)
+    heals = any(w.replica in state.quorum.members for w in others if w.replica)
+    return structs.replace(find_steering(state), heals=heals)
+
+
+def note_store(state: JobState, now: float, event: StoreReady) -> list[AnyAction]:
+    """Take that a generation's store is served."""
+    world = state.find_world(event.generation)
+    if world is not None and world.phase == "forming":
+        world.store = event
     return advance_formation(state, now)
 
 
-def advance_formation(state: ControllerState, now: float) -> list[AnyAction]:
-    """Start the ranks once nothing older lives anywhere and the store is served."""
-    if state.phase != "forming" or state.store is None:
-        return []
-    # A lost node cannot say that it is empty. Its ranks have lost their store and their peers,
-    # and it ends them before anything else once it is back.
-    waited = set(state.nodes) - (set(state.lost) - set(state.placement))
-    if any(state.stopped.get(node, -1) < state.generation - 1 for node in waited):
-        return []
-    state.phase = "starting"
-    state.phase_deadline_s = now + _FORM_TIMEOUT_S
-    return [assign(state, "run", f"generation {state.generation}: all older ranks are gone")]
+def note_stopped(state: JobState, now: float, event: GenerationStopped) -> list[AnyAction]:
+    """Nothing of a generation, or of an older one, lives on a node."""
+    known = state.stopped.get(event.node, -1)
+    state.stopped[event.node] = max(known, event.generation)
+    return [*advance_formation(state, now), *advance_end(state, now)]
 
 
-def wait_for_nodes(state: ControllerState, now: float, missing: list[int]) -> list[AnyAction]:
+def advance_formation(state: JobState, now: float) -> list[AnyAction]:
+    """Start the ranks of each world whose store is served and of which nothing older lives."""
+    actions: list[AnyAction] = []
+    for _, world in sorted(state.worlds.items()):
+        if world.phase != "forming" or world.store is None:
+            continue
+        # A lost node cannot say that it is empty. Its ranks have lost their store and their peers,
+        # and it ends them before anything else once it is back.
+        waited = set(state.nodes) - (set(state.lost) - set(world.placement))
+        reason = f"generation {world.generation}: all older ranks are gone"
+        if state.of_replicas:
+            waited = set(world.placement)
+            of_group = f"generation {world.generation} of group {world.number}"
+            reason = f"{of_group}: its older ranks are gone"
+        if any(state.stopped.get(node, -1) < world.generation - 1 for node in waited):
+            continue
+        world.enter("its store is served, and nothing older lives")
+        world.deadline_s = now + FORM_TIMEOUT_S
+        actions += [hold_groups(state, reason)] if state.of_replicas else []
+        actions.append(assign(state, world, "run", reason))
+    return actions
+
+
+def wait_for_nodes(state: JobState, now: float, missing: list[int]) -> list[AnyAction]:
     """A world whose lost nodes no spare can replace waits for them, and in the end gives up."""
     wait_s = state.the_spec().restart.node_wait_s
     due_s = max(state.lost[node] for node in missing) + wait_s
     if now < due_s:
-        state.phase_deadline_s = due_s
+        state.world.deadline_s = due_s
         return []
     names = ", ".join(f"node {node}" for node in missing)
     why = f"{names} did not come back within {wait_s:g} s, and no spare node can stand in"
     return end_job(state, now, "failed", 1, why)
 
 
-def note_started(state: ControllerState, now: float, event: RanksStarted) -> list[AnyAction]:
+def note_started(state: JobState, now: float, event: RanksStarted) -> list[AnyAction]:
     """A node has started its ranks; the world runs once all have."""
-    if event.generation == state.generation and state.phase == "starting":
-        state.started.add(event.node)
-        if state.started >= set(state.placement):
-            state.phase, state.stepping_s = "running", now
-            state.phase_deadline_s = None
+    world = state.find_world(event.generation)
+    if world is not None and world.phase == "starting":
+        world.started.add(event.node)
+        if world.started >= set(world.placement):
+            world.enter("all its nodes have started its ranks")
+            world.stepping_s, world.deadline_s = now, None
     return []
 
 
 def end_job(
-    state: ControllerState,
+    state: JobState,
     now: float,
     status: Literal["done", "failed", "stopped"],
     exit_code: int,
@@ -154,22 +209,24 @@ def end_job(
     grace_s: float = 0.0,
 ) -> list[AnyAction]:
     """Begin the end: every node ends what it runs, keeper included."""
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return []
-    state.phase = "ending"
-    state.phase_deadline_s = now + _END_TIMEOUT_S + grace_s
+    state.enter("it is done, stopped or given up")
+    state.deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = Ending(status, exit_code, reason)
     state.boundary = None
-    state.stacks = None
-    state.checkpoint_due_s = None
-    return [
-        *_answer_all(state, reason),
-        assign(state, "end", reason, grace_s=grace_s),
-        *advance_end(state, now),
-    ]
+    answers = _answer_all(state, reason)
+    all_ = WorldState(generation=state.generation) if state.of_replicas else state.world
+    state.farewell = _number(state, all_, "end", reason, grace_s)
+    for world in state.worlds.values():
+        if world.alive:
+            world.end()
+    nodes = tuple(sorted(state.nodes))
+    told = AssignNodes(nodes=nodes, assignment=state.farewell, reason=reason)
+    return [*answers, told, *advance_end(state, now)]
 
 
-def _answer_all(state: ControllerState, reason: str) -> list[AnyAction]:
+def _answer_all(state: JobState, reason: str) -> list[AnyAction]:
     """Answer every command that is still open: the end is all that can become of it."""
     actions: list[AnyAction] = []
     for id_ in sorted(state.commands):
@@ -180,23 +237,23 @@ def _answer_all(state: ControllerState, reason: str) -> list[AnyAction]:
     return actions
 
 
-def advance_end(state: ControllerState, now: float) -> list[AnyAction]:
+def advance_end(state: JobState, now: float) -> list[AnyAction]:
     """Finish once every registered node is empty, or the bound has passed.
 
     A lost node cannot say that it is; whoever started its agent ends what it still runs.
     """
     if state.phase != "ending" or state.ending is None:
         return []
-    overdue = state.phase_deadline_s is not None and now >= state.phase_deadline_s
+    overdue = state.deadline_s is not None and now >= state.deadline_s
     there = set(state.nodes) - set(state.lost)
     if not overdue and any(state.stopped.get(n, -1) < state.generation for n in there):
         return []
-    state.phase = "ended"
-    state.phase_deadline_s = None
+    state.enter("all is empty")
+    state.deadline_s = None
     return close_job(state)
 
 
-def close_job(state: ControllerState) -> list[AnyAction]:
+def close_job(state: JobState) -> list[AnyAction]:
     """Return the job's last action, again where `JobEnded` did not reach the journal."""
     ending = state.ending
     if state.phase != "ended" or state.closed or ending is None:
@@ -204,8 +261,11 @@ def close_job(state: ControllerState) -> list[AnyAction]:
     return [EndJob(status=ending.status, exit_code=ending.exit_code, reason=ending.reason)]
 
 
-def note_end(state: ControllerState) -> list[AnyAction]:
+def note_end(state: JobState) -> list[AnyAction]:
     """Know that `JobEnded` is in the journal: nothing is due any more."""
-    state.phase, state.closed = "ended", True
-    state.phase_deadline_s = state.checkpoint_due_s = None
+    if not state.over:
+        state.enter("it is done, stopped or given up")
+    if state.phase == "ending":
+        state.enter("all is empty")
+    state.closed, state.deadline_s = True, None
     return []

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from perdure.control.answers import answer
+from perdure.control.job import JobState, OpenCommand
 from perdure.control.recovery.placement import cordon
 from perdure.control.recovery.response import weigh_verdict
-from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.bus.wire import Notice
@@ -28,7 +28,7 @@ from perdure.model.verdicts import Culprit, Verdict
 _GRACE_S_MAX = 7 * 86400.0
 
 
-def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Answer a `notify` command, and journal what it says if that can be."""
     try:
         notice = msgspec.convert(command.args, Notice)
@@ -75,7 +75,7 @@ def receive_notice(state: ControllerState, now: float, command: OpenCommand) -> 
 
 
 def _report_device(
-    state: ControllerState, now: float, command: OpenCommand, notice: Notice, node: int
+    state: JobState, now: float, command: OpenCommand, notice: Notice, node: int
 ) -> list[AnyAction]:
     source = notice.source or command.who or "notify"
     result: dict[str, Any] = {"node": node, "kind": notice.kind}
@@ -94,7 +94,7 @@ def _report_device(
     return [record, *answer(state, command.id, True, told, result | {"device": device})]
 
 
-def _find_node(state: ControllerState, notice: Notice) -> int:
+def _find_node(state: JobState, notice: Notice) -> int:
     """Return the node that a notice is about.
 
     Raises:
@@ -120,7 +120,7 @@ def name_device(event: DeviceReported) -> str:
     return node if event.device == node else f"{event.device} on {node}"
 
 
-def note_device(state: ControllerState, now: float, event: DeviceReported) -> list[AnyAction]:
+def note_device(state: JobState, now: float, event: DeviceReported) -> list[AnyAction]:
     """Return the verdict on a device that has failed, and a cordon where nothing runs on it."""
     if event.healthy or event.node in state.cordoned or event.node not in state.nodes:
         return []
@@ -128,7 +128,7 @@ def note_device(state: ControllerState, now: float, event: DeviceReported) -> li
     verdict = Verdict(
         kind="UnhealthyDevice",
         culprit=Culprit(node=event.node) if whole else Culprit(device=event.device),
-        generation=state.generation,
+        generation=state.world.generation,
         first_seen_s=event.at_s,
         confirmed_s=now,
         confidence=0.9,
@@ -145,11 +145,11 @@ def note_device(state: ControllerState, now: float, event: DeviceReported) -> li
     actions: list[AnyAction] = [
         RecordEvent(event=VerdictReached(verdict=verdict), reason=verdict.reason)
     ]
-    runs = state.phase == "running" and event.node in state.placement
+    runs = state.world.phase == "running" and event.node in state.world.placement
     wanted = state.the_spec().policy.unhealthy_device
-    if runs or state.phase in ("ending", "ended") or wanted not in ("evict", "restart"):
+    if runs or state.over or wanted not in ("evict", "restart"):
         return actions  # `_judge` weighs it, or there is nothing to do.
     reaction = weigh_verdict(state, verdict)
-    if event.node not in state.placement or reaction.leave_out:
+    if event.node not in state.world.placement or reaction.leave_out:
         actions += cordon(state, event.node, verdict.reason)
     return actions

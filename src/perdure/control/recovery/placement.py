@@ -5,28 +5,28 @@ every other node keeps its ranks, and what it has warm.
 """
 
 from perdure.control.elastic.members import find_home
+from perdure.control.job import JobState, OpenNotice
 from perdure.control.observing import is_observed
-from perdure.control.state import ControllerState, OpenNotice
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.notices import LATE_S
 from perdure.model.verdicts import Verdict
 
 
-def place_nodes(state: ControllerState, without: int | None = None) -> str:
+def place_nodes(state: JobState, without: int | None = None) -> str:
     """Set the placement of the next world; return who stands in for whom, in words.
 
     A node that is lost, cordoned, being left or `without` is replaced where a spare one stands
     ready. Where none does it stays, but for a lost one: a world that cannot be formed is no
     better than one that may fail again, so a node that the policy cordoned stands in for it.
     """
-    if not state.placement:
+    if not state.world.placement:
         ready = [node for node in sorted(state.nodes) if node not in state.cordoned]
         last = sorted(set(state.cordoned), key=lambda node: (node in state.barred, node))
         nodes = (ready + last)[: state.the_spec().nodes]
-        state.placement = tuple(sorted(nodes))
+        state.world.placement = tuple(sorted(nodes))
         return ""
-    placement, spares, words = list(state.placement), list(state.spares), []
+    placement, spares, words = list(state.world.placement), list(state.spares), []
     out = {*state.lost, *state.cordoned, *state.leaving, without}
     last = [node for node in find_cordoned_ready(state) if node != without]
     order = sorted(range(len(placement)), key=lambda group: placement[group] not in state.lost)
@@ -37,18 +37,18 @@ def place_nodes(state: ControllerState, without: int | None = None) -> str:
         if spares or (last and node in state.lost):
             placement[group] = spares.pop(0) if spares else last.pop(0)
             words.append(f"node {placement[group]} stands in for node {node}")
-    state.placement = tuple(placement)
+    state.world.placement = tuple(placement)
     return ", ".join(words)
 
 
-def find_cordoned_ready(state: ControllerState) -> list[int]:
+def find_cordoned_ready(state: JobState) -> list[int]:
     """Return the nodes that only the policy's own cordon keeps idle, the least blamed first."""
-    out = {*state.placement, *state.lost, *state.barred}
+    out = {*state.world.placement, *state.lost, *state.barred}
     ready = [node for node in state.cordoned if node in state.nodes and node not in out]
     return sorted(ready, key=lambda node: (state.blames.get(node, 0), node))
 
 
-def find_notice(state: ControllerState, now: float, node: int) -> OpenNotice | None:
+def find_notice(state: JobState, now: float, node: int) -> OpenNotice | None:
     """Return what says that `node` goes away; None where nothing does."""
     found = [
         n
@@ -58,7 +58,7 @@ def find_notice(state: ControllerState, now: float, node: int) -> OpenNotice | N
     return min(found, key=lambda n: n.gone_s, default=None)
 
 
-def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
+def find_blamed_node(state: JobState, verdict: Verdict) -> int | None:
     """Return the node behind a verdict's culprit; None where it cannot be told.
 
     Of a link it is the end that was blamed more often before. Where that settles nothing it is
@@ -69,7 +69,7 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     if culprit.node is not None:
         return culprit.node
     if culprit.rank is not None:
-        return find_home(state, culprit.rank) if state.placement else None
+        return find_home(state, culprit.rank) if state.world.placement else None
     if culprit.device is not None:
         named = verdict.evidence.get("node")
         return named if isinstance(named, int) else None
@@ -82,16 +82,16 @@ def find_blamed_node(state: ControllerState, verdict: Verdict) -> int | None:
     return ends[0] if blames[0] > blames[1] else ends[1]
 
 
-def find_shortage(state: ControllerState, leaving: set[int]) -> int:
+def find_shortage(state: JobState, leaving: set[int]) -> int:
     """Return how many nodes a world would be short of, were nodes `leaving` left out as well."""
     spares = [node for node in state.spares if node not in leaving]
-    if not state.placement:
+    if not state.world.placement:
         return max(0, state.the_spec().nodes - len(spares))
     out = {*leaving, *state.lost, *state.cordoned, *state.leaving}
-    return max(0, sum(node in out for node in state.placement) - len(spares))
+    return max(0, sum(node in out for node in state.world.placement) - len(spares))
 
 
-def cordon(state: ControllerState, node: int, reason: str) -> list[AnyAction]:
+def cordon(state: JobState, node: int, reason: str) -> list[AnyAction]:
     """Leave `node` out from now on, while another can stand in."""
     if node in state.cordoned or is_observed(state):
         return []
@@ -99,7 +99,7 @@ def cordon(state: ControllerState, node: int, reason: str) -> list[AnyAction]:
     return [CordonNode(node=node, reason=reason)]
 
 
-def bar(state: ControllerState, node: int, who: str, reason: str) -> list[AnyAction]:
+def bar(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
     """Leave `node` out from now on, at an operator's word."""
     if node in state.barred:
         return []
@@ -109,14 +109,14 @@ def bar(state: ControllerState, node: int, who: str, reason: str) -> list[AnyAct
     return [CordonNode(node=node, who=who, reason=reason)]
 
 
-def release(state: ControllerState, node: int, who: str, reason: str) -> list[AnyAction]:
+def release(state: JobState, node: int, who: str, reason: str) -> list[AnyAction]:
     """Let `node` run ranks again."""
     _forget(state, node)
     state.restoring[node] = who
     return [RestoreNode(node=node, who=who, reason=reason)]
 
 
-def cordon_again(state: ControllerState) -> list[AnyAction]:
+def cordon_again(state: JobState) -> list[AnyAction]:
     """Return the cordons and restorations whose record did not reach the journal."""
     actions: list[AnyAction] = [
         CordonNode(node=node, who=state.cordoned_by.get(node, ""), reason=reason)
@@ -128,7 +128,7 @@ def cordon_again(state: ControllerState) -> list[AnyAction]:
     return actions
 
 
-def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> list[AnyAction]:
+def note_cordon(state: JobState, event: NodeCordoned | NodeRestored) -> list[AnyAction]:
     """Take an operator's word, or the record of our own."""
     if isinstance(event, NodeCordoned):
         state.cordoned.setdefault(event.node, event.reason)
@@ -142,7 +142,7 @@ def note_cordon(state: ControllerState, event: NodeCordoned | NodeRestored) -> l
     return []
 
 
-def _forget(state: ControllerState, node: int) -> None:
+def _forget(state: JobState, node: int) -> None:
     state.cordoned.pop(node, None)
     state.cordoned_by.pop(node, None)
     state.cordons_noted.discard(node)

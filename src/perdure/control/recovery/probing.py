@@ -6,8 +6,8 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 
 from perdure.control.answers import answer
 from perdure.control.elastic.members import find_home
+from perdure.control.job import JobState, OpenCommand
 from perdure.control.observing import is_observed, withhold_verdict
-from perdure.control.state import ControllerState, OpenCommand
 from perdure.model.actions import AnyAction, NoteFinding, RunProbe
 from perdure.model.events import ProbeEnded
 from perdure.model.signals.links import ProbeFinding
@@ -15,7 +15,7 @@ from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession
 
 
-def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[AnyAction]:
+def probe_verdict(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
     """Begin the probe that a verdict asks for in its evidence, if there is room for one."""
     wanted = verdict.evidence.get("probe")
     if not wanted or state.probe is not None or not state.the_spec().policy.probe:
@@ -31,7 +31,7 @@ def probe_verdict(state: ControllerState, now: float, verdict: Verdict) -> list[
     return _begin(state, now, nodes, links, why)
 
 
-def receive_probe(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_probe(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a probe of all nodes for an operator; refused while another runs."""
     if state.probe is not None:
         return answer(state, command.id, False, "a probe is running already", {})
@@ -40,23 +40,23 @@ def receive_probe(state: ControllerState, now: float, command: OpenCommand) -> l
     return _begin(state, now, [], [], why, command.id)
 
 
-def take_probe(state: ControllerState, now: float, event: ProbeEnded) -> list[AnyAction]:
+def take_probe(state: JobState, now: float, event: ProbeEnded) -> list[AnyAction]:
     """Take one node's answer."""
     return _go_on(state, state.probe.take(now, event)) if state.probe is not None else []
 
 
-def probe_overdue(state: ControllerState, now: float) -> list[AnyAction]:
+def probe_overdue(state: JobState, now: float) -> list[AnyAction]:
     """Go on without the answers that did not come in time."""
     return _go_on(state, state.probe.tick(now)) if state.probe is not None else []
 
 
-def probe_again(state: ControllerState) -> list[AnyAction]:
+def probe_again(state: JobState) -> list[AnyAction]:
     """Return the open round's order once more."""
     return [state.probe.order] if state.probe is not None and state.probe.order else []
 
 
 def _begin(
-    state: ControllerState,
+    state: JobState,
     now: float,
     suspects: list[int],
     links: list[tuple[int, int]],
@@ -70,7 +70,7 @@ def _begin(
     return [state.probe.start(now, nodes, suspects, links)]
 
 
-def _go_on(state: ControllerState, step: RunProbe | ProbeFinding | None) -> list[AnyAction]:
+def _go_on(state: JobState, step: RunProbe | ProbeFinding | None) -> list[AnyAction]:
     probe = state.probe
     if step is None or probe is None:
         return []

@@ -3,8 +3,8 @@
 import math
 
 from perdure.control.elastic.members import find_home, find_spares
+from perdure.control.job import JobState
 from perdure.control.recovery.placement import cordon, find_blamed_node
-from perdure.control.state import ControllerState
 from perdure.model.actions import AnyAction
 from perdure.model.events import ExitRecord
 from perdure.model.verdicts import Culprit, Verdict
@@ -19,7 +19,7 @@ _AT_ONCE_S = 120.0
 """Whoever is slow again so soon after another node has taken over is slow by its work."""
 
 
-def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = None) -> Reaction:
+def weigh_verdict(state: JobState, verdict: Verdict, now: float | None = None) -> Reaction:
     """Return what the job's policy makes of `verdict`, as things stand `now`."""
     now = verdict.confirmed_s if now is None else now
     node = find_blamed_node(state, verdict)
@@ -35,7 +35,7 @@ def weigh_verdict(state: ControllerState, verdict: Verdict, now: float | None = 
     return react(verdict, state.the_spec().policy, situation)
 
 
-def _find_stand_ins(state: ControllerState, verdict: Verdict, node: int | None) -> tuple[int, ...]:
+def _find_stand_ins(state: JobState, verdict: Verdict, node: int | None) -> tuple[int, ...]:
     """Return the nodes that could stand in, in the order in which they would.
 
     A rank of an elastic world is followed by a member that is ready elsewhere; spare nodes run
@@ -47,36 +47,40 @@ def _find_stand_ins(state: ControllerState, verdict: Verdict, node: int | None) 
     return tuple(dict.fromkeys(find_home(state, member) for member in ready))
 
 
-def _find_lost_s(state: ControllerState, now: float) -> float:
+def _find_lost_s(state: JobState, now: float) -> float:
     """Return how much work a restart would lose, in seconds.
 
     A script that perdure knows no checkpoint of begins anew, as far as anybody can tell.
     """
-    kept = [at_s for at_s in (state.saved_s, state.stepping_s) if at_s is not None]
+    kept = [at_s for at_s in (state.saved_s, state.world.stepping_s) if at_s is not None]
     return max(0.0, now - max(kept)) if kept else 0.0
 
 
-def _is_in_place(state: ControllerState, verdict: Verdict) -> bool:
+def _is_in_place(state: JobState, verdict: Verdict) -> bool:
     """Return whether one process of an elastic world is concerned, and the others go on."""
-    elastic = state.elastic
+    elastic = state.world.elastic
     return bool(elastic.members) and not elastic.given_up and verdict.culprit.rank is not None
 
 
-def _is_replaced(state: ControllerState, verdict: Verdict, node: int | None) -> bool:
+def _is_replaced(state: JobState, verdict: Verdict, node: int | None) -> bool:
     """Return whether the node runs these ranks only because another was as slow with them."""
     generation, at_s = state.replaced.get(_name_place(state, verdict, node), (-2, 0.0))
-    return state.generation == generation + 1 and verdict.first_seen_s - at_s < _AT_ONCE_S
+    return state.world.generation == generation + 1 and verdict.first_seen_s - at_s < _AT_ONCE_S
 
 
-def _name_place(state: ControllerState, verdict: Verdict, node: int | None) -> str:
+def _name_place(state: JobState, verdict: Verdict, node: int | None) -> str:
     if _is_in_place(state, verdict):
         return f"{verdict.kind} rank {verdict.culprit.rank}"
-    group = state.placement.index(node) if node is not None and node in state.placement else -1
+    group = (
+        state.world.placement.index(node)
+        if node is not None and node in state.world.placement
+        else -1
+    )
     return f"{verdict.kind} {group}"
 
 
 def blame(
-    state: ControllerState, now: float, verdict: Verdict, reaction: Reaction
+    state: JobState, now: float, verdict: Verdict, reaction: Reaction
 ) -> tuple[list[AnyAction], int | None]:
     """Count the blame; return the cordon it leads to, and the node to leave out."""
     node = find_blamed_node(state, verdict)
@@ -89,18 +93,16 @@ def blame(
     actions: list[AnyAction] = []
     if reaction.leave_out and verdict.kind in SLOW and _is_in_place(state, verdict):
         for member in find_spares(state, beside=(node,)):  # One of them takes its part.
-            state.replaced[f"{verdict.kind} rank {member}"] = (state.generation - 1, now)
+            state.replaced[f"{verdict.kind} rank {member}"] = (state.world.generation - 1, now)
     elif reaction.leave_out and verdict.kind in SLOW:
         place = _name_place(state, verdict, node)
-        state.replaced[place] = (state.generation, now)
+        state.replaced[place] = (state.world.generation, now)
     if reaction.cordon:
         actions = cordon(state, node, f"{verdict.kind}: {reaction.reason}")
     return actions, node if reaction.leave_out else None
 
 
-def blame_device(
-    state: ControllerState, record: ExitRecord
-) -> tuple[list[AnyAction], int | None, str]:
+def blame_device(state: JobState, record: ExitRecord) -> tuple[list[AnyAction], int | None, str]:
     """Return what follows for its node where a rank died of its device: cordon, node, reason.
 
     A device that has failed fails again: restarting the same rank on it would use up the budget.

@@ -18,8 +18,9 @@ from typing import Literal
 
 from msgspec import structs
 
+from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
-from perdure.control.state import ControllerState, OpenBoundary
+from perdure.control.job import JobState
 from perdure.control.steering.changes import commit_open, note_high, plan_change, refuse_change
 from perdure.control.steering.pauses import commit_pause
 from perdure.model.actions import AnyAction, SendBoundary
@@ -38,7 +39,7 @@ _LEAD_S_MIN, _LEAD_S_MAX = 0.004, 1.0
 
 
 def open_boundary(
-    state: ControllerState,
+    state: JobState,
     now: float,
     kind: Literal["checkpoint", "stop", "drain", "set", "pause"],
     *,
@@ -71,10 +72,10 @@ def open_boundary(
     return [send_boundary(state, reason)]
 
 
-def note_pace(state: ControllerState, pace: Pace | None) -> None:
+def note_pace(state: JobState, pace: Pace | None) -> None:
     """Take what an event has brought; another generation's is worth nothing."""
     if pace is not None:
-        known = state.the_spec().torchft.replicas or pace.generation == state.generation
+        known = state.the_spec().torchft.replicas or pace.generation == state.world.generation
         state.steering.pace = pace if known else None
 
 
@@ -97,26 +98,26 @@ def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tri
     return max(expected + 1, known + (1 << min(tries - 1, 10)))
 
 
-def look_ahead(state: ControllerState, now: float, tries: int) -> int:
+def look_ahead(state: JobState, now: float, tries: int) -> int:
     """Return the step to ask for, by what is known of the ranks' pace and of earlier questions."""
     steering = state.steering
     lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
     return find_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
 
 
-def note_answered(state: ControllerState, now: float, boundary: OpenBoundary) -> None:
+def note_answered(state: JobState, now: float, boundary: OpenBoundary) -> None:
     """All have answered: so long does a question take."""
     state.steering.answer_s += 0.3 * (now - boundary.asked_s - state.steering.answer_s)
 
 
-def correct_pace(state: ControllerState, now: float, step: int) -> None:
+def correct_pace(state: JobState, now: float, step: int) -> None:
     """A rank was further than expected: go on from there."""
     pace = state.steering.pace
     if pace is not None and pace.find_step(now) < step + 1:
         state.steering.pace = structs.replace(pace, step=step, at_s=now)
 
 
-def _choose_step(state: ControllerState, now: float, boundary: OpenBoundary) -> None:
+def _choose_step(state: JobState, now: float, boundary: OpenBoundary) -> None:
     """Set the step of a try: the one asked for, that of a pause, or the next that can be."""
     boundary.asked_s = now
     steering = state.steering
@@ -132,7 +133,7 @@ def _choose_step(state: ControllerState, now: float, boundary: OpenBoundary) -> 
 
 
 def send_boundary(
-    state: ControllerState, reason: str, move: Literal["abort"] | None = None
+    state: JobState, reason: str, move: Literal["abort"] | None = None
 ) -> SendBoundary:
     """Return the open agreement's current move (or its abort) for all ranks; safe to repeat."""
     boundary = state.boundary
@@ -143,16 +144,16 @@ def send_boundary(
         kind=boundary.kind,
         step=boundary.step,
         ranks=boundary.ranks,
-        generation=state.generation,
+        generation=state.world.generation,
         number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
         change=boundary.change,
         leaves=boundary.leaves,
-        epoch=state.elastic.epoch if boundary.move == "commit" else 0,
+        epoch=state.world.elastic.epoch if boundary.move == "commit" else 0,
         reason=reason,
     )
 
 
-def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered) -> list[AnyAction]:
+def answer_boundary(state: JobState, now: float, event: BoundaryAnswered) -> list[AnyAction]:
     """Take one rank's answer; commit once all have said yes, try again after a no."""
     boundary = state.boundary
     if boundary is None or event.id != f"{boundary.id}.{boundary.tries}":
@@ -174,7 +175,7 @@ def answer_boundary(state: ControllerState, now: float, event: BoundaryAnswered)
     return commit_boundary(state, now)
 
 
-def commit_boundary(state: ControllerState, now: float) -> list[AnyAction]:
+def commit_boundary(state: JobState, now: float) -> list[AnyAction]:
     """Decide that it shall be, once all who are asked have promised."""
     boundary = state.boundary
     if boundary is None or boundary.move == "commit" or not boundary.yes >= set(boundary.ranks):
@@ -184,7 +185,7 @@ def commit_boundary(state: ControllerState, now: float) -> list[AnyAction]:
     boundary.deadline_s = now + _REACH_TIMEOUT_S
     actions: list[AnyAction] = [send_boundary(state, f"all ranks agreed on step {boundary.step}")]
     command = state.commands.get(boundary.command)
-    alone = boundary.kind == "checkpoint" and state.elastic.members  # One saves for all.
+    alone = boundary.kind == "checkpoint" and state.world.elastic.members  # One saves for all.
     if command is not None and (alone or boundary.kind in ("set", "pause")):
         command.args["at_step"] = boundary.step  # It will be done; its answer comes then.
     if boundary.kind == "set":
@@ -194,7 +195,7 @@ def commit_boundary(state: ControllerState, now: float) -> list[AnyAction]:
     return actions
 
 
-def release_boundary(state: ControllerState) -> list[AnyAction]:
+def release_boundary(state: JobState) -> list[AnyAction]:
     """Make room for the next agreement once every rank will act by itself."""
     boundary = state.boundary
     if boundary is None or boundary.move != "commit":
@@ -205,7 +206,7 @@ def release_boundary(state: ControllerState) -> list[AnyAction]:
     return plan_change(state, f"{boundary.id}.{boundary.tries}")
 
 
-def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyAction]:
+def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
     """Abort this try and prepare a later step; after too many, give it up."""
     boundary = state.boundary
     assert boundary is not None
@@ -226,13 +227,13 @@ def retry_boundary(state: ControllerState, now: float, reason: str) -> list[AnyA
     return [*actions, send_boundary(state, f"again at a later step: {reason}")]
 
 
-def abort_boundary(state: ControllerState, reason: str) -> SendBoundary:
+def abort_boundary(state: JobState, reason: str) -> SendBoundary:
     """Return the abort of the open try, which a later controller has to repeat."""
     state.aborted = send_boundary(state, reason, "abort")
     return state.aborted
 
 
-def send_boundary_again(state: ControllerState, reason: str) -> list[SendBoundary]:
+def send_boundary_again(state: JobState, reason: str) -> list[SendBoundary]:
     """Return what a new controller says of agreements: the open one, or the end of the last.
 
     Nobody but the controller may end a prepared rank's wait: it has promised, and the others may
@@ -241,10 +242,10 @@ def send_boundary_again(state: ControllerState, reason: str) -> list[SendBoundar
     if state.boundary is not None:
         return [send_boundary(state, reason)]
     last = state.aborted
-    return [last] if last is not None and last.generation == state.generation else []
+    return [last] if last is not None and last.generation == state.world.generation else []
 
 
-def reach_boundary(state: ControllerState, event: BoundaryReached) -> OpenBoundary | None:
+def reach_boundary(state: JobState, event: BoundaryReached) -> OpenBoundary | None:
     """Take one rank's report; return the agreement once every rank has carried it out."""
     boundary = state.boundary
     if boundary is None or event.id != f"{boundary.id}.{boundary.tries}":
@@ -253,7 +254,7 @@ def reach_boundary(state: ControllerState, event: BoundaryReached) -> OpenBounda
     return close_boundary(state)
 
 
-def close_boundary(state: ControllerState) -> OpenBoundary | None:
+def close_boundary(state: JobState) -> OpenBoundary | None:
     """Make room for the next agreement, and return this one, once all have carried it out."""
     boundary = state.boundary
     if boundary is None or boundary.move != "commit":

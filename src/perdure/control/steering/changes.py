@@ -16,9 +16,9 @@ agreements can be given only those, at once.
 
 import msgspec
 
+from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.answers import answer_open
-from perdure.control.state import ControllerState, OpenBoundary
-from perdure.control.steering.state import OpenChange
+from perdure.control.job import JobState
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
@@ -31,7 +31,7 @@ FAR_STEPS = 1000
 """An operator does not wait for a step that is further away."""
 
 
-def declare_keys(state: ControllerState, event: KeysDeclared) -> None:
+def declare_keys(state: JobState, event: KeysDeclared) -> None:
     """Take over the keys of the newest generation's script, and what it resumed with."""
     steering = state.steering
     if event.generation < steering.generation:
@@ -43,7 +43,7 @@ def declare_keys(state: ControllerState, event: KeysDeclared) -> None:
     steering.since = event.step
 
 
-def find_value(state: ControllerState, name: str, step: int) -> Value:
+def find_value(state: JobState, name: str, step: int) -> Value:
     """Return what a key has at `step`, as far as it was agreed by now.
 
     Raises:
@@ -61,17 +61,17 @@ def find_value(state: ControllerState, name: str, step: int) -> Value:
     return value
 
 
-def own_keys(state: ControllerState) -> dict[str, KeySpec]:
+def own_keys(state: JobState) -> dict[str, KeySpec]:
     """Return perdure's own keys, which need no declaration."""
     return {spec.name: spec for spec in find_own_keys(state.the_spec())}
 
 
-def note_high(state: ControllerState, step: int) -> None:
+def note_high(state: JobState, step: int) -> None:
     """Some rank has committed `step` steps."""
     state.steering.high = max(state.steering.high, step)
 
 
-def find_key(state: ControllerState, name: str) -> KeySpec:
+def find_key(state: JobState, name: str) -> KeySpec:
     """Return a key.
 
     Raises:
@@ -91,7 +91,7 @@ def find_key(state: ControllerState, name: str) -> KeySpec:
 # --- the agreement ------------------------------------------------------------------------------
 
 
-def commit_change(state: ControllerState, change: Change) -> list[AnyAction]:
+def commit_change(state: JobState, change: Change) -> list[AnyAction]:
     """Make `change` a part of the job."""
     steering = state.steering
     steering.changes.append(change)
@@ -111,7 +111,7 @@ def _note(change: Change) -> RecordEvent:
     return RecordEvent(event=SettingsChanged(change=change), reason=reason)
 
 
-def commit_open(state: ControllerState, boundary: OpenBoundary) -> list[AnyAction]:
+def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
     """All ranks have promised: from now on nothing takes the change back."""
     assert boundary.change is not None
     before = {n: find_value(state, n, boundary.step) for n in boundary.change.values}
@@ -122,13 +122,13 @@ def commit_open(state: ControllerState, boundary: OpenBoundary) -> list[AnyActio
     return commit_change(state, change)
 
 
-def refuse_change(state: ControllerState, command: str, rank: int, why: str) -> list[AnyAction]:
+def refuse_change(state: JobState, command: str, rank: int, why: str) -> list[AnyAction]:
     """One rank cannot do it, so none does."""
     result = {"rank": rank}
     return answer_open(state, command, False, f"rank {rank}: {why}", result)
 
 
-def plan_change(state: ControllerState, id_: str) -> list[AnyAction]:
+def plan_change(state: JobState, id_: str) -> list[AnyAction]:
     """All ranks know the decision; answer who should not wait for a step that is far away."""
     actions: list[AnyAction] = []
     for open_ in state.steering.open:
@@ -140,7 +140,7 @@ def plan_change(state: ControllerState, id_: str) -> list[AnyAction]:
     return actions
 
 
-def reach_change(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     """Take one rank's report that a change is in force there."""
     for open_ in list(state.steering.open):
         if event.id not in (open_.boundary, f"e{open_.change.epoch}"):
@@ -153,17 +153,17 @@ def reach_change(state: ControllerState, event: BoundaryReached) -> list[AnyActi
     return close_changes(state)
 
 
-def close_changes(state: ControllerState) -> list[AnyAction]:
+def close_changes(state: JobState) -> list[AnyAction]:
     """Close what is in force on every rank that has promised it and is there still."""
     actions: list[AnyAction] = []
     for open_ in list(state.steering.open):
-        waited = set(state.world) if open_.generation < state.generation else set(open_.ranks)
+        waited = set(state.ranks) if open_.generation < state.generation else set(open_.ranks)
         if open_.reached and open_.reached >= waited & set(state.asked):
             actions += _close(state, open_)
     return actions
 
 
-def settle_changes(state: ControllerState, event: KeysDeclared) -> list[AnyAction]:
+def settle_changes(state: JobState, event: KeysDeclared) -> list[AnyAction]:
     """Close what a generation's checkpoint has brought with it."""
     actions: list[AnyAction] = []
     for open_ in list(state.steering.open):
@@ -172,13 +172,13 @@ def settle_changes(state: ControllerState, event: KeysDeclared) -> list[AnyActio
     return actions
 
 
-def _close(state: ControllerState, open_: OpenChange) -> list[AnyAction]:
+def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:
     state.steering.open.remove(open_)
     keep_change(state, open_.change)
     return [] if open_.answered else _answer(state, open_, "")
 
 
-def _answer(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyAction]:
+def _answer(state: JobState, open_: OpenChange, reason: str) -> list[AnyAction]:
     change = open_.change
     result = {
         "changes": change.values,
@@ -190,7 +190,7 @@ def _answer(state: ControllerState, open_: OpenChange, reason: str) -> list[AnyA
     return answer_open(state, open_.command, True, reason, result)
 
 
-def keep_change(state: ControllerState, change: Change) -> None:
+def keep_change(state: JobState, change: Change) -> None:
     """Put the controller's and the detector's share of `change` in force."""
     if change.epoch > state.steering.kept:
         state.steering.kept = change.epoch
@@ -200,17 +200,18 @@ def keep_change(state: ControllerState, change: Change) -> None:
 # --- generations and controllers ----------------------------------------------------------------
 
 
-def restart_changes(state: ControllerState) -> None:
+def restart_changes(state: JobState) -> None:
     """Another generation begins: what its ranks have carried out is to be seen anew."""
     for open_ in state.steering.open:
         open_.reached.clear()
 
 
-def note_change(state: ControllerState, event: SettingsChanged) -> None:
+def note_change(state: JobState, event: SettingsChanged) -> list[AnyAction]:
     """`event` is in the journal."""
     state.steering.noted = max(state.steering.noted, event.change.epoch)
+    return []
 
 
-def changes_again(state: ControllerState) -> list[AnyAction]:
+def changes_again(state: JobState) -> list[AnyAction]:
     """Return the records that did not reach the journal."""
     return [_note(c) for c in state.steering.changes if c.epoch > state.steering.noted]

@@ -1,28 +1,34 @@
 """Operators' commands: taken once by id, answered once, never half applied."""
 
-from perdure.control.answers import answer, answer_again
+from collections.abc import Callable
+
+from perdure.control.answers import answer, answer_again, answer_open
+from perdure.control.groups.agreement import start_group_set
+from perdure.control.groups.saving import start_group_checkpoint
+from perdure.control.groups.verbs import order_replicas
 from perdure.control.invitations import receive_invite, receive_revoke
+from perdure.control.job import JobState, OpenCommand
 from perdure.control.joining import receive_join
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
-from perdure.control.state import ControllerState, OpenCommand
 from perdure.control.steering.boundary import note_pace, open_boundary
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnyAction, InjectFault
-from perdure.model.events import CommandReceived, NodeAsked
+from perdure.model.events import CommandReceived, FaultInjected, NodeAsked
 
+_OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 _STOP_TIMEOUT_S = 30.0
 """A stop that the ranks have not agreed on by then is carried out with signals."""
 
 
-def stop_deadline(state: ControllerState) -> float | None:
+def stop_deadline(state: JobState) -> float | None:
     """Return when an open stop is no longer waited for; None where the ranks have agreed."""
     boundary = state.boundary
     if boundary is not None and boundary.kind == "stop" and boundary.move == "commit":
         return None
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return None
     open_ = [
         c.at_s for c in state.commands.values() if c.kind == "stop" and "at_step" not in c.args
@@ -30,13 +36,13 @@ def stop_deadline(state: ControllerState) -> float | None:
     return min(open_) + _STOP_TIMEOUT_S if open_ else None
 
 
-def find_reached_stop(state: ControllerState) -> OpenCommand | None:
+def find_reached_stop(state: JobState) -> OpenCommand | None:
     """Return the stop that all ranks have carried out, if there is one."""
     stops = [c for c in state.commands.values() if c.kind == "stop"]
     return next((command for command in stops if "at_step" in command.args), None)
 
 
-def finish_job(state: ControllerState, now: float) -> list[AnyAction]:
+def finish_job(state: JobState, now: float) -> list[AnyAction]:
     """Every rank has ended well: the job is done, or was stopped."""
     stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
     if stop is None:
@@ -46,7 +52,7 @@ def finish_job(state: ControllerState, now: float) -> list[AnyAction]:
     return [*done, *end_job(state, now, "stopped", 0, who)]
 
 
-def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
+def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
     """End the ranks with SIGTERM and the configured grace: they did not agree in time."""
     reason = f"the ranks did not agree on a step to stop at within {_STOP_TIMEOUT_S:g} s"
     actions: list[AnyAction] = []
@@ -58,7 +64,7 @@ def give_up_stop(state: ControllerState, now: float) -> list[AnyAction]:
 
 
 def receive_command(
-    state: ControllerState, now: float, event: CommandReceived | NodeAsked
+    state: JobState, now: float, event: CommandReceived | NodeAsked
 ) -> list[AnyAction]:
     """Begin, queue or refuse a command; a repeated one gets the answer it had.
 
@@ -73,15 +79,18 @@ def receive_command(
         return answer(state, event.id, False, f"malformed arguments: {error}", {})
 
 
-def _receive(state: ControllerState, now: float, event: CommandReceived) -> list[AnyAction]:
+def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
         return answer_again(state, event.id)
     if event.id in state.commands:
         return []
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return answer(state, event.id, event.kind in ("stop", "kill"), "the job is ending", {})
     note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
+    if state.of_replicas and event.kind in _OF_ONE_WORLD:
+        why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
+        return answer(state, event.id, False, why, {})
     match event.kind:
         case "kill":
             done = answer(state, event.id, True, "killed", {})
@@ -92,7 +101,8 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
         case "probe":
             return receive_probe(state, now, command)
         case "drain" | "cordon" | "evict" | "restore":
-            return receive_verb(state, now, command)
+            receive = order_replicas if state.of_replicas else receive_verb
+            return receive(state, now, command)
         case "notify":
             return receive_notice(state, now, command)
         case "join":
@@ -103,6 +113,9 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return receive_revoke(state, now, command)
         case "resume":
             return receive_resume(state, now, command)
+        case "pause" | "stop" if state.of_replicas:  # They need no agreement, and wait for none.
+            state.commands[event.id] = command
+            return _START[event.kind](state, now, command)
         case "stop" | "checkpoint" | "set" | "pause":
             state.commands[event.id] = command
             return start_waiting_command(state, now)
@@ -110,13 +123,14 @@ def _receive(state: ControllerState, now: float, event: CommandReceived) -> list
             return answer(state, event.id, False, f"{event.kind} is not known here", {})
 
 
-def _receive_inject(state: ControllerState, command: OpenCommand) -> list[AnyAction]:
+def _receive_inject(state: JobState, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
-    if rank not in state.asked:
+    world = state.find_home(rank)
+    if world is None:
         return answer(state, command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
     reason = f"asked for by {command.who or 'an operator'}"
-    action = inject_action(command, state.generation, reason)
+    action = inject_action(command, world.generation, reason)
     if int(command.args.get("at_step", -1)) >= 0:
         return [action, *answer(state, command.id, True, "armed", dict(command.args))]
     state.commands[command.id] = command
@@ -137,53 +151,67 @@ def inject_action(command: OpenCommand, generation: int, reason: str) -> InjectF
     )
 
 
-def inject_again(state: ControllerState, reason: str) -> list[AnyAction]:
+def inject_again(state: JobState, reason: str) -> list[AnyAction]:
     """Return the orders of all faults that are armed or open, for the generation that lives."""
-    return [inject_action(c, state.generation, reason) for c in state.injects.values()]
+    homes = ((c, state.find_home(int(c.args["rank"]))) for c in state.injects.values())
+    return [inject_action(c, world.generation, reason) for c, world in homes if world is not None]
 
 
-def start_waiting_command(state: ControllerState, now: float) -> list[AnyAction]:
+def note_fault(state: JobState, event: FaultInjected) -> list[AnyAction]:
+    """An injected fault has taken place, or could not."""
+    state.injects.pop(event.id, None)
+    result = {"rank": event.rank, "kind": event.kind}
+    result |= {"note": event.note} if event.note else {}
+    error = event.error
+    return answer_open(state, event.id, not error, error or "done", dict(result))
+
+
+def start_waiting_command(state: JobState, now: float) -> list[AnyAction]:
     """Begin the oldest command that waits for an agreement, if it can begin now; a stop first."""
-    waiting = [
-        command
-        for command in state.commands.values()
-        if command.kind in ("stop", "checkpoint", "set", "pause") and "at_step" not in command.args
-    ]
+    waiting = [c for c in state.commands.values() if c.kind in _START and "at_step" not in c.args]
     actions: list[AnyAction] = []
     for command in sorted(waiting, key=lambda c: (c.kind != "stop", c.at_s, c.id)):
-        if state.boundary is not None or state.phase in ("ending", "ended"):
+        if state.boundary is not None or state.over:
             break
-        match command.kind:
-            case "stop":
-                actions += _start_stop(state, now, command)
-            case "checkpoint":
-                actions += _start_checkpoint(state, now, command)
-            case "set":
-                actions += start_set(state, now, command)
-            case _:
-                actions += start_pause(state, now, command)
+        actions += _START[command.kind](state, now, command)
     return actions
 
 
-def _start_checkpoint(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
-    if state.phase == "running" and state.stepping and state.resumable:
+def _start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    start = start_group_set if state.of_replicas else start_set
+    return start(state, now, command)
+
+
+def _start_checkpoint(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    if state.of_replicas:
+        return start_group_checkpoint(state, now, command)
+    if state.agrees:
         reason = f"asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
-    if state.stepping and not state.joined:
+    if state.world.stepping and not state.world.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
         return answer(state, command.id, False, why, {})
     return []
 
 
-def _start_stop(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a stop. One that no agreement can carry (the script does not take part, or no step
     was made yet) ends the ranks with SIGTERM and the configured grace.
     """  # noqa: D205
-    if state.phase == "running" and state.stepping and state.resumable:
-        state.checkpoint_due_s = None
+    if state.agrees:
+        state.world.checkpoint_due_s = None
         reason = f"stop asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "stop", reason=reason, command=command.id)
     done = answer(state, command.id, True, "stopped", {"step": state.step})
     grace_s = state.the_spec().restart.grace_s
     reason = f"stopped by {command.who or 'an operator'}"
     return [*done, *end_job(state, now, "stopped", 0, reason, grace_s=grace_s)]
+
+
+_START: dict[str, Callable[[JobState, float, OpenCommand], list[AnyAction]]] = {
+    "stop": _start_stop,
+    "checkpoint": _start_checkpoint,
+    "set": _start_set,
+    "pause": start_pause,
+}
+"""What waits until it can be agreed upon."""

@@ -11,12 +11,13 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 `advance_moves` is called after every event and looks at levels only; a replay leads to the same.
 """
 
+from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
 from perdure.control.elastic.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.control.elastic.reform import is_elastic
+from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
-from perdure.control.state import ControllerState, OpenBoundary, OpenMove
 from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.control.steering.pauses import stands
 from perdure.model.actions import AnyAction, NoteDraining, ResumeRanks
@@ -30,20 +31,20 @@ from perdure.model.events import (
 _ALIVE = ("forming", "starting", "running")
 
 
-def moves_deadline(state: ControllerState) -> float | None:
+def moves_deadline(state: JobState) -> float | None:
     """Return when the next move is overdue."""
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return None
     times = [move.deadline_s for move in state.moves.values()]
     times += [move.late_s for move in state.moves.values() if move.late_s is not None]
     return min(times, default=None)
 
 
-def advance_moves(state: ControllerState, now: float) -> list[AnyAction]:
+def advance_moves(state: JobState, now: float) -> list[AnyAction]:
     """Do what has become possible for the nodes that are being left."""
     if not state.moves:
         return []
-    if state.phase in ("ending", "ended"):
+    if state.over:
         state.moves.clear()  # Their commands are answered by the end.
         return []
     actions = _settle(state, now)
@@ -62,7 +63,7 @@ def _note_late(now: float, move: OpenMove) -> None:
 
 
 def note_held(
-    state: ControllerState, now: float, event: BoundaryReached, done: OpenBoundary | None
+    state: JobState, now: float, event: BoundaryReached, done: OpenBoundary | None
 ) -> list[AnyAction]:
     """Take one rank's report that it holds; `done` is the agreement once all of them do."""
     for move in state.moves.values():
@@ -77,13 +78,16 @@ def note_held(
 
 
 def note_saved(
-    state: ControllerState, now: float, event: CheckpointSaved | CheckpointFailed
+    state: JobState, now: float, event: CheckpointSaved | CheckpointFailed
 ) -> list[AnyAction]:
     """Take what became of the checkpoint that the ranks hold for."""
     if isinstance(event, CheckpointSaved):
         state.saved_step = event.step
     for move in state.moves.values():
-        mine = event.generation == state.generation == move.generation and event.step == move.step
+        mine = (
+            event.generation == state.world.generation == move.generation
+            and event.step == move.step
+        )
         if not mine or move.stage not in ("agreeing", "held"):
             continue
         if isinstance(event, CheckpointFailed):
@@ -92,14 +96,14 @@ def note_saved(
     return []
 
 
-def note_left(state: ControllerState, event: RankExited) -> None:
+def note_left(state: JobState, event: RankExited) -> None:
     """Learn from a rank that was ended how far it had come: reports of progress are older."""
     for move in state.moves.values():
         if move.stage == "moved" and event.record.generation == move.generation:
             move.from_step = max(move.from_step, event.account.step)
 
 
-def restore_move(state: ControllerState, now: float, node: int, why: str) -> list[AnyAction]:
+def restore_move(state: JobState, now: float, node: int, why: str) -> list[AnyAction]:
     """Take back what is about to leave `node`; where it was left already, say so now."""
     actions: list[AnyAction] = []
     for move in list(state.moves.values()):
@@ -114,7 +118,7 @@ def restore_move(state: ControllerState, now: float, node: int, why: str) -> lis
     return actions
 
 
-def moves_again(state: ControllerState) -> list[AnyAction]:
+def moves_again(state: JobState) -> list[AnyAction]:
     """Return what may have been lost with the last controller; safe to repeat."""
     actions: list[AnyAction] = [
         NoteDraining(node=node, who=move.who, reason=move.why)
@@ -122,8 +126,11 @@ def moves_again(state: ControllerState) -> list[AnyAction]:
         if move.stage != "moved"
         for node in move.nodes
     ]
+    for left in state.quorum.moves.values():
+        if left.stage != "ending":
+            actions += [NoteDraining(node=n, who=left.who, reason=left.why) for n in left.groups]
     released = state.released
-    if released is not None and released.generation == state.generation:
+    if released is not None and released.generation == state.world.generation:
         actions.append(released)
     return actions
 
@@ -131,16 +138,18 @@ def moves_again(state: ControllerState) -> list[AnyAction]:
 # --- one move -----------------------------------------------------------------------------------
 
 
-def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     if is_elastic(state):
         return advance_leaving(state, now, move)
     if move.stage == "moved":
-        if state.phase == "running" and (state.stepping or stands(state)):
+        if state.world.phase == "running" and (state.world.stepping or stands(state)):
             return _finish(state, now, move, "")
         if now >= move.deadline_s:
-            return _finish(state, now, move, f"the new world is {state.phase} and not training yet")
+            return _finish(
+                state, now, move, f"the new world is {state.world.phase} and not training yet"
+            )
         return []
-    if move.stage in ("agreeing", "held") and move.generation != state.generation:
+    if move.stage in ("agreeing", "held") and move.generation != state.world.generation:
         move.stage, move.saved = "waiting", False  # That world has ended, by a failure.
     if now >= move.deadline_s:
         return _give_up(state, now, move, f"{_name_stage(move)} when its deadline passed")
@@ -165,49 +174,53 @@ def _advance(state: ControllerState, now: float, move: OpenMove) -> list[AnyActi
             return freed
 
 
-def _begin(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once there is somewhere to go."""
     if find_shortage(state, set()):
         return guard(state, now, move)
     if move.kind == "evict":
-        return _leave(state, now, move) if state.phase in _ALIVE else []
-    if state.phase != "running" or not (state.stepping or stands(state)):
+        return _leave(state, now, move) if state.world.phase in _ALIVE else []
+    if state.world.phase != "running" or not (state.world.stepping or stands(state)):
         return []
-    if not state.joined:
+    if not state.world.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
         return _give_up(state, now, move, why)
     if not state.resumable or state.boundary is not None:
         return []
-    move.stage, move.generation, move.saved = "agreeing", state.generation, False
+    move.stage, move.generation, move.saved = "agreeing", state.world.generation, False
     actions = open_boundary(state, now, "drain", reason=move.why, command=move.id)
     assert state.boundary is not None
     move.step, move.boundary = state.boundary.step, f"{state.boundary.id}.{state.boundary.tries}"
     return actions
 
 
-def _leave(state: ControllerState, now: float, move: OpenMove) -> list[AnyAction]:
+def _leave(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """End this world and form the next one without the move's nodes."""
     actions: list[AnyAction] = []
     if state.boundary is not None and state.boundary.move == "prepare":
         actions.append(abort_boundary(state, move.why))
     state.boundary = None
-    state.failed_s = now  # What it costs is what a restart costs.
+    state.world.failed_s = now  # What it costs is what a restart costs.
     where = f", from step {move.step}" if move.stage == "held" else ""
     return [*actions, *form_world(state, now, f"{move.why}{where}")]
 
 
-def _settle(state: ControllerState, now: float) -> list[AnyAction]:
+def _settle(state: JobState, now: float) -> list[AnyAction]:
     """Cordon the nodes that a new world was placed without, whoever has formed it."""
     actions: list[AnyAction] = []
     for move in state.moves.values():
-        if is_elastic(state) or move.stage == "moved" or set(move.nodes) & set(state.placement):
+        if (
+            is_elastic(state)
+            or move.stage == "moved"
+            or set(move.nodes) & set(state.world.placement)
+        ):
             continue
         agreed = move.stage == "held" and move.saved
         if move.kind == "drain" and not agreed and not move.instead:
             move.instead = "the world was ended before its ranks agreed on a step"
         move.stage, move.moved_s, move.from_step = "moved", now, state.step
-        move.to = {node: state.placement[group] for node, group in move.groups.items()}
-        move.generation = state.generation - 1
+        move.to = {node: state.world.placement[group] for node, group in move.groups.items()}
+        move.generation = state.world.generation - 1
         note_move(state, now, move, move.generation)
         for node in move.nodes:
             if move.who:
@@ -217,7 +230,7 @@ def _settle(state: ControllerState, now: float) -> list[AnyAction]:
     return actions
 
 
-def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
+def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
     """Answer: the nodes were left."""
     del state.moves[move.id]
     spec, moves, words = state.the_spec(), [], []
@@ -226,8 +239,8 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
         moves.append({"node": node, "to": to, "ranks": ranks})
         names = ", ".join(map(str, ranks))
         words.append(f"rank{'s' if len(ranks) > 1 else ''} {names} from node {node} to node {to}")
-    resumed = state.resumed_step if state.resumed_step >= 0 else state.step
-    lost = max(0, move.from_step - resumed) if state.joined and not but else None
+    resumed = state.world.resumed_step if state.world.resumed_step >= 0 else state.step
+    lost = max(0, move.from_step - resumed) if state.world.joined and not but else None
     took_s = round(now - move.at_s, 3)
     result = {
         "verb": move.kind,
@@ -246,16 +259,16 @@ def _finish(state: ControllerState, now: float, move: OpenMove, but: str) -> lis
     return answer_open(state, move.id, True, "; ".join(parts), result)
 
 
-def _give_up(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+def _give_up(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """It cannot be done as asked: evict where that was allowed, else take it back."""
-    evictable = move.force and state.phase in _ALIVE
+    evictable = move.force and state.world.phase in _ALIVE
     if not evictable or find_shortage(state, set()):
         return _take_back(state, now, move, why)
     move.instead = f"evicted instead: {why}"
     return _free(state, move, why) + _leave(state, now, move)
 
 
-def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
+def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """Leave everything as it was, and say why."""
     del state.moves[move.id]
     actions = _free(state, move, why)
@@ -268,11 +281,11 @@ def _take_back(state: ControllerState, now: float, move: OpenMove, why: str) -> 
     return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
 
 
-def _free(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
+def _free(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
     """End what the ranks have promised for `move`, or the wait that they are in."""
     actions: list[AnyAction] = []
     boundary = state.boundary
-    held = move.generation == state.generation and move.stage in ("agreeing", "held")
+    held = move.generation == state.world.generation and move.stage in ("agreeing", "held")
     if boundary is not None and boundary.command == move.id:
         if boundary.move == "prepare":
             held = False
@@ -280,7 +293,7 @@ def _free(state: ControllerState, move: OpenMove, why: str) -> list[AnyAction]:
         state.boundary = None
     if held:
         state.released = ResumeRanks(
-            generation=state.generation, ranks=state.asked, id=move.boundary, reason=why
+            generation=state.world.generation, ranks=state.asked, id=move.boundary, reason=why
         )
         actions.append(state.released)
     return actions

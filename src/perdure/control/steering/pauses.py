@@ -5,16 +5,17 @@ meanwhile is told of it (`Steering`), makes again what was lost, and stands at t
 agreements go on in a pause, at its step: the ranks that stand there carry them out.
 """
 
-from perdure.control.answers import answer_open
-from perdure.control.state import ControllerState, OpenBoundary
-from perdure.control.steering.state import Pause, Resume
+from perdure.control.agreements import OpenBoundary, Pause, Resume
+from perdure.control.answers import answer, answer_open
+from perdure.control.groups.holds import hold_groups
+from perdure.control.job import JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent, ResumeRanks
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.settings import Steering, is_kept_elsewhere
 from perdure.model.steering import RESUMED
 
 
-def commit_pause(state: ControllerState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
+def commit_pause(state: JobState, now: float, boundary: OpenBoundary) -> list[AnyAction]:
     """All ranks have promised: from now on every world stands at this step."""
     command = state.commands.get(boundary.command)
     pause = Pause(
@@ -22,40 +23,75 @@ def commit_pause(state: ControllerState, now: float, boundary: OpenBoundary) -> 
         step=boundary.step,
         who=command.who if command else "",
         why=str(command.args.get("why", "")) if command else "",
+        command=boundary.command,
     )
     state.steering.pause = pause
-    state.checkpoint_due_s = None
+    state.world.checkpoint_due_s = None
     return [_note_pause(pause, now)]
 
 
-def reach_pause(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+def reach_pause(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     """Take one rank's report that it stands; answer once all do."""
     pause = state.steering.pause
     if pause is None or event.id != pause.id:
         return []
     if event.error:
         state.steering.pause = None
-        return _answer_all(state, "pause", False, f"rank {event.rank}: {event.error}", {})
+        return answer_all(state, "pause", False, f"rank {event.rank}: {event.error}", {})
     pause.reached.add(event.rank)
     return answer_pause(state)
 
 
-def answer_pause(state: ControllerState) -> list[AnyAction]:
-    """Answer who asked for a pause, once all ranks stand."""
+def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Hold all replica groups at the lighthouse, before their next step.
+
+    Each comes there before every step, so nothing has to be agreed upon, and one that starts or
+    comes back meanwhile is held as well.
+    """
+    if state.phase != "running":
+        return answer(state, command.id, False, f"the job is {state.phase}", {})
+    if state.the_spec().torchft.lighthouse != "perdure":
+        why = 'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
+        return answer(state, command.id, False, why, {})
+    who, why = command.who or "an operator", str(command.args.get("why", ""))
+    pause = Pause(command.id, max(state.step, 0), who, why, command.id)
+    state.steering.pause = pause
+    for world in state.worlds.values():
+        world.stands = None
+    held = hold_groups(state, f"paused by {who}")
+    pause.hold = held.number
+    return [held, _note_pause(pause, now)]
+
+
+def answer_pause(state: JobState) -> list[AnyAction]:
+    """Answer who asked for a pause, once all that train stand."""
     pause = state.steering.pause
-    if pause is None or not stands(state):
+    waiting = sorted(c.id for c in state.commands.values() if c.kind == "pause")
+    if pause is None or not waiting or not stands(state):
         return []
-    result = {"step": pause.step, "ranks": list(state.asked), "paused": True}
-    return _answer_all(state, "pause", True, "", result)
+    reason = ""
+    if state.of_replicas:
+        steps = [world.stands for world in state.list_members() if world.stands is not None]
+        reason = "" if steps else "no replica trains yet, and none will begin"
+        pause.step = min(steps, default=max(state.step, 0))
+        state.step = max(state.step, pause.step)
+    actions: list[AnyAction] = []
+    for id_ in waiting:
+        result = {"step": pause.step, "ranks": list(state.asked), "paused": True}
+        already = "" if id_ == pause.command else "it is paused already"
+        actions += answer(state, id_, True, reason or already, result)
+    return actions
 
 
-def stands(state: ControllerState) -> bool:
-    """Whether all ranks of this generation stand still."""
+def stands(state: JobState) -> bool:
+    """Whether all ranks of this generation, or all members of the quorum, stand still."""
     pause = state.steering.pause
+    if state.of_replicas:
+        return pause is not None and all(w.stands is not None for w in state.list_members())
     return pause is not None and bool(pause.reached) and pause.reached >= set(state.asked)
 
 
-def begin_resume(state: ControllerState, now: float, command: str, who: str) -> list[AnyAction]:
+def begin_resume(state: JobState, now: float, who: str) -> list[AnyAction]:
     """End the pause that is in force."""
     pause = state.steering.pause
     assert pause is not None
@@ -63,15 +99,22 @@ def begin_resume(state: ControllerState, now: float, command: str, who: str) -> 
     boundary = state.boundary
     if boundary is not None and boundary.kind == "pause":
         state.boundary = None  # Committed, or there would be no pause: those who come to it pass.
-    resume = Resume(pause.id, pause.step, state.generation, state.asked, who, "", command)
+    step = max(state.step, 0) if state.of_replicas else pause.step
+    resume = Resume(pause.id, step, state.generation, state.asked, who, "")
     state.steering.resume = resume
-    early = _answer_all(state, "pause", False, f"resumed by {who or 'an operator'}", {})
-    return [*early, _note_resume(resume, now), *send_resume(state)]
+    words = f"resumed by {who or 'an operator'}"
+    early = answer_all(state, "pause", False, words, {})
+    if not state.of_replicas:
+        return [*early, _note_resume(resume, now), *send_resume(state)]
+    for world in state.worlds.values():
+        world.stands = None
+    held = hold_groups(state, words)
+    return [*early, held, _note_resume(resume, now), *finish_resume(state, "")]
 
 
-def send_resume(state: ControllerState) -> list[AnyAction]:
+def send_resume(state: JobState) -> list[AnyAction]:
     """Return the order behind the newest resume; safe to repeat."""
-    resume = state.steering.resume
+    resume = state.steering.resuming
     if resume is None or resume.generation != state.generation:
         return []
     reason = f"resumed by {resume.who or 'an operator'}"
@@ -80,58 +123,60 @@ def send_resume(state: ControllerState) -> list[AnyAction]:
     ]
 
 
-def reach_resume(state: ControllerState, event: BoundaryReached) -> list[AnyAction]:
+def reach_resume(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     """Take one rank's word that it goes on; answer once all do."""
-    resume = state.steering.resume
+    resume = state.steering.resuming
     if resume is None or event.id != resume.id + RESUMED:
         return []
     resume.reached.add(event.rank)
     return close_resume(state)
 
 
-def close_resume(state: ControllerState) -> list[AnyAction]:
+def close_resume(state: JobState) -> list[AnyAction]:
     """Close a resume once every rank that was told, and is there still, goes on."""
-    resume = state.steering.resume
+    resume = state.steering.resuming
     if resume is None or resume.generation != state.generation:
         return []
     done = resume.reached and resume.reached >= set(resume.ranks) & set(state.asked)
     return finish_resume(state, "") if done else []
 
 
-def finish_resume(state: ControllerState, reason: str) -> list[AnyAction]:
+def finish_resume(state: JobState, reason: str) -> list[AnyAction]:
     """Every rank trains, or will: answer who asked for it."""
     resume = state.steering.resume
     assert resume is not None
-    state.steering.resume = None
+    resume.done = True
+    if resume.noted:
+        state.steering.resume = None
     result = {"step": resume.step, "ranks": list(state.asked), "paused": False}
-    return _answer_all(state, "resume", True, reason, result)
+    return answer_all(state, "resume", True, reason, result)
 
 
-def restart_pause(state: ControllerState) -> None:
+def restart_pause(state: JobState) -> None:
     """Another generation begins: whether its ranks stand is to be seen anew."""
     if state.steering.pause is not None:
         state.steering.pause.reached.clear()
 
 
-def settle_resume(state: ControllerState) -> list[AnyAction]:
+def settle_resume(state: JobState) -> list[AnyAction]:
     """A newer world trains, and has never heard of the pause."""
-    resume = state.steering.resume
+    resume = state.steering.resuming
     if resume is None or resume.generation == state.generation:
         return []
     return finish_resume(state, "by the world that began meanwhile")
 
 
-def find_steering(state: ControllerState) -> Steering:
+def find_steering(state: JobState) -> Steering:
     """Return what the ranks of the next generation have to know before their first step."""
     steering = state.steering
     pause = steering.pause
     ranks = tuple(c for c in steering.changes if not all(map(is_kept_elsewhere, c.values)))
-    if pause is None:
+    if pause is None or pause.hold:  # Replica groups are held at the lighthouse.
         return Steering(changes=ranks)
     return Steering(changes=ranks, pause=pause.id, pause_step=pause.step)
 
 
-def note_pause(state: ControllerState, event: JobPaused | JobResumed) -> None:
+def note_pause(state: JobState, event: JobPaused | JobResumed) -> list[AnyAction]:
     """`event` is in the journal."""
     pause, resume = state.steering.pause, state.steering.resume
     if isinstance(event, JobPaused):
@@ -139,9 +184,12 @@ def note_pause(state: ControllerState, event: JobPaused | JobResumed) -> None:
             pause.noted = True
     elif resume is not None and resume.id == event.id:
         resume.noted = True
+        if resume.done:
+            state.steering.resume = None
+    return []
 
 
-def pauses_again(state: ControllerState, now: float) -> list[AnyAction]:
+def pauses_again(state: JobState, now: float) -> list[AnyAction]:
     """Return what may have been lost with the last controller."""
     pause, resume = state.steering.pause, state.steering.resume
     actions: list[AnyAction] = []
@@ -163,9 +211,10 @@ def _note_resume(resume: Resume, now: float) -> RecordEvent:
     return RecordEvent(event=event, reason=f"resumed by {resume.who or 'an operator'}")
 
 
-def _answer_all(
-    state: ControllerState, kind: str, ok: bool, reason: str, result: dict[str, object]
+def answer_all(
+    state: JobState, kind: str, ok: bool, reason: str, result: dict[str, object]
 ) -> list[AnyAction]:
+    """Answer all open commands of a kind alike."""
     actions: list[AnyAction] = []
     for id_ in sorted(c.id for c in state.commands.values() if c.kind == kind):
         actions += answer_open(state, id_, ok, reason, dict(result))

@@ -5,7 +5,7 @@ from typing import Any
 from msgspec import structs
 
 from perdure.control.answers import answer
-from perdure.control.state import ControllerState, OpenCommand
+from perdure.control.job import JobState, OpenCommand
 from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.control.steering.changes import (
     commit_change,
@@ -14,7 +14,7 @@ from perdure.control.steering.changes import (
     keep_change,
     note_high,
 )
-from perdure.control.steering.pauses import begin_resume, stands
+from perdure.control.steering.pauses import answer_all, answer_pause, begin_resume, hold_all
 from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
 from perdure.model.settings import (
@@ -29,22 +29,22 @@ from perdure.plan.settings import apply_spec
 _NO_PART = "the script does not call perdure.init(), so no step can be agreed upon"
 
 
-def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a change, if it can begin now; refuse what cannot be."""
     steering = state.steering
     try:
         undoes, values = find_values(state, command)
     except ConfigError as error:
-        if state.stepping and not _is_waiting_for_keys(state):
+        if state.world.stepping and not _is_waiting_for_keys(state):
             return answer(state, command.id, False, error.message, {})
         return []  # The script may yet declare it.
     own = all(is_kept_elsewhere(name) for name in values)
-    if state.stepping and not state.joined:
+    if state.world.stepping and not state.world.joined:
         if not own:
             why = _NO_PART
             return answer(state, command.id, False, why, {})
         return set_alone(state, now, command, undoes, values)
-    if state.phase != "running" or not (state.stepping and state.resumable):
+    if not state.agrees:
         return []
     note_high(state, state.step)
     args, first = command.args, max(steering.high, int(command.args.get("not_before", 0)))
@@ -66,7 +66,7 @@ def start_set(state: ControllerState, now: float, command: OpenCommand) -> list[
 
 
 def draw_change(
-    state: ControllerState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
+    state: JobState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> tuple[Change, str]:
     """Return a change under an epoch of its own, its step yet open, and what it is in words."""
     state.steering.epoch += 1
@@ -84,12 +84,12 @@ def draw_change(
     return change, f"{'undo: ' if undoes else ''}{words}, asked for by {asker}"
 
 
-def _is_waiting_for_keys(state: ControllerState) -> bool:
+def _is_waiting_for_keys(state: JobState) -> bool:
     """Whether this generation's script has yet to say which keys it has."""
-    return bool(state.joined) and state.steering.generation < state.generation
+    return bool(state.world.joined) and state.steering.generation < state.world.generation
 
 
-def find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
+def find_values(state: JobState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
     """Return which epoch is undone (0: none) and what is to be set.
 
     Raises:
@@ -123,7 +123,7 @@ def find_values(state: ControllerState, command: OpenCommand) -> tuple[int, dict
 
 
 def set_alone(
-    state: ControllerState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
+    state: JobState, now: float, command: OpenCommand, undoes: int, values: dict[str, Value]
 ) -> list[AnyAction]:
     """Change what only perdure's own parts look at, at once: there is no step to agree on."""
     before = {name: find_value(state, name, state.step) for name in values}
@@ -143,40 +143,36 @@ def set_alone(
 # --- pauses -------------------------------------------------------------------------------------
 
 
-def start_pause(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a pause, if it can begin now; one that is there already is as good."""
-    pause = state.steering.pause
-    if pause is not None:
-        if not stands(state):
-            return []  # It is answered with the one that is under way.
-        result: dict[str, Any] = {"step": pause.step, "ranks": list(state.asked), "paused": True}
-        return answer(state, command.id, True, "it is paused already", result)
-    if state.stepping and not state.joined:
+    if state.steering.pause is not None:
+        return answer_pause(state)  # Or it is answered with the one that is under way.
+    if state.of_replicas:
+        return hold_all(state, now, command)
+    if state.world.stepping and not state.world.joined:
         return answer(state, command.id, False, _NO_PART, {})
-    if state.phase != "running" or not (state.stepping and state.resumable):
-        return []
-    if state.steering.resume is not None:
+    if not state.agrees or state.steering.resuming is not None:
         return []
     reason = f"pause asked for by {command.who or 'an operator'}"
     return open_boundary(state, now, "pause", reason=reason, command=command.id)
 
 
-def receive_resume(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """End the pause, wherever it is; none is as good as ended."""
-    who = command.who or "an operator"
     if state.steering.pause is not None:
         state.commands[command.id] = command
-        return begin_resume(state, now, command.id, command.who)
-    if state.steering.resume is not None:
+        return begin_resume(state, now, command.who)
+    if state.steering.resuming is not None:
         state.commands[command.id] = command
         return []
-    actions: list[AnyAction] = []
-    for id_ in sorted(c.id for c in state.commands.values() if c.kind == "pause"):
-        actions += answer(state, id_, False, f"resumed by {who} before it began", {})
+    if state.of_replicas and state.phase != "running":
+        return answer(state, command.id, False, f"the job is {state.phase}", {})
+    who = command.who or "an operator"
+    actions = answer_all(state, "pause", False, f"resumed by {who} before it began", {})
     boundary = state.boundary
     if boundary is not None and boundary.kind == "pause":
         actions.append(abort_boundary(state, f"resumed by {who}"))
         state.boundary = None
-    done: dict[str, Any] = {"step": state.step, "ranks": list(state.asked), "paused": False}
+    done = {"step": max(state.step, 0), "ranks": list(state.asked), "paused": False}
     reason = "the pause had not begun" if actions else "it is not paused"
     return actions + answer(state, command.id, True, reason, done)

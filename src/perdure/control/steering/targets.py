@@ -6,14 +6,14 @@ off; a rank or a device stands for the node that it is on.
 
 from collections.abc import Sequence
 
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 
 
 class UnknownTargetError(Exception):
     """There is no such thing; the message says what there is."""
 
 
-def find_nodes(state: ControllerState, targets: Sequence[str]) -> tuple[int, ...]:
+def find_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     """Return the nodes that `targets` name, each once, in order.
 
     `1` and `node:1` are nodes, `rank:3` is the node that runs rank 3 now; anything else is the id
@@ -27,7 +27,7 @@ def find_nodes(state: ControllerState, targets: Sequence[str]) -> tuple[int, ...
     return tuple(sorted({_find_node(state, target) for target in targets}))
 
 
-def find_groups(state: ControllerState, targets: Sequence[str]) -> tuple[int, ...]:
+def find_groups(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     """Return the replica groups that `targets` name (torchft): `replica:2`, or a node of one.
 
     Raises:
@@ -50,7 +50,7 @@ def find_groups(state: ControllerState, targets: Sequence[str]) -> tuple[int, ..
     return tuple(sorted(found))
 
 
-def _find_node(state: ControllerState, target: str) -> int:
+def _find_node(state: JobState, target: str) -> int:
     spec = state.the_spec()
     kind, _, text = target.rpartition(":")
     if kind in ("", "node") and text.isdigit():
@@ -64,7 +64,7 @@ def _find_node(state: ControllerState, target: str) -> int:
         if int(text) >= size:
             raise UnknownTargetError(f"there is no rank {text}: the ranks are 0 to {size - 1}")
         group = spec.node_of(int(text))
-        return state.placement[group] if state.placement else group
+        return group if spec.groups or not state.world.placement else state.world.placement[group]
     if kind == "replica":
         raise UnknownTargetError(f"there is no {target}: this is no torchft job")
     for node, registered in sorted(state.nodes.items()):

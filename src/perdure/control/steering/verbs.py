@@ -14,8 +14,8 @@ from perdure.control.elastic.leaving import find_leavers, find_objection
 from perdure.control.elastic.members import fill_slots
 from perdure.control.elastic.reform import is_elastic
 from perdure.control.groups.verbs import preview_group_verb
+from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.recovery.placement import bar, find_shortage, release
-from perdure.control.state import Answer, ControllerState, OpenCommand, OpenMove
 from perdure.control.steering.moves import restore_move
 from perdure.control.steering.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, NoteDraining
@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     words: str = ""
 
 
-def plan_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
+def plan_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
     """Return what `verb` would do as things stand. Changes nothing."""
     try:
         nodes = find_nodes(state, [str(target) for target in args.get("targets", ())])
@@ -58,12 +58,12 @@ def plan_verb(state: ControllerState, verb: PlaceVerb, args: dict[str, Any]) -> 
             return _plan_leave(state, verb, nodes, args)
 
 
-def preview_verb(state: ControllerState, kind: str, args: dict[str, Any]) -> Answer | None:
+def preview_verb(state: JobState, kind: str, args: dict[str, Any]) -> Answer | None:
     """Return the answer to a dry run; None where the command is none."""
     verbs: dict[str, PlaceVerb] = {v: v for v in ("drain", "cordon", "evict", "restore")}
     if not args.get("dry_run") or kind not in verbs or state.spec is None:
         return None
-    if state.phase in ("ending", "ended"):
+    if state.over:
         return Answer(False, "the job is ending", {})
     if state.spec.torchft.replicas:
         return preview_group_verb(state, verbs[kind], args)
@@ -91,7 +91,7 @@ def render_plan(plan: Plan) -> dict[str, Any]:
     }
 
 
-def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> list[AnyAction]:
+def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a verb, refuse it, or say that it is done already."""
     verb: PlaceVerb = command.kind  # type: ignore[assignment]
     if command.args.get("dry_run"):
@@ -117,16 +117,16 @@ def receive_verb(state: ControllerState, now: float, command: OpenCommand) -> li
     return [*actions, *answer(state, command.id, True, plan.words, result)]
 
 
-def _begin_move(
-    state: ControllerState, command: OpenCommand, plan: Plan, reason: str
-) -> list[AnyAction]:
+def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) -> list[AnyAction]:
     args = command.args
     state.commands[command.id] = command
     state.moves[command.id] = OpenMove(
         id=command.id,
         kind="drain" if plan.way == "drain" else "evict",
         nodes=list(plan.nodes),
-        groups={node: group for group, node in enumerate(state.placement) if node in plan.nodes},
+        groups={
+            node: group for group, node in enumerate(state.world.placement) if node in plan.nodes
+        },
         who=command.who or "an operator",
         why=reason,
         at_s=command.at_s,
@@ -138,7 +138,7 @@ def _begin_move(
     return [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.nodes]
 
 
-def _plan_restore(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
+def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> Plan:
     held = {node for move in state.moves.values() for node in move.nodes}
     todo = tuple(node for node in nodes if node in state.cordoned or node in held)
     already = tuple(f"node {n} may run ranks already" for n in nodes if n not in todo)
@@ -146,7 +146,7 @@ def _plan_restore(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
         return Plan(verb="restore", already=already, words="; ".join(already))
     parts = []
     for node in todo:
-        kept = node in state.placement
+        kept = node in state.world.placement
         what = "keeps its ranks" if kept else "stands ready as a spare node"
         if is_elastic(state) and not find_leavers(state, (node,)):
             what = "is filled with new members"
@@ -157,7 +157,7 @@ def _plan_restore(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
     )  # fmt: skip
 
 
-def _plan_cordon(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
+def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
     todo = tuple(node for node in nodes if node not in state.barred)
     already = tuple(f"node {n} is cordoned already" for n in nodes if n not in todo)
     if not todo:
@@ -176,7 +176,7 @@ def _plan_cordon(state: ControllerState, nodes: tuple[int, ...]) -> Plan:
 
 
 def _plan_leave(
-    state: ControllerState, verb: Literal["drain", "evict"], nodes: tuple[int, ...], args: Any
+    state: JobState, verb: Literal["drain", "evict"], nodes: tuple[int, ...], args: Any
 ) -> Plan:
     already, todo = [], []
     for node in nodes:
@@ -184,7 +184,7 @@ def _plan_leave(
         if under_way is not None:
             word = "drained" if under_way.kind == "drain" else "evicted"
             already.append(f"node {node} is being {word} already ({under_way.why})")
-        elif node in state.barred and node not in state.placement:
+        elif node in state.barred and node not in state.world.placement:
             already.append(f"node {node} is left and cordoned already")
         else:
             todo.append(node)
@@ -200,7 +200,7 @@ def _plan_leave(
             verb=verb, way="cordon", nodes=tuple(todo), already=tuple(already), refusal=refusal,
             words="; ".join([*words, *already]),
         )  # fmt: skip
-    supervised = state.stepping and not state.joined
+    supervised = state.world.stepping and not state.world.joined
     way: Literal["drain", "evict"] = "evict" if supervised else verb
     short = find_shortage(state, set(todo))
     refusal = _describe_shortage(state, set(todo)) if short and not args.get("wait") else ""
@@ -218,7 +218,7 @@ def _plan_leave(
 
 
 def _plan_elastic_leave(
-    state: ControllerState,
+    state: JobState,
     verb: Literal["drain", "evict"],
     nodes: tuple[int, ...],
     already: tuple[str, ...],
@@ -248,7 +248,7 @@ def _plan_elastic_leave(
 
 
 def _describe_leave(
-    state: ControllerState,
+    state: JobState,
     way: str,
     verb: str,
     moves: tuple[tuple[int, int, tuple[int, ...]], ...],
@@ -276,19 +276,19 @@ def _describe_leave(
 
 
 def _plan_moves(
-    state: ControllerState, nodes: tuple[int, ...]
+    state: JobState, nodes: tuple[int, ...]
 ) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
     """Return who would stand in for whom: the rules are `place_nodes`'s."""
     spares = [node for node in state.spares if node not in nodes]
     moves = []
-    for group, node in enumerate(state.placement):
+    for group, node in enumerate(state.world.placement):
         if node in nodes:
             ranks = tuple(state.the_spec().ranks_of(group))
             moves.append((node, spares.pop(0) if spares else -1, ranks))
     return tuple(moves)
 
 
-def _find_move(state: ControllerState, verb: str, node: int) -> OpenMove | None:
+def _find_move(state: JobState, verb: str, node: int) -> OpenMove | None:
     """Return what already empties `node` no less urgently than `verb` would."""
     for move in state.moves.values():
         if node in move.nodes and (verb == "drain" or move.kind == "evict"):
@@ -296,13 +296,13 @@ def _find_move(state: ControllerState, verb: str, node: int) -> OpenMove | None:
     return None
 
 
-def _find_refusal(state: ControllerState, nodes: set[int]) -> str:
+def _find_refusal(state: JobState, nodes: set[int]) -> str:
     """Return why fewer than the nodes of a world would be left; empty where enough would be."""
     worse = find_shortage(state, nodes) > find_shortage(state, set())
     return _describe_shortage(state, nodes) if worse else ""
 
 
-def _describe_shortage(state: ControllerState, nodes: set[int]) -> str:
+def _describe_shortage(state: JobState, nodes: set[int]) -> str:
     spec = state.the_spec()
     short = find_shortage(state, nodes)
     spares = [node for node in state.spares if node not in nodes]
@@ -314,10 +314,10 @@ def _describe_shortage(state: ControllerState, nodes: set[int]) -> str:
     )
 
 
-def _find_steps_lost(state: ControllerState, way: str) -> int | None:
+def _find_steps_lost(state: JobState, way: str) -> int | None:
     if way == "drain":
         return 0
-    if not state.joined or state.step < 0:
+    if not state.world.joined or state.step < 0:
         return None
     return max(0, state.step - max(state.saved_step, 0))
 

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from perdure.control.invitations import note_invitation
-from perdure.control.state import ControllerState
+from perdure.control.job import JobState
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import (
@@ -25,7 +25,7 @@ _TYPES = (b'"InvitationMade"', b'"InvitationUsed"', b'"InvitationRevoked"')
 
 def find_invitations(folder: str) -> list[dict[str, Any]]:
     """Return what `perdure invite` would ask for, of each invitation of the run in `folder`."""
-    state = ControllerState()
+    state = JobState()
     with contextlib.suppress(OSError), open(os.path.join(folder, "journal.jsonl"), "rb") as file:
         for line in file:
             if any(name in line for name in _TYPES):
@@ -43,7 +43,7 @@ def find_invitations(folder: str) -> list[dict[str, Any]]:
     ]
 
 
-def _note(state: ControllerState, line: bytes) -> None:
+def _note(state: JobState, line: bytes) -> None:
     try:
         entry: JournalEntry = decode(line, JournalEntry)
     except ProtocolError:

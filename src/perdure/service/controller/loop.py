@@ -333,8 +333,7 @@ class ControllerService:
         """
         reason = f"{why}: they do not work together; it is told to leave"
         log.error("%s", reason)
-        known = self._memory.machine.state.assignment
-        number = (known.number if known else 0) + 1
+        number = self._memory.machine.state.number + 1
         leave = Assignment(number=number, generation=event.generation + 1, phase="end", reason=why)
         order = NodeOrder(controller=self._incarnation, term=self._term, assignment=leave)
         turn.sendings.append((event.node, order))

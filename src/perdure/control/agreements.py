@@ -1,9 +1,45 @@
-"""What the controller remembers of live configuration and of a pause."""
+"""What the ranks were asked to agree on, and what they have agreed on: settings, a pause."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perdure.model.settings import Change, KeySpec, Value
 from perdure.model.steering import Pace
+
+
+@dataclass(slots=True)
+class OpenBoundary:
+    """A boundary agreement that is not finished."""
+
+    id: str
+    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
+    step: int
+    move: Literal["prepare", "commit"]
+    tries: int
+    deadline_s: float
+    reason: str
+    command: str = ""
+    """Id of the operator's command behind it; empty for the controller's own."""
+    change: Change | None = None
+    """Of `set`."""
+    not_before: int = 0
+    """The earliest step that it may be about."""
+    at_step: int | None = None
+    """The only step that it may be about."""
+    every: int = 0
+    """It may be about multiples of this step only; 0 for any."""
+    ranks: tuple[int, ...] = ()
+    """Who is asked; in an elastic world those who come in before the decision, too."""
+    yes: set[int] = field(default_factory=set)
+    planned: set[int] = field(default_factory=set)
+    """Ranks that have heard the decision."""
+    reached: set[int] = field(default_factory=set)
+    leaves: tuple[int, ...] = ()
+    """Of `drain` in an elastic world: who leaves it."""
+    shrunk: bool = False
+    """A member was lost after the decision: what it had to do alone may not be done."""
+    asked_s: float = 0.0
+    """When this try began."""
 
 
 @dataclass(slots=True)
@@ -34,6 +70,10 @@ class Pause:
     """No rank begins it."""
     who: str
     why: str
+    command: str = ""
+    """Id of the operator's command behind it."""
+    hold: int = 0
+    """Number of the order to the lighthouse with which it began, in a torchft job."""
     noted: bool = False
     """`JobPaused` is in the journal."""
     reached: set[int] = field(default_factory=set)
@@ -52,14 +92,16 @@ class Resume:
     """Who was told."""
     who: str
     why: str
-    command: str
     noted: bool = False
+    """`JobResumed` is in the journal."""
+    done: bool = False
+    """Every rank goes on, or will: who asked for it has been answered."""
     reached: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class SteeringState:
-    """All of it."""
+    """What operators have asked of the ranks, as far as it belongs to the job."""
 
     keys: dict[str, KeySpec] = field(default_factory=dict)
     """Of the script and of perdure, by name; those of ranks once they have declared them."""
@@ -85,3 +127,8 @@ class SteeringState:
     """How long an agreement's question takes until all have answered it, of late."""
     pause: Pause | None = None
     resume: Resume | None = None
+
+    @property
+    def resuming(self) -> Resume | None:
+        """Return the pause that is over, and that not every rank has gone on from."""
+        return None if self.resume is None or self.resume.done else self.resume

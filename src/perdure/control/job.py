@@ -1,63 +1,31 @@
-"""What the controller remembers. Everything here follows from the journal alone.
+"""What the controller remembers of a job: its nodes, its commands, its end, and its worlds.
 
-States of a job:
-
-    pending --all nodes registered--> forming --old ranks gone, store up--> starting
-    starting --all nodes started--> running --failure--> forming (a new generation)
-    any --done, stop, give up--> ending --all nodes empty--> ended
+Everything here follows from the journal alone. What dies with a generation is its world's
+(`world.py`); `PHASES` is all that can become of a job; `docs/phases.md` draws it.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from perdure.control.elastic.state import ElasticState
+from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
-from perdure.control.groups.state import GroupState, QuorumState
-from perdure.control.steering.state import SteeringState
+from perdure.control.world import WorldState
 from perdure.model.actions import Assignment, ResumeRanks, SendBoundary
-from perdure.model.events import ExitRecord, NodeRegistered, StoreReady
+from perdure.model.events import NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.settings import Change
-from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession
 from perdure.policy import Failure
 
-JobPhase = Literal["pending", "forming", "starting", "running", "ending", "ended"]
+JobPhase = Literal["pending", "running", "ending", "ended"]
+JobStep = Literal["enough nodes are there", "it is done, stopped or given up", "all is empty"]
 
-
-@dataclass(slots=True)
-class OpenBoundary:
-    """A boundary agreement that is not finished."""
-
-    id: str
-    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
-    step: int
-    move: Literal["prepare", "commit"]
-    tries: int
-    deadline_s: float
-    reason: str
-    command: str = ""
-    """Id of the operator's command behind it; empty for the controller's own."""
-    change: Change | None = None
-    """Of `set`."""
-    not_before: int = 0
-    """The earliest step that it may be about."""
-    at_step: int | None = None
-    """The only step that it may be about."""
-    every: int = 0
-    """It may be about multiples of this step only; 0 for any."""
-    ranks: tuple[int, ...] = ()
-    """Who is asked; in an elastic world those who come in before the decision, too."""
-    yes: set[int] = field(default_factory=set)
-    planned: set[int] = field(default_factory=set)
-    """Ranks that have heard the decision."""
-    reached: set[int] = field(default_factory=set)
-    leaves: tuple[int, ...] = ()
-    """Of `drain` in an elastic world: who leaves it."""
-    shrunk: bool = False
-    """A member was lost after the decision: what it had to do alone may not be done."""
-    asked_s: float = 0.0
-    """When this try began."""
+PHASES: dict[tuple[JobPhase, JobStep], JobPhase] = {
+    ("pending", "enough nodes are there"): "running",
+    ("pending", "it is done, stopped or given up"): "ending",
+    ("running", "it is done, stopped or given up"): "ending",
+    ("ending", "all is empty"): "ended",
+}
+"""(from, on what) -> to. Nothing else ever happens to a job."""
 
 
 @dataclass(slots=True)
@@ -169,17 +137,6 @@ class Invited:
 
 
 @dataclass(slots=True)
-class StackRequest:
-    """Stacks that were asked for in this generation, and what waits for them."""
-
-    due_s: float
-    missing: set[int] = field(default_factory=set)
-    """Ranks whose stacks have not come."""
-    held: Verdict | None = None
-    """An actionable verdict that is acted upon once they have, or at `due_s`."""
-
-
-@dataclass(slots=True)
 class Ending:
     """How the job will have ended once every node is empty."""
 
@@ -189,21 +146,84 @@ class Ending:
 
 
 @dataclass(slots=True)
-class ControllerState:
-    """All of it."""
+class GroupMove:
+    """Groups that are being left (drain, evict): all of them, or none."""
+
+    id: str
+    """Of the operator's command."""
+    kind: Literal["drain", "evict"]
+    groups: list[int]
+    who: str
+    why: str
+    at_s: float
+    deadline_s: float
+    wait: bool = False
+    """For a spare group, should too few be left without."""
+    stage: Literal["waiting", "leaving", "ending"] = "waiting"
+    """For a spare group; for the quorum without these; for the end of their processes."""
+    step: int = -1
+    """Committed when they were left."""
+    actives: list[int] = field(default_factory=list)
+    """Those that were no spares."""
+    stand_ins: list[int] = field(default_factory=list)
+    """Spare groups that were released in their place."""
+
+
+@dataclass(slots=True)
+class QuorumState:
+    """The newest quorum, as the lighthouse has told of it, and what it was ordered."""
+
+    quorum_id: int = -1
+    members: tuple[str, ...] = ()
+    holds: int = 0
+    """Numbers the orders to it."""
+    moves: dict[str, GroupMove] = field(default_factory=dict)
+    """Groups that are being left, by command."""
+    asked: dict[int, int] = field(default_factory=dict)
+    """Group -> generation, of those whom the newest agreement is with."""
+    asked_quorum: int = -1
+    """The quorum that was known then."""
+    needed: int = -1
+    """A quorum that was formed, and that has to be known before anybody is asked again."""
+    save_since_s: float | None = None
+    """Since when no checkpoint of the job's own was begun."""
+    outages: int = 0
+    """How often the last group that had the state was lost."""
+    aborted: list[SendBoundary] = field(default_factory=list)
+    """The newest abort, to each group."""
+
+
+@dataclass(slots=True)
+class JobState:
+    """What the controller remembers: the job's own, and its worlds."""
 
     phase: JobPhase = "pending"
     spec: JobSpec | None = None
     submitted_s: float = 0.0
-    nodes: dict[int, NodeRegistered] = field(default_factory=dict)
+    deadline_s: float | None = None
+    """By when enough nodes shall be there, or, in the end, all of them empty."""
     generation: int = -1
-    assignment: Assignment | None = None
+    """The newest of any world."""
     number: int = 0
-    phase_deadline_s: float | None = None
-    placement: tuple[int, ...] = ()
-    """Nodes by group rank, of the newest world."""
+    """Of the newest assignment."""
+    farewell: Assignment | None = None
+    """The last assignment, which ends all there is on every node."""
+    worlds: dict[int, WorldState] = field(default_factory=lambda: {0: WorldState()})
+    """The job's only world under 0; of a torchft job its replica groups, by their number."""
+    ending: Ending | None = None
+    closed: bool = False
+    """`JobEnded` is in the journal."""
+
+    nodes: dict[int, NodeRegistered] = field(default_factory=dict)
+    stopped: dict[int, int] = field(default_factory=dict)
+    """Node -> newest generation of which nothing is left there."""
     lost: dict[int, float] = field(default_factory=dict)
     """Nodes that have fallen silent and have not registered since -> when that was noticed."""
+    blames: dict[int, int] = field(default_factory=dict)
+    """Node -> how often it was blamed for a failure."""
+    replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """Kind and group rank of a slow node that was left out -> the generation it was left out of,
+    and when. In an elastic world: kind and each rank that might take the part of a slow one."""
     cordoned: dict[int, str] = field(default_factory=dict)
     """Node -> why it runs nothing while another can."""
     barred: set[int] = field(default_factory=set)
@@ -228,75 +248,72 @@ class ControllerState:
     """By their ids, the oldest first."""
     hosts: dict[str, int] = field(default_factory=dict)
     """Name of every machine that was ever given a place -> the node that it was."""
-    blames: dict[int, int] = field(default_factory=dict)
-    """Node -> how often it was blamed for a failure."""
-    failed_s: float | None = None
-    """When the failure that is being recovered from was decided upon."""
-    restarts_s: list[float] = field(default_factory=list)
-    """What each recovery took, from the decision until every rank trained again."""
-    stopped: dict[int, int] = field(default_factory=dict)
-    """Node -> newest generation of which nothing is left there."""
-    store: StoreReady | None = None
-    started: set[int] = field(default_factory=set)
-    """Nodes that have started their ranks of this generation."""
-    exits: dict[int, ExitRecord] = field(default_factory=dict)
-    joined: set[int] = field(default_factory=set)
-    stepping: bool = False
+
     step: int = -1
     mark: int = 0
     """Best achievement: committed steps, or collectives of a generation."""
+    stall_s: float | None = None
+    """Measured cost of the newest checkpoint to training."""
+    saved_step: int = -1
+    """Step of the newest checkpoint."""
+    saved_s: float | None = None
+    """When the newest checkpoint was verified: what came after it is lost by a restart."""
     failures: list[Failure] = field(default_factory=list)
+    """Of all worlds."""
     book: FailureBook = field(default_factory=FailureBook)
-    first_exit_s: float | None = None
-    """When the rank that the newest failure is blamed on ended; None where it was no exit."""
-    standing: dict[str, Verdict] = field(default_factory=dict)
-    """Slowness that may be acted upon, and was not yet: it is weighed again as things change."""
-    withheld: list[str] = field(default_factory=list)
-    """Verdicts of this generation, each with a ground on which nothing was done about it; the
-    newest of them, oldest first."""
-    replaced: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Kind and group rank of a slow node that was left out -> the generation it was left out of,
-    and when. In an elastic world: kind and each rank that might take the part of a slow one."""
-    stacks: StackRequest | None = None
+    restarts_s: list[float] = field(default_factory=list)
+    """What each recovery took, from the decision until every rank trained again."""
     probe: ProbeSession | None = None
     """The active probe that is running."""
     probes: int = 0
     """Probes begun so far; numbers their ids."""
     probe_command: str = ""
     """Id of the operator's command behind it; empty for the controller's own."""
-    ending: Ending | None = None
-    closed: bool = False
-    """`JobEnded` is in the journal."""
-    boundary: OpenBoundary | None = None
-    boundaries: int = 0
-    """Agreements begun so far; numbers their ids."""
-    aborted: SendBoundary | None = None
-    """The newest abort."""
+
     commands: dict[str, OpenCommand] = field(default_factory=dict)
     injects: dict[str, OpenCommand] = field(default_factory=dict)
     """Injected faults that have not taken place."""
     answered: dict[str, Answer] = field(default_factory=dict)
     """By command's id, so that a repeated command gets the same answer."""
-    checkpoint_due_s: float | None = None
-    stall_s: float | None = None
-    """Measured cost of the newest checkpoint to training."""
-    resumed_step: int = -1
-    """Step that this generation resumed from."""
+    boundary: OpenBoundary | None = None
+    boundaries: int = 0
+    """Agreements begun so far; numbers their ids."""
+    aborted: SendBoundary | None = None
+    """The newest abort."""
     released: ResumeRanks | None = None
     """The newest end of ranks' wait after an agreed checkpoint."""
-    saved_step: int = -1
-    """Step of the newest checkpoint."""
-    saved_s: float | None = None
-    """When the newest checkpoint was verified: what came after it is lost by a restart."""
-    stepping_s: float | None = None
-    """When this generation began to train, or its ranks were started where they tell no steps:
-    without a checkpoint a restart loses all since. By the controller's clock, as `saved_s`."""
-
     steering: SteeringState = field(default_factory=SteeringState)
-    elastic: ElasticState = field(default_factory=ElasticState)
-    groups: dict[int, GroupState] = field(default_factory=dict)
-    """Replica groups of a torchft job, by their number, which is that of their node."""
     quorum: QuorumState = field(default_factory=QuorumState)
+
+    def enter(self, on: JobStep) -> None:
+        """Take the one step of `PHASES` that `on` leads to from here."""
+        self.phase = PHASES[self.phase, on]
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left but to end what runs."""
+        return self.phase in ("ending", "ended")
+
+    @property
+    def world(self) -> WorldState:
+        """Return the only world of a job that is none of torchft's."""
+        return self.worlds[0]
+
+    def find_world(self, generation: int) -> WorldState | None:
+        """Return the world that is in `generation`; None where none is."""
+        return next((w for w in self.worlds.values() if w.generation == generation), None)
+
+    def find_home(self, rank: int) -> WorldState | None:
+        """Return the world that `rank` is in now; None where it is in none."""
+        if self.of_replicas:
+            return self.worlds.get(rank // self.the_spec().nproc)
+        return self.world if rank in self.asked else None
+
+    def list_members(self) -> list[WorldState]:
+        """Return the replica groups of the quorum in force that are not known to be gone."""
+        worlds = [world for _, world in sorted(self.worlds.items())]
+        there = [w for w in worlds if w.alive and w.replica and not w.absent]
+        return [world for world in there if world.replica in self.quorum.members]
 
     @property
     def of_replicas(self) -> bool:
@@ -309,18 +326,41 @@ class ControllerState:
         return self.spec
 
     @property
-    def world(self) -> tuple[int, ...]:
+    def ranks(self) -> tuple[int, ...]:
         """Return all global ranks."""
         return tuple(range(self.the_spec().world_size))
 
     @property
     def asked(self) -> tuple[int, ...]:
         """Return whom agreements are made with: all ranks; of an elastic world, who is in it."""
-        elastic = self.elastic
+        if self.of_replicas:
+            there = [world for _, world in sorted(self.worlds.items()) if world.alive]
+            return tuple(
+                rank for w in there if w.active for rank in self.the_spec().ranks_of(w.number)
+            )
+        elastic = self.world.elastic
         if not elastic.members:
-            return self.world
-        gone = elastic.lost | elastic.left | set(self.exits)
+            return self.ranks
+        gone = elastic.lost | elastic.left | set(self.world.exits)
         return tuple(rank for rank in elastic.members if rank not in gone)
+
+    @property
+    def assignment(self) -> Assignment | None:
+        """Return what all nodes were told last; in a torchft job only its end is told to all."""
+        if self.farewell is not None or self.of_replicas:
+            return self.farewell
+        return self.world.assignment
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the only world trains, and all its ranks take part in agreements."""
+        world = self.worlds.get(0)
+        return world is not None and world.phase == "running" and world.stepping and self.resumable
+
+    def note_failure(self, world: WorldState, failure: Failure) -> None:
+        """Remember why `world` could not go on."""
+        self.failures.append(failure)
+        world.failures.append(failure)
 
     @property
     def leaving(self) -> set[int]:
@@ -334,13 +374,13 @@ class ControllerState:
 
         They are registered, idle, not lost, not cordoned and not being left.
         """
-        out = {*self.placement, *self.lost, *self.cordoned, *self.leaving}
+        out = {*self.world.placement, *self.lost, *self.cordoned, *self.leaving}
         ready = (node for node in self.nodes if node not in out)
         return tuple(sorted(ready, key=lambda node: (self.blames.get(node, 0), node)))
 
     @property
     def resumable(self) -> bool:
         """Whether every rank of this generation has called `perdure.init`."""
-        if self.elastic.members:
+        if self.world.elastic.members:
             return bool(self.asked)
-        return len(self.joined) == self.the_spec().world_size
+        return len(self.world.joined) == self.the_spec().world_size
