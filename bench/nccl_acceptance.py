@@ -26,7 +26,7 @@ from typing import Any
 from sweep import sweep_after_me
 
 from perdure.adapters.nccl import read_nccl
-from perdure.model.actions import InterruptCollectives
+from perdure.model.orders import InterruptCollectives
 from perdure.model.signals.nccl import describe_open
 from perdure.worker.interrupt import Interrupter
 from perdure.worker.native.nccl import build_nccl_plugin

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from perdure.model.actions import InterruptCollectives
 from perdure.model.bus.wire import FromWorker, WorkerEvent, WorkerHello
 from perdure.model.codec import decode, encode
 from perdure.model.events import CollectivesInterrupted
+from perdure.model.orders import InterruptCollectives
 from perdure.worker.ring import RingWriter
 
 torch = pytest.importorskip("torch")

@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from perdure.adapters.rings import read_ring
-from perdure.model.actions import InjectFault, SendBoundary
 from perdure.model.bus.wire import WorkerAck, WorkerEvent, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import encode
 from perdure.model.events import (
@@ -20,6 +19,7 @@ from perdure.model.events import (
     RankJoined,
 )
 from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.orders import InjectFault, SendBoundary
 from perdure.worker.ring import RingWriter
 from tests.unit.worker.test_control import FakeAgent
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.model.bus.wire import DumpTraces
 from perdure.model.codec import encode
+from perdure.model.orders import TakeStacks
 from perdure.model.paths import job_paths
 from tests.contract.test_interrupt import WAIT_S, Ranks
 
@@ -51,7 +51,9 @@ def test_living_ranks_write_traces_that_the_analyzer_reads(ranks: Ranks) -> None
     os.kill(ranks.processes[2].pid, signal.SIGSTOP)
     time.sleep(0.3)
     for rank in range(3):
-        ranks.lines[rank].connection.sendall(encode(DumpTraces(4)) + b"\n")
+        ranks.lines[rank].connection.sendall(
+            encode(TakeStacks(generation=4, ranks=(0, 1), reason="test")) + b"\n"
+        )
     directory = Path(job_paths(str(ranks.directory), "j", os.getuid()).traces(4), "gloo")
     both = [directory / f"rank_{rank}" for rank in (0, 1)]
     wait_for(lambda: all(path.exists() for path in both))

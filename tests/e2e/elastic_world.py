@@ -28,9 +28,9 @@ import torch._dynamo
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
+from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors

@@ -16,7 +16,6 @@ import pytest
 
 from perdure.adapters.host import ProcStat, find_marked
 from perdure.adapters.nats import NatsBus, NatsServer
-from perdure.model.actions import Assignment, InjectFault, TakeStacks
 from perdure.model.bus.wire import (
     Endpoint,
     EventAck,
@@ -39,6 +38,7 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnyOrder, Assignment, InjectFault, TakeStacks
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.jobfiles import make_folders, paths_of, write_document
 from perdure.service.neighbours import MINE
@@ -115,11 +115,10 @@ class Driver:
         ack = encode(EventAck(dict(self.taken)))
         self._task = asyncio.ensure_future(reply(ack))  # type: ignore[arg-type]
 
-    async def order(self, **fields: Any) -> None:
+    async def order(self, *orders: AnyOrder, **fields: Any) -> None:
         assert self.bus is not None
-        await self.bus.publish(
-            subject_orders(self.job, 0), encode(NodeOrder(controller="c1", **fields))
-        )
+        message = NodeOrder(controller="c1", orders=orders, **fields)
+        await self.bus.publish(subject_orders(self.job, 0), encode(message))
 
     async def assign(self, generation: int, phase: Any, store: StoreReady | None = None) -> None:
         self.number += 1
@@ -298,18 +297,18 @@ async def test_agent_and_keeper_are_lost_together(driver: Driver) -> None:
 async def test_faults_and_stacks(driver: Driver) -> None:
     await driver.form(0)
     fault = InjectFault(id="f1", generation=0, rank=1, kind="stop", reason="test")
-    await driver.order(inject=fault)
-    await driver.order(inject=fault)
+    await driver.order(fault)
+    await driver.order(fault)
     done = await driver.wait(FaultInjected)
     assert (done.id, done.error) == ("f1", "")
     await until(
         lambda: any(r.proc.state == "T" for b in driver.beats for r in b.ranks if r.rank == 1)
     )
-    await driver.order(stacks=TakeStacks(generation=0, ranks=(0, 1), reason="test"))
+    await driver.order(TakeStacks(generation=0, ranks=(0, 1), reason="test"))
     taken = await driver.wait(StacksTaken)
     for rank in (0, 1):
         assert "train.py" in taken.stacks[rank] or "no stack" in taken.stacks[rank]
-    await driver.order(inject=InjectFault(id="f2", generation=0, rank=0, kind="crash", reason=""))
+    await driver.order(InjectFault(id="f2", generation=0, rank=0, kind="crash", reason=""))
     exit_ = await driver.wait(RankExited)
     assert (exit_.record.rank, exit_.record.signal) == (0, 9)
     assert sum(isinstance(event, FaultInjected) for event in driver.events) == 2

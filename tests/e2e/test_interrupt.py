@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.model.actions import InterruptCollectives, TakeStacks
 from perdure.model.events import CollectivesInterrupted, RankExited, StacksTaken
+from perdure.model.orders import InterruptCollectives, TakeStacks
 from tests.e2e.test_agent import Driver, until
 
 pytestmark = [pytest.mark.serial, pytest.mark.torch, pytest.mark.timeout(120)]
@@ -44,7 +44,7 @@ async def test_unmodified_script_is_traced_and_its_collective_broken(driver: Dri
     os.kill(started.pids[1], signal.SIGSTOP)
     await asyncio.sleep(0.3)
 
-    await driver.order(stacks=TakeStacks(generation=0, ranks=(0, 1), reason="suspected"))
+    await driver.order(TakeStacks(generation=0, ranks=(0, 1), reason="suspected"))
     taken = await driver.wait(StacksTaken)
     assert taken.traces == driver.paths.traces(0)
     traces = Path(taken.traces, "gloo")
@@ -52,7 +52,7 @@ async def test_unmodified_script_is_traced_and_its_collective_broken(driver: Dri
     assert not (traces / "rank_1").exists()
 
     sent_s = time.monotonic()
-    await driver.order(interrupt=InterruptCollectives(generation=0, ranks=(0, 1), reason="hung"))
+    await driver.order(InterruptCollectives(generation=0, ranks=(0, 1), reason="hung"))
     event = await driver.wait(CollectivesInterrupted)
     print(f"interrupted {(event.at_s - sent_s) * 1e3:.1f} ms after the order")
     assert (event.rank, event.sockets, event.error) == (0, 1, "")

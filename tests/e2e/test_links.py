@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from perdure.adapters.nats import NatsBus
-from perdure.model.actions import RunProbe
 from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
+from perdure.model.orders import RunProbe
 from perdure.service.jobfiles import load_endpoint, paths_of
 from tests.e2e.harness import SCRIPTS, Job
 
@@ -42,7 +42,7 @@ def test_delay_matrix_names_both_ends_and_the_group_and_a_probe_measures_the_pai
     order = RunProbe(
         id="p", round=1, pairs=((1, 0),), hosts=(0, 1), bytes=1_000_000, deadline_s=20.0, reason=""
     )
-    asyncio.run(_send(job, NodeOrder(controller="test", probe=order)))
+    asyncio.run(_send(job, NodeOrder(controller="test", orders=(order,))))
     ended = {e["node"]: e for e in _wait_events(job, "ProbeEnded", 2)}
     pairs = [(p[1], p[2]) for p in ended[1]["pairs"]]
     assert pairs == [(1, 0), (0, 1)]

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 
 from perdure.control import Memory
-from perdure.control.orders import describe_action
 from perdure.model.events import Decision, JournalEntry
 from perdure.service.jobfiles import parse_journal
 from perdure.sim import Scenario, Simulation, Weather
@@ -131,7 +130,7 @@ def decide_again(entries: list[JournalEntry]) -> list[str]:
         for entry in entries:
             if not isinstance(entry.body, Decision):
                 for action in machine.handle(entry.at_s, entry.body):
-                    yield entry.at_s, type(action).__name__, describe_action(action), action.reason
+                    yield entry.at_s, type(action).__name__, action.describe(), action.reason
 
     return project(entries[0].at_s, decide())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, Assignment, AssignNodes, EndJob, SendBoundary
+from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
     BoundaryAnswered,
@@ -35,6 +35,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec, RestartConfig
+from perdure.model.orders import Assignment, SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

@@ -22,30 +22,24 @@ from perdure.agent import messages as m
 from perdure.control import Controller
 from perdure.model import actions as a
 from perdure.model import events as e
+from perdure.model import orders as o
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.job import DetectConfig, JobSpec
 
 ACTS = {
-    a.SendBoundary, a.ResumeRanks, a.RestoreNode, a.NoteDraining, a.EvictReplica, a.FenceAbort,
-    a.RunProbe, a.CordonNode, a.InterruptCollectives, a.ReformWorld, a.FollowWorld, a.InjectFault,
+    o.SendBoundary, o.ResumeRanks, a.RestoreNode, a.NoteDraining, o.EvictReplica, o.FenceAbort,
+    o.RunProbe, a.CordonNode, o.InterruptCollectives, o.ReformWorld, o.FollowWorld, o.InjectFault,
 }  # fmt: skip
 """What is never done to a job that is only observed, unless a person asks for it."""
 LOOKS = {
-    a.TakeStacks, a.WatchClosely, a.NoteFinding, a.AnswerCommand, a.RecordEvent, a.HoldReplicas,
+    o.TakeStacks, o.WatchClosely, a.NoteFinding, a.AnswerCommand, a.RecordEvent, o.HoldReplicas,
 }  # fmt: skip
 """What looks, tells or records; `HoldReplicas` says to perdure's own lighthouse who is who."""
 RUNS = {a.AssignNodes, a.EndJob}
 """What starts the job and ends it: judged by when it comes."""
-ORDERS = {
-    "assignment": a.AssignNodes, "boundary": a.SendBoundary, "stacks": a.TakeStacks,
-    "inject": a.InjectFault, "watch": a.WatchClosely, "probe": a.RunProbe,
-    "interrupt": a.InterruptCollectives, "reform": a.ReformWorld, "follow": a.FollowWorld,
-    "resume": a.ResumeRanks, "fence": a.FenceAbort, "hold": a.HoldReplicas,
-    "evict": a.EvictReplica,
-}  # fmt: skip
-"""What of an order to a node is which action; the rest of it says who speaks to whom."""
-ADDRESS = {"controller", "term", "register", "agent"}
+ADDRESS = {"controller", "term", "register", "agent", "assignment", "orders"}
+"""What is said beside orders: who speaks to whom, and what the node runs."""
 
 A_PERSONS = {
     e.CommandReceived, e.NodeAsked, e.NodeRestored, InvitationMade, InvitationUsed,
@@ -82,7 +76,7 @@ SELDOM = {"every_steps": 10_000}
 
 def test_every_action_order_and_input_is_declared() -> None:
     assert {*ACTS, *LOOKS, *RUNS} == set(typing.get_args(a.AnyAction))
-    assert {*ORDERS, *ADDRESS} == set(NodeOrder.__struct_fields__)
+    assert set(NodeOrder.__struct_fields__) == ADDRESS
     assert set(typing.get_args(m.Input)) == ASKED | ALONE
     assert not ACTS & LOOKS
 
@@ -236,7 +230,7 @@ def play(depth: str, seed: int, *, observe: bool, steps: int = 30) -> list[tuple
     return told
 
 
-def judge(depth: str, event: Any, action: Any, told: dict[int, a.Assignment]) -> None:
+def judge(depth: str, event: Any, action: Any, told: dict[int, o.Assignment]) -> None:
     """Fail where `action` may not follow `event` in a job that is only observed."""
     assert type(action) not in ACTS, (event, action)
     if isinstance(action, a.AssignNodes):
@@ -259,14 +253,14 @@ DEPTHS = ("supervised", "resumable", "elastic", "torchft")
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None)
 def test_whatever_happens_nothing_that_acts_leaves_the_controller(depth: str, seed: int) -> None:
-    told: dict[int, a.Assignment] = {}
+    told: dict[int, o.Assignment] = {}
     for event, action in play(depth, seed, observe=True):
         judge(depth, event, action, told)
 
 
 def test_the_same_plays_act_where_the_job_is_not_only_observed() -> None:
     """The property above is worth something: its events lead to all that it forbids."""
-    missing = {*ACTS, "again"} - {a.ResumeRanks}  # That ends a pause, which is a person's.
+    missing = {*ACTS, "again"} - {o.ResumeRanks}  # That ends a pause, which is a person's.
     for seed in range(200):
         for depth in DEPTHS:
             for _, action in play(depth, seed, observe=False):
@@ -290,7 +284,7 @@ def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
     agent = Agent(spec, NodeIdentity(node=0, incarnation="a"))
     held = KeeperState(pid=7, generation=0, running={0: 10, 1: 11}, exits=())
     agent.handle(0.0, m.KeeperUp(state=held))
-    run = a.Assignment(number=1, generation=0, phase="run")
+    run = o.Assignment(number=1, generation=0, phase="run")
     agent.handle(0.0, m.OrderReceived(order=NodeOrder("c1", assignment=run)))
     now = 0.0
     for _ in range(20):

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 from perdure.plan.probe import ProbeSession, judge
 

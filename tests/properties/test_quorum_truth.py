@@ -19,8 +19,8 @@ from perdure.control.groups.outputs import (
     QuorumConfig,
 )
 from perdure.control.groups.quorum import Quorums
-from perdure.model.actions import ReplicaGroup
 from perdure.model.bus.lighthouse import Member, encode_request, make_member, parse_request
+from perdure.model.orders import ReplicaGroup
 
 GROUPS = 3
 Step = tuple[int, int]

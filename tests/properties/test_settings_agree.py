@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes, ResumeRanks, SendBoundary
+from perdure.model.actions import AnswerCommand, AssignNodes
 from perdure.model.events import (
     AnyEvent,
     BoundaryReached,
@@ -31,6 +31,7 @@ from perdure.model.events import (
     StoreReady,
 )
 from perdure.model.job import JobSpec, RestartConfig
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Steering
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

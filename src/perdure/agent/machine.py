@@ -10,6 +10,7 @@ from typing import assert_never
 
 from perdure.agent.messages import (
     AgentStarted,
+    CarryOut,
     CollectStacks,
     Input,
     KeeperGone,
@@ -27,24 +28,13 @@ from perdure.agent.messages import (
     StartKeeper,
     SupervisorGone,
     TellKeeper,
-    TellWorker,
     TermHeard,
     WorkerSaid,
 )
-from perdure.agent.relay import (
-    answer_worker,
-    relay_boundary,
-    relay_fault,
-    relay_follow,
-    relay_interrupt,
-    relay_reform,
-    relay_resume,
-)
+from perdure.agent.relay import answer_worker, relay, relay_boundary, relay_fault
 from perdure.agent.silence import note_silence, note_voice
 from perdure.agent.state import AgentState, KeeperView, NodeIdentity
-from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.bus.wire import (
-    DumpTraces,
     KeeperExit,
     KeeperKill,
     KeeperSpawned,
@@ -64,6 +54,15 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import (
+    Assignment,
+    FenceAbort,
+    InjectFault,
+    Order,
+    RankOrder,
+    SendBoundary,
+    TakeStacks,
+)
 
 END_TIMEOUT_S = 20.0
 """Beyond its grace, how long the end of the job may take before the agent leaves anyhow."""
@@ -126,8 +125,9 @@ class Agent:
     def _obey(self, now: float, order: NodeOrder) -> list[Request]:
         state, requests = self.state, list[Request]()
         unsure = self.spec.contested and not state.term
-        if (unsure or order.term < state.term) and order.fence is None:
-            return []  # A `fence` is the lighthouse's, and names its quorum.
+        if unsure or order.term < state.term:
+            fences = (each for each in order.orders if isinstance(each, FenceAbort))
+            return [request for fence in fences for request in relay(state, fence)]
         state.term = max(state.term, order.term)
         if order.register and state.keeper is not None:
             again = now - state.registered_s >= _REGISTER_AGAIN_S
@@ -140,23 +140,22 @@ class Agent:
         state.addressed = state.addressed or bool(order.agent)
         if order.assignment is not None:
             requests += self._assign(now, order.assignment)
-        if order.boundary is not None:
-            requests += relay_boundary(state, order.boundary)
-        if order.inject is not None:
-            requests += relay_fault(state, self.identity, self.spec, now, order.inject)
-        if order.interrupt is not None:
-            requests += relay_interrupt(state, order.interrupt)
-        if order.reform is not None:
-            requests += relay_reform(state, order.reform)
-        if order.follow is not None:
-            requests += relay_follow(state, order.follow)
-        if order.resume is not None:
-            requests += relay_resume(state, order.resume)
-        if order.fence is not None and state.keeper is not None:
-            requests += [TellWorker(rank, order.fence) for rank in state.keeper.running]
-        if order.stacks is not None:
-            requests += self._take_stacks(order.stacks)
+        for each in order.orders:
+            requests += self._carry_out(now, each)
         return requests
+
+    def _carry_out(self, now: float, order: Order) -> list[Request]:
+        """Return what to do about one order: most are passed on, and some are the agent's."""
+        match order:
+            case SendBoundary():
+                return relay_boundary(self.state, order)
+            case InjectFault():
+                return relay_fault(self.state, self.identity, self.spec, now, order)
+            case TakeStacks():
+                return [*relay(self.state, order), *self._take_stacks(order)]
+            case RankOrder() | FenceAbort():
+                return relay(self.state, order)
+        return [CarryOut(order)]
 
     def _assign(self, now: float, new: Assignment) -> list[Request]:
         state = self.state
@@ -171,15 +170,12 @@ class Agent:
         return self._reconcile(now)
 
     def _take_stacks(self, order: TakeStacks) -> list[Request]:
-        """Take stacks of the ranks named; and have every rank of the node write its trace."""
+        """Take stacks of the ranks named; every rank of the node writes its trace meanwhile."""
         keeper = self.state.keeper
         if keeper is None or keeper.generation != order.generation:
             return []
         pids = {rank: keeper.running[rank] for rank in order.ranks if rank in keeper.running}
-        requests: list[Request] = [
-            TellWorker(rank, DumpTraces(order.generation)) for rank in keeper.running
-        ]
-        return [*requests, CollectStacks(order.generation, pids)] if pids else requests
+        return [CollectStacks(order.generation, pids)] if pids else []
 
     # --- towards the assignment --------------------------------------------------------------
 
@@ -261,7 +257,7 @@ class Agent:
         keeper.spawn_asked = state.newest_spawned = generation
         state.spawned_by = keeper.pid
         state.boundaries.clear()
-        state.resume = state.reform = None
+        state.newest.clear()
         state.faults.clear()
 
     def _add_members(self, keeper: KeeperView, wanted: Assignment) -> list[Request]:

@@ -6,18 +6,7 @@ network: what does is in `model.wire` and `model.events`.
 
 import msgspec
 
-from perdure.model.actions import (
-    Assignment,
-    FenceAbort,
-    FollowWorld,
-    InjectFault,
-    InterruptCollectives,
-    ReformWorld,
-    ResumeRanks,
-    SendBoundary,
-)
 from perdure.model.bus.wire import (
-    DumpTraces,
     KeeperSpawned,
     KeeperState,
     KeeperStopped,
@@ -29,6 +18,7 @@ from perdure.model.bus.wire import (
     WorkerSignal,
 )
 from perdure.model.events import AnyEvent, ExitRecord, TimerFired
+from perdure.model.orders import Assignment, Order
 from perdure.model.signals.progress import CommProgress, RankAccount
 
 
@@ -169,16 +159,13 @@ class TellWorker(msgspec.Struct, frozen=True, tag=True):
     """Send `message` to a rank; dropped where it is not connected (it will say hello)."""
 
     rank: int
-    message: (
-        SendBoundary
-        | ResumeRanks
-        | InjectFault
-        | InterruptCollectives
-        | ReformWorld
-        | FollowWorld
-        | FenceAbort
-        | DumpTraces
-    )
+    message: Order
+
+
+class CarryOut(msgspec.Struct, frozen=True, tag=True):
+    """Do what an order asks of the node itself."""
+
+    order: Order
 
 
 class CollectStacks(msgspec.Struct, frozen=True, tag=True):
@@ -202,5 +189,13 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = (
-    StartKeeper | TellKeeper | EndKeeper | SpawnRanks | TellWorker | CollectStacks | Report | Leave
+    StartKeeper
+    | TellKeeper
+    | EndKeeper
+    | SpawnRanks
+    | TellWorker
+    | CarryOut
+    | CollectStacks
+    | Report
+    | Leave
 )

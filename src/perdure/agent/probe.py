@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import HostProbe, PairProbe
 
 _KEPT = 32

@@ -1,7 +1,9 @@
-"""What an agent passes between the controller and its ranks: agreements, faults, signals.
+"""What an agent passes between the controller and its ranks: orders one way, signals the other.
 
-The newest word on every agreement of this generation is remembered, so that a rank that was out
-of touch hears it as soon as it says hello again, and a rank that asks is answered on the spot.
+Every order is passed on by `relay`, whatever it says; an agreement and a fault have rules beside
+it, since the agent itself has a part in them. The newest word on every agreement of this generation
+is remembered, so that a rank that was out of touch hears it as soon as it says hello again, and a
+rank that asks is answered on the spot.
 """
 
 import signal
@@ -9,18 +11,11 @@ import signal
 import msgspec
 
 from perdure.agent.messages import Report, Request, TellKeeper, TellWorker, WorkerSaid
-from perdure.agent.state import AgentState, KeeperView, NodeIdentity, OpenBoundary
-from perdure.model.actions import (
-    FollowWorld,
-    InjectFault,
-    InterruptCollectives,
-    ReformWorld,
-    ResumeRanks,
-    SendBoundary,
-)
+from perdure.agent.state import AgentState, KeeperView, NodeIdentity
 from perdure.model.bus.wire import KeeperSignal, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.events import FaultInjected, NodeAsked
 from perdure.model.job import JobSpec
+from perdure.model.orders import InjectFault, Order, RankOrder, ResumeRanks, SendBoundary
 
 BY_SIGNAL = {"crash": int(signal.SIGKILL), "stop": int(signal.SIGSTOP)}
 """Faults that need nothing of the rank, not even that it listens."""
@@ -28,6 +23,30 @@ REMEMBERED_MAX = 8
 """Agreements kept; decided ones go first, oldest first."""
 SIGNAL_ECHO_S = 2.0
 """SIGUSR1 to all ranks at once is one request, not one for each rank."""
+
+
+def relay(state: AgentState, order: Order) -> list[Request]:
+    """Pass an order to those of the node's ranks that it is for. A repeat is harmless to them.
+
+    An order that a newer one has overtaken on its way is dropped, where ranks are told the newest
+    again: what they have heard last holds.
+    """
+    keeper = state.keeper
+    if keeper is None:
+        return []
+    if isinstance(order, RankOrder) and order.is_retold:
+        newest = state.newest.get(type(order))
+        if order.generation != keeper.generation:
+            return []
+        if newest is not None and newest.version > order.version:
+            return []
+        state.newest[type(order)] = order
+    return _tell(keeper, order)
+
+
+def _tell(keeper: KeeperView, order: Order) -> list[Request]:
+    ranks = [rank for rank in keeper.running if order.is_for(keeper.generation, rank)]
+    return [TellWorker(rank, order) for rank in ranks]
 
 
 def relay_boundary(state: AgentState, order: SendBoundary) -> list[Request]:
@@ -40,28 +59,28 @@ def relay_boundary(state: AgentState, order: SendBoundary) -> list[Request]:
     keeper = state.keeper
     if keeper is None or keeper.generation != order.generation:
         return []
-    if order.number < max((b.order.number for b in state.boundaries.values()), default=0):
+    if order.number < max((b.number for b in state.boundaries.values()), default=0):
         return []
     requests: list[Request] = []
     for old in list(state.boundaries.values()):
-        if old.order.id != order.id and old.order.move == "prepare":
-            requests += _decide(state, keeper, msgspec.structs.replace(old.order, move="abort"))
+        if old.id != order.id and old.move == "prepare":
+            requests += _decide(state, keeper, msgspec.structs.replace(old, move="abort"))
     known = state.boundaries.get(order.id)
-    if known is not None and known.order.move == order.move == "prepare":
-        new = set(order.ranks) - set(known.order.ranks)  # Come in since: an elastic world grows.
-        state.boundaries[order.id] = OpenBoundary(order)
+    if known is not None and known.move == order.move == "prepare":
+        new = set(order.ranks) - set(known.ranks)  # Come in since: an elastic world grows.
+        state.boundaries[order.id] = order
         return requests + [TellWorker(r, order) for r in sorted(new) if r in keeper.running]
-    if known is not None and (known.order.move == order.move or known.order.move != "prepare"):
+    if known is not None and (known.move == order.move or known.move != "prepare"):
         return requests
     return requests + _decide(state, keeper, order)
 
 
 def _decide(state: AgentState, keeper: KeeperView, order: SendBoundary) -> list[Request]:
-    state.boundaries[order.id] = OpenBoundary(order)
-    for id_ in [i for i, b in state.boundaries.items() if b.order.move != "prepare"]:
+    state.boundaries[order.id] = order
+    for id_ in [i for i, b in state.boundaries.items() if b.move != "prepare"]:
         if len(state.boundaries) > REMEMBERED_MAX and id_ != order.id:
             del state.boundaries[id_]
-    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
+    return _tell(keeper, order)
 
 
 def relay_fault(
@@ -96,43 +115,6 @@ def relay_fault(
     return [TellWorker(order.rank, order)]
 
 
-def relay_interrupt(state: AgentState, order: InterruptCollectives) -> list[Request]:
-    """Have the node's ranks break their collectives. They carry out a repeat only once."""
-    keeper = state.keeper
-    if keeper is None or keeper.generation != order.generation:
-        return []
-    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
-
-
-def relay_reform(state: AgentState, order: ReformWorld) -> list[Request]:
-    """Have the node's ranks form the next world. They take each epoch once."""
-    keeper = state.keeper
-    if keeper is None or keeper.generation != order.generation:
-        return []
-    held = state.reform
-    if held is not None and (held.generation, held.epoch) > (order.generation, order.epoch):
-        return []
-    state.reform = order
-    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
-
-
-def relay_follow(state: AgentState, order: FollowWorld) -> list[Request]:
-    """Have a rank follow the world. It takes each epoch once, and a repeat comes if it is late."""
-    keeper = state.keeper
-    if keeper is None or keeper.generation != order.generation:
-        return []
-    return [TellWorker(order.rank, order)] if order.rank in keeper.running else []
-
-
-def relay_resume(state: AgentState, order: ResumeRanks) -> list[Request]:
-    """Release the node's ranks from where they hold. A repeat is harmless."""
-    keeper = state.keeper
-    if keeper is None or keeper.generation != order.generation:
-        return []
-    state.resume = order
-    return [TellWorker(rank, order) for rank in order.ranks if rank in keeper.running]
-
-
 def answer_worker(
     state: AgentState, identity: NodeIdentity, now: float, said: WorkerSaid
 ) -> list[Request]:
@@ -142,26 +124,20 @@ def answer_worker(
         return []
     match said.message:
         case WorkerHello():
-            words: list[Request] = [
-                TellWorker(said.rank, entry.order)
-                for entry in state.boundaries.values()
-                if said.rank in entry.order.ranks
-            ]
-            reform = state.reform
-            if reform is not None and said.rank in reform.ranks:
-                words.append(TellWorker(said.rank, reform))
-            return words + [
-                TellWorker(said.rank, order)
+            orders = [*state.boundaries.values(), *state.newest.values()]
+            faults = [
+                order
                 for order in state.faults.values()
-                if order.rank == said.rank and (order.at_step >= 0 or order.kind not in BY_SIGNAL)
+                if order.at_step >= 0 or order.kind not in BY_SIGNAL
             ]
-        case WorkerQuery(id=id_) if state.resume is not None and state.resume.id == id_:
-            return [TellWorker(said.rank, state.resume)]
+            return [TellWorker(said.rank, o) for o in [*orders, *faults] if said.rank in o.ranks]
         case WorkerQuery(id=id_):
-            entry = state.boundaries.get(id_)
-            if entry is None or entry.order.move == "prepare":
+            over, known = state.newest.get(ResumeRanks), state.boundaries.get(id_)
+            if isinstance(over, ResumeRanks) and over.id == id_:
+                return [TellWorker(said.rank, over)]
+            if known is None or known.move == "prepare":
                 return []  # The controller repeats what is open; the answer will come by itself.
-            return [TellWorker(said.rank, entry.order)]
+            return [TellWorker(said.rank, known)]
         case WorkerSignal(signal=number):
             return _take_signal(state, identity, now, said, number)
 

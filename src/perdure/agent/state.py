@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.actions import Assignment, InjectFault, ReformWorld, ResumeRanks, SendBoundary
 from perdure.model.bus.version import PROTOCOL, PROTOCOL_MIN, Spoken
+from perdure.model.orders import Assignment, InjectFault, RankOrder, SendBoundary
 from perdure.model.verdicts import Verdict
 
 
@@ -43,13 +43,6 @@ class KeeperView:
     lost_reported: int = -1
     members_asked: set[int] = field(default_factory=set)
     """Members that it was asked to start beside the ranks of `generation`."""
-
-
-@dataclass(slots=True)
-class OpenBoundary:
-    """The newest that is known of one agreement."""
-
-    order: SendBoundary
 
 
 @dataclass(slots=True)
@@ -97,11 +90,10 @@ class AgentState:
     reported_started: int = -1
     reported_store: tuple[int, int] = (-1, 0)
     """(generation, port)"""
-    boundaries: dict[str, OpenBoundary] = field(default_factory=dict)
-    resume: ResumeRanks | None = None
-    """The newest end of a wait, for ranks that ask."""
-    reform: ReformWorld | None = None
-    """The newest world within the generation, for ranks that say hello again."""
+    boundaries: dict[str, SendBoundary] = field(default_factory=dict)
+    """The newest that is known of each agreement."""
+    newest: dict[type[RankOrder], RankOrder] = field(default_factory=dict)
+    """The newest order of each kind that ranks are told again."""
     faults: dict[str, InjectFault] = field(default_factory=dict)
     """Faults of this generation, by id, that were taken on."""
     checkpoint_asked_s: float = float("-inf")

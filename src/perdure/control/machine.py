@@ -82,7 +82,7 @@ from perdure.control.steering.moves import (
     note_left,
 )
 from perdure.control.steering.pauses import note_pause
-from perdure.model.actions import AnyAction, AssignNodes, InterruptCollectives
+from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -151,6 +151,7 @@ from perdure.model.failures import (
     find_early,
     name_preemption,
 )
+from perdure.model.orders import InterruptCollectives
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 

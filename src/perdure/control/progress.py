@@ -29,7 +29,7 @@ from perdure.control.steering.pauses import (
     reach_resume,
     settle_resume,
 )
-from perdure.model.actions import AnyAction, SendBoundary
+from perdure.model.actions import AnyAction
 from perdure.model.events import (
     BoundaryReached,
     CheckpointFailed,
@@ -40,6 +40,7 @@ from perdure.model.events import (
     ProgressNoted,
     RankJoined,
 )
+from perdure.model.orders import SendBoundary
 from perdure.plan.interval import daly
 from perdure.policy import decide_checkpoint_interval
 

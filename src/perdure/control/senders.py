@@ -18,7 +18,7 @@ import msgspec
 from perdure.control.elastic.members import find_home
 from perdure.control.job import JobState
 from perdure.model.bus.access import BROUGHT_BY, Sender
-from perdure.model.bus.wire import LIGHTHOUSE, RUN
+from perdure.model.bus.wire import RUN
 from perdure.model.events import (
     AnyEvent,
     NodeAsked,
@@ -30,6 +30,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import LIGHTHOUSE
 from perdure.model.signals.progress import NodeBeat
 from perdure.model.verdicts import Verdict
 

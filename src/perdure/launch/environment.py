@@ -6,8 +6,8 @@ Later layers win: the environment of `perdure run`, defaults where nothing is se
 
 from collections.abc import Mapping
 
-from perdure.model.actions import Assignment
 from perdure.model.job import JobSpec
+from perdure.model.orders import Assignment
 from perdure.model.paths import JobPaths
 from perdure.model.settings import Steering
 

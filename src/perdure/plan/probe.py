@@ -18,8 +18,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 
 PAIR_RATIO, PAIR_FLOOR_S = 2.0, 0.02

@@ -16,12 +16,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from perdure.model.actions import Assignment
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
 from perdure.model.events import ControllerStarted, JournalEntry
 from perdure.model.job import JobSpec
+from perdure.model.orders import Assignment
 from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.platforms.slurm import Allocation
 from perdure.model.report import Snapshot

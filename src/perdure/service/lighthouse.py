@@ -40,12 +40,11 @@ from perdure.control.groups.outputs import (
     make_quorum_config,
 )
 from perdure.control.groups.quorum import Quorums
-from perdure.model.actions import FenceAbort
 from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.bus.wire import (
-    LIGHTHOUSE,
     EventMessage,
     NodeOrder,
+    read_order,
     subject_beats,
     subject_events,
     subject_orders,
@@ -63,6 +62,7 @@ from perdure.model.events import (
     ReplicaWaiting,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import LIGHTHOUSE, EvictReplica, FenceAbort, HoldReplicas
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.outbox import Outbox
 from perdure.service.jobfiles import (
@@ -201,23 +201,31 @@ class LighthouseService:
         self._do(self.machine.hear(self._clock(), parse_heartbeat(data)))
 
     def _take_order(self, data: bytes) -> None:
-        order: NodeOrder | None = self._decode(data, NodeOrder)
-        if order is None:
+        try:
+            message, _ = read_order(data)
+        except ProtocolError as error:
+            log.error("refused: %s", error)
             return
         now = self._clock()
-        if order.hold is not None and order.hold.number > self._hold_number:
-            log.info("hold #%d: %s", order.hold.number, order.hold.groups)
-            self._hold_number = order.hold.number
-            self._keep(msgspec.structs.replace(self._file, groups=order.hold.groups))
-            told = {"startup_s": order.hold.startup_s, "alone_s": order.hold.alone_s}
-            self.machine.config = msgspec.structs.replace(
-                self.machine.config, **{name: s for name, s in told.items() if s is not None}
-            )
-            self._do(self.machine.regroup(now, order.hold.groups))
-        if order.evict is not None:
-            evict = order.evict
-            self._do(self.machine.evict(now, evict.replica, evict.reason))
-            self._do(self.machine.end(now, evict.generation, evict.reason, fence=True))
+        for order in message.orders:
+            match order:
+                case HoldReplicas() if order.number > self._hold_number:
+                    self._take_groups(now, order)
+                case EvictReplica():
+                    self._do(self.machine.evict(now, order.replica, order.reason))
+                    self._do(self.machine.end(now, order.generation, order.reason, fence=True))
+                case _:
+                    pass
+
+    def _take_groups(self, now: float, hold: HoldReplicas) -> None:
+        log.info("hold #%d: %s", hold.number, hold.groups)
+        self._hold_number = hold.number
+        self._keep(msgspec.structs.replace(self._file, groups=hold.groups))
+        told = {"startup_s": hold.startup_s, "alone_s": hold.alone_s}
+        self.machine.config = msgspec.structs.replace(
+            self.machine.config, **{name: s for name, s in told.items() if s is not None}
+        )
+        self._do(self.machine.regroup(now, hold.groups))
 
     def _take_events(self, sender: str, data: bytes, _: Reply) -> None:
         """Take what a node's agent tells of the group that it runs, and of no other."""
@@ -348,7 +356,7 @@ class LighthouseService:
         if self._bus is None:
             return
         order = FenceAbort(quorum_id=fenced.quorum_id, groups=fenced.groups, reason=fenced.reason)
-        data = encode(NodeOrder(controller=self._incarnation, fence=order))
+        data = encode(NodeOrder(controller=self._incarnation, orders=(order,)))
         for group in fenced.groups:  # Each group is the node of its number.
             subject = subject_orders(self._spec.name, group)
             self._spawn(self._bus.publish(subject, data))

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 import msgspec
 
-from perdure.model.actions import ReplicaGroup
 from perdure.model.bus.lighthouse import Member
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
+from perdure.model.orders import ReplicaGroup
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import read_document
 

@@ -17,9 +17,9 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.actions import ReformWorld
 from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import AnyEvent, CheckpointSaved, RankJoined
+from perdure.model.orders import ReformWorld
 from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.elastic.microbatches import assign
 from perdure.sim.clock import VirtualClock

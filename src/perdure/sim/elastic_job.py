@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from perdure.agent import Agent
 from perdure.agent.messages import KeeperSaid, Request, SpawnRanks, TellWorker
-from perdure.model.actions import Assignment, ReformWorld
 from perdure.model.bus.wire import KeeperSpawned, KeeperStopped
+from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.sim.elastic import Fabric, Member
 from perdure.sim.node import Keeper, Node

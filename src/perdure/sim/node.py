@@ -24,7 +24,6 @@ from perdure.agent.messages import (
     WorkerSaid,
 )
 from perdure.agent.state import NodeIdentity
-from perdure.model.actions import Assignment, SendBoundary
 from perdure.model.bus.wire import (
     EventAck,
     EventBatch,
@@ -42,6 +41,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.events import AnyEvent, ExitRecord, RankJoined
 from perdure.model.job import JobSpec
+from perdure.model.orders import Assignment, SendBoundary
 from perdure.model.signals.progress import (
     CommProgress,
     NodeBeat,

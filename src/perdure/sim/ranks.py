@@ -9,8 +9,8 @@ have passed S when another has not. `Agreements` sees all of them at once, as no
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.actions import SendBoundary
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.orders import SendBoundary
 from perdure.sim.training import World
 
 WAIT_S_MAX = 30.0

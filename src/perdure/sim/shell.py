@@ -10,7 +10,7 @@ from typing import Any
 
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
-from perdure.control.orders import OrderBook, Sending, describe_action
+from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import find_record
 from perdure.control.senders import find_untrue
 from perdure.detect import Detector
@@ -122,7 +122,7 @@ class Shell:
             self.memory.machine.handle(now, fact)
         for action in actions:
             self.disk.actions.update(encode(action) + f"{now:.6f}".encode())
-            summary = describe_action(action)
+            summary = action.describe()
             name = type(action).__name__
             self._write(Decision(action=name, summary=summary, reason=action.reason))
         self.orders.note(event)

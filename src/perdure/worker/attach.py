@@ -14,12 +14,13 @@ import functools
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
-from perdure.model.actions import InjectFault, ResumeRanks, SendBoundary
-from perdure.model.bus.wire import DumpTraces, WorkerHello
+from perdure.model.bus.wire import WorkerHello
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
+from perdure.model.orders import InjectFault, InterruptCollectives, Order, TakeStacks
 from perdure.model.paths import job_paths
 from perdure.model.signals.progress import Phase
 from perdure.worker.control import Control
@@ -65,8 +66,6 @@ class Attachment:
         self.interrupter = Interrupter(
             rank=ring.rank, generation=ring.generation, emit=self.emit, now=self.now
         )
-        self.on_boundary: Any = None
-        """Set by `perdure.init`; without it nothing is agreed with this rank."""
 
     def now(self) -> float:
         """Return job time."""
@@ -79,6 +78,11 @@ class Attachment:
     def drain(self, timeout_s: float) -> bool:
         """Wait until the agent has every event."""
         return self.control is None or self.control.drain(timeout_s)
+
+    def obey(self, handler: Callable[[Any], None], *kinds: type[Order]) -> None:
+        """Have `handler` carry out orders of these kinds, where there is an agent to send them."""
+        if self.control is not None:
+            self.control.obey(handler, *kinds)
 
     def enter(self, phase: Literal["script", "init", "group"]) -> None:
         """Stamp a phase of the start-up, once; show it unless the rank is already beyond it."""
@@ -101,10 +105,9 @@ class Attachment:
             return
         hello = WorkerHello(self.job, self.ring.rank, self.ring.generation, self.pid)
         self.control = Control(path, hello)
-        self.control.on_fault = self._on_fault
-        self.control.on_interrupt = self.interrupter.handle
-        self.control.on_traces = self._on_traces
-        self.control.on_boundary = self._on_boundary
+        self.obey(self.faults.handle, InjectFault)
+        self.obey(self.interrupter.handle, InterruptCollectives)
+        self.obey(self._write_trace, TakeStacks)
         self.control.start()
 
     def start_recorder(self) -> None:
@@ -137,10 +140,7 @@ class Attachment:
         if self.control is not None:
             self.control.close(_DRAIN_AT_EXIT_S)
 
-    def _on_fault(self, order: InjectFault) -> None:
-        self.faults.handle(order)
-
-    def _on_traces(self, order: DumpTraces) -> None:
+    def _write_trace(self, order: TakeStacks) -> None:
         home = os.environ.get("PERDURE_HOME", "")
         if self._traces is None and home and _has_distributed():
             paths = job_paths(home, self.job, os.getuid())
@@ -153,10 +153,6 @@ class Attachment:
             )
         if self._traces is not None:
             self._traces.handle(order)
-
-    def _on_boundary(self, order: SendBoundary | ResumeRanks) -> None:
-        if self.on_boundary is not None:
-            self.on_boundary(order)
 
 
 _attachment: Attachment | None = None

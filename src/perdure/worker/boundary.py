@@ -13,9 +13,9 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Change
 from perdure.model.steering import RESUMED
 

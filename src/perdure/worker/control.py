@@ -15,18 +15,9 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from perdure.model.actions import (
-    FenceAbort,
-    FollowWorld,
-    InjectFault,
-    InterruptCollectives,
-    ReformWorld,
-    ResumeRanks,
-    SendBoundary,
-)
 from perdure.model.bus.wire import (
-    DumpTraces,
     FromWorker,
     ToWorker,
     WorkerAck,
@@ -39,6 +30,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, MetricsLogged
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
+from perdure.model.orders import Order
 from perdure.worker.own import OwnSocket
 from perdure.worker.stderr import say
 
@@ -72,15 +64,16 @@ class Control:
         self._refused_at_s = -_REFUSED_S
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
-        self.on_boundary: Callable[[SendBoundary | ResumeRanks], None] | None = None
-        self.on_fault: Callable[[InjectFault], None] | None = None
-        self.on_traces: Callable[[DumpTraces], None] | None = None
-        self.on_interrupt: Callable[[InterruptCollectives], None] | None = None
-        self.on_reform: Callable[[ReformWorld], None] | None = None
-        self.on_follow: Callable[[FollowWorld], None] | None = None
-        self.on_fence: Callable[[FenceAbort], None] | None = None
+        self._handlers: dict[type[Order], Callable[[Any], None]] = {}
         self.on_connect: Callable[[], None] | None = None
         _live.add(self)
+
+    def obey(self, handler: Callable[[Any], None], *kinds: type[Order]) -> None:
+        """Hand orders of these kinds to `handler`, in this thread; it may not wait.
+
+        An order that nobody has asked for is passed over: whoever decides it repeats it.
+        """
+        self._handlers |= dict.fromkeys(kinds, handler)
 
     def start(self) -> None:
         """Connect, and go on connecting for ever."""
@@ -236,33 +229,14 @@ class Control:
             say(f"{type(message).__name__} could not be carried out: {why}")
 
     def _handle(self, message: ToWorker) -> None:
-        match message:
-            case WorkerAck(seq=seq):
-                with self._changed:
-                    while self._unacked and self._unacked[0].seq <= seq:
-                        self._unacked.popleft()
-                    self._changed.notify_all()
-            case SendBoundary() | ResumeRanks():
-                if self.on_boundary is not None:
-                    self.on_boundary(message)
-            case InjectFault():
-                if self.on_fault is not None:
-                    self.on_fault(message)
-            case InterruptCollectives():
-                if self.on_interrupt is not None:
-                    self.on_interrupt(message)
-            case ReformWorld():
-                if self.on_reform is not None:
-                    self.on_reform(message)
-            case FollowWorld():
-                if self.on_follow is not None:
-                    self.on_follow(message)
-            case FenceAbort():
-                if self.on_fence is not None:
-                    self.on_fence(message)
-            case DumpTraces():
-                if self.on_traces is not None:
-                    self.on_traces(message)
+        if not isinstance(message, WorkerAck):
+            if handler := self._handlers.get(type(message)):
+                handler(message)
+            return
+        with self._changed:
+            while self._unacked and self._unacked[0].seq <= message.seq:
+                self._unacked.popleft()
+            self._changed.notify_all()
 
     def _forget(self) -> None:
         """In a forked child: give back the parent's descriptors, so that its end is seen."""

@@ -22,8 +22,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from perdure.model.actions import InterruptCollectives
 from perdure.model.events import CollectivesInterrupted
+from perdure.model.orders import InterruptCollectives
 from perdure.worker.sockets import borrow, is_listener, is_tcp, list_links
 from perdure.worker.stderr import say
 

@@ -6,6 +6,7 @@ Where nothing is due a boundary is one record in the ring and three comparisons 
 import time
 from typing import Any, Protocol
 
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.signals.progress import Phase
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
@@ -56,7 +57,7 @@ class StepLoop(Depth):
             line=attachment.control,
         )
         self._gate = self._executor.gate
-        attachment.on_boundary = self._gate.handle
+        attachment.obey(self._gate.handle, SendBoundary, ResumeRanks)
         self.every_steps = 0
         self.save_at_end = False
         self.committed = 0

@@ -18,9 +18,9 @@ from perdure.launch.catalog import load_profile
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
 from perdure.launch.slurm.script import list_directives
 from perdure.launch.ssh.render import _render_settings
-from perdure.model.actions import Assignment
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig, TorchftConfig
+from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.profile import LaunchSection

@@ -24,9 +24,7 @@ from perdure.agent.messages import (
     TellKeeper,
     TellWorker,
 )
-from perdure.model.actions import Assignment, TakeStacks
 from perdure.model.bus.wire import (
-    DumpTraces,
     KeeperExit,
     KeeperKill,
     KeeperSpawned,
@@ -49,6 +47,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import Assignment, TakeStacks
 
 NEW = KeeperState(pid=50, generation=-1, running={}, exits=())
 MORE: Any = {"extra": (4, 6), "homes": {4: 0, 6: 1}}
@@ -337,18 +336,18 @@ def test_stacks_of_its_own_ranks_only(node: Node) -> None:
     node.up()
     node.run_generation(0)
     wanted = TakeStacks(generation=0, ranks=(1, 2), reason="")
-    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=wanted))
-    traces = [TellWorker(rank, DumpTraces(0)) for rank in (0, 1)]
+    ask = OrderReceived(order=NodeOrder(controller="c1", orders=(wanted,)))
+    traces = [TellWorker(rank, wanted) for rank in (0, 1)]
     assert node.machine.handle(12.0, ask) == [*traces, CollectStacks(0, {1: 101})]
     collected = StacksCollected(generation=0, stacks={1: "main"}, traces="/j/traces/g0")
     assert events(node.machine.handle(13.0, collected)) == [
         StacksTaken(generation=0, at_s=13.0, stacks={1: "main"}, traces="/j/traces/g0")
     ]
     elsewhere = TakeStacks(generation=0, ranks=(5,), reason="")
-    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=elsewhere))
-    assert node.machine.handle(13.5, ask) == traces
+    ask = OrderReceived(order=NodeOrder(controller="c1", orders=(elsewhere,)))
+    assert node.machine.handle(13.5, ask) == [TellWorker(rank, elsewhere) for rank in (0, 1)]
     other = TakeStacks(generation=1, ranks=(1,), reason="")
-    ask = OrderReceived(order=NodeOrder(controller="c1", stacks=other))
+    ask = OrderReceived(order=NodeOrder(controller="c1", orders=(other,)))
     assert node.machine.handle(14.0, ask) == []
 
 

@@ -2,9 +2,9 @@
 
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import KeeperUp, OrderReceived, TermHeard
-from perdure.model.actions import Assignment, FenceAbort
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.job import BusConfig, JobSpec
+from perdure.model.orders import Assignment, FenceAbort
 
 
 def make_agent(replicas: int) -> Agent:
@@ -47,5 +47,5 @@ def test_where_there_is_one_controller_there_are_no_terms() -> None:
 def test_an_abort_of_the_lighthouse_has_no_term_and_is_passed_on() -> None:
     agent = make_agent(3)
     agent.handle(1.5, TermHeard(term=5))
-    fence = NodeOrder(controller="l", fence=FenceAbort(reason="", quorum_id=1, groups=(1,)))
+    fence = NodeOrder(controller="l", orders=(FenceAbort(reason="", quorum_id=1, groups=(1,)),))
     assert len(agent.handle(2.0, OrderReceived(order=fence))) == 1

@@ -16,7 +16,6 @@ from perdure.agent.messages import (
     TellWorker,
     WorkerSaid,
 )
-from perdure.model.actions import Assignment, InjectFault, InterruptCollectives, SendBoundary
 from perdure.model.bus.wire import (
     KeeperSignal,
     KeeperState,
@@ -27,6 +26,13 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.events import FaultInjected, NodeAsked
 from perdure.model.job import JobSpec
+from perdure.model.orders import (
+    AnyOrder,
+    Assignment,
+    InjectFault,
+    InterruptCollectives,
+    SendBoundary,
+)
 
 PREPARE = SendBoundary(
     id="b1.1", move="prepare", kind="checkpoint", step=9, ranks=(0, 1), generation=2, reason=""
@@ -53,8 +59,9 @@ def agent() -> Agent:
     return make_agent()
 
 
-def send(agent: Agent, now: float = 1.0, **fields: Any) -> list[Request]:
-    return agent.handle(now, OrderReceived(order=NodeOrder(controller="c1", **fields)))
+def send(agent: Agent, *orders: AnyOrder, **fields: Any) -> list[Request]:
+    message = NodeOrder(controller="c1", orders=orders, **fields)
+    return agent.handle(1.0, OrderReceived(order=message))
 
 
 def say(agent: Agent, message: Any, rank: int = 1, now: float = 2.0) -> list[Request]:
@@ -67,60 +74,60 @@ def hello(agent: Agent, rank: int = 1) -> list[Request]:
 
 def test_each_move_reaches_each_rank_once(agent: Agent) -> None:
     both = [TellWorker(0, PREPARE), TellWorker(1, PREPARE)]
-    assert send(agent, boundary=PREPARE) == both
-    assert send(agent, boundary=PREPARE) == []
-    assert send(agent, boundary=COMMIT) == [TellWorker(0, COMMIT), TellWorker(1, COMMIT)]
-    assert send(agent, boundary=COMMIT) == []
-    assert send(agent, boundary=PREPARE) == []  # Late: decided is decided.
+    assert send(agent, PREPARE) == both
+    assert send(agent, PREPARE) == []
+    assert send(agent, COMMIT) == [TellWorker(0, COMMIT), TellWorker(1, COMMIT)]
+    assert send(agent, COMMIT) == []
+    assert send(agent, PREPARE) == []  # Late: decided is decided.
 
 
 def test_agreement_of_another_generation_is_not_passed_on(agent: Agent) -> None:
-    assert send(agent, boundary=msgspec.structs.replace(PREPARE, generation=1)) == []
+    assert send(agent, msgspec.structs.replace(PREPARE, generation=1)) == []
 
 
 def test_rank_that_was_out_of_touch_hears_the_newest(agent: Agent) -> None:
-    send(agent, boundary=PREPARE)
+    send(agent, PREPARE)
     assert hello(agent) == [TellWorker(1, PREPARE)]
-    send(agent, boundary=COMMIT)
+    send(agent, COMMIT)
     assert hello(agent) == [TellWorker(1, COMMIT)]
 
 
 def test_query_is_answered_once_decided(agent: Agent) -> None:
     assert say(agent, WorkerQuery("b1.1")) == []
-    send(agent, boundary=PREPARE)
+    send(agent, PREPARE)
     assert say(agent, WorkerQuery("b1.1")) == []
-    send(agent, boundary=ABORT)
+    send(agent, ABORT)
     assert say(agent, WorkerQuery("b1.1")) == [TellWorker(1, ABORT)]
 
 
 def test_a_newer_agreement_tells_that_the_old_one_was_aborted(agent: Agent) -> None:
-    send(agent, boundary=PREPARE)
+    send(agent, PREPARE)
     later = msgspec.structs.replace(PREPARE, id="b1.2", step=12)
-    told = send(agent, boundary=later)
+    told = send(agent, later)
     assert told == [TellWorker(r, o) for o in (ABORT, later) for r in (0, 1)]
 
 
 def test_silence_of_the_controller_ends_no_promise(agent: Agent) -> None:
     """The ranks have said yes, so others may be told to go ahead: only the controller ends it."""
-    send(agent, boundary=PREPARE)
+    send(agent, PREPARE)
     for _ in range(20):
         assert send(agent, assignment=RUN) == []
-    assert send(agent, boundary=ABORT) == [TellWorker(0, ABORT), TellWorker(1, ABORT)]
+    assert send(agent, ABORT) == [TellWorker(0, ABORT), TellWorker(1, ABORT)]
 
 
 def test_what_was_overtaken_by_a_newer_try_is_dropped(agent: Agent) -> None:
     older = msgspec.structs.replace(PREPARE, number=1)
     newer = msgspec.structs.replace(PREPARE, id="b1.2", step=14, number=2)
-    assert send(agent, boundary=newer) == [TellWorker(0, newer), TellWorker(1, newer)]
-    assert send(agent, boundary=older) == []
-    assert send(agent, boundary=msgspec.structs.replace(older, move="abort")) == []
+    assert send(agent, newer) == [TellWorker(0, newer), TellWorker(1, newer)]
+    assert send(agent, older) == []
+    assert send(agent, msgspec.structs.replace(older, move="abort")) == []
     commit = msgspec.structs.replace(newer, move="commit")
-    assert send(agent, boundary=commit) == [TellWorker(0, commit), TellWorker(1, commit)]
+    assert send(agent, commit) == [TellWorker(0, commit), TellWorker(1, commit)]
 
 
 def test_commit_is_never_taken_back(agent: Agent) -> None:
-    send(agent, boundary=PREPARE)
-    send(agent, boundary=COMMIT)
+    send(agent, PREPARE)
+    send(agent, COMMIT)
     for _ in range(9):
         assert send(agent, assignment=RUN) == []
     assert hello(agent) == [TellWorker(1, COMMIT)]
@@ -132,27 +139,27 @@ def fault(kind: str, **fields: Any) -> InjectFault:
 
 @pytest.mark.parametrize(("kind", "number"), [("crash", 9), ("stop", signal.SIGSTOP)])
 def test_faults_by_signal_wait_for_the_journal(agent: Agent, kind: str, number: int) -> None:
-    (report,) = send(agent, inject=fault(kind))
+    (report,) = send(agent, fault(kind))
     assert isinstance(report, Report)
     assert report.event == FaultInjected(id=f"f-{kind}", rank=1, kind=kind, at_s=1.0)
     assert report.after == (TellKeeper(KeeperSignal(2, 1, number)),)
-    assert send(agent, inject=fault(kind)) == []
+    assert send(agent, fault(kind)) == []
     assert hello(agent) == []
 
 
 def test_other_faults_are_the_ranks_own(agent: Agent) -> None:
     for order in (fault("spin"), fault("crash", at_step=7)):
-        assert send(agent, inject=order) == [TellWorker(1, order)]
-        assert send(agent, inject=order) == []
+        assert send(agent, order) == [TellWorker(1, order)]
+        assert send(agent, order) == []
     assert [type(r) for r in hello(agent)] == [TellWorker, TellWorker]
     assert hello(agent, rank=0) == []
 
 
 def test_faults_that_cannot_be(agent: Agent) -> None:
-    assert send(agent, inject=msgspec.structs.replace(fault("crash"), generation=1)) == []
-    assert send(agent, inject=fault("crash", rank=5)) == []
+    assert send(agent, msgspec.structs.replace(fault("crash"), generation=1)) == []
+    assert send(agent, fault("crash", rank=5)) == []
     blind = make_agent(no_python=True)
-    (report,) = send(blind, inject=fault("spin"))
+    (report,) = send(blind, fault("spin"))
     assert isinstance(report, Report)
     assert isinstance(report.event, FaultInjected)
     assert "--no-python" in report.event.error
@@ -176,6 +183,6 @@ def test_sigusr1_is_a_checkpoint_and_echoes_are_not(agent: Agent) -> None:
 
 def test_interruption_reaches_the_ranks_that_run_here_and_each_repeat_does(agent: Agent) -> None:
     order = InterruptCollectives(generation=2, ranks=(1, 7), reason="rank 0 hangs")
-    assert send(agent, interrupt=order) == [TellWorker(1, order)]
-    assert send(agent, interrupt=order) == [TellWorker(1, order)]
-    assert send(agent, interrupt=msgspec.structs.replace(order, generation=1)) == []
+    assert send(agent, order) == [TellWorker(1, order)]
+    assert send(agent, order) == [TellWorker(1, order)]
+    assert send(agent, msgspec.structs.replace(order, generation=1)) == []

@@ -15,10 +15,10 @@ from perdure.agent.messages import (
     Request,
     StartKeeper,
 )
-from perdure.model.actions import Assignment
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.events import KeeperLost, NodeAsked, VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
+from perdure.model.orders import Assignment
 
 HELD = KeeperState(pid=7, generation=2, running={0: 10, 1: 11}, exits=())
 

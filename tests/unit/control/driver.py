@@ -5,10 +5,7 @@ from typing import Any
 from msgspec import convert
 
 from perdure.control import Controller
-from perdure.model.actions import (
-    AnyAction,
-    SendBoundary,
-)
+from perdure.model.actions import AnyAction
 from perdure.model.events import (
     BoundaryAnswered,
     ControllerStarted,
@@ -24,6 +21,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

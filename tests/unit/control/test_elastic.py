@@ -2,7 +2,7 @@
 
 from perdure.control import Controller
 from perdure.control.elastic.reform import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
-from perdure.model.actions import AnyAction, AssignNodes, InjectFault, ReformWorld
+from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     ControllerStarted,
     ExitRecord,
@@ -19,6 +19,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec, RestartConfig
+from perdure.model.orders import InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 

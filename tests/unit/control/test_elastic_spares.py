@@ -4,7 +4,7 @@ import pytest
 from tests.slowness import find_slowness, move_verdict
 
 from perdure.control import Controller
-from perdure.model.actions import AnyAction, AssignNodes, FollowWorld, InjectFault, ReformWorld
+from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     ControllerStarted,
     ExitRecord,
@@ -24,6 +24,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import FollowWorld, InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit
 

@@ -7,7 +7,7 @@ from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_group_settings import reach, say, sent
 
 from perdure.control.groups.saving import find_save_deadline
-from perdure.model.actions import AnswerCommand, SendBoundary
+from perdure.model.actions import AnswerCommand
 from perdure.model.events import (
     BoundaryAnswered,
     CheckpointFailed,
@@ -17,6 +17,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import CheckpointConfig
+from perdure.model.orders import SendBoundary
 
 
 def saving(lighthouse: str = "perdure", spares: int = 0, **config: Any) -> Lab:

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.control.groups_lab import Lab
 
 from perdure.control.groups.watch import ReplicaWatch
-from perdure.model.actions import AnyAction, AssignNodes, EvictReplica, FenceAbort, RecordEvent
+from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
@@ -17,6 +17,7 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.job import DetectConfig, JobSpec, TorchftConfig
+from perdure.model.orders import EvictReplica, FenceAbort
 from perdure.model.signals.progress import (
     BusyPhase,
     NodeBeat,

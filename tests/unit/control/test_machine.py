@@ -3,14 +3,7 @@
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control import Controller
-from perdure.model.actions import (
-    AnswerCommand,
-    AnyAction,
-    AssignNodes,
-    EndJob,
-    SendBoundary,
-    TakeStacks,
-)
+from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -25,6 +18,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
+from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
 
 

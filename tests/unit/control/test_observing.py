@@ -9,20 +9,7 @@ from tests.unit.control.groups_lab import Lab
 from tests.unit.control.test_outstanding import replayed
 from tests.unit.control.test_placement import run, start
 
-from perdure.model.actions import (
-    AnyAction,
-    AssignNodes,
-    CordonNode,
-    EndJob,
-    EvictReplica,
-    FenceAbort,
-    InjectFault,
-    InterruptCollectives,
-    RecordEvent,
-    ReformWorld,
-    RunProbe,
-    SendBoundary,
-)
+from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, RecordEvent
 from perdure.model.events import (
     ActionWithheld,
     BoundaryAnswered,
@@ -44,6 +31,15 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
     WorldBroken,
+)
+from perdure.model.orders import (
+    EvictReplica,
+    FenceAbort,
+    InjectFault,
+    InterruptCollectives,
+    ReformWorld,
+    RunProbe,
+    SendBoundary,
 )
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

@@ -1,5 +1,5 @@
 from perdure.control.orders import REPEAT_S, OrderBook, Sending
-from perdure.model.actions import Assignment, AssignNodes, InjectFault, SendBoundary, TakeStacks
+from perdure.model.actions import AssignNodes
 from perdure.model.events import (
     BoundaryReached,
     FaultInjected,
@@ -8,6 +8,7 @@ from perdure.model.events import (
     StacksTaken,
 )
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnyOrder, Assignment, InjectFault, SendBoundary, TakeStacks
 
 
 def book(nodes: int = 2) -> OrderBook:
@@ -39,6 +40,10 @@ def register(node: int, agent: str = "a") -> NodeRegistered:
 
 def numbers(sendings: list[Sending]) -> list[tuple[int | str, int]]:
     return [(to, order.assignment.number) for to, order in sendings if order.assignment]
+
+
+def told(sendings: list[Sending]) -> list[tuple[int | str, AnyOrder]]:
+    return [(to, order) for to, message in sendings for order in message.orders]
 
 
 def test_the_newest_assignment_is_repeated() -> None:
@@ -89,28 +94,25 @@ def test_a_boundary_is_repeated_until_every_rank_reached_it() -> None:
     assert [to for to, _ in sent] == ["all"]
     for rank in (0, 1, 2):
         orders.note(BoundaryReached(id="b1", rank=rank, step=5, at_s=1.0))
-    again = [(to, o.boundary.move) for to, o in orders.repeat(REPEAT_S) if o.boundary]
-    assert again == [(1, "commit")]
+    assert told(orders.repeat(REPEAT_S)) == [(1, boundary("commit"))]
     orders.note(BoundaryReached(id="b1", rank=3, step=5, at_s=1.0))
-    assert not any(order.boundary for _, order in orders.repeat(2 * REPEAT_S))
+    assert told(orders.repeat(2 * REPEAT_S)) == []
 
 
 def test_orders_of_an_older_generation_are_dropped() -> None:
     orders = book()
     orders.take(boundary("prepare"))
     orders.take(assign(1, generation=1))
-    assert not any(order.boundary for _, order in orders.repeat(REPEAT_S))
+    assert told(orders.repeat(REPEAT_S)) == []
 
 
 def test_stacks_and_faults_are_repeated_until_answered() -> None:
     orders = book()
-    first = orders.take(TakeStacks(generation=0, ranks=(3,), reason="r"))
-    assert [to for to, _ in first] == ["all"]  # The others write their traces.
-    orders.take(InjectFault(id="i", generation=0, rank=0, kind="crash", reason="r"))
-    sent = orders.repeat(REPEAT_S)
-    assert [to for to, order in sent if order.stacks] == [1]
-    assert [to for to, order in sent if order.inject] == [0]
+    stacks = TakeStacks(generation=0, ranks=(3,), reason="r")
+    fault = InjectFault(id="i", generation=0, rank=0, kind="crash", reason="r")
+    assert told(orders.take(stacks)) == [("all", stacks)]  # The others write their traces.
+    orders.take(fault)
+    assert told(orders.repeat(REPEAT_S)) == [(1, stacks), (0, fault)]
     orders.note(StacksTaken(generation=0, at_s=1.0, stacks={3: "..."}))
     orders.note(FaultInjected(id="i", rank=0, kind="crash", at_s=1.0))
-    sent = orders.repeat(2 * REPEAT_S)
-    assert not any(order.stacks or order.inject for _, order in sent)
+    assert told(orders.repeat(2 * REPEAT_S)) == []

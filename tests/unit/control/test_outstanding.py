@@ -3,7 +3,7 @@
 from tests.unit.control.driver import Driver, agree, one, started, verdict
 
 from perdure.control import Controller
-from perdure.model.actions import AnswerCommand, AssignNodes, EndJob, SendBoundary, TakeStacks
+from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
     BoundaryReached,
     CheckpointSaved,
@@ -16,6 +16,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictWithdrawn,
 )
+from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
 
 

@@ -7,7 +7,6 @@ from tests.unit.control.driver import Driver, one, started
 
 from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.control.steering.boundary import find_next_step
-from perdure.model.actions import SendBoundary
 from perdure.model.events import (
     BoundaryAnswered,
     CommandReceived,
@@ -15,6 +14,7 @@ from perdure.model.events import (
     KeysDeclared,
     ProgressNoted,
 )
+from perdure.model.orders import SendBoundary
 from perdure.model.settings import KeySpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

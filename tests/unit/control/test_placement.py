@@ -5,13 +5,7 @@ from typing import Any
 from tests.slowness import find_slowness, move_verdict
 from tests.unit.control.driver import Driver, one
 
-from perdure.model.actions import (
-    Assignment,
-    AssignNodes,
-    CordonNode,
-    EndJob,
-    InterruptCollectives,
-)
+from perdure.model.actions import AssignNodes, CordonNode, EndJob
 from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
@@ -24,6 +18,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
 )
+from perdure.model.orders import Assignment, InterruptCollectives
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -11,14 +11,7 @@ from tests.unit.control.test_placement import start as start_placed
 from tests.unit.control.test_verbs import agree, ask, hold, save
 
 from perdure.control import Controller
-from perdure.model.actions import (
-    AnyAction,
-    AssignNodes,
-    CordonNode,
-    EndJob,
-    RestoreNode,
-    SendBoundary,
-)
+from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, RestoreNode
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
@@ -31,6 +24,7 @@ from perdure.model.events import (
     RankExited,
     TimerFired,
 )
+from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
 

@@ -13,8 +13,8 @@ from perdure.control.groups.outputs import (
     Seen,
 )
 from perdure.control.groups.quorum import Quorums
-from perdure.model.actions import ReplicaGroup
 from perdure.model.bus.lighthouse import make_member
+from perdure.model.orders import ReplicaGroup
 
 
 class Lab:

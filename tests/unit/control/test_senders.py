@@ -7,7 +7,6 @@ import pytest
 from perdure.control.job import JobState
 from perdure.control.senders import find_node, find_untrue, is_sender, sift_beat
 from perdure.control.world import WorldState
-from perdure.model.actions import Assignment
 from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.events import (
     AnyEvent,
@@ -30,6 +29,7 @@ from perdure.model.events import (
     VerdictReached,
 )
 from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.orders import Assignment
 from perdure.model.signals.links import HostProbe, PairProbe
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.model.verdicts import Culprit, Verdict

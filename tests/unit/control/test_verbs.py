@@ -14,8 +14,6 @@ from perdure.model.actions import (
     CordonNode,
     NoteDraining,
     RestoreNode,
-    ResumeRanks,
-    SendBoundary,
 )
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
@@ -38,6 +36,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
+from perdure.model.orders import ResumeRanks, SendBoundary
 
 
 def ask(driver: Driver, kind: str, *targets: str, id_: str = "", **args: Any) -> list[AnyAction]:

@@ -1,8 +1,8 @@
 """torchrun's variables, on one node and on several."""
 
 from perdure.launch.environment import find_default_threads, rank_environment
-from perdure.model.actions import Assignment
 from perdure.model.job import CheckpointConfig, JobSpec
+from perdure.model.orders import Assignment
 from perdure.model.paths import job_paths
 
 PATHS = job_paths("/h", "j", 1000)

@@ -1,5 +1,5 @@
-from perdure.model.actions import RunProbe
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import HostProbe, PairProbe, ProbeFinding
 from perdure.plan.probe import ProbeSession, judge, plan_first, plan_next
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from perdure.model.actions import WatchClosely
+from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.agent.links import LinkTelemetry, Ranks

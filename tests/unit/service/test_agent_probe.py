@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from perdure.agent.probe import ProbeParts
-from perdure.model.actions import RunProbe
 from perdure.model.codec import encode
 from perdure.model.errors import RequestError
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.probing import ProbeAsk, subject_probe
 from perdure.service.agent.probe import Prober
 from perdure.service.ports import FakeBus, FakeServer

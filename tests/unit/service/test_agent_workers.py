@@ -4,10 +4,10 @@ import asyncio
 from pathlib import Path
 
 from perdure.agent.messages import WorkerSaid
-from perdure.model.actions import SendBoundary
 from perdure.model.bus.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import decode, encode
 from perdure.model.events import AnyEvent, RankJoined
+from perdure.model.orders import SendBoundary
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.aside import Asides
@@ -40,7 +40,7 @@ async def test_a_rank_and_two_agents(tmp_path: Path) -> None:
     loop = asyncio.get_running_loop()
     path = str(tmp_path / "a")
     control = Control(path, WorkerHello("j", 1, 0, 77))
-    control.on_boundary = lambda order: loop.call_soon_threadsafe(heard.put_nowait, order)
+    control.obey(lambda order: loop.call_soon_threadsafe(heard.put_nowait, order), SendBoundary)
     control.emit(RankJoined(generation=0, rank=1))
     control.start()
     try:

@@ -3,10 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from perdure.model.actions import HoldReplicas
-from perdure.model.bus.wire import LIGHTHOUSE, NodeOrder, subject_orders
+from perdure.model.bus.wire import (
+    NodeOrder,
+    subject_orders,
+)
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
+from perdure.model.orders import LIGHTHOUSE, HoldReplicas
 from perdure.service.lighthouse import LighthouseService
 from perdure.service.ports import FakeBus, FakeServer
 
@@ -22,7 +25,7 @@ async def test_the_newest_word_on_patience_holds(tmp_path: Path) -> None:
         given = lighthouse.machine.config
         for number, startup_s in ((2, 300.0), (1, 7.0), (3, None)):  # The second one is stale.
             hold = HoldReplicas(replicas=(), number=number, startup_s=startup_s, reason="")
-            order = NodeOrder(controller="c", hold=hold)
+            order = NodeOrder(controller="c", orders=(hold,))
             await FakeBus(server).publish(subject_orders("job", LIGHTHOUSE), encode(order))
             await asyncio.sleep(0)
         assert lighthouse.machine.config.startup_s == 300.0

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from perdure.model.actions import FenceAbort
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec, PreemptionConfig, TorchftConfig
+from perdure.model.orders import FenceAbort
 from perdure.service.agent.notices import may_acknowledge
 from perdure.service.lighthouse import make_stock_words
 from perdure.worker.torchft.manager import Replica

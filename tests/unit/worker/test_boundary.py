@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from perdure.model.actions import SendBoundary
+from perdure.model.orders import SendBoundary
 from perdure.worker import boundary
 from perdure.worker.boundary import NEVER, BoundaryGate
 

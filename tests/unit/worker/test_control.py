@@ -9,11 +9,11 @@ import threading
 
 import pytest
 
-from perdure.model.actions import InjectFault, SendBoundary
 from perdure.model.bus.wire import FromWorker, WorkerAck, WorkerEvent, WorkerHello, WorkerSignal
 from perdure.model.codec import decode, encode
 from perdure.model.events import CheckpointFailed, MetricsLogged, RankJoined
 from perdure.model.fitting import EVENT_BYTES_MAX
+from perdure.model.orders import InjectFault, SendBoundary
 from perdure.worker.control import METRICS_KEPT, Control
 
 
@@ -94,8 +94,8 @@ def test_events_are_repeated_to_the_next_agent_until_acknowledged(agent, control
 
 def test_orders_reach_their_handlers(agent, control):
     got, both = [], threading.Event()
-    control.on_boundary = got.append
-    control.on_fault = lambda order: (got.append(order), both.set())
+    control.obey(got.append, SendBoundary)
+    control.obey(lambda order: (got.append(order), both.set()), InjectFault)
     control.start()
     agent.accept()
     boundary = SendBoundary(
@@ -129,7 +129,7 @@ def test_without_an_agent_nothing_is_lost_and_nobody_waits(tmp_path, control):
 def test_nonsense_from_the_agent_is_left_out_and_the_next_order_counts(agent, control, capfd):
     """T1: hanging up would only have the agent say it again."""
     got, heard = [], threading.Event()
-    control.on_boundary = lambda order: (got.append(order), heard.set())
+    control.obey(lambda order: (got.append(order), heard.set()), SendBoundary)
     control.start()
     agent.accept()
     boundary = SendBoundary(
@@ -195,7 +195,7 @@ def test_an_order_that_fails_costs_the_line_nothing(agent, control, capfd):
     def fail(order):
         raise LookupError("nobody has this")
 
-    control.on_boundary = fail
+    control.obey(fail, SendBoundary)
     control.start()
     agent.accept()
     order = SendBoundary(
@@ -227,7 +227,7 @@ def test_a_standard_error_that_takes_nothing_costs_the_line_nothing(agent, contr
     def fail(order):
         raise Mute
 
-    control.on_boundary = fail
+    control.obey(fail, SendBoundary)
     control.start()
     agent.accept()
     order = SendBoundary(

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from perdure.model.actions import InjectFault
+from perdure.model.orders import InjectFault
 from perdure.worker.harm.faults import (
     NEVER,
     Faults,

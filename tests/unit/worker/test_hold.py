@@ -3,8 +3,8 @@
 import threading
 from typing import Any, Literal
 
-from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.events import BoundaryAnswered, BoundaryReached
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Change
 from perdure.worker.boundary import NEVER, Agreed, BoundaryGate
 

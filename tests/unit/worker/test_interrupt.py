@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from perdure.model.actions import InterruptCollectives
 from perdure.model.events import CollectivesInterrupted
+from perdure.model.orders import InterruptCollectives
 from perdure.worker import interrupt
 from perdure.worker.interrupt import Interrupter, find_gloo_sockets, shut_down_gloo
 

@@ -1,8 +1,8 @@
 import pytest
 
 from perdure.adapters.rings import read_records, read_ring
-from perdure.model.actions import SendBoundary
 from perdure.model.events import BoundaryReached, MetricsLogged
+from perdure.model.orders import SendBoundary
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
 from perdure.worker.loop import StepLoop
@@ -45,6 +45,9 @@ class FakeControl:
     def signal(self, number):
         pass
 
+    def obey(self, handler, *kinds):
+        self.handlers = dict.fromkeys(kinds, handler)
+
 
 class Rank:
     """A rank whose steps the test takes one by one."""
@@ -64,7 +67,7 @@ class Rank:
             self.loop.commit_step()
 
     def order(self, move, step, kind="checkpoint"):
-        self.attachment._on_boundary(
+        self.control.handlers[SendBoundary](
             SendBoundary(
                 id="b", move=move, kind=kind, step=step, ranks=(0,), generation=1, reason="test"
             )

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from perdure.model.actions import SendBoundary
 from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
@@ -14,6 +13,7 @@ from perdure.model.events import (
     CheckpointSaved,
 )
 from perdure.model.job import CheckpointConfig
+from perdure.model.orders import SendBoundary
 from perdure.model.settings import Steering
 from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
 from perdure.worker.torchft.settings import ReplicaConfig

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from perdure.model.actions import SendBoundary
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.orders import SendBoundary
 from perdure.model.settings import Change, Steering
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from perdure.model.bus.wire import DumpTraces
+from perdure.model.orders import TakeStacks
 from perdure.worker.recording import traces
 from perdure.worker.recording.traces import TraceWriter
 
@@ -64,7 +64,7 @@ def test_a_file_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_order_of_another_generation_is_not_for_this_rank(tmp_path: Path) -> None:
     source = Source()
-    make_writer(tmp_path, source).handle(DumpTraces(0))
+    make_writer(tmp_path, source).handle(TakeStacks(generation=0, ranks=(0,), reason="test"))
     assert source.asked == []
 
 

@@ -27,7 +27,7 @@ from perdure.control.job import JobState
 from perdure.control.observing import is_observed
 from perdure.control.outcome import Outcome
 from perdure.control.steering.pauses import find_steering
-from perdure.model.actions import AnyAction, ReformWorld
+from perdure.model.actions import AnyAction
 from perdure.model.events import (
     MemberReady,
     NodeRegistered,
@@ -37,6 +37,7 @@ from perdure.model.events import (
     WorldReformed,
 )
 from perdure.model.failures import BROKEN, Cause
+from perdure.model.orders import ReformWorld
 from perdure.model.verdicts import Verdict
 
 REFORM_TIMEOUT_S = 30.0

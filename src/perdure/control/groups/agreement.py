@@ -30,9 +30,10 @@ from perdure.control.steering.changes import (
     refuse_change,
 )
 from perdure.control.steering.steer import draw_change, find_values, set_alone
-from perdure.model.actions import AnyAction, SendBoundary
+from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
 from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.orders import SendBoundary
 from perdure.model.settings import is_kept_elsewhere
 
 _ANSWER_TIMEOUT_S = 5.0

@@ -2,7 +2,7 @@
 
 from perdure.control.groups.outputs import make_quorum_config
 from perdure.control.job import JobState
-from perdure.model.actions import HoldReplicas, ReplicaGroup
+from perdure.model.orders import HoldReplicas, ReplicaGroup
 
 
 def hold_groups(state: JobState, reason: str) -> HoldReplicas:

@@ -45,8 +45,8 @@ from perdure.control.groups.outputs import (
     Stands,
 )
 from perdure.control.groups.silences import Silences
-from perdure.model.actions import ReplicaGroup
 from perdure.model.bus.lighthouse import Member, set_step
+from perdure.model.orders import ReplicaGroup
 
 _KEPT_EVICTED = 1000
 _GAP_KEPT = 0.95

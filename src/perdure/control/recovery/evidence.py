@@ -7,8 +7,9 @@ stack cannot be taken must not hold up everybody's recovery.
 
 from perdure.control.job import JobState
 from perdure.control.world import StackRequest
-from perdure.model.actions import AnyAction, TakeStacks
+from perdure.model.actions import AnyAction
 from perdure.model.events import StacksTaken, VerdictWithdrawn
+from perdure.model.orders import TakeStacks
 from perdure.model.verdicts import Verdict
 
 _STACKS_TIMEOUT_S = 2.0

@@ -14,8 +14,9 @@ from perdure.control.recovery.placement import place_nodes
 from perdure.control.steering.changes import note_high, restart_changes
 from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.control.world import WorldState
-from perdure.model.actions import AnswerCommand, AnyAction, Assignment, AssignNodes, EndJob
+from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
+from perdure.model.orders import Assignment
 from perdure.model.settings import Steering
 
 REGISTER_TIMEOUT_S = 180.0

@@ -8,8 +8,9 @@ from perdure.control.answers import answer
 from perdure.control.elastic.members import find_home
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.observing import is_observed, withhold_verdict
-from perdure.model.actions import AnyAction, NoteFinding, RunProbe
+from perdure.model.actions import AnyAction, NoteFinding
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import ProbeFinding
 from perdure.model.verdicts import Verdict
 from perdure.plan.probe import ProbeSession

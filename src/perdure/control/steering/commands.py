@@ -15,8 +15,9 @@ from perdure.control.recovery.probing import receive_probe
 from perdure.control.steering.boundary import note_pace, open_boundary
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
-from perdure.model.actions import AnyAction, InjectFault
+from perdure.model.actions import AnyAction
 from perdure.model.events import CommandReceived, FaultInjected, NodeAsked
+from perdure.model.orders import InjectFault
 
 _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 _STOP_TIMEOUT_S = 30.0

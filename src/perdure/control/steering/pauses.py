@@ -9,8 +9,9 @@ from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.answers import answer, answer_open
 from perdure.control.groups.holds import hold_groups
 from perdure.control.job import JobState, OpenCommand
-from perdure.model.actions import AnyAction, RecordEvent, ResumeRanks
+from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import BoundaryReached, JobPaused, JobResumed
+from perdure.model.orders import ResumeRanks
 from perdure.model.settings import Steering, is_kept_elsewhere
 from perdure.model.steering import RESUMED
 

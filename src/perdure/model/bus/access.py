@@ -32,7 +32,6 @@ import msgspec
 
 from perdure.model import events
 from perdure.model.bus.wire import (
-    LIGHTHOUSE,
     RUN,
     bucket_lease,
     stream_journal,
@@ -46,6 +45,7 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.event import Event
+from perdure.model.orders import LIGHTHOUSE
 from perdure.model.signals.probing import subject_probe
 from perdure.model.steering import Verb
 

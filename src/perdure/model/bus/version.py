@@ -2,18 +2,19 @@
 
 `PROTOCOL` is a number that grows whenever an older part could not work with a newer one: a subject
 that is named otherwise, a message that has to be answered. A part speaks all numbers from
-`PROTOCOL_MIN` on. A field or a type of event that an older part does not know is no reason: fields
-are passed over, and events set aside (`model/aside.py`).
+`PROTOCOL_MIN` on. A field, or a type of event or order, that an older part does not know is no
+reason: fields are passed over, events and orders set aside (`model/aside.py`).
 
     protocol   perdure   what is new
     0          0.1       events and beats on one subject each
     1          later     subjects carry the node; invitations have an id
+    2          later     what is ordered of a node is a list of tagged orders
 """
 
 import msgspec
 
-PROTOCOL = 1
-PROTOCOL_MIN = 1
+PROTOCOL = 2
+PROTOCOL_MIN = 2
 """The oldest that this version still speaks."""
 
 

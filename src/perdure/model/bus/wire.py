@@ -7,28 +7,16 @@ controller ── NATS publish ──> agent        NodeOrder                  (
 agent <── unix socket, JSON lines ──> worker, keeper
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
 
-from perdure.model.actions import (
-    Assignment,
-    EvictReplica,
-    FenceAbort,
-    FollowWorld,
-    HoldReplicas,
-    InjectFault,
-    InterruptCollectives,
-    ReformWorld,
-    ResumeRanks,
-    RunProbe,
-    SendBoundary,
-    TakeStacks,
-    WatchClosely,
-)
 from perdure.model.bus.version import Spoken
+from perdure.model.codec import decode, encode
+from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, ExitRecord
 from perdure.model.job import JobSpec
+from perdure.model.orders import AnyOrder, Assignment
 from perdure.model.steering import Verb
 
 
@@ -50,10 +38,8 @@ def subject_orders(job: str, node: int | str) -> str:
     return f"perdure.{job.replace('.', '_')}.orders.{node}"
 
 
-LIGHTHOUSE = "lighthouse"
-"""Its address among the nodes."""
 RUN = "run"
-"""That of `perdure run`, where it tells of something."""
+"""Address of `perdure run` among the nodes, where it tells of something."""
 
 
 def subject_commands(job: str) -> str:
@@ -124,31 +110,50 @@ class EventAck(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class NodeOrder(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a controller says to an agent. Any of the fields may be set."""
+    """What a controller says to an agent: what the node shall run, orders, or both.
+
+    All but `orders` is understood by agents of every protocol, so that one of another version can
+    be asked who it is, and be told to leave.
+    """
 
     controller: str
     """Incarnation of the sender."""
     term: int = 0
     """Of the sender, where several could be controllers."""
     assignment: Assignment | None = None
-    boundary: SendBoundary | None = None
-    stacks: TakeStacks | None = None
-    inject: InjectFault | None = None
-    watch: WatchClosely | None = None
-    probe: RunProbe | None = None
-    interrupt: InterruptCollectives | None = None
-    reform: ReformWorld | None = None
-    follow: FollowWorld | None = None
-    resume: ResumeRanks | None = None
-    fence: FenceAbort | None = None
-    hold: HoldReplicas | None = None
-    """For the lighthouse, which is addressed as node `lighthouse`."""
-    evict: EvictReplica | None = None
-    """Likewise."""
     register: bool = False
     """Answer with `NodeRegistered`: a controller has just started, or counts the node as lost."""
     agent: str = ""
     """Incarnation of the agent that `assignment` is for; empty: whichever is there."""
+    orders: tuple[AnyOrder, ...] = ()
+
+
+class _OrdersOfAnyVersion(msgspec.Struct, frozen=True):
+    """The orders of a `NodeOrder`, whatever they are."""
+
+    orders: tuple[dict[str, Any], ...] = ()
+
+
+def read_order(data: bytes) -> tuple[NodeOrder, tuple[str, ...]]:
+    """Return the message in `data`, and the types of orders that this version does not know.
+
+    Those are left out: what a newer controller adds must not cost the rest of what it says.
+
+    Raises:
+        ProtocolError: `data` is no such message.
+    """
+    try:
+        order: NodeOrder = decode(data, NodeOrder)
+    except ProtocolError:
+        said: _OrdersOfAnyVersion = decode(data, _OrdersOfAnyVersion)
+        known = {type_.__name__ for type_ in get_args(AnyOrder)}
+        unknown = tuple(str(o.get("type")) for o in said.orders if o.get("type") not in known)
+        if not unknown:
+            raise
+        kept = [o for o in said.orders if o.get("type") in known]
+        message: dict[str, Any] = decode(data, dict[str, Any])
+        return decode(encode(message | {"orders": kept}), NodeOrder), unknown
+    return order, ()
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -263,24 +268,8 @@ class WorkerQuery(msgspec.Struct, frozen=True, tag=True):
     id: str
 
 
-class DumpTraces(msgspec.Struct, frozen=True, tag=True):
-    """Write Flight Recorder's trace of this rank to the job's `traces/gN/BACKEND/rank_R`."""
-
-    generation: int
-
-
 FromWorker = WorkerHello | WorkerEvent | WorkerSignal | WorkerQuery
-ToWorker = (
-    WorkerAck
-    | SendBoundary
-    | ResumeRanks
-    | InjectFault
-    | InterruptCollectives
-    | ReformWorld
-    | FollowWorld
-    | FenceAbort
-    | DumpTraces
-)
+ToWorker = WorkerAck | AnyOrder
 
 # --- agent <-> keeper: unix socket, JSON lines ------------------------------------------------
 

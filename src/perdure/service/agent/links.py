@@ -17,8 +17,8 @@ from perdure.adapters.links import LinkReader
 from perdure.adapters.netlink import list_interfaces
 from perdure.adapters.nics import NicReader
 from perdure.adapters.rings import open_regular
-from perdure.model.actions import WatchClosely
 from perdure.model.errors import PlatformError
+from perdure.model.orders import WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.model.signals.links import LinkSweep, NicSample
 from perdure.model.signals.progress import NodeBeat

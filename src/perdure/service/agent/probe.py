@@ -14,10 +14,10 @@ from typing import Any
 
 from perdure.adapters.transfer import Door, Transfer, run_arithmetic, run_transfer
 from perdure.agent.probe import ProbePart, ProbeParts
-from perdure.model.actions import RunProbe
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError, RequestError
 from perdure.model.events import ProbeEnded
+from perdure.model.orders import RunProbe
 from perdure.model.signals.links import PairProbe
 from perdure.model.signals.probing import ProbeAsk, ProbeDoor, subject_probe
 from perdure.service.ports import Bus, Reply

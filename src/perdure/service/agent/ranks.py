@@ -13,26 +13,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.agent.messages import WorkerSaid
-from perdure.model.actions import (
-    FenceAbort,
-    FollowWorld,
-    InjectFault,
-    InterruptCollectives,
-    ReformWorld,
-    ResumeRanks,
-    SendBoundary,
-)
 from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import (
-    DumpTraces,
     FromWorker,
-    ToWorker,
     WorkerAck,
     WorkerEvent,
     WorkerHello,
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
+from perdure.model.orders import Order
 from perdure.service.agent.line_server import LINE_MAX, read_line
 from perdure.service.agent.outbox import Outbox
 from perdure.service.aside import Asides
@@ -67,7 +57,7 @@ class _Line:
         """Return whether an event may have this number: a rank counts, and says things again."""
         return seq <= self.newest + 1 + self.gap if self.newest else 0 < seq <= _SEQ_MAX
 
-    def send(self, message: ToWorker) -> None:
+    def send(self, message: WorkerAck | Order) -> None:
         if not self.writer.is_closing():
             self.writer.write(encode(message) + b"\n")
 
@@ -91,24 +81,11 @@ class WorkerServer:
         self._server = await asyncio.start_unix_server(self._serve, path, limit=LINE_MAX)
         os.chmod(path, 0o600)
 
-    def send(
-        self,
-        rank: int,
-        message: SendBoundary
-        | ResumeRanks
-        | InjectFault
-        | InterruptCollectives
-        | ReformWorld
-        | FollowWorld
-        | FenceAbort
-        | DumpTraces,
-    ) -> None:
-        """Send `message` to `rank`, if it is connected and of that generation."""
+    def send(self, rank: int, order: Order) -> None:
+        """Send `order` to `rank`, if it is connected and the order is for it."""
         line = self._lines.get(rank)
-        if line is None:
-            return
-        if isinstance(message, FenceAbort) or line.hello.generation == message.generation:
-            line.send(message)
+        if line is not None and order.is_for(line.hello.generation, rank):
+            line.send(order)
 
     async def close(self) -> None:
         """Stop listening and hang up; ranks will look for the next agent."""

@@ -24,6 +24,7 @@ from perdure.adapters.stacks import dump_stack
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent.messages import (
     AgentStarted,
+    CarryOut,
     CollectStacks,
     EndKeeper,
     Input,
@@ -53,17 +54,18 @@ from perdure.model.bus.wire import (
     KeeperSpawn,
     KeeperState,
     KeeperStoreReady,
-    NodeOrder,
     RankLaunch,
+    read_order,
     subject_beats,
     subject_events,
     subject_orders,
 )
-from perdure.model.codec import decode, encode
+from perdure.model.codec import encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
 from perdure.model.events import GenerationStopped, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
+from perdure.model.orders import RunProbe, WatchClosely
 from perdure.model.paths import JobPaths
 from perdure.service.agent.beats import RankReader
 from perdure.service.agent.devices import DeviceTelemetry
@@ -221,14 +223,12 @@ class AgentService:
 
     def _take_order(self, data: bytes) -> None:
         try:
-            order: NodeOrder = decode(data, NodeOrder)
+            order, unknown = read_order(data)
         except ProtocolError as error:
             self._asides.note("order", "a controller", error, data)
             return
-        if order.watch is not None:
-            self._links.watch(order.watch)
-        if order.probe is not None:
-            self._prober.take(order.probe)
+        for type_ in unknown:
+            self._asides.note("order", "a controller", f"unknown type of order {type_!r}", data)
         self.take(OrderReceived(order=order))
 
     def _greet_keeper(self, state: KeeperState) -> None:
@@ -289,6 +289,12 @@ class AgentService:
                 self._keeper.send(self._render_spawn(request))
             case TellWorker(rank=rank, message=message):
                 self._workers.send(rank, message)
+            case CarryOut(order=WatchClosely() as order):
+                self._links.watch(order)
+            case CarryOut(order=RunProbe() as order):
+                self._prober.take(order)
+            case CarryOut():
+                pass  # It is not an agent's.
             case CollectStacks():
                 self._start(self._collect(request))
             case Report(event=event, after=after):

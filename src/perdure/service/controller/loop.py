@@ -22,14 +22,14 @@ import msgspec
 from perdure.control import Memory
 from perdure.control.groups.watch import ReplicaWatch
 from perdure.control.invitations import preview_invitations
-from perdure.control.orders import OrderBook, Sending, describe_action
+from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import find_record
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat
 from perdure.control.steering.verbs import preview_verb
 from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
-from perdure.model.actions import AnswerCommand, Assignment, EndJob, WatchClosely
+from perdure.model.actions import AnswerCommand, EndJob
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
     Command,
@@ -54,6 +54,7 @@ from perdure.model.events import (
 )
 from perdure.model.fitting import fit_event
 from perdure.model.job import JobSpec
+from perdure.model.orders import Assignment, WatchClosely
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.controller.inbox import Inbox
@@ -386,10 +387,10 @@ class ControllerService:
         actions = self._memory.machine.handle(turn.now, event)
         self._derive(turn, self._memory.machine.facts(turn.now))
         for action in actions:
-            log.info("%s %s: %s", type(action).__name__, describe_action(action), action.reason)
+            log.info("%s %s: %s", type(action).__name__, action.describe(), action.reason)
             decision = Decision(
                 action=type(action).__name__,
-                summary=describe_action(action),
+                summary=action.describe(),
                 reason=action.reason,
             )
             self._enter(turn, fit_event(decision, self._journal.body_max) or decision)

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from perdure.model.actions import FollowWorld, ReformWorld
 from perdure.model.errors import PlatformError
 from perdure.model.events import AnyEvent, RankJoined, WorldBroken
+from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.model.settings import Steering
 from perdure.worker.attach import Attachment
 from perdure.worker.elastic.group import make_apart
@@ -78,8 +78,8 @@ class Membership:
                 reason="the first world",
             )
         if control is not None and self.supervised:
-            control.on_reform = self.take
-            control.on_follow = self.take_follow
+            control.obey(self.take, ReformWorld)
+            control.obey(self.take_follow, FollowWorld)
 
     def now(self) -> float:
         """Return job time, or some time that only goes on."""

@@ -16,10 +16,10 @@ A newer epoch is formed before anything that the rank waits for here; it comes b
 import threading
 from typing import Any
 
-from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
 from perdure.model.events import CheckpointFailed
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import KeySpec
 from perdure.model.signals.progress import Phase
 from perdure.worker.boundary import Interrupted
@@ -69,7 +69,7 @@ class Steering(Depth):
             saving.set_every_s,
         )
         if attachment is not None and membership.supervised:
-            attachment.on_boundary = self.handle
+            attachment.obey(self.handle, SendBoundary, ResumeRanks)
             membership.on_order = self._look_again
             self._executor.forward_signals()
 

@@ -19,9 +19,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from perdure.model.actions import InjectFault
 from perdure.model.events import AnyEvent, FaultInjected
 from perdure.model.faults import FAULTS, NETWORK_FAULTS
+from perdure.model.orders import InjectFault
 from perdure.worker import cgroups
 from perdure.worker.harm.network import NetworkFaults
 from perdure.worker.harm.slowdowns import STAGES, Slowdown, call_wrongly

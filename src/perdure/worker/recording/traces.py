@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from perdure.model.bus.wire import DumpTraces
+from perdure.model.orders import TakeStacks
 from perdure.worker.stderr import say
 
 BYTES_MAX = 32 << 20
@@ -54,7 +54,7 @@ class TraceWriter:
         self._directory, self._dumps, self._groups = directory, dumps, groups
         self._busy = threading.Lock()
 
-    def handle(self, order: DumpTraces) -> None:
+    def handle(self, order: TakeStacks) -> None:
         """Begin to write, in a thread, if the order is for this generation."""
         if order.generation == self._generation and self._dumps and self._busy.acquire(False):
             threading.Thread(target=self._run, name="perdure-traces", daemon=True).start()

@@ -33,10 +33,10 @@ from typing import Any
 
 import msgspec
 
-from perdure.model.actions import FenceAbort
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, ReplicaWaiting
 from perdure.model.job import JobSpec
+from perdure.model.orders import FenceAbort, ResumeRanks, SendBoundary
 from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_steering
 from perdure.worker.spec import read_spec
@@ -376,7 +376,7 @@ def join_replica(attachment: Any) -> None:
         observed=spec.observe,
         tells_quorums=spec.torchft.lighthouse != "perdure",
     )
-    attachment.control.on_fence = replica.take_fence
+    attachment.obey(replica.take_fence, FenceAbort)
     settings.join(
         rank=ring.rank,
         generation=ring.generation,
@@ -395,7 +395,7 @@ def join_replica(attachment: Any) -> None:
             config=spec.checkpoint,
         ),
     )
-    attachment.on_boundary = settings.take
+    attachment.obey(settings.take, SendBoundary, ResumeRanks)
 
 
 def _find_spec() -> JobSpec:

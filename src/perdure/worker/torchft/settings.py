@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from perdure.model.actions import ResumeRanks, SendBoundary
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.events import AnyEvent, BoundaryAnswered, CheckpointFailed
+from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Change, Steering
 from perdure.model.signals.progress import Phase
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate

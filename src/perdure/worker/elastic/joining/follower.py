@@ -16,9 +16,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from perdure.model.actions import FollowWorld
 from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
+from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take, hash_settings

@@ -1,0 +1,574 @@
+"""What is said to nodes, to ranks and to the lighthouse: one tagged union, `AnyOrder`.
+
+An order is a *level*, not an edge: it says how things shall be from now on, a newer one of the same
+`level` takes its place, and it may be repeated or lost at will. Whoever passes orders on (the order
+book, the bus, the agents) looks only at what `Order` and `RankOrder` say of all of them. So a new
+order is its class here, with its name in `AnyOrder`; who decides it; and who carries it out.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
+    CollectivesInterrupted,
+    FaultInjected,
+    MemberReady,
+    ProbeEnded,
+    RankExited,
+    StacksTaken,
+    WorldReformed,
+)
+from perdure.model.settings import Change, Steering
+from perdure.model.steering import RESUMED
+
+LIGHTHOUSE = "lighthouse"
+"""Its address among the nodes."""
+_FOR_EVER = 2**62
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a node shall run. A newer `number` replaces an older one."""
+
+    number: int
+    """Grows with every assignment of the job; one number is for all nodes."""
+    generation: int
+    """No process of an older generation may live once this arrived."""
+    phase: Literal["stop", "store", "run", "end"]
+    """stop: end older ranks; store: the same, and node 0 serves the generation's store;
+    run: start the ranks; end: end everything, keeper included, then leave."""
+    grace_s: float = 0.0
+    """Between SIGTERM and SIGKILL for older ranks; 0 kills at once."""
+    master_addr: str = ""
+    master_port: int = 0
+    agent_store: bool = False
+    restart_count: int = 0
+    """TORCHELASTIC_RESTART_COUNT."""
+    placement: tuple[int, ...] = ()
+    """Nodes by group rank; empty: every node has its own number. A node that is not among them
+    runs nothing and stands ready."""
+    replica: int = -1
+    """With torchft: the replica group that the node runs, a world of its own with its own
+    `generation` and store; `placement` is then that group's nodes. -1: one world for all."""
+    extra: tuple[int, ...] = ()
+    """Members that an elastic world has been given beside its first ranks, ever. Each lives in
+    the slot of its number modulo the job's slots; one that has ended is not started again."""
+    homes: dict[int, int] = {}
+    """Node of each of `extra`: of its slot, where that is one of the world's, else a spare one."""
+    gone: tuple[int, ...] = ()
+    """Ranks of an elastic generation's first world that are lost: a machine that takes the place of
+    theirs has not seen them, and does not start them."""
+    steering: Steering = Steering()
+    """Changes and a pause that the ranks have to know of before their first step."""
+    reason: str = ""
+
+    def slots_of(self, node: int) -> int:
+        """Return whose ranks `node` runs: a group rank, or its replica group; -1 for nobody's."""
+        return self.replica if self.replica >= 0 else self.group_of(node)
+
+    def group_of(self, node: int) -> int:
+        """Return the group rank of `node`; -1 where it runs nothing."""
+        if not self.placement:
+            return node
+        return self.placement.index(node) if node in self.placement else -1
+
+    def extra_of(self, node: int) -> tuple[int, ...]:
+        """Return those of `extra` that live on `node`, the oldest first."""
+        return tuple(member for member in self.extra if self.homes.get(member) == node)
+
+
+class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """Base of all orders: whom each is for, what it replaces, and what answers it."""
+
+    reason: str
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return whom it is for: nodes, or `LIGHTHOUSE`; of a `RankOrder`, ranks."""
+        return ()
+
+    @property
+    def level(self) -> str:
+        """Return what it is about: a newer order of the same level takes its place."""
+        return type(self).__name__
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is sent until all have answered; 1: once, and nobody answers."""
+        return 600
+
+    @property
+    def for_all_nodes(self) -> bool:
+        """Return whether each node hears it the first time, and those who have to answer again."""
+        return False
+
+    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return which of the recipients have nothing to answer any more, by `event`."""
+        return ()
+
+    def is_for(self, generation: int, rank: int) -> bool:
+        """Return whether an agent passes it on to this rank of its node."""
+        return False
+
+    def describe(self) -> str:
+        """Return the line that the journal keeps of it."""
+        return ", ".join(str(recipient) for recipient in self.recipients)
+
+
+class RankOrder(Order, frozen=True, kw_only=True):
+    """Base of orders to ranks of one generation, by way of their agents."""
+
+    generation: int
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return those who are to obey it."""
+        return ()
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the ranks."""
+        return self.ranks
+
+    @property
+    def version(self) -> int:
+        """Return what grows from one order of a level to the next, where one may be overtaken."""
+        return 0
+
+    @property
+    def is_retold(self) -> bool:
+        """Return whether a rank hears the newest of its kind when it says hello, and if it asks."""
+        return False
+
+    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return the rank that has ended, or has done what it was told."""
+        if isinstance(event, RankExited) and event.record.generation == self.generation:
+            return (event.record.rank,)
+        return self.find_done(event)
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return the ranks that have done what they were told, by `event`."""
+        return ()
+
+    def is_for(self, generation: int, rank: int) -> bool:
+        """Return whether `rank` of `generation` is one of its ranks."""
+        return generation == self.generation and rank in self.ranks
+
+    def describe(self) -> str:
+        """Return whom it is for."""
+        return f"generation {self.generation}, ranks {self.ranks}"
+
+
+class SendBoundary(RankOrder, frozen=True, kw_only=True):
+    """One step of a boundary agreement, to `ranks`."""
+
+    id: str
+    move: Literal["prepare", "commit", "abort"]
+    kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
+    """drain: a checkpoint, and no step after it until `ResumeRanks` or the rank's end."""
+    step: int
+    ranks: tuple[int, ...]
+    number: int = 0
+    """Grows with every try. One is open at a time, so a newer one says that older ones are over."""
+    change: Change | None = None
+    """Of `set`: what changes at `step`."""
+    leaves: tuple[int, ...] = ()
+    """Of `drain` in an elastic world: who leaves it at `step`; the others go on without a
+    checkpoint."""
+    epoch: int = 0
+    """In an elastic world: a rank takes this once it has the order of that epoch."""
+
+    @property
+    def level(self) -> str:
+        """Return its id: a decision takes the place of what was asked before."""
+        return f"boundary {self.id}"
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is worth saying: a prepared rank waits for 30 s."""
+        return 30 if self.move == "abort" else 600
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return who has carried it out, or surely will."""
+        match event:
+            case BoundaryReached(id=self.id, rank=rank):
+                return (rank,)
+            case BoundaryAnswered(id=self.id, rank=rank, planned=True):
+                return (rank,)
+        return ()
+
+    def describe(self) -> str:
+        """Return what is agreed upon, and for which step."""
+        what = f"{self.kind} {self.id}"
+        if self.change is not None:
+            values = " ".join(f"{name}={value}" for name, value in self.change.values.items())
+            what = f"{what} (epoch {self.change.epoch}: {values})"
+        return f"{self.move} {what} at step {self.step}"
+
+
+class ResumeRanks(RankOrder, frozen=True, kw_only=True):
+    """End the pause that `ranks` are in. Harmless where there is none."""
+
+    ranks: tuple[int, ...]
+    id: str = ""
+    """Of the pause: a rank that has not come to it skips it."""
+
+    @property
+    def level(self) -> str:
+        """Return its pause."""
+        return f"resume {self.id}"
+
+    @property
+    def is_retold(self) -> bool:
+        """Return true: a rank asks what became of the agreement that it stands in."""
+        return True
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return who goes on."""
+        if isinstance(event, BoundaryReached) and event.id == self.id + RESUMED:
+            return (event.rank,)
+        return ()
+
+
+class TakeStacks(RankOrder, frozen=True, kw_only=True):
+    """Take Python stacks of `ranks`, and have every rank write its Flight Recorder trace.
+
+    The agents take the stacks, which `StacksTaken` has. A trace goes to the job's
+    `traces/gN/BACKEND/rank_R`, and says most where all ranks have written theirs.
+    """
+
+    ranks: tuple[int, ...]
+
+    @property
+    def level(self) -> str:
+        """Return its generation."""
+        return f"stacks {self.generation}"
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is worth saying."""
+        return 5
+
+    @property
+    def for_all_nodes(self) -> bool:
+        """Return true: ranks elsewhere write their traces."""
+        return True
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return whose stacks were taken."""
+        if isinstance(event, StacksTaken) and event.generation == self.generation:
+            return tuple(event.stacks)
+        return ()
+
+    def is_for(self, generation: int, rank: int) -> bool:
+        """Return whether `rank` is of the generation: each writes its trace."""
+        return generation == self.generation
+
+    def describe(self) -> str:
+        """Return whose stacks are taken."""
+        return f"stacks of ranks {self.ranks}"
+
+
+class InjectFault(RankOrder, frozen=True, kw_only=True):
+    """Do harm on purpose, to `rank`, now or when it begins `at_step`."""
+
+    id: str
+    rank: int
+    kind: str
+    at_step: int = -1
+    args: dict[str, Any] = {}
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return its one rank."""
+        return (self.rank,)
+
+    @property
+    def level(self) -> str:
+        """Return its id."""
+        return f"inject {self.id}"
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return the rank, once it is harmed or cannot be."""
+        if isinstance(event, FaultInjected) and event.id == self.id:
+            return (event.rank,)
+        return ()
+
+    def describe(self) -> str:
+        """Return what is done to whom."""
+        when = f"at step {self.at_step}" if self.at_step >= 0 else "now"
+        return f"{self.kind} on rank {self.rank} {when}"
+
+
+class InterruptCollectives(RankOrder, frozen=True, kw_only=True):
+    """Have the control threads of `ranks` break the collective in flight (their own sockets)."""
+
+    ranks: tuple[int, ...]
+    id: str = ""
+    """A rank carries out each id once a generation, however often it is repeated."""
+
+    @property
+    def level(self) -> str:
+        """Return its generation: a newer interruption is of what hangs now."""
+        return f"interrupt {self.generation}"
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is worth saying: what hangs is soon ended otherwise."""
+        return 3
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return who has broken out, or could not."""
+        if isinstance(event, CollectivesInterrupted) and event.generation == self.generation:
+            return (event.rank,)
+        return ()
+
+
+class ReformWorld(RankOrder, frozen=True, kw_only=True):
+    """Have `ranks` leave the world that they are in and form the next one, in place.
+
+    A level: a newer epoch replaces an older one. Answered by `WorldReformed` of each rank.
+    """
+
+    epoch: int
+    ranks: tuple[int, ...]
+    urgent: bool = True
+    """Break the collective in flight; else each leaves when it is between two micro-batches."""
+    store: str = ""
+    """`host:port` of the member's store at which they meet; empty: the generation's own."""
+    steering: Steering = Steering()
+    """Changes and a pause that a rank has to know of which was asked about none of them."""
+
+    @property
+    def level(self) -> str:
+        """Return its generation."""
+        return f"reform {self.generation}"
+
+    @property
+    def version(self) -> int:
+        """Return its epoch."""
+        return self.epoch
+
+    @property
+    def is_retold(self) -> bool:
+        """Return true: nobody but the controller tells a rank who its peers are."""
+        return True
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return who is in the world of this epoch."""
+        match event:
+            case WorldReformed(generation=self.generation, epoch=self.epoch, rank=rank):
+                return (rank,)
+        return ()
+
+    def describe(self) -> str:
+        """Return which world is formed of whom."""
+        return f"epoch {self.epoch} of generation {self.generation}, ranks {self.ranks}"
+
+
+class FollowWorld(RankOrder, frozen=True, kw_only=True):
+    """Have `rank`, which is no member yet, take the members' state and keep up with them.
+
+    A level: a newer epoch replaces an older one. Answered by `MemberReady`.
+    """
+
+    epoch: int
+    rank: int
+    donors: dict[int, str]
+    """Member -> address at which it sends its state."""
+    ahead: tuple[int, ...] = ()
+    """Others that follow, and were told so before it: of parts of a state they choose first."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Return its one rank."""
+        return (self.rank,)
+
+    @property
+    def level(self) -> str:
+        """Return its rank: each follows by itself."""
+        return f"follow {self.generation} {self.rank}"
+
+    def find_done(self, event: AnyEvent) -> tuple[int, ...]:
+        """Return the rank, once it is ready or a member."""
+        if isinstance(event, MemberReady | WorldReformed) and event.generation == self.generation:
+            return (event.rank,)
+        return ()
+
+    def describe(self) -> str:
+        """Return who takes the state of whom."""
+        return f"rank {self.rank} follows ranks {sorted(self.donors)}"
+
+
+class WatchClosely(Order, frozen=True, kw_only=True):
+    """Have `nodes` sweep sockets and rings at the suspicious rate until job time `until_s`."""
+
+    nodes: tuple[int, ...]
+    until_s: float
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the nodes."""
+        return self.nodes
+
+    @property
+    def sent_max(self) -> int:
+        """Return 1: it is said again while the suspicion lasts."""
+        return 1
+
+    def describe(self) -> str:
+        """Return who looks more often, and until when."""
+        return f"nodes {self.nodes} until {self.until_s:.1f}"
+
+
+class RunProbe(Order, frozen=True, kw_only=True):
+    """Have agents of `pairs` transfer data, and those of `hosts` compute; see `ProbeEnded`.
+
+    Bounded by `deadline_s` seconds; each pair is (source node, destination node), and no node is
+    in two pairs of one round.
+    """
+
+    id: str
+    round: int
+    pairs: tuple[tuple[int, int], ...]
+    hosts: tuple[int, ...] = ()
+    bytes: int = 8_000_000
+    deadline_s: float = 2.0
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the nodes of the pairs, and the hosts."""
+        return tuple(sorted({node for pair in self.pairs for node in pair} | set(self.hosts)))
+
+    @property
+    def level(self) -> str:
+        """Return its round."""
+        return f"probe {self.id} {self.round}"
+
+    @property
+    def sent_max(self) -> int:
+        """Return how often it is worth saying: the round has a deadline."""
+        return 5
+
+    def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
+        """Return the node that has told of its part."""
+        match event:
+            case ProbeEnded(id=self.id, round=self.round, node=node):
+                return (node,)
+        return ()
+
+    def describe(self) -> str:
+        """Return who measures what."""
+        return f"{self.id} round {self.round}: pairs {self.pairs}, hosts {self.hosts}"
+
+
+class FenceAbort(Order, frozen=True, kw_only=True):
+    """Have `ranks` of replica group `group` break their process group of quorum `quorum_id`.
+
+    Fenced: a rank whose group belongs to another quorum by then ignores it.
+    """
+
+    quorum_id: int
+    groups: tuple[int, ...]
+    """Replica groups that survive and may hang on the dead one."""
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the groups: each is the node of its number."""
+        return self.groups
+
+    @property
+    def sent_max(self) -> int:
+        """Return 1: a rank that does not hear it is freed by its own time-out."""
+        return 1
+
+    def is_for(self, generation: int, rank: int) -> bool:
+        """Return true: a rank looks at the quorum that it is in."""
+        return True
+
+    def describe(self) -> str:
+        """Return which quorum is broken for whom."""
+        return f"quorum {self.quorum_id}, groups {self.groups}"
+
+
+class ReplicaGroup(msgspec.Struct, frozen=True):
+    """One replica group, as the lighthouse has to know it."""
+
+    group: int
+    generation: int
+    store: str
+    """Address of its own store, which is how a request tells its group."""
+    held: bool = False
+    spare: bool = False
+    """Held, but to stand in at once for a member that is lost."""
+
+
+class HoldReplicas(Order, frozen=True, kw_only=True):
+    """Have the lighthouse answer no quorum of these replica ids (torchft) until released.
+
+    A level: a newer list replaces an older one.
+    """
+
+    replicas: tuple[str, ...]
+    number: int
+    groups: tuple[ReplicaGroup, ...] = ()
+    """All groups that run or are about to."""
+    startup_s: float | None = None
+    """Its patience with groups that start, as set by now; None: as the job file has it."""
+    alone_s: float | None = None
+    """Likewise, of a newcomer with members of which none asks."""
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the lighthouse."""
+        return (LIGHTHOUSE,)
+
+    @property
+    def sent_max(self) -> int:
+        """Return that it is said for ever: the lighthouse answers nothing."""
+        return _FOR_EVER
+
+    def describe(self) -> str:
+        """Return who is held."""
+        return f"#{self.number}: {', '.join(self.replicas) or 'none'}"
+
+
+class EvictReplica(Order, frozen=True, kw_only=True):
+    """Have the lighthouse forget a replica id at once and for ever (torchft)."""
+
+    replica: str
+    generation: int = -1
+    """Of its processes; enough where the replica id is not known."""
+
+    @property
+    def recipients(self) -> tuple[int | str, ...]:
+        """Return the lighthouse."""
+        return (LIGHTHOUSE,)
+
+    @property
+    def sent_max(self) -> int:
+        """Return 1: should it be lost, the next list of the groups says who is gone."""
+        return 1
+
+    def describe(self) -> str:
+        """Return who is forgotten."""
+        return f"replica {self.replica}"
+
+
+AnyOrder = (
+    SendBoundary
+    | ResumeRanks
+    | TakeStacks
+    | InjectFault
+    | InterruptCollectives
+    | ReformWorld
+    | FollowWorld
+    | WatchClosely
+    | RunProbe
+    | FenceAbort
+    | HoldReplicas
+    | EvictReplica
+)
