@@ -26,6 +26,7 @@ from perdure.model import orders as o
 from perdure.model.bus.wire import KeeperState, NodeOrder
 from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.job import DetectConfig, JobSpec
+from perdure.model.signals.progress import RankAccount
 
 ACTS = {
     o.SendBoundary, o.ResumeRanks, a.RestoreNode, a.NoteDraining, o.EvictReplica, o.FenceAbort,
@@ -56,7 +57,7 @@ OFTEN = [e.VerdictReached, e.TimerFired, e.NodeLost, e.NodeRegistered]
 ASKED = {m.AgentStarted, m.OrderReceived, m.SupervisorGone, m.WorkerSaid, m.KeeperUp, m.KeeperSaid}
 """What an agent hears that is the job's start or end, a person's signal, or an order."""
 ALONE = {
-    m.KeeperGone, m.KeeperSilent, m.KeeperHeard, m.RankEnded, m.TermHeard, m.StacksCollected,
+    m.KeeperGone, m.KeeperSilent, m.KeeperHeard, e.RankExited, m.TermHeard, m.StacksCollected,
     m.TimerFired,
 }  # fmt: skip
 """What an agent hears, and might react to by itself."""
@@ -295,7 +296,9 @@ def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
                 pid=7, state=random.choice("TSD"), silent_s=random.choice((2.5, 500.0))
             ),
             m.KeeperHeard: m.KeeperHeard(),
-            m.RankEnded: m.RankEnded(record=record),
+            e.RankExited: e.RankExited(
+                node=0, record=record, account=RankAccount(), detected_s=now
+            ),
             m.TermHeard: m.TermHeard(term=random.randrange(3)),
             m.StacksCollected: m.StacksCollected(generation=0, stacks={0: ""}),
             m.TimerFired: e.TimerFired(),

@@ -8,6 +8,8 @@ generation's start. A keeper that lost one is reported, and the controller forms
 
 from typing import assert_never
 
+import msgspec
+
 from perdure.agent.messages import (
     AgentStarted,
     CarryOut,
@@ -20,7 +22,6 @@ from perdure.agent.messages import (
     KeeperUp,
     Leave,
     OrderReceived,
-    RankEnded,
     Report,
     Request,
     SpawnRanks,
@@ -101,7 +102,7 @@ class Agent:
                 return note_silence(self.state, self.identity, self.spec, now, input_)
             case KeeperHeard():
                 return note_voice(self.state, now)
-            case RankEnded():
+            case RankExited():
                 return self._note_exit(now, input_)
             case OrderReceived(order=order):
                 return self._obey(now, order)
@@ -359,8 +360,8 @@ class Agent:
         if not state.registered:
             state.registered = True
             requests.append(self._register(now, view))
-        for ended in up.exits:
-            requests += self._note_exit(now, ended)
+        for exited in up.exits:
+            requests += self._note_exit(now, exited)
         if state.lost_generation is not None:
             requests.append(self._report_lost(now, state.lost_generation))
             wanted = state.assignment
@@ -388,7 +389,7 @@ class Agent:
 
     def _lose_keeper(self, now: float, gone: KeeperGone) -> list[Request]:
         """Tell of the ranks that died with it; then start another, or be done."""
-        told = [request for ended in gone.exits for request in self._note_exit(now, ended)]
+        told = [request for exited in gone.exits for request in self._note_exit(now, exited)]
         return told + self._replace_keeper(now)
 
     def _replace_keeper(self, now: float) -> list[Request]:
@@ -474,18 +475,11 @@ class Agent:
             )
         )
 
-    def _note_exit(self, now: float, ended: RankEnded) -> list[Request]:
-        keeper, record = self.state.keeper, ended.record
+    def _note_exit(self, now: float, exited: RankExited) -> list[Request]:
+        keeper, record = self.state.keeper, exited.record
         if (record.generation, record.rank) in self.state.exited:
             return []
         self.state.exited.add((record.generation, record.rank))
         if keeper is not None and record.generation == keeper.generation:
             keeper.running.pop(record.rank, None)
-        event = RankExited(
-            node=self.identity.node,
-            record=record,
-            account=ended.account,
-            detected_s=now,
-            comms=ended.comms,
-        )
-        return [Report(event)]
+        return [Report(msgspec.structs.replace(exited, detected_s=now))]

@@ -1,7 +1,8 @@
 """What the agent's machine hears and what it asks its shell to do.
 
-Inputs are past facts, as they reach one node; requests are imperatives. Neither crosses the
-network: what does is in `model.wire` and `model.events`.
+Inputs are past facts, as they reach one node; requests are imperatives. What crosses the network
+is in `model.bus.wire` and `model.events`; `RankExited` comes from the shell as an input, with what
+the rank's ring says, and goes on as it is.
 """
 
 import msgspec
@@ -17,17 +18,8 @@ from perdure.model.bus.wire import (
     WorkerQuery,
     WorkerSignal,
 )
-from perdure.model.events import AnyEvent, ExitRecord, TimerFired
+from perdure.model.events import AnyEvent, RankExited, TimerFired
 from perdure.model.orders import Assignment, Order
-from perdure.model.signals.progress import CommProgress, RankAccount
-
-
-class RankEnded(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The keeper has reaped a rank; its ring was read afterwards."""
-
-    record: ExitRecord
-    account: RankAccount = RankAccount()
-    comms: tuple[CommProgress, ...] = ()
 
 
 class AgentStarted(msgspec.Struct, frozen=True, tag=True, kw_only=True):
@@ -38,7 +30,7 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """A keeper is connected and has said what it holds: an old one, or one just started."""
 
     state: KeeperState
-    exits: tuple[RankEnded, ...] = ()
+    exits: tuple[RankExited, ...] = ()
     """`state.exits` and the ranks that an earlier keeper took with it, each with its ring."""
     started_s: float = 0.0
     """When the youngest rank of `state` was spawned, from the rings."""
@@ -52,7 +44,7 @@ class KeeperUp(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 class KeeperGone(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """The keeper is dead, and so is everything that it had started."""
 
-    exits: tuple[RankEnded, ...] = ()
+    exits: tuple[RankExited, ...] = ()
     """Its ranks, each with what its ring says."""
 
 
@@ -119,7 +111,7 @@ Input = (
     | KeeperSaid
     | KeeperSilent
     | KeeperHeard
-    | RankEnded
+    | RankExited
     | OrderReceived
     | TermHeard
     | WorkerSaid

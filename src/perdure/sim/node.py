@@ -13,7 +13,6 @@ from perdure.agent.messages import (
     KeeperUp,
     Leave,
     OrderReceived,
-    RankEnded,
     Report,
     Request,
     SpawnRanks,
@@ -39,7 +38,7 @@ from perdure.model.bus.wire import (
     WorkerHello,
     WorkerQuery,
 )
-from perdure.model.events import AnyEvent, ExitRecord, RankJoined
+from perdure.model.events import AnyEvent, ExitRecord, RankExited, RankJoined
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, SendBoundary
 from perdure.model.signals.progress import (
@@ -75,7 +74,7 @@ class Keeper:
     generation: int = -1
     running: dict[int, int] = field(default_factory=dict)
     ranks: dict[int, Rank] = field(default_factory=dict)
-    exits: dict[int, RankEnded] = field(default_factory=dict)
+    exits: dict[int, RankExited] = field(default_factory=dict)
     stopped: set[int] = field(default_factory=set)
     """Ranks in state T."""
     spawned_s: float = 0.0
@@ -358,10 +357,15 @@ class Node:
         )
         step = world.step_at(now)
         comm = CommProgress("world", world.size, step, step, since_s=now)
-        ended = RankEnded(record=record, account=self._account(world), comms=(comm,))
-        held.exits[rank] = ended
+        held.exits[rank] = RankExited(
+            node=self.node,
+            record=record,
+            account=self._account(world),
+            detected_s=now,
+            comms=(comm,),
+        )
         held.stopped.discard(rank)
-        self.feed(ended)
+        self.feed(held.exits[rank])
 
     def leave_rank(self, rank: int) -> None:
         """Let a rank end well in the middle of everything: the others wait for it."""

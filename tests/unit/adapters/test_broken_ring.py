@@ -81,9 +81,9 @@ def test_what_is_no_file_in_a_rings_place_stops_no_agent(tmp_path: Path, kind: s
     for path in (ring, Path(f"{ring}.nccl"), Path(paths.exit_record(0, 0))):
         put_foreign(kind, path)
     asides = Asides(lambda: 1.0)
-    reader = RankReader(paths, 0.0, asides)
+    reader = RankReader(paths, 0, 0.0, asides)
     keeper = KeeperView(pid=1, generation=0, running={0: os.getpid(), 1: os.getpid()})
-    beats = [reader.read_beat(0, "a", seq, 1.0, keeper) for seq in range(3)]
+    beats = [reader.read_beat("a", seq, 1.0, keeper) for seq in range(3)]
     assert [[p.phase for p in beat.ranks] for beat in beats] == [["spawned"] * 2] * 3
     assert [p.unseen for p in beats[-1].ranks] == [True, False]  # The other's may still come.
     assert read_spans(str(ring), 0.0) == read_records(str(ring), 0.0) == ()

@@ -14,7 +14,6 @@ from perdure.agent.messages import (
     KeeperUp,
     Leave,
     OrderReceived,
-    RankEnded,
     Report,
     Request,
     SpawnRanks,
@@ -48,6 +47,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, TakeStacks
+from perdure.model.signals.progress import RankAccount
 
 NEW = KeeperState(pid=50, generation=-1, running={}, exits=())
 MORE: Any = {"extra": (4, 6), "homes": {4: 0, 6: 1}}
@@ -106,10 +106,9 @@ def events(requests: list[Request]) -> list[AnyEvent]:
     return [request.event for request in requests if isinstance(request, Report)]
 
 
-def exit_of(rank: int, generation: int = 0) -> RankEnded:
-    return RankEnded(
-        record=ExitRecord(rank=rank, generation=generation, pid=100 + rank, at_s=7.0, signal=9)
-    )
+def exit_of(rank: int, generation: int = 0) -> RankExited:
+    record = ExitRecord(rank=rank, generation=generation, pid=100 + rank, at_s=7.0, signal=9)
+    return RankExited(node=0, record=record, account=RankAccount(), detected_s=7.0)
 
 
 def test_first_generation(node: Node) -> None:

@@ -23,7 +23,7 @@ image.wait()
 
 def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -> None:
     """An image of it imports for seconds while ranks train; that was told as others' work."""
-    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0.0, Asides(time.monotonic))
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0, Asides(time.monotonic))
     with subprocess.Popen(
         [sys.executable, "-c", _KEEPER], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as keeper:
@@ -32,7 +32,7 @@ def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -
         own, deadline = 0.0, time.monotonic() + 20.0
         while own < 0.3 and time.monotonic() < deadline:
             now = time.monotonic()
-            beat = reader.read_beat(0, "a0-1", 1, now, KeeperView(keeper.pid))
+            beat = reader.read_beat("a0-1", 1, now, KeeperView(keeper.pid))
             own = beat.host.own if beat.host is not None else 0.0
             time.sleep(HOST_S / 2)
         assert keeper.stdin is not None
@@ -41,10 +41,10 @@ def test_what_the_keeper_runs_beside_the_ranks_is_the_jobs_own(tmp_path: Path) -
 
 
 def test_a_keeper_that_is_gone_uses_nothing(tmp_path: Path) -> None:
-    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0.0, Asides(time.monotonic))
+    reader = RankReader(JobPaths(*[str(tmp_path)] * 3), 0, 0.0, Asides(time.monotonic))
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     for now in (0.0, 1.0):
-        beat = reader.read_beat(0, "a0-1", 1, now, KeeperView(gone.pid))
+        beat = reader.read_beat("a0-1", 1, now, KeeperView(gone.pid))
     assert beat.host is not None
     assert beat.host.own < (os.cpu_count() or 1)

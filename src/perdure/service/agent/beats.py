@@ -11,12 +11,12 @@ import msgspec
 from perdure.adapters.host import CoreMeter, ProcSampler, list_children, measure_cpu, read_boot_id
 from perdure.adapters.ring_follow import RingFollower
 from perdure.adapters.rings import find_foreign, open_regular, read_ring
-from perdure.agent.messages import RankEnded
 from perdure.agent.state import KeeperView
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import ExitRecord
+from perdure.model.events import ExitRecord, RankExited
 from perdure.model.paths import JobPaths
+from perdure.model.ring import RingReading
 from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress
 from perdure.service.aside import Asides
 
@@ -31,9 +31,10 @@ _RING_NAME = re.compile(r"^g(\d+)-r(\d+)\.ring$")
 class RankReader:
     """Rings and /proc of one node's ranks."""
 
-    def __init__(self, paths: JobPaths, clock_offset_s: float, asides: Asides) -> None:
+    def __init__(self, paths: JobPaths, node: int, clock_offset_s: float, asides: Asides) -> None:
         """Read the rings under `paths`; what is none is counted in `asides`."""
-        self._paths, self._offset_s, self._asides = paths, clock_offset_s, asides
+        self._paths, self._node = paths, node
+        self._offset_s, self._asides = clock_offset_s, asides
         self._sampler = ProcSampler()
         self._host, self._cores, self._host_s = read_boot_id(), CoreMeter(), float("-inf")
         self._used: dict[int, tuple[float, float]] = {}
@@ -46,7 +47,7 @@ class RankReader:
         """(generation, rank) in whose ring's place something else was found."""
 
     def read_beat(
-        self, node: int, incarnation: str, seq: int, now: float, keeper: KeeperView | None
+        self, incarnation: str, seq: int, now: float, keeper: KeeperView | None
     ) -> NodeBeat:
         """Return the node's heartbeat."""
         generation = keeper.generation if keeper else -1
@@ -59,7 +60,7 @@ class RankReader:
         }
         host = self._look_at_host(running.values(), keeper.pid if keeper else 0, now)
         ranks = tuple(self._look(generation, rank, running[rank], now) for rank in sorted(running))
-        return NodeBeat(node, incarnation, seq, now, generation, ranks, host=host)
+        return NodeBeat(self._node, incarnation, seq, now, generation, ranks, host=host)
 
     def _look_at_host(self, pids: Iterable[int], keeper: int, now: float) -> HostLoad | None:
         """Return what the cores did since the last look, and who; None where it is too soon.
@@ -129,21 +130,18 @@ class RankReader:
             self._asides.note("ring", f"rank {rank} of generation {generation}", why, path)
         return bool(kind)
 
-    def read_end(self, record: ExitRecord) -> RankEnded:
+    def read_end(self, record: ExitRecord, now: float) -> RankExited:
         """Return `record` with what the rank's ring says after its end."""
-        reading = read_ring(self._paths.ring(record.generation, record.rank), self._offset_s)
-        if reading is None:
-            return RankEnded(record=record)
-        return RankEnded(record=record, account=reading.account, comms=reading.comms)
+        return self._add_ring(record, self._read_ring(record.generation, record.rank), now)
 
-    def read_lost(self, generation: int, ranks: Iterable[int], now: float) -> list[RankEnded]:
+    def read_lost(self, generation: int, ranks: Iterable[int], now: float) -> list[RankExited]:
         """Return how `ranks` ended that died with their keeper: by its record, or without one.
 
         `asked` is set in the latter case: what failed is the keeper, not the rank.
         """
         ends = []
         for rank in ranks:
-            reading = read_ring(self._paths.ring(generation, rank), self._offset_s)
+            reading = self._read_ring(generation, rank)
             if reading is None:
                 continue
             record = _read_record(self._paths.exit_record(generation, rank))
@@ -151,12 +149,24 @@ class RankReader:
                 record = ExitRecord(
                     rank, generation, reading.pid, now, signal=9, asked=True, error="keeper lost"
                 )
-            ends.append(RankEnded(record=record, account=reading.account, comms=reading.comms))
+            ends.append(self._add_ring(record, reading, now))
         return ends
+
+    def _read_ring(self, generation: int, rank: int) -> RingReading | None:
+        return read_ring(self._paths.ring(generation, rank), self._offset_s)
+
+    def _add_ring(self, record: ExitRecord, reading: RingReading | None, now: float) -> RankExited:
+        return RankExited(
+            node=self._node,
+            record=record,
+            account=reading.account if reading is not None else RankAccount(),
+            comms=reading.comms if reading is not None else (),
+            detected_s=now,
+        )
 
     def find_spawned(self, generation: int, ranks: dict[int, int]) -> float:
         """Return when the youngest of `ranks` was spawned; 0 where no ring tells."""
-        readings = [read_ring(self._paths.ring(generation, rank), self._offset_s) for rank in ranks]
+        readings = [self._read_ring(generation, rank) for rank in ranks]
         return max((r.account.spawned_s for r in readings if r is not None), default=0.0)
 
     def find_newest(self, ranks: range) -> tuple[int, tuple[tuple[int, int], ...]]:

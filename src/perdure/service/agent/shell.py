@@ -34,7 +34,6 @@ from perdure.agent.messages import (
     KeeperUp,
     Leave,
     OrderReceived,
-    RankEnded,
     Report,
     Request,
     SpawnRanks,
@@ -62,7 +61,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import encode
 from perdure.model.errors import PerdureError, PlatformError, ProtocolError
-from perdure.model.events import GenerationStopped, TimerFired
+from perdure.model.events import GenerationStopped, RankExited, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
 from perdure.model.orders import RunProbe, WatchClosely
@@ -134,7 +133,7 @@ class AgentService:
         self._outbox = Outbox(bus, subject_events(spec.name, node), node=node, source=incarnation)
         self._outbox.on_term = lambda term: self.take(TermHeard(term=term))
         self._workers = WorkerServer(spec.name, self._outbox, self.take, self._asides)
-        self._reader = RankReader(paths, clock_offset_s, self._asides)
+        self._reader = RankReader(paths, node, clock_offset_s, self._asides)
         self._links = LinkTelemetry(paths, node, alone=spec.nodes == 1)
         self.notices = NoticeWatch(
             spec.preemption,
@@ -234,7 +233,7 @@ class AgentService:
     def _greet_keeper(self, state: KeeperState) -> None:
         ranks, reader = self._spec.ranks_of(self._node), self._reader
         newest, begun = reader.find_newest(ranks)
-        exits = [reader.read_end(record) for record in state.exits]
+        exits = [reader.read_end(record, self.now()) for record in state.exits]
         if newest > state.generation:  # An earlier keeper's, which no agent saw die.
             exits += reader.read_lost(newest, ranks, self.now())
         self.take(
@@ -251,14 +250,14 @@ class AgentService:
     def _miss_keeper(self) -> None:
         """Say that the keeper is gone, with what the rings of its ranks say."""
         lost = self.machine.state.keeper
-        exits: list[RankEnded] = []
+        exits: list[RankExited] = []
         if lost is not None:
             exits = self._reader.read_lost(lost.generation, sorted(lost.running), self.now())
         self.take(KeeperGone(exits=tuple(exits)))
 
     def _hear_keeper(self, message: FromKeeper) -> None:
         if isinstance(message, KeeperExited):
-            self.take(self._reader.read_end(message.record))
+            self.take(self._reader.read_end(message.record, self.now()))
         elif not isinstance(message, KeeperState):
             cold = isinstance(message, KeeperStoreReady) and not message.port
             host = self.machine.identity.host
@@ -389,7 +388,7 @@ class AgentService:
         while True:
             seq += 1
             beat = self._reader.read_beat(
-                self._node, me.incarnation, seq, self.now(), self.machine.state.keeper
+                me.incarnation, seq, self.now(), self.machine.state.keeper
             )
             beat = fit_beat(self._devices.join(self._links.join(beat)), self._bus.payload_max)
             await self._bus.publish(subject, encode(beat))
