@@ -18,13 +18,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.model.elastic import WorldBroken, WorldReformed
-from perdure.model.events import AnyEvent, CheckpointSaved, RankJoined
-from perdure.model.orders import ReformWorld
+from perdure.model.events import CheckpointSaved, RankJoined
+from perdure.model.orders import Order, ReformWorld
+from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.plan.elastic.microbatches import assign
 from perdure.sim.clock import VirtualClock
-from perdure.sim.ranks import Broken
-from perdure.sim.training import Disk
+from perdure.sim.ranks import Broken, Rank
+from perdure.sim.training import Disk, World
 
 COUNT = 12
 """Micro-batches of a step."""
@@ -87,18 +88,23 @@ class Fabric:
 
 
 @dataclass(slots=True)
-class Member:
+class ElasticWorld(World):
+    """One generation of an elastic job, as what surrounds its members looks at it."""
+
+    fabric: Fabric = field(kw_only=True)
+
+    def step_at(self, now: float) -> int:
+        """Return the steps that the furthest member has applied."""
+        return max(self.start_step, self.fabric.furthest)
+
+    def freeze(self, now: float) -> None:
+        """A death stops nobody."""
+
+
+@dataclass(slots=True)
+class Member(Rank):
     """One rank and its trainer."""
 
-    number: int
-    node: int
-    fabric: Fabric
-    emit: Callable[[AnyEvent], None]
-    end: Callable[[int], None]
-    """Has the process end with that exit code."""
-    joins: bool
-    size: int
-    """Ranks of the first world."""
     applied: int = 0
     value: int = 0
     done: dict[int, int] = field(default_factory=dict)
@@ -108,10 +114,10 @@ class Member:
     fresh: bool = True
     todo: list[int] = field(default_factory=list)
     epoch: int = -1
-    world: tuple[int, ...] = ()
+    members: tuple[int, ...] = ()
+    """Of its world."""
     newest: ReformWorld | None = None
     alive: bool = True
-    over: bool = False
     turn: int = 0
     """Whatever was begun in an earlier turn is void."""
     waits: bool = False
@@ -121,15 +127,26 @@ class Member:
     ordered_s: float = 0.0
 
     @property
+    def fabric(self) -> Fabric:
+        """Return what the members of its generation share."""
+        assert isinstance(self.world, ElasticWorld)
+        return self.world.fabric
+
+    @property
     def store(self) -> str:
         """Return the address of the store that it serves."""
-        return f"member:{self.number}"
+        return f"member:{self.rank}"
 
     def meets_at(self, other: "Member") -> bool:
         """Return whether the world that it was ordered into meets at the other one's store."""
         return self.newest is not None and self.newest.store == other.store
 
     # --- beginning and end --------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """The process is there; in a moment it has what it needs to be a member."""
+        self.fabric.members[self.rank] = self
+        self.fabric.clock.after(self.world.startup_s, self.start)
 
     def start(self) -> None:
         """Restore, say that it is ready, and go into the first world."""
@@ -145,12 +162,15 @@ class Member:
         fabric.truth.setdefault(0, 0)
         self.emit(
             RankJoined(
-                generation=fabric.generation, rank=self.number, depth="elastic", store=self.store
+                generation=fabric.generation, rank=self.rank, depth="elastic", store=self.store
             )
         )
         if not self.joins:
             first = ReformWorld(
-                generation=fabric.generation, epoch=0, ranks=tuple(range(self.size)), reason="first"
+                generation=fabric.generation,
+                epoch=0,
+                ranks=tuple(range(self.world.size)),
+                reason="first",
             )
             self.take(first)
 
@@ -158,14 +178,21 @@ class Member:
         """The process has ended; connections close with it."""
         self.alive = False
         self.turn += 1
-        if not self.over:
+        if not self.ended:
             self.fabric.feel(self)
 
     # --- orders -------------------------------------------------------------------------------
 
+    def hear(self, now: float, order: Order) -> None:
+        """Take an order: to form a world, or what any rank is told."""
+        if isinstance(order, ReformWorld):
+            self.take(order)
+        else:
+            Rank.hear(self, now, order)
+
     def take(self, order: ReformWorld) -> None:
         """Take an order: at once where it waits, else between two micro-batches."""
-        if not self.alive or self.over:
+        if not self.alive or self.ended:
             return
         if self.newest is not None and order.epoch <= self.newest.epoch:
             return
@@ -187,7 +214,7 @@ class Member:
 
     def break_world(self, why: str) -> None:
         """Leave the world that broke, and wait for the next one."""
-        self.leave()
+        self.disconnect()
         if self._overtaken():
             self.form()
             return
@@ -196,7 +223,7 @@ class Member:
             WorldBroken(
                 generation=fabric.generation,
                 epoch=self.epoch,
-                rank=self.number,
+                rank=self.rank,
                 at_s=fabric.clock.now,
                 error=why,
             )
@@ -209,7 +236,7 @@ class Member:
 
         fabric.clock.after(_ORDER_S, give_up)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Disconnect; whoever waits for this member learns of it."""
         self.turn += 1
         self.waits = self.computes = False
@@ -225,9 +252,9 @@ class Member:
         """Publish how far it is, and wait for the others to do so."""
         order, fabric = self.newest, self.fabric
         assert order is not None
-        self.leave()
-        self.epoch, self.world = order.epoch, order.ranks
-        if self.number not in order.ranks:
+        self.disconnect()
+        self.epoch, self.members = order.epoch, order.ranks
+        if self.rank not in order.ranks:
             self.end(1)
             return
         if any(self.meets_at(m) and not m.alive for m in fabric.members.values()):
@@ -236,7 +263,7 @@ class Member:
         applied = FRESH if self.fresh else self.applied
         mine = Standing(applied, tuple(sorted(self.done)), self.holds)
         standings = fabric.standings.setdefault(order.epoch, {})
-        standings[self.number] = mine
+        standings[self.rank] = mine
         self.waits = True
         if set(standings) >= set(order.ranks):
             for number in order.ranks:
@@ -261,35 +288,35 @@ class Member:
     def _connect(self, epoch: int) -> None:
         fabric = self.fabric
         there = fabric.connected.setdefault(epoch, set())
-        there.add(self.number)
-        if there >= set(self.world):
-            for number in self.world:
+        there.add(self.rank)
+        if there >= set(self.members):
+            for number in self.members:
                 fabric.soon(_LINE_S, fabric.members[number].make_next(epoch, "bring"))
 
     def _come_together(self, epoch: int) -> None:
         """Take what it lacks from who has it, if that one still lives in this epoch."""
         fabric = self.fabric
-        standings = {number: fabric.standings[epoch][number] for number in self.world}
+        standings = {number: fabric.standings[epoch][number] for number in self.members}
         plan = decide_reformation(COUNT, standings)
-        givers = [plan.holder] if self.number in plan.forward else []
-        if self.number in plan.fresh:
+        givers = [plan.holder] if self.rank in plan.forward else []
+        if self.rank in plan.fresh:
             givers = list(plan.donors)
         gone = [g for g in givers if not self._is_there(fabric.members[g], epoch)]
         if gone:
             self.break_world(f"rank {gone[0]} was lost")
             return
-        if self.number in plan.forward:
+        if self.rank in plan.forward:
             self._apply(fabric.members[plan.holder].kept)
-        elif self.number in plan.fresh:
+        elif self.rank in plan.fresh:
             donor = fabric.members[plan.donors[0]]
             if donor.applied != plan.step:
-                raise Broken(f"rank {donor.number} went on while it had a state to give")
+                raise Broken(f"rank {donor.rank} went on while it had a state to give")
             self.applied, self.value, self.holds = donor.applied, donor.value, False
             self.done = {}
         if self.applied != plan.step:
-            raise Broken(f"rank {self.number} is at {self.applied}, the epoch at {plan.step}")
+            raise Broken(f"rank {self.rank} is at {self.applied}, the epoch at {plan.step}")
         self.fresh = False
-        self.todo = list(plan.todo[self.number])
+        self.todo = list(plan.todo[self.rank])
         self._tell_formed(plan)
         self.waits = False
         self._compute()
@@ -303,7 +330,7 @@ class Member:
             WorldReformed(
                 generation=fabric.generation,
                 epoch=self.epoch,
-                rank=self.number,
+                rank=self.rank,
                 step=self.applied,
                 began_s=self.left_s,
                 ordered_s=self.ordered_s,
@@ -344,14 +371,14 @@ class Member:
         fabric, step = self.fabric, self.applied
         mine = dict(self.done) if step < fabric.target else {}
         reduction = fabric.reductions.setdefault((self.epoch, step), Reduction())
-        reduction.given[self.number] = mine
+        reduction.given[self.rank] = mine
         self.waits = True
-        if set(reduction.given) >= set(self.world):
-            for number in self.world:
+        if set(reduction.given) >= set(self.members):
+            for number in self.members:
                 member = fabric.members[number]
                 fabric.soon(_REDUCE_S, member.make_end(self.epoch, step, reduction))
             return
-        awaited = [fabric.members[n] for n in self.world if n not in reduction.given]
+        awaited = [fabric.members[n] for n in self.members if n not in reduction.given]
         if not all(self._is_there(member, self.epoch) for member in awaited):
             fabric.soon(_FEEL_S, self.make_breaker())  # It left while this one computed.
 
@@ -362,9 +389,9 @@ class Member:
         def finish() -> None:
             if not self.alive or self.turn != turn or self.epoch != epoch:
                 return
-            members = [self.fabric.members[n] for n in self.world]
+            members = [self.fabric.members[n] for n in self.members]
             # Who has come to the end of it has sent all that others need.
-            whole = all(m.over or self._is_there(m, epoch) for m in members)
+            whole = all(m.ended or self._is_there(m, epoch) for m in members)
             if not whole and self.fabric.chance.random() < 0.5:
                 return  # It waits for what the dead one still had to send.
             self.waits = False
@@ -376,14 +403,14 @@ class Member:
             if self._overtaken():
                 self.form()
                 return
-            self.todo = list(assign(COUNT, self.world)[self.number])
+            self.todo = list(assign(COUNT, self.members)[self.rank])
             self._compute()
 
         return finish
 
     def _sum(self, reduction: Reduction) -> dict[int, int]:
         total: dict[int, int] = {}
-        for number in self.world:
+        for number in self.members:
             for micro_batch, gradient in reduction.given[number].items():
                 if micro_batch in total:
                     raise Broken(f"micro-batch {micro_batch} counts twice: {self.applied}")
@@ -397,18 +424,18 @@ class Member:
             raise Broken(f"step {self.applied} was made of {sorted(gradients)}")
         stale = [m for m, g in gradients.items() if g != mix(self.value, self.applied, m)]
         if stale:
-            raise Broken(f"rank {self.number}, step {self.applied}: of other parameters: {stale}")
+            raise Broken(f"rank {self.rank}, step {self.applied}: of other parameters: {stale}")
         self.value = mix(self.value, *(gradients[m] for m in range(COUNT)))
         self.applied += 1
         self.kept, self.holds, self.done = dict(gradients), True, {}
         if fabric.truth.setdefault(self.applied, self.value) != self.value:
-            raise Broken(f"rank {self.number} differs after step {self.applied}")
+            raise Broken(f"rank {self.rank} differs after step {self.applied}")
         fabric.furthest = max(fabric.furthest, self.applied)
 
     def _save(self, step: int) -> None:
         """The first member saves what all have applied: the step before is reduced by all."""
         fabric = self.fabric
-        if step % fabric.save_every or self.number != self.world[0] or step <= fabric.disk.verified:
+        if step % fabric.save_every or self.rank != self.members[0] or step <= fabric.disk.verified:
             return
         fabric.disk.verified = step
         self.emit(
@@ -425,7 +452,25 @@ class Member:
 
     def _finish(self) -> None:
         """Everyone has applied the last step."""
-        self.over = True
+        self.ended = True
         self._tell_formed(None, finished=True)
         turn = self.turn
         self.fabric.soon(0.05, lambda: self.end(0) if self.alive and self.turn == turn else None)
+
+    # --- what its ring says -------------------------------------------------------------------
+
+    def progress(self, now: float, pid: int, spawned_s: float, *, stopped: bool) -> RankProgress:
+        """Return its row of a heartbeat: how far it is itself."""
+        return RankProgress(
+            rank=self.rank,
+            pid=pid,
+            phase="step" if self.epoch >= 0 else "spawned",
+            phase_since_s=spawned_s,
+            heartbeat_s=now,
+            account=RankAccount(start_step=0, step=self.applied, spawned_s=spawned_s),
+            proc=ProcSample(state="S", cpu_s=now),
+        )
+
+    def account(self, now: float, spawned_s: float) -> RankAccount:
+        """Return where its time went: what it has trained is its world's."""
+        return RankAccount(start_step=self.world.start_step, spawned_s=spawned_s)

@@ -40,13 +40,10 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.events import AnyEvent, ExitRecord, RankExited, RankJoined
 from perdure.model.job import JobSpec
-from perdure.model.orders import Assignment, SendBoundary
+from perdure.model.orders import Order
 from perdure.model.signals.progress import (
     CommProgress,
     NodeBeat,
-    ProcSample,
-    RankAccount,
-    RankProgress,
 )
 from perdure.sim.clock import VirtualClock
 from perdure.sim.ranks import Agreements, Rank
@@ -96,14 +93,16 @@ class Node:
         send: Callable[[EventMessage], None],
         witness: Agreements,
         late_s: Callable[[], float] = lambda: 0.0,
+        rank_type: type[Rank] = Rank,
     ) -> None:
         """Boot: keeper and agent come up; `send` takes batches of events to the controller.
 
-        `late_s` draws how much later than the first a rank comes to each step.
+        `late_s` draws how much later than the first a rank comes to each step; `rank_type` is
+        what the ranks are.
         """
         self.spec, self.node, self.clock = spec, node, clock
         self.world_of, self.send = world_of, send
-        self.witness, self.late_s = witness, late_s
+        self.witness, self.late_s, self.rank_type = witness, late_s, rank_type
         self.words: dict[int, tuple[int, int, AnyEvent]] = {}
         """Number -> (generation, rank, event) that no agent has taken over for good."""
         self.word = 0
@@ -165,13 +164,13 @@ class Node:
                 self.clock.after(_STORE_S, lambda: self._serve_store(agent, store.generation))
             case TellKeeper(message=KeeperExit()):
                 self.clock.after(_KILL_S, self.kill_keeper)
-            case SpawnRanks(assignment=assignment, members=()):
-                self.clock.after(_SPAWN_S, lambda: self._spawn(agent, assignment))
+            case SpawnRanks():
+                self.clock.after(_SPAWN_S, lambda: self._spawn(agent, request))
             case CollectStacks(generation=generation, pids=pids):
                 stacks = dict.fromkeys(sorted(pids), "simulated")
                 answer = StacksCollected(generation=generation, stacks=stacks)
                 self.clock.after(0.05, lambda: self._feed_same(agent, answer))
-            case TellWorker(rank=rank, message=SendBoundary() as order):
+            case TellWorker(rank=rank, message=order):
                 self.clock.after(_LINE_S, lambda: self._tell(agent, rank, order))
             case Report():
                 self.outbox.append(Outgoing(request))
@@ -226,9 +225,9 @@ class Node:
                 self.outbox.append(Outgoing(Report(event), word))
         self._send_batch()
 
-    def _tell(self, agent: Agent | None, rank: int, order: SendBoundary) -> None:
+    def _tell(self, agent: Agent | None, rank: int, order: Order) -> None:
         held = self.keeper
-        if held is None or agent is not self.agent or order.generation != held.generation:
+        if held is None or agent is not self.agent or not order.is_for(held.generation, rank):
             return
         if rank in held.running and rank not in held.stopped:
             held.ranks[rank].hear(self.clock.now, order)
@@ -268,9 +267,7 @@ class Node:
             return True
         for rank in sorted(held.running):
             played = held.ranks[rank]
-            committed = played.look(now)
-            due = any(order.step <= committed for order, _ in played.open.values())
-            if rank not in held.stopped and committed == played.world.target and not due:
+            if played.has_finished(now) and rank not in held.stopped:
                 played.leave(now)
                 self.end_rank(rank)
         return not held.running
@@ -285,40 +282,55 @@ class Node:
         if held.running:
             self.world_of(held.generation).freeze(self.clock.now)
         self.feed(KeeperGone())
+        for rank in sorted(held.running):
+            held.ranks[rank].die()
 
-    def _spawn(self, agent: Agent | None, assignment: Assignment) -> None:
-        held, generation = self.keeper, assignment.generation
-        ranks = self.spec.ranks_of(assignment.slots_of(self.node))
-        if held is None or generation <= held.generation:
+    def _spawn(self, agent: Agent | None, request: SpawnRanks) -> None:
+        """Start the ranks of a world, or those (`members`) that come into one that exists."""
+        held, generation = self.keeper, request.assignment.generation
+        joins = bool(request.members)
+        if held is None or generation < held.generation + (not joins):
             return
         if generation <= held.ended:
             self._feed_same(agent, KeeperSaid(message=KeeperStopped(generation)))
             return
-        held.generation, held.exits, held.spawned_s = generation, {}, self.clock.now
-        self.newest_spawned = max(self.newest_spawned, generation)
-        held.stopped.clear()
-        world = self.world_of(generation)
-        held.ranks = {}
-        for rank in ranks:
+        if generation > held.generation:
+            held.generation, held.exits, held.spawned_s = generation, {}, self.clock.now
+            self.newest_spawned = max(self.newest_spawned, generation)
+            held.stopped.clear()
+            held.ranks = {}
+        ranks = request.members or self.spec.ranks_of(request.assignment.slots_of(self.node))
+        for rank in [r for r in ranks if not joins or (generation, r) not in self.begun]:
             self.pids += 1
             held.running[rank] = self.pids
-            held.ranks[rank] = self._make_rank(rank, generation, world)
+            held.ranks[rank] = self._make_rank(rank, generation, joins=joins)
             self.begun.add((generation, rank))
-            world.spawn(rank, self.clock.now)
-        said = KeeperSpawned(generation, dict(held.running), self.clock.now, warm=True)
+            if not joins:
+                self.world_of(generation).spawn(rank, self.clock.now)
+        pids = {rank: held.running[rank] for rank in ranks if rank in held.running}
+        said = KeeperSpawned(generation, pids, self.clock.now, warm=True, beside=request.beside)
         self._feed_same(agent, KeeperSaid(message=said))
-        for rank in ranks:
+        for rank in () if joins else ranks:
             self._emit(generation, rank, RankJoined(generation=generation, rank=rank))
 
-    def _make_rank(self, rank: int, generation: int, world: World) -> Rank:
-        return Rank(
+    def _make_rank(self, rank: int, generation: int, *, joins: bool) -> Rank:
+        made = self.rank_type(
             rank,
-            world,
+            self.world_of(generation),
             self.late_s(),
             emit=lambda event: self._emit(generation, rank, event),
             ask=lambda id_: self._ask(generation, rank, id_),
+            end=lambda code: self._end_of(generation, rank, code),
             witness=self.witness,
+            joins=joins,
         )
+        made.begin()
+        return made
+
+    def _end_of(self, generation: int, rank: int, code: int) -> None:
+        """Let a rank of that generation end by itself."""
+        if self.keeper is not None and self.keeper.generation == generation:
+            self.end_rank(rank, code=code)
 
     def _serve_store(self, agent: Agent | None, generation: int) -> None:
         if self.keeper is not None:
@@ -360,12 +372,13 @@ class Node:
         held.exits[rank] = RankExited(
             node=self.node,
             record=record,
-            account=self._account(world),
+            account=held.ranks[rank].account(now, held.spawned_s),
             detected_s=now,
             comms=(comm,),
         )
         held.stopped.discard(rank)
         self.feed(held.exits[rank])
+        held.ranks[rank].die()
 
     def leave_rank(self, rank: int) -> None:
         """Let a rank end well in the middle of everything: the others wait for it."""
@@ -417,58 +430,10 @@ class Node:
         if self.agent is None or held is None or self.left:
             return None
         self.beats += 1
-        world = self.world_of(held.generation) if held.running else None
-        rows = (
-            tuple(self._progress(held, world, rank) for rank in sorted(held.running))
-            if world is not None
-            else ()
-        )
+        now, spawned_s = self.clock.now, held.spawned_s
+        rows = [
+            held.ranks[rank].progress(now, pid, spawned_s, stopped=rank in held.stopped)
+            for rank, pid in sorted(held.running.items())
+        ]
         incarnation = self.agent.identity.incarnation
-        now = self.clock.now
-        return NodeBeat(self.node, incarnation, self.beats, now, held.generation, rows)
-
-    def _progress(self, held: Keeper, world: World, rank: int) -> RankProgress:
-        now, step = self.clock.now, world.step_at(self.clock.now)
-        stepping = world.first_step_s and now >= world.first_step_s
-        stopped = rank in held.stopped
-        at_s = min(now, world.frozen_s) if world.frozen_s is not None else now
-        comm = CommProgress("world", world.size, step + (not stopped), step, since_s=at_s)
-        return RankProgress(
-            rank=rank,
-            pid=held.running[rank],
-            phase="step" if stepping else "spawned",
-            phase_since_s=world.first_step_s or held.spawned_s,
-            heartbeat_s=max(held.spawned_s, at_s - world.step_s),
-            account=self._account(world),
-            comms=(comm,) if stepping else (),
-            proc=ProcSample(state="T" if stopped else "S", cpu_s=1.0 if stopped else now),
-        )
-
-    def _account(self, world: World) -> RankAccount:
-        now, step = self.clock.now, world.step_at(self.clock.now)
-        spawned_s = self.keeper.spawned_s if self.keeper is not None else now
-        if not world.first_step_s or now < world.first_step_s:
-            return RankAccount(start_step=world.start_step, spawned_s=spawned_s)
-        done = step - world.start_step
-        marks = range(
-            -(-(world.start_step + 1) // world.save_every) * world.save_every,
-            step + 1,
-            world.save_every,
-        )
-        first = world.first_step_s
-        last_s = world.time_of(step)
-        return RankAccount(
-            start_step=world.start_step,
-            step=step,
-            step_s=done * world.step_s,
-            boundary_s=world.paused_s,
-            spawned_s=spawned_s,
-            script_s=spawned_s,
-            init_s=spawned_s,
-            group_s=first,
-            restored_s=first,
-            first_step_s=first,
-            last_step_s=last_s,
-            finished_s=last_s if step == world.target else 0.0,
-            marks=tuple((mark, (mark - world.start_step) * world.step_s) for mark in marks),
-        )
+        return NodeBeat(self.node, incarnation, self.beats, now, held.generation, tuple(rows))

@@ -1,5 +1,8 @@
 """A played rank: what `worker.boundary` and `worker.loop` do about agreements, in virtual time.
 
+`Rank` is one of any depth: what a node, its keeper and its agent have to do with. A member of an
+elastic world (`sim.elastic`) is a rank that does more of its own.
+
 The rules are theirs: an acknowledgement only while fewer than S steps are committed, a gate at S
 until the decision is known, a promise that stands when it is asked for again, and a veto from
 whoever has left the loop. Ranks differ by a fraction of a step, as real ones do, so that one may
@@ -10,7 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
-from perdure.model.orders import SendBoundary
+from perdure.model.orders import Order, SendBoundary
+from perdure.model.signals.progress import CommProgress, ProcSample, RankAccount, RankProgress
 from perdure.sim.training import World
 
 WAIT_S_MAX = 30.0
@@ -67,7 +71,11 @@ class Rank:
     """How much later than the first rank it comes to each step."""
     emit: Callable[[AnyEvent], None]
     ask: Callable[[str], None]
+    end: Callable[[int], None]
+    """Has the process end with that exit code."""
     witness: Agreements
+    joins: bool = False
+    """It comes into a world that exists."""
     committed: int = 0
     ended: bool = False
     open: dict[str, tuple[SendBoundary, bool]] = field(default_factory=dict)
@@ -81,8 +89,16 @@ class Rank:
         self.committed = max(self.committed, self.world.step_at(now - self.late_s))
         return self.committed
 
-    def hear(self, now: float, order: SendBoundary) -> None:
-        """Take one move of an agreement."""
+    def begin(self) -> None:
+        """The process is there; its loop begins when the world's does."""
+
+    def die(self) -> None:
+        """The process has ended; the world knows that by itself."""
+
+    def hear(self, now: float, order: Order) -> None:
+        """Take an order: one move of an agreement, or what this rank knows nothing of."""
+        if not isinstance(order, SendBoundary):
+            return
         self.look(now)
         if order.move == "prepare":
             self.emit(self._prepare(now, order))
@@ -142,6 +158,12 @@ class Rank:
             self.ask(id_)
         return now - self.waits_since_s < WAIT_S_MAX
 
+    def has_finished(self, now: float) -> bool:
+        """Return whether it has come to the last step, and has done all that was agreed on."""
+        committed = self.look(now)
+        due = any(order.step <= committed for order, _ in self.open.values())
+        return committed == self.world.target and not due
+
     def leave(self, now: float) -> None:
         """End the loop: what was promised and cannot be kept is said."""
         self.ended = True
@@ -157,3 +179,51 @@ class Rank:
     def _set_hold(self, now: float) -> None:
         steps = [order.step for order, _ in self.open.values()]
         self.world.hold(self.rank, min(steps, default=None), now)
+
+    # --- what its ring says -------------------------------------------------------------------
+
+    def progress(self, now: float, pid: int, spawned_s: float, *, stopped: bool) -> RankProgress:
+        """Return its row of a heartbeat."""
+        world, step = self.world, self.world.step_at(now)
+        stepping = world.first_step_s and now >= world.first_step_s
+        at_s = min(now, world.frozen_s) if world.frozen_s is not None else now
+        comm = CommProgress("world", world.size, step + (not stopped), step, since_s=at_s)
+        return RankProgress(
+            rank=self.rank,
+            pid=pid,
+            phase="step" if stepping else "spawned",
+            phase_since_s=world.first_step_s or spawned_s,
+            heartbeat_s=max(spawned_s, at_s - world.step_s),
+            account=self.account(now, spawned_s),
+            comms=(comm,) if stepping else (),
+            proc=ProcSample(state="T" if stopped else "S", cpu_s=1.0 if stopped else now),
+        )
+
+    def account(self, now: float, spawned_s: float) -> RankAccount:
+        """Return where its time went."""
+        world, step = self.world, self.world.step_at(now)
+        if not world.first_step_s or now < world.first_step_s:
+            return RankAccount(start_step=world.start_step, spawned_s=spawned_s)
+        done = step - world.start_step
+        marks = range(
+            -(-(world.start_step + 1) // world.save_every) * world.save_every,
+            step + 1,
+            world.save_every,
+        )
+        first = world.first_step_s
+        last_s = world.time_of(step)
+        return RankAccount(
+            start_step=world.start_step,
+            step=step,
+            step_s=done * world.step_s,
+            boundary_s=world.paused_s,
+            spawned_s=spawned_s,
+            script_s=spawned_s,
+            init_s=spawned_s,
+            group_s=first,
+            restored_s=first,
+            first_step_s=first,
+            last_step_s=last_s,
+            finished_s=last_s if step == world.target else 0.0,
+            marks=tuple((mark, (mark - world.start_step) * world.step_s) for mark in marks),
+        )

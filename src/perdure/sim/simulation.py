@@ -19,7 +19,7 @@ from perdure.sim.clock import VirtualClock
 from perdure.sim.network import Network, Weather
 from perdure.sim.node import Node
 from perdure.sim.operator import Contradiction, Operator
-from perdure.sim.ranks import Agreements, Broken
+from perdure.sim.ranks import Agreements, Broken, Rank
 from perdure.sim.shell import ControllerDied, Forgotten, Shell
 from perdure.sim.shell import Disk as ControllerDisk
 from perdure.sim.training import Disk, World
@@ -66,7 +66,7 @@ class InvariantViolated(Exception):
 class Simulation:
     """One run of one scenario."""
 
-    node_type: type[Node] = Node
+    rank_type: type[Rank] = Rank
 
     def __init__(self, scenario: Scenario) -> None:
         """Set everything up; `run` lets time pass."""
@@ -102,7 +102,7 @@ class Simulation:
         """How long a controller that dies halfway is missed."""
         self.start_s = self.clock.now
         self.nodes = [
-            self.node_type(
+            Node(
                 self.spec,
                 node,
                 self.clock,
@@ -110,6 +110,7 @@ class Simulation:
                 send=lambda message: self.network.send(lambda: self._take(message)),
                 witness=self.witness,
                 late_s=lambda: 0.5 * self.chance.random() * scenario.step_s,
+                rank_type=self.rank_type,
             )
             for node in range(self.spec.num_nodes)
         ]
