@@ -6,7 +6,7 @@ book, the bus, the agents) looks only at what `Order` and `RankOrder` say of all
 order is its class here, with its name in `AnyOrder`; who decides it; and who carries it out.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -83,6 +83,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
     """Base of all orders: whom each is for, what it replaces, and what answers it."""
 
+    for_all_nodes: ClassVar[bool] = False
+    """Each node hears it the first time, whoever the recipients are; they hear it again."""
+
     reason: str
 
     @property
@@ -100,11 +103,6 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
         """Return how often it is sent until all have answered; 1: once, and nobody answers."""
         return 600
 
-    @property
-    def for_all_nodes(self) -> bool:
-        """Return whether each node hears it the first time, and those who have to answer again."""
-        return False
-
     def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return which of the recipients have nothing to answer any more, by `event`."""
         return ()
@@ -120,6 +118,9 @@ class Order(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=T
 
 class RankOrder(Order, frozen=True, kw_only=True):
     """Base of orders to ranks of one generation, by way of their agents."""
+
+    is_retold: ClassVar[bool] = False
+    """A rank hears the newest of this kind when it says hello, and if it asks."""
 
     generation: int
 
@@ -137,11 +138,6 @@ class RankOrder(Order, frozen=True, kw_only=True):
     def version(self) -> int:
         """Return what grows from one order of a level to the next, where one may be overtaken."""
         return 0
-
-    @property
-    def is_retold(self) -> bool:
-        """Return whether a rank hears the newest of its kind when it says hello, and if it asks."""
-        return False
 
     def find_answered(self, event: AnyEvent) -> tuple[int | str, ...]:
         """Return the rank that has ended, or has done what it was told."""
@@ -212,6 +208,9 @@ class SendBoundary(RankOrder, frozen=True, kw_only=True):
 class ResumeRanks(RankOrder, frozen=True, kw_only=True):
     """End the pause that `ranks` are in. Harmless where there is none."""
 
+    is_retold: ClassVar[bool] = True
+    """A rank asks what became of the agreement that it stands in."""
+
     ranks: tuple[int, ...]
     id: str = ""
     """Of the pause: a rank that has not come to it skips it."""
@@ -220,11 +219,6 @@ class ResumeRanks(RankOrder, frozen=True, kw_only=True):
     def level(self) -> str:
         """Return its pause."""
         return f"resume {self.id}"
-
-    @property
-    def is_retold(self) -> bool:
-        """Return true: a rank asks what became of the agreement that it stands in."""
-        return True
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who goes on."""
@@ -240,6 +234,9 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
     `traces/gN/BACKEND/rank_R`, and says most where all ranks have written theirs.
     """
 
+    for_all_nodes: ClassVar[bool] = True
+    """Ranks elsewhere write their traces."""
+
     ranks: tuple[int, ...]
 
     @property
@@ -251,11 +248,6 @@ class TakeStacks(RankOrder, frozen=True, kw_only=True):
     def sent_max(self) -> int:
         """Return how often it is worth saying."""
         return 5
-
-    @property
-    def for_all_nodes(self) -> bool:
-        """Return true: ranks elsewhere write their traces."""
-        return True
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return whose stacks were taken."""
@@ -333,6 +325,9 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
     A level: a newer epoch replaces an older one. Answered by `WorldReformed` of each rank.
     """
 
+    is_retold: ClassVar[bool] = True
+    """Nobody but the controller tells a rank who its peers are."""
+
     epoch: int
     ranks: tuple[int, ...]
     urgent: bool = True
@@ -351,11 +346,6 @@ class ReformWorld(RankOrder, frozen=True, kw_only=True):
     def version(self) -> int:
         """Return its epoch."""
         return self.epoch
-
-    @property
-    def is_retold(self) -> bool:
-        """Return true: nobody but the controller tells a rank who its peers are."""
-        return True
 
     def find_done(self, event: AnyEvent) -> tuple[int, ...]:
         """Return who is in the world of this epoch."""
