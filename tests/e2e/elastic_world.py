@@ -36,7 +36,7 @@ from perdure.worker.elastic import group as group_module
 from perdure.worker.elastic import hash_tensors
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.samples.batches import MicroBatches
-from perdure.worker.elastic.state.replicated import Replica
+from perdure.worker.elastic.state.replicated import Replica, ReplicatedState
 from perdure.worker.elastic.trainer import Trainer
 from perdure.worker.interrupt import shut_down_gloo
 
@@ -164,13 +164,11 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
     else:
         replica, trainer = make_trainer(scenario, model, compute, line)
     killer.wrap(group_module.Group, "wait", "reduce", "reduced")
-    killer.wrap(trainer._replica, "update", "optimizer", "applied")
+    killer.wrap(replica, "update", "optimizer", "applied")
     killer.wrap(trainer, "_form", "form")
     killer.wrap(sys.modules[type(trainer).__module__], "exchange_standings", "", "agreed")
     killer.wrap(group_module, "_connect", "connecting")
-    places = {"shard": "_take_shard", "stages": "_take_blocks"}
-    bring = next((place for key, place in places.items() if key in scenario), "_bring_together")
-    killer.wrap(trainer, bring, "connect", "bring")
+    killer.wrap(trainer, "_bring_together", "connect", "bring")
     with open(scenario["out"].format(me), "w") as out:
         for step in trainer.steps(scenario["steps"]):
             row = {
@@ -186,7 +184,7 @@ def run_rank(scenario: dict[str, Any], me: int, joins: bool, sock: socket.socket
                 "shard": name_part(replica),
                 "blocks": getattr(replica, "mine", ()),
                 "sizes": getattr(replica, "sizes", ()),
-                "shape": trainer.layout.shape if "stages" in scenario else "",
+                "shape": trainer.state.layout.shape if "stages" in scenario else "",
             }
             used.clear()
             out.write(json.dumps(row) + "\n")
@@ -198,19 +196,21 @@ def make_trainer(
 ) -> tuple[Any, Trainer]:
     """Return what is trained, replicated or sharded, and its loop."""
     common = {"count": scenario["batch"] // scenario["micro_batch"], "seed": 3}
-    common |= {"membership": membership, "bucket_bytes": 4096}
+    common |= {"exact": scenario.get("exact", False), "bucket_bytes": 4096}
     if "shard" not in scenario:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         replica = Replica(model, optimizer, clip_norm=1.0)
-        return replica, Trainer(replica, compute, exact=scenario.get("exact", False), **common)
-    from perdure.worker.elastic.shard_trainer import ShardTrainer
+        return replica, Trainer(ReplicatedState(replica, compute, **common), membership=membership)
+    from perdure.worker.elastic.state.sharded import ShardedState
     from perdure.worker.elastic.state.shards import ShardedReplica
 
     sharded = ShardedReplica(model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), clip_norm=1.0)
-    return sharded, ShardTrainer(
-        sharded, compute, minimum=scenario["shard"], snapshot_every=scenario.get("every", 0),
-        exact=scenario.get("exact", False), memory=find_memory(scenario, membership.me), **common,
+    state = ShardedState(
+        sharded, compute, me=membership.me, minimum=scenario["shard"],
+        snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
+        **common,
     )  # fmt: skip
+    return sharded, Trainer(state, membership=membership)
 
 
 def make_stages(
@@ -218,8 +218,8 @@ def make_stages(
 ) -> tuple[Any, Any]:
     """Return what is trained, cut into stages, and its loop."""
     from perdure.plan.elastic.stages import Model, choose_balanced, cut_balanced
-    from perdure.worker.elastic.stage_trainer import StageTrainer
     from perdure.worker.elastic.state.blocks import StagedReplica
+    from perdure.worker.elastic.state.staged import StagedState
     from perdure.worker.pipeline import Runner
 
     killer.wrap(Runner, "_forward", "forward")
@@ -235,14 +235,14 @@ def make_stages(
         choose = lambda members, *_: cut_balanced(  # noqa: E731
             Model(shape.weights, shape.sizes, scenario["shapes"][membership.epoch]), len(members)
         )
-    trainer = StageTrainer(
-        replica, load, nn.functional.mse_loss, count=scenario["batch"] // scenario["micro_batch"],
-        seed=3, exact=scenario.get("exact", False), membership=membership,
-        schedule=schedule, choose=choose,
+    state = StagedState(
+        replica, load, nn.functional.mse_loss, me=membership.me,
+        count=scenario["batch"] // scenario["micro_batch"], seed=3,
+        exact=scenario.get("exact", False), schedule=schedule, choose=choose,
         bucket_bytes=scenario.get("bucket_bytes", 4096),
         snapshot_every=scenario.get("every", 0), memory=find_memory(scenario, membership.me),
     )  # fmt: skip
-    return replica, trainer
+    return replica, Trainer(state, membership=membership)
 
 
 def name_part(replica: Any) -> str | None:

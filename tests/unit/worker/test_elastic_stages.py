@@ -11,11 +11,11 @@ from torch import nn
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Model, choose_balanced
 from perdure.worker.elastic import open_pipeline_trainer, train
-from perdure.worker.elastic.joining.stage_follower import StagePupil
 from perdure.worker.elastic.joining.wire import At
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.stage_trainer import StageTrainer
 from perdure.worker.elastic.state.blocks import StagedReplica
+from perdure.worker.elastic.state.staged import StagedState
+from perdure.worker.elastic.trainer import Trainer
 
 
 class Hasty(Membership):
@@ -39,13 +39,18 @@ def load(step: int, micro_batch: int) -> Any:
     return torch.ones(2, 4), torch.zeros(2, 4)
 
 
+def make_state(replica: StagedReplica, me: int = 0, model: Model | None = None) -> StagedState:
+    model = model or Model(replica.weights, replica.sizes, 1)
+    return StagedState(
+        replica, load, nn.functional.mse_loss, me=me, count=2, seed=0, exact=False,
+        choose=partial(choose_balanced, model),
+    )  # fmt: skip
+
+
 def test_an_order_may_come_while_a_trainer_is_made() -> None:
     replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
     membership = Hasty(None)
-    trainer = StageTrainer(
-        replica, load, nn.functional.mse_loss, count=2, seed=0, exact=False, membership=membership,
-        choose=partial(choose_balanced, Model(replica.weights, replica.sizes, 1)),
-    )  # fmt: skip
+    trainer = Trainer(make_state(replica), membership=membership)
     assert [step.step for step in trainer.steps(2)] == [0, 1]
 
 
@@ -66,15 +71,11 @@ def test_schedules_that_cannot_be_are_refused() -> None:
 
 def test_what_breaks_at_a_boundary_keeps_nothing_of_the_step_before() -> None:
     replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
-    trainer = StageTrainer(
-        replica, load, nn.functional.mse_loss, count=2, seed=0, exact=False,
-        membership=Membership(None),
-        choose=partial(choose_balanced, Model(replica.weights, replica.sizes, 1)),
-    )  # fmt: skip
-    steps = trainer.steps(2)
+    state = make_state(replica)
+    steps = Trainer(state, membership=Membership(None)).steps(2)
     next(steps)
-    trainer._drop_unfinished()
-    assert trainer._stand().done == ()
+    state.drop_unfinished()
+    assert state.stand().done == ()
     assert len(list(steps)) == 1
 
 
@@ -86,8 +87,7 @@ def test_who_come_in_at_once_follow_different_stages() -> None:
 
     def follow(me: int, ahead: tuple[int, ...]) -> tuple[int, ...]:
         replica = StagedReplica([nn.Linear(4, 4), nn.Linear(4, 4)], make_optimizer)
-        pupil = StagePupil(replica, me, partial(choose_balanced, model), Any, Any)
-        return pupil.choose_donors(answers, ahead)
+        return make_state(replica, me, model).choose_donors(answers, ahead)
 
     assert follow(4, ()) == follow(5, ())
     assert {follow(5, ()), follow(4, (5,))} == {(0, 2), (1, 3)}

@@ -107,6 +107,11 @@ class ShardReformation(msgspec.Struct, frozen=True):
     redone: int
     reason: str
 
+    @property
+    def fresh(self) -> bool:
+        """Whether nobody has a state: the first member's model is everyone's."""
+        return not self.sources
+
 
 def plan_copies(members: Sequence[int], minimum: int) -> tuple[tuple[int, ...], ...]:
     """Return the members of each copy: as many copies as can have `minimum` members.

@@ -28,18 +28,17 @@ from perdure.plan.elastic.stage_orders import INTERLEAVED_RUNS, SCHEDULES, Stage
 from perdure.plan.elastic.stages import Choose, Model, choose_balanced
 from perdure.worker.attach import attach_rank
 from perdure.worker.config import Config, Value
+from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving.packing import hash_tensors as hash_tensors
 from perdure.worker.elastic.rates import declare_rate
 from perdure.worker.elastic.samples.batches import MicroBatches
 from perdure.worker.elastic.samples.prefetch import Prefetcher
-from perdure.worker.elastic.state.replicated import Replica, make_model
-from perdure.worker.elastic.trainer import BUCKET_BYTES, Step, Trainer
+from perdure.worker.elastic.state.replicated import Replica, ReplicatedState, make_model
+from perdure.worker.elastic.trainer import Step, Trainer
 
 if TYPE_CHECKING:
     from perdure.plan.elastic.stage_choice import PlannedChoice
-    from perdure.worker.elastic.shard_trainer import ShardTrainer
-    from perdure.worker.elastic.stage_trainer import StageTrainer
 
 __all__ = [
     "Step", "Trainer", "config", "hash_tensors", "open_pipeline_trainer", "open_sharded_trainer",
@@ -197,20 +196,21 @@ def open_trainer(
     micro-batch once by some rank, and has to depend on its arguments alone. Generators are
     seeded for it. A loss is to be returned unscaled; `scaler` is applied to it here.
     """
+    membership = _attach()
+    declare_rate(config, optimizer, lambda: (optimizer, scheduler))
+    replica = Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm)
+    state = ReplicatedState(
+        replica, compute, count=micro_batches, seed=seed, exact=exact, bucket_bytes=bucket_bytes
+    )
+    return Trainer(state, membership=membership, config=config)
+
+
+def _attach() -> Membership:
+    """Return this rank's membership in its job, if it has one."""
     attachment = attach_rank()
     if attachment is not None:
         attachment.enter("init")
-    declare_rate(config, optimizer, lambda: (optimizer, scheduler))
-    return Trainer(
-        Replica(model, optimizer, scheduler=scheduler, scaler=scaler, clip_norm=clip_norm),
-        compute,
-        count=micro_batches,
-        seed=seed,
-        exact=exact,
-        membership=Membership(attachment),
-        config=config,
-        bucket_bytes=bucket_bytes,
-    )
+    return Membership(attachment)
 
 
 def open_sharded_trainer(
@@ -227,7 +227,7 @@ def open_sharded_trainer(
     clip_norm: float = 0.0,
     bucket_bytes: int = BUCKET_BYTES,
     options: Mapping[str, Any] | None = None,
-) -> "ShardTrainer":
+) -> Trainer:
     """Return a loop over a sharded `model`: what `open_trainer` is to a replicated one.
 
     The model, its optimizer and its schedule are made anew for each world, so that the last two
@@ -239,33 +239,31 @@ def open_sharded_trainer(
         ConfigError: `shard` is no number of ranks.
     """
     from perdure.worker.elastic.saving.peers import find_memory
-    from perdure.worker.elastic.shard_trainer import ShardTrainer
+    from perdure.worker.elastic.state.sharded import ShardedState
     from perdure.worker.elastic.state.shards import ShardedReplica
 
     if shard != "full" and (not isinstance(shard, int) or shard < 1):
         raise ConfigError(f"elastic: shard={shard!r} is neither a number of ranks nor 'full'")
-    attachment = attach_rank()
-    if attachment is not None:
-        attachment.enter("init")
+    membership = _attach()
     replica = ShardedReplica(
         model, optimizer, scheduler=scheduler, clip_norm=clip_norm, options=dict(options or {})
     )
     sample = optimizer(replica.parameters)  # For its rates: each world has one of its own.
     declare_rate(config, sample, lambda: (replica.optimizer, replica.scheduler))
     replica.begun = lambda: config.reapply("lr")
-    return ShardTrainer(
+    state = ShardedState(
         replica,
         lambda step, micro_batch: compute(replica.now(), step, micro_batch),
+        me=membership.me,
         count=micro_batches,
         seed=seed,
-        membership=Membership(attachment),
         minimum=0 if shard == "full" else shard,
         exact=exact,
-        config=config,
         snapshot_every=snapshot_every,
         memory=find_memory(),
         bucket_bytes=bucket_bytes,
     )
+    return Trainer(state, membership=membership, config=config)
 
 
 def open_pipeline_trainer(
@@ -285,7 +283,7 @@ def open_pipeline_trainer(
     recompute: bool = False,
     schedule: str = "1f1b",
     device: str | torch.device = "cpu",
-) -> "StageTrainer":
+) -> Trainer:
     """Return a loop over `blocks` cut into `stages`: what `open_trainer` is to a replicated model.
 
     `stages` is a number of them, or what chooses by a cost profile. `load(step, micro_batch)`
@@ -299,8 +297,8 @@ def open_pipeline_trainer(
             parameter.
     """
     from perdure.worker.elastic.saving.peers import find_memory
-    from perdure.worker.elastic.stage_trainer import StageTrainer
     from perdure.worker.elastic.state.blocks import StagedReplica
+    from perdure.worker.elastic.state.staged import StagedState
 
     if isinstance(stages, int) and stages < 1:
         raise ConfigError(f"elastic: pipeline={stages!r} is no number of stages")
@@ -309,9 +307,7 @@ def open_pipeline_trainer(
             f"elastic: the cost profile has {stages.blocks} blocks, the model {len(blocks)}",
             hint="profile the list of blocks that is trained",
         )
-    attachment = attach_rank()
-    if attachment is not None:
-        attachment.enter("init")
+    membership = _attach()
     replica = StagedReplica(blocks, optimizer, scheduler=scheduler, clip_norm=clip_norm)
     declare_rate(config, replica.optimizer, lambda: (replica.optimizer, replica.scheduler))
     choose: Choose
@@ -321,16 +317,15 @@ def open_pipeline_trainer(
         choose = functools.partial(choose_balanced, model)
     else:
         choose = stages
-    return StageTrainer(
+    state = StagedState(
         replica,
         load,
         loss,
+        me=membership.me,
         count=micro_batches,
         seed=seed,
         exact=exact,
-        membership=Membership(attachment),
         choose=choose,
-        config=config,
         snapshot_every=snapshot_every,
         memory=find_memory(),
         bucket_bytes=bucket_bytes,
@@ -338,6 +333,7 @@ def open_pipeline_trainer(
         schedule=_check_schedule(schedule, stages),
         device=device,
     )
+    return Trainer(state, membership=membership, config=config)
 
 
 def _check_schedule(name: str, stages: "int | PlannedChoice | None") -> StageSchedule:

@@ -37,9 +37,11 @@ _LOOK_S = 0.0002
 _LOOK_S_MAX = 0.002
 _APART_LOOK_S = 0.005
 _BACKEND = "perdure"
+_PrefixStore: Any = vars(dist)["PrefixStore"]
 
 AnyStanding = TypeVar("AnyStanding", Standing, ShardStanding, StageStanding)
 Made = TypeVar("Made")
+Opened = TypeVar("Opened", bound="Group")
 
 Kind = Literal["collective", "send", "receive"]
 
@@ -64,9 +66,10 @@ class Group:
         Raises:
             Broken: a member was lost meanwhile, or `overtaken()` became true.
         """
-        self.members = members
+        self.members, self.me = members, me
         self.index = members.index(me)
-        self.store = store
+        self.store, self.overtaken = store, overtaken
+        self._device = device
         self._works: list[tuple[Any, Kind]] = []
         """What was begun."""
         self._abandoned = False
@@ -81,6 +84,25 @@ class Group:
     def size(self) -> int:
         """Return how many members there are."""
         return len(self.members)
+
+    def open(self, kind: "type[Opened]", name: str, members: tuple[int, ...] = ()) -> "Opened":
+        """Return a group of these members, or of all, beside this one.
+
+        Raises:
+            Broken: a member was lost meanwhile.
+        """
+        store = _PrefixStore(name, self.store)
+        return kind(members or self.members, self.me, store, self._device, self.overtaken)
+
+    def read(self, keys: Sequence[str]) -> list[bytes]:
+        """Return what members have written into the store, once it is there.
+
+        Raises:
+            Broken: a newer epoch was ordered first.
+        """
+        wait_for(self.store, list(keys), self.overtaken)
+        found: list[bytes] = self.store.multi_get(list(keys)) if keys else []
+        return found
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Begin to sum `tensor` over the members, in place; `wait` ends it."""
@@ -292,7 +314,7 @@ def make_device() -> Any:
 
 def _connect(store: Any, index: int, size: int, device: Any, overtaken: Callable[[], bool]) -> Any:
     options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [device]
+    options._devices = [device or make_device()]
     options._timeout = timedelta(seconds=_BUILD_S)
     options._threads = 2
 
@@ -391,7 +413,7 @@ def wait_for(store: Any, keys: list[str], overtaken: Callable[[], bool]) -> None
         Broken: `overtaken()` became true first.
     """
     pause_s = _LOOK_S
-    while not store.check(keys):
+    while keys and not store.check(keys):
         if overtaken():
             raise Broken("a newer epoch was ordered")
         time.sleep(pause_s)

@@ -287,6 +287,11 @@ class Membership:
         return make_apart(connect, self.overtaken, "perdure-store")
 
 
+def find_node() -> str:
+    """Return the name of this rank's node; an empty string outside a job."""
+    return os.environ.get("PERDURE_NODE", "")
+
+
 def find_host() -> str:
     """Return the address at which other nodes reach this process."""
     return os.environ.get("PERDURE_NODE_ADDRESS", "") or "127.0.0.1"

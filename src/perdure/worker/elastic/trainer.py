@@ -1,29 +1,37 @@
 """One rank of an elastic world: steps that survive the loss of others.
 
-A step is: compute the micro-batches that are mine, reduce copies of the gradients, apply. Until
-`apply` nothing that matters has been altered, so a broken attempt is left by an exception and
-made again in a new world: what was finished stays in `p.grad` (or in the tree), and what the lost
-rank owed is given out again. `apply` contains no collective and cannot be interrupted.
+A step is: compute what is mine of it, reduce copies of the gradients, apply. Until `_commit`
+nothing that matters has been altered, so a broken attempt is left by an exception and made again
+in a new world: what was finished is kept, and what the lost rank owed is given out again.
+`_commit` contains no collective and cannot be interrupted.
+
+Where everyone has the whole state, the reduced gradients themselves prove that all take part.
+Where nobody needs to have it (shards, pipeline stages) the counts are reduced last:
+
+- A member that has applied a step knows from them that every other has the step's reduced
+  gradients, of its own part at least, and can apply them by itself.
+- A new world may have other parts. A member keeps those that it had until all have reduced a step
+  in the new world: who is lost before that takes nothing along that others have given up.
+- Where the last living copy of a part is lost, all go back to the newest step that is whole in
+  the peer checkpoint, else to the checkpoint on disk.
+- Votes on what all do together after a step ride along with its counts: for a checkpoint on disk,
+  where one is enough, and for a snapshot, where one against it is.
 """
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+import torch.distributed as dist
 
-from perdure.model.errors import ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import WorldReformed
-from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
-from perdure.plan.elastic.microbatches import assign
+from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config
-from perdure.worker.data import derive_seed, seed_all
-from perdure.worker.elastic.gradients.buckets import Buckets
-from perdure.worker.elastic.gradients.tree import GradientTree
 from perdure.worker.elastic.group import (
     Broken,
     Group,
@@ -32,25 +40,20 @@ from perdure.worker.elastic.group import (
     reaching_store,
     read_standings,
 )
-from perdure.worker.elastic.joining.donor import Feed
-from perdure.worker.elastic.joining.follower import CatchUp, ReplicaPupil
+from perdure.worker.elastic.joining.donor import Donor
+from perdure.worker.elastic.joining.follower import CatchUp
 from perdure.worker.elastic.membership import Membership, find_host
-from perdure.worker.elastic.moving.packing import (
-    open_state,
-    pack_state,
-    receive_state,
-    restore_state,
-    send_state,
-)
 from perdure.worker.elastic.saving.checkpoints import Saving
-from perdure.worker.elastic.state.replicated import Replica
+from perdure.worker.elastic.state import Plan, Source, State
 from perdure.worker.elastic.steering import Steering
 from perdure.worker.progress import Progress
 from perdure.worker.torchft.manager import warm_up
 
-BUCKET_BYTES = 8 << 20
 FOLLOW_TRIES_MAX = 3
 _RETRY_S = 0.2
+_LINES = 1_000_000
+"""Epochs that a generation may have, for lines to be told apart."""
+_HashStore: Any = vars(dist)["HashStore"]
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -69,67 +72,50 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Trainer:
-    """Runs `compute(step, micro_batch) -> loss` for every micro-batch of every step, once."""
+    """The loop of one rank: each micro-batch of every step, once in the world."""
 
     def __init__(
-        self,
-        replica: Replica,
-        compute: Callable[[int, int], Tensor],
-        *,
-        count: int,
-        seed: int,
-        exact: bool,
-        membership: Membership,
-        config: Config | None = None,
-        saving: Saving | None = None,
-        bucket_bytes: int = BUCKET_BYTES,
-        buckets: Buckets | None = None,
+        self, state: State, *, membership: Membership, config: Config | None = None
     ) -> None:
-        """Train `replica` with `count` micro-batches a step and the live settings `config`."""
-        self._replica, self._compute = replica, compute
-        self._count, self._seed = count, seed
+        """Train `state` as a member of `membership`'s worlds, with the live settings `config`."""
+        self.state = state
         self._membership = membership
         self._progress = Progress(membership.attachment)
-        self._saving = saving or Saving(membership, replica)
+        self._saving = Saving(membership, state, self._hand_over)
         config = config if config is not None else Config()
         self._steering = Steering(membership, config, self._saving, self._progress)
-        self._buckets = buckets or Buckets(
-            replica.parameters, bucket_bytes, rider=0 if exact else 2 * count
-        )
-        self._tree = GradientTree(count) if exact else None
-        self._feed = Feed(membership.generation)
-        self._catching = CatchUp(ReplicaPupil(replica, self._buckets))
+        self._donor = Donor(membership.generation, state.followed)
+        self._catching = CatchUp(state.followed)
         self._group: Group | None = None
         self._device: Any = None
-        self._waited_s = 0.0
-        """Monotonic time since which this rank has waited for the collective that broke."""
-        self._fresh = True
-        self._holds = False
-        """The buffers of the step before have its reduced gradients."""
-        self._applied = 0
-        self._done: list[int] = []
-        self._todo: list[int] = []
-        self._owner: dict[int, int] = {}
-        self._tally = torch.zeros(2, count, dtype=torch.float64)
-        """How often each micro-batch was done here, and its loss."""
-        riders = [rider.view(2, count) for rider in self._buckets.riders]
-        self._sums = tuple(riders or (torch.zeros_like(self._tally) for _ in range(2)))
-        """The same over all ranks, for even and odd steps: with the first bucket, or apart."""
+        self._furthest = 0
+        """The most steps that were ever applied."""
         self._finished: deque[Step] = deque()
         self._total = 0
         self._over = False
+        self._waited_s = 0.0
+        """Monotonic time since which this rank has waited for the collective that broke."""
         self._connected_s = 0.0
-        self._checked = False
 
     @property
     def model(self) -> torch.nn.Module:
         """Return what is trained."""
-        return self._replica.model
+        return self.state.model
 
     @property
     def applied(self) -> int:
         """Return how many steps the parameters contain."""
-        return self._applied
+        return max(self.state.applied, 0)
+
+    @property
+    def snapshot_stall_s(self) -> float:
+        """Return for how long training has waited for snapshots so far, in seconds."""
+        return self.state.snapshots.peers.stall_s
+
+    @property
+    def snapshot_copied_s(self) -> float:
+        """Return for how long snapshots were copied and hashed so far, beside training."""
+        return self.state.snapshots.peers.copied_s
 
     def busy(self, name: str, *, at_most_s: float) -> Busy:
         """Declare that this rank is about to do something long, as `perdure.Run.busy` does.
@@ -140,8 +126,8 @@ class Trainer:
         return declare_busy(name, at_most_s=at_most_s)
 
     def start_at(self, step: int) -> None:
-        """The replica's state was restored from a checkpoint of `step`."""
-        self._applied, self._fresh = step, False
+        """The state was restored from a checkpoint of `step`."""
+        self.state.applied = step
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield each step once it is committed, up to `total` steps.
@@ -153,76 +139,29 @@ class Trainer:
         self._membership.abandon = self._abandon  # An order may come while the trainer is made.
         self._steering.reopen()
         warm_up()  # What the first optimizer step costs is paid before others wait for it.
-        extra: dict[str, Any] = {}
-        restored = self._saving.restore(extra) if self._fresh else 0
-        if restored:
-            self._steering.load(extra)
-            self.start_at(restored)
+        if self.state.whole and self.state.applied == FRESH:
+            extra: dict[str, Any] = {}
+            restored = self._saving.restore(extra)
+            if restored:
+                self._steering.load(extra)
+                self.start_at(restored)
         self._announce()
         if self._membership.joins:
             self._progress.hold()
             self._join()
         self._form_first()
         while not self._over:
-            self._progress.begin(self._applied)
+            self._progress.begin(self.applied)
             self._keep_trying()
             while self._finished:
                 yield self._finished.popleft()
-        self._steering.end(self._applied)
+        self._steering.end(self.applied)
         self._report(time.monotonic(), self._membership.now(), None, finished=True)
         self._saving.close()
+        self.state.snapshots.peers.close()
         self._progress.finish()
 
     # --- one step -----------------------------------------------------------------------------
-
-    def _announce(self) -> None:
-        if self._membership.supervised:
-            self._rehearse()
-            self._device = self._device or make_device()  # A spare has it when it is called.
-        self._membership.announce(*self._offer())
-
-    def _offer(self) -> tuple[str, int]:
-        """Return where others may follow this rank, and the bytes of its state."""
-        feed = self._feed.open(find_host()) if self._membership.supervised else ""
-        return feed, self._replica.nbytes
-
-    def _rehearse(self) -> None:
-        """Do once what a join does with a state: the first time takes a tenth of a second."""
-        packed, tensors = pack_state(self._replica.state())
-        if self._membership.joins:
-            self._replica.load(restore_state(open_state(packed)[0], tensors))
-
-    def _join(self) -> None:
-        """Wait until the world has a place, and come into it: no step begins before.
-
-        Called upon to follow it, this rank first takes the members' state while they train on.
-        """
-        followed, tries, why = -1, 0, ""
-        while self._group is None:
-            order = None if why else self._membership.wait_call(followed)
-            if order is None:
-                why = self._reform(why)
-                continue
-            tries += 1
-            follows = self._catching.follow(order, self._membership)
-            self._note_followed()
-            if follows:
-                continue
-            if tries >= FOLLOW_TRIES_MAX:
-                followed = order.epoch
-                self._catching.give_up(self._membership)
-            else:
-                time.sleep(_RETRY_S)
-
-    def _note_followed(self) -> None:
-        """Take note of how far this rank has come by following."""
-        self._applied, self._fresh = max(self._catching.applied, 0), self._catching.fresh
-
-    def _form_first(self) -> None:
-        """Come into the first world: what that takes belongs to the start, and to no step."""
-        why = ""
-        while self._group is None:
-            why = self._reform(why)
 
     def _keep_trying(self) -> None:
         """Advance by a step, in a new world each time that the old one broke."""
@@ -239,8 +178,7 @@ class Trainer:
             except Broken as error:
                 why = str(error)
                 self._waited_s = self._waited_s or self._find_wait()
-                self._buckets.disarm()
-                self._drop_unfinished()
+                self.state.drop_unfinished()
                 self._leave()
 
     def _advance(self, group: Group) -> None:
@@ -249,151 +187,156 @@ class Trainer:
         Raises:
             Broken: the world has changed; what was finished is kept.
         """
-        self._steering.pass_boundary(self._applied, group)
-        if self._applied >= self._total or self._steering.stopping:
-            self._steering.finish_stop(self._applied, group)
+        state, applied = self.state, self.applied
+        self._steering.pass_boundary(applied, group)
+        if applied >= self._total or self._steering.stopping:
+            self._steering.finish_stop(applied, group)
             group.meet()
             self._over = True
             return
-        self._feed.stand(self._applied, self._find_line(), self._replica)
-        self._reduce(group)
-        counts = self._read_counts()
+        self._donor.stand(applied, state.line)
+        state.reduce(group, self._progress.mark_work)
+        if not state.whole:
+            self._prove(group)
+        counts: list[float] = state.tally.read(applied).counts.flatten().tolist()
         if any(count != 1.0 for count in counts):
-            raise ProtocolError(f"step {self._applied}: micro-batches were counted {counts}")
-        self._apply(group)
-        self._give_out(group.members)
+            raise ProtocolError(f"step {applied}: micro-batches were counted {counts}")
+        self._commit(group)
+        state.give_out(group.members)
 
-    def _give_out(self, members: tuple[int, ...]) -> None:
-        """Take this rank's share of an undisturbed step."""
-        shares = assign(self._count, members)
-        self._todo = list(shares[self._membership.me])
-        self._owner = {m: rank for rank, mine in shares.items() for m in mine}
+    def _prove(self, group: Group) -> None:
+        """Reduce the counts, which say that each member has reduced its part, and the votes.
 
-    def _read_counts(self) -> list[float]:
-        """Return how often each micro-batch of this step was done, over all ranks."""
-        counts: list[float] = self._sums[self._applied % 2][0].tolist()
-        return counts
-
-    def _read_losses(self) -> list[float]:
-        """Return the loss of each micro-batch of this step."""
-        losses: list[float] = self._sums[self._applied % 2][1].tolist()
-        return losses
-
-    def _reduce(self, group: Group) -> None:
-        """Compute what is missing, and reduce: afterwards the step's buffers have its sum."""
-        armed = False
-        while self._todo:
-            if self._membership.overtaken():
-                raise Broken("a new world was ordered")
-            armed = len(self._todo) == 1 and self._tree is None
-            self._run(group, self._todo[0], reduce=armed)
-            self._done.append(self._todo.pop(0))
-            self._progress.mark_work()
-        if not armed:
-            self._send_tally(group)
-        scale = 1.0 / self._count
-        if self._tree is not None:
-            self._add_up(self._tree, group, scale)
-        elif not armed:
-            self._buckets.arm(self._applied, scale, group.all_reduce)
-        self._buckets.flush()
+        Raises:
+            Broken: a member was lost. Whether others know that all are ready shows in what they
+                have applied.
+        """
+        state = self.state
+        state.ready = self._make_line()
+        votes = state.tally.mine.votes
+        votes[0] = float(self._saving.wants(state.applied, group.members))
+        votes[1] = state.snapshots.vote()
+        state.tally.send(state.applied, group)
         group.wait()
+        state.let_go()
 
-    def _run(self, group: Group, micro_batch: int, *, reduce: bool) -> None:
-        """One micro-batch, forward and backward; with `reduce`, buckets leave as they fill."""
-        seed_all(derive_seed(self._seed, "micro-batch", self._applied, micro_batch))
-        loss = self._compute(self._applied, micro_batch)
-        self._tally[0, micro_batch] = 1.0
-        self._tally[1, micro_batch] = loss.detach().item()
-        if reduce:
-            self._send_tally(group)
-            self._buckets.arm(self._applied, 1.0 / self._count, group.all_reduce)
-        self._replica.scale(loss).backward()  # type: ignore[no-untyped-call]
-        if not self._checked:
-            self._checked = True
-            self._replica.refuse_buffers()
-        self._keep_apart(micro_batch)
-
-    def _keep_apart(self, micro_batch: int) -> None:
-        """With `exact`, put what a micro-batch has left in `p.grad` into the tree."""
-        if self._tree is not None:
-            flats = [flat.clone() for flat in self._buckets.copy(self._applied, 1.0)]
-            self._tree.add((0, micro_batch), flats)
-            self._buckets.drop()
-
-    def _add_up(self, tree: GradientTree, group: Group, scale: float) -> None:
-        """With `exact`, make the step's gradients of everyone's."""
-        flats = self._buckets.flats(self._applied)
-        tree.reduce(group, self._owner, self._membership.me, flats)
-        for flat in flats:
-            flat.mul_(scale)
-
-    def _send_tally(self, group: Group) -> None:
-        total = self._sums[self._applied % 2]
-        total.copy_(self._tally)
-        if not self._buckets.riders:
-            group.all_reduce(total)
-
-    def _drop_unfinished(self) -> None:
-        """A micro-batch whose backward pass has not begun was not done."""
-        for micro_batch in range(self._count):
-            if micro_batch not in self._done:
-                self._tally[:, micro_batch] = 0.0
-
-    def _apply(self, group: Group, *, sent: bool = False) -> None:
+    def _commit(self, group: Group, source: Source = "reduced") -> None:
         """Apply the reduced gradients of this step: it is committed on this rank.
 
-        `sent` are those of a member that has applied, and so clipped, them before.
+        Gradients that were `sent` are those of a member that has applied, and so clipped, them
+        before.
         """
-        if sent:
-            self._feed.cut()
+        state, step = self.state, self.applied
+        if source == "sent":
+            self._donor.cut()
         else:
-            self._feed.release(self._applied, self._find_line(sent=True), self._catching.pupil)
-        losses = self._read_losses()
-        self._steering.save_if_due(self._applied, group)
-        self._buckets.expose(self._applied)
-        self._replica.update(clipped=sent)
-        self._buckets.drop()
-        step = Step(
-            step=self._applied,
-            loss=sum(losses) / self._count,
-            losses=tuple(losses),
-            world=group.members,
-            epoch=self._membership.epoch,
-            first=group.members[0] == self._membership.me,
+            self._donor.release(step, state.ready)
+        if step < self._furthest:
+            self._progress.repeat()
+        sums = state.tally.read(step)
+        losses: list[float] = sums.losses.tolist()
+        checkpoint, snapshot = (0.0, 0.0) if state.whole else sums.votes.tolist()
+        wanted = self._saving.wants(step, group.members) if state.whole else checkpoint > 0.0
+        self._saving.agreed = wanted
+        self._steering.save_if_due(step, group)
+        state.update(source)
+        self._finished.append(
+            Step(
+                step=step,
+                loss=sum(losses) / len(losses),
+                losses=tuple(losses),
+                world=group.members,
+                epoch=self._membership.epoch,
+                first=group.members[0] == self._membership.me,
+            )
         )
-        self._finished.append(step)
-        self._applied += 1
-        self._holds = True
-        self._forget()
-        self._progress.commit(self._applied)
+        self._furthest = max(self._furthest, self.applied)
+        self._progress.commit(self.applied)
+        if state.snapshots.is_due(self.applied, snapshot):
+            self._take_snapshot(group.members)
 
-    def _find_line(self, *, sent: bool = False) -> int:
-        """Return the epoch that made the state, or the gradients that are `sent`."""
-        return self._membership.epoch
+    # --- what outlives a loss -----------------------------------------------------------------
 
-    def _forget(self) -> None:
-        self._done.clear()
-        self._tally.zero_()
-        if self._tree is not None:
-            self._tree.clear()
+    def _take_snapshot(self, members: tuple[int, ...]) -> None:
+        """Begin this step's snapshot."""
+        named, content = self.state.snapshot(self._steering.state())
+        self.state.snapshots.take(named, content, members)
+
+    def _hand_over(self, members: tuple[int, ...]) -> None:
+        """Have this very step in memory, also on a neighbour's node, before anyone leaves."""
+        state = self.state
+        if state.snapshots.every:
+            if not state.snapshots.has(state.applied, state.line):
+                self._take_snapshot(members)
+            state.snapshots.peers.finish()
+
+    def _load_checkpoint(self, group: Group) -> None:
+        """Take the newest checkpoint's state in the place of the initial one.
+
+        Raises:
+            Broken: a member was lost.
+            PlatformError: members do not find the same one.
+        """
+        extra: dict[str, Any] = {}
+        try:
+            found = self._saving.find()
+            if group.index == 0:
+                group.store.set("checkpoint", str(found))
+            chosen = int(group.read(["checkpoint"])[0])
+            if found != chosen:
+                raise PlatformError(
+                    f"rank {group.me} finds the checkpoint of step {found}, and the first "
+                    f"rank that of step {chosen}",
+                    hint="all nodes have to see the same checkpoints",
+                )
+            restored = self._saving.restore(extra)
+        except RuntimeError as error:
+            raise Broken(str(error).splitlines()[0]) from None
+        if restored:
+            self._steering.load(extra)
+            self.state.applied = self._furthest = restored
+            self.state.let_go()
+            self._saving.enter(*self.state.part(group))
 
     # --- the world ----------------------------------------------------------------------------
 
-    def _leave(self) -> None:
-        group = self._group
-        if group is not None:
-            group.give_up()
-        self._group = None
+    def _announce(self) -> None:
+        """Say that this rank is ready, where others may follow it, and the bytes of its state."""
+        offered, supervised = self.state.followed, self._membership.supervised
+        if supervised or not self.state.whole:
+            self.state.prepare(joins=self._membership.joins)
+        if supervised:
+            self._device = self._device or make_device()  # A spare has it when it is called.
+        self._membership.announce(
+            self._donor.open(find_host()) if supervised else "",
+            offered.nbytes if offered is not None else 0,
+        )
 
-    def _find_wait(self) -> float:
-        """Return since when this rank has waited for what broke; 0 where it did not wait."""
-        return self._group.waits_since_s if self._group is not None else 0.0
+    def _join(self) -> None:
+        """Wait until the world has a place, and come into it: no step begins before.
 
-    def _abandon(self) -> None:
-        group = self._group
-        if group is not None:
-            group.abandon()
+        Called upon to follow it, this rank first takes the members' state while they train on.
+        """
+        followed, tries, why = -1, 0, ""
+        while self._group is None:
+            order = None if why else self._membership.wait_call(followed)
+            if order is None:
+                why = self._reform(why)
+                continue
+            tries += 1
+            if self._catching.follow(order, self._membership):
+                continue
+            if tries >= FOLLOW_TRIES_MAX:
+                followed = order.epoch
+                self._catching.give_up(self._membership)
+            else:
+                time.sleep(_RETRY_S)
+
+    def _form_first(self) -> None:
+        """Come into the first world: what that takes belongs to the start, and to no step."""
+        why = ""
+        while self._group is None:
+            why = self._reform(why)
 
     def _reform(self, why: str) -> str:
         """Form the newest world; return why that failed, or an empty string."""
@@ -409,100 +352,119 @@ class Trainer:
             self._leave()
             self._membership.drop_store()
             return str(error)
-        self._fresh = False
-        self._todo = list(plan.todo[self._membership.me])
-        self._progress.resume(self._applied)
-        self._steering.begin(self._applied, order.ranks)
+        self._progress.resume(self.applied)
+        self._steering.begin(self.applied, order.ranks)
         self._report(ordered, began_s, plan)
         self._waited_s = 0.0
         return ""
 
-    def _form(self, members: tuple[int, ...]) -> Reformation:
-        membership = self._membership
-        me = membership.me
-        store = None
+    def _form(self, members: tuple[int, ...]) -> Plan:
+        """Tell how far this rank is, decide what all decide, and be at the same step.
+
+        Raises:
+            Broken: a member was lost, or a newer epoch was ordered.
+            PlatformError: no whole state is left.
+        """
+        state, membership, line = self.state, self._membership, self._make_line()
+        store = membership.store() if len(members) > 1 else _HashStore()
         if len(members) > 1:
             self._device = self._device or make_device()
-            store = membership.store()
-            self._catch_up_last(store, members)
-        applied = FRESH if self._fresh else self._applied
-        mine = Standing(applied, tuple(self._done), self._holds)
-        standings = {me: mine}
-        if store is not None:
-            standings = exchange_standings(store, members, me, mine, membership.overtaken)
-        plan = decide_reformation(self._count, standings)
-        self._group = Group(members, me, store, self._device, membership.overtaken)
-        self._note_connected()
-        self._bring_together(plan, self._group)
-        if store is not None:
-            self._steering.share(store, members[0])
-        kept = {m: r for r in plan.donors for m in standings[r].done}
-        self._owner = kept | {m: rank for rank, todo in plan.todo.items() for m in todo}
+        self._catch_up_last(store, members)
+        me, overtaken = membership.me, membership.overtaken
+        standings = exchange_standings(store, members, me, state.stand(), overtaken)
+        plan = state.decide(standings, line)
+        self._group = group = Group(members, me, store, self._device, overtaken)
+        self._progress.enter_group()
+        self._connected_s = membership.now()
+        self._bring_together(plan, group)
+        state.enter(plan, group, standings, line)
+        if state.snapshots.every:
+            state.snapshots.enter(group, {m: one.node for m, one in standings.items()})
+        self._saving.enter(*state.part(group))
+        if not state.whole and plan.step == 0:  # Nobody has trained anything yet.
+            self._load_checkpoint(group)
+            if state.snapshots.every:  # To go back to, before there is a newer one.
+                self._take_snapshot(members)
         return plan
 
-    def _note_connected(self) -> None:
-        self._progress.enter_group()
-        self._connected_s = self._membership.now()
-
-    def _catch_up_last(self, store: Any, members: tuple[int, ...], kind: Any = Standing) -> None:
+    def _catch_up_last(self, store: Any, members: tuple[int, ...]) -> None:
         """A rank that has followed takes what is still on its way: the members stand still."""
         if self._catching.follows:
             donors = [donor for donor in self._catching.donors if donor in members]
+            kind = type(self.state.stand())
             standings = read_standings(store, donors, kind, self._membership.overtaken)
             self._catching.finish([standing.applied for standing in standings.values()])
-            self._note_followed()
 
-    def _bring_together(self, plan: Reformation, group: Group) -> None:
-        """Roll forward who is one step behind, and give a state to who has none."""
-        me = self._membership.me
-        before = plan.step - 1
-        reduced = [*self._buckets.flats(before), self._sums[before % 2]]
-        if me == plan.holder:
+    def _bring_together(self, plan: Plan, group: Group) -> None:
+        """Have who is one step behind roll forward, and give a state to who lacks it.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        state = self.state
+        reduced = state.list_reduced(plan.step - 1)
+        if group.me == plan.holder:
             for rank in plan.forward:
                 for tag, tensor in enumerate(reduced):
                     group.send(tensor, rank, tag)
-            group.wait()
-        elif me in plan.forward:
+        elif group.me in plan.forward:
             for tag, tensor in enumerate(reduced):
                 group.receive(tensor, plan.holder, tag)
-            group.wait()
-            self._apply(group, sent=True)
-        if me in plan.donors:
-            for rank in plan.fresh:
-                state = self._replica.state()
-                send_state(group, state, me, plan.donors, rank)
-        elif me in plan.fresh:
-            overtaken = self._membership.overtaken
-            state, _ = receive_state(group, me, plan.donors, overtaken)
-            self._feed.cut()
-            self._replica.load(state)
-            self._applied, self._holds, self._fresh = plan.step, False, False
-            self._buckets.drop()
-            self._forget()
+        group.wait()
+        if group.me in plan.forward:
+            self._commit(group, "sent" if state.whole else "reduced")
+        taken = state.take(plan, group, self._steering.state())
+        if taken.changed:
+            self._donor.cut()
+        if taken.plain is not None:  # What this member had of later steps is undone.
+            self._steering.load(taken.plain)
+            state.snapshots.peers.forget(plan.step)
+        self._steering.share(group.store, taken.teller)
+
+    def _make_line(self) -> int:
+        return self._membership.generation * _LINES + self._membership.epoch
+
+    def _list_groups(self) -> list[Group]:
+        group = self._group
+        return [*self.state.groups, *([group] if group is not None else [])]
+
+    def _find_wait(self) -> float:
+        """Return since when this rank has waited for what broke; 0 where it did not wait."""
+        return max((group.waits_since_s for group in self._list_groups()), default=0.0)
+
+    def _abandon(self) -> None:
+        """End what the shut connections did not end. Called in another thread."""
+        for group in self._list_groups():
+            group.abandon()
+        self.state.snapshots.peers.abandon()
+
+    def _leave(self) -> None:
+        self.state.leave()
+        self.state.snapshots.peers.leave()
+        if self._group is not None:
+            self._group.give_up()
+        self._group = None
 
     def _report(
-        self, ordered: float, began_s: float, plan: Reformation | None, *, finished: bool = False
+        self, ordered: float, began_s: float, plan: Plan | None, *, finished: bool = False
     ) -> None:
         membership = self._membership
         now_s = membership.now()
+        redo = len(plan.todo[membership.me]) if plan is not None and plan.redone else 0
         membership.emit(
             WorldReformed(
                 generation=membership.generation,
                 epoch=membership.epoch,
                 rank=membership.me,
-                step=self._applied,
+                step=self.applied,
                 began_s=began_s,
                 ordered_s=now_s - (time.monotonic() - ordered),
                 formed_s=now_s,
-                redo=len(self._todo) if plan is not None and plan.redone else 0,
+                redo=redo,
                 waited_s=now_s - time.monotonic() + self._waited_s if self._waited_s else 0.0,
                 connected_s=self._connected_s,
                 reason=plan.reason if plan is not None else "",
                 finished=finished,
-                **(self._describe(plan) if plan is not None else {}),
+                **(self.state.describe(plan) if plan is not None else {}),
             )
         )
-
-    def _describe(self, plan: Any) -> dict[str, Any]:
-        """Return what else there is to be said of a new world."""
-        return {}

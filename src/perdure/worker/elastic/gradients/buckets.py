@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BUCKET_BYTES = 8 << 20
 _FIRST_BYTES = 1 << 20
 """The first bucket is small, so that the first all-reduce begins early."""
 _EXACT_ENOUGH = (torch.float32, torch.float64)

@@ -10,23 +10,20 @@ import socket
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from perdure.model.errors import ProtocolError
-from perdure.worker.elastic.joining.follower import Pupil
-from perdure.worker.elastic.joining.wire import (
-    Ask,
-    At,
-    Line,
-    Part,
-    Take,
+from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take
+from perdure.worker.elastic.moving.packing import (
     hash_blobs,
+    join_blob,
+    list_blobs,
+    pack_state,
     view_bytes,
 )
-from perdure.worker.elastic.moving.packing import list_blobs, pack_state
+from perdure.worker.elastic.state import Followed
 
 BACKLOG_MIN = 256 << 20
 """Bytes of gradients that may wait for a follower that is slow; or twice the state's share."""
@@ -63,23 +60,20 @@ class _Session:
     over: bool = False
 
 
-class Feed:
+class Donor:
     """What a member gives to those who follow. Only `_serve` and below run in other threads."""
 
-    def __init__(self, generation: int) -> None:
-        """Serve nobody yet."""
-        self._generation = generation
+    def __init__(self, generation: int, state: Followed | None) -> None:
+        """Serve nobody yet; a `state` that cannot be followed is None."""
+        self._generation, self._state = generation, state
         self._changed = threading.Condition()
         self._sessions: list[_Session] = []
         self._applied = -1
         self._address = ""
-        self.node = ""
-        self.runs: tuple[tuple[int, int], ...] = ()
-        """What the follower is told of this member."""
 
     def open(self, host: str) -> str:
         """Listen at `host`; return the address, an empty string if no port can be had."""
-        if self._address:
+        if self._address or self._state is None:
             return self._address
         try:
             listener = socket.create_server((host, 0))
@@ -93,11 +87,13 @@ class Feed:
 
     # --- by the training thread ---------------------------------------------------------------
 
-    def stand(self, step: int, epoch: int, replica: Any) -> None:
+    def stand(self, step: int, epoch: int) -> None:
         """The state is that after `step` steps, and does not change before `release`.
 
         `epoch` tells it from what others made of the same step.
         """
+        if self._state is None:
+            return
         with self._changed:
             self._applied = step
             due = [s for s in self._sessions if s.wanted <= step and not s.follows]
@@ -106,23 +102,23 @@ class Feed:
             taken = [s for s in due if s.wanted == step]
             if not taken:
                 return
-            skeleton, tensors = pack_state(replica.state())
+            skeleton, tensors = pack_state(self._state.offered())
             for session in taken:
                 session.source = _Source(step, epoch, skeleton, tensors)
                 session.follows = True
             self._changed.notify_all()
 
-    def release(self, step: int, epoch: int, pupil: Pupil) -> None:
+    def release(self, step: int, epoch: int) -> None:
         """Wait until the state may change: step number `step` is applied.
 
         Followers are sent what the member itself makes that update of.
         """
-        if not self._sessions:
+        if not self._sessions or self._state is None:
             return
         with self._changed:
             followed = [s for s in self._sessions if s.follows]
-        flats = pupil.list_sent(step) if followed else []
-        settings = pupil.hash_settings() if followed else ""
+        flats = self._state.list_sent() if followed else []
+        settings = self._state.hash_settings() if followed else ""
         for session in followed:
             session.copied.wait(_COPY_S_MAX)
             mine = [f.clone() for i, f in enumerate(flats) if i % session.shares == session.share]
@@ -168,7 +164,8 @@ class Feed:
         message = session.line.read()
         if not isinstance(message, Ask) or message.generation != self._generation:
             raise ProtocolError("a follower of another world")
-        session.line.send(At(self._applied, self.node, self.runs))
+        assert self._state is not None
+        session.line.send(At(self._applied, self._state.node, self._state.runs))
         take = session.line.read()
         if not isinstance(take, Take):
             raise ProtocolError("no step was named")
@@ -188,11 +185,9 @@ class Feed:
             source = session.source
         if source is None:
             raise ProtocolError("the follower was dropped")
-        blobs = []
         try:
-            for number, make in enumerate(list_blobs(source.tensors)):
-                if number % session.shares == session.share:
-                    blobs.append(make())
+            mine = list_blobs(source.tensors)[session.share :: session.shares]
+            blobs = [join_blob(tensors) for tensors in mine]
         finally:
             session.source = None
             session.copied.set()

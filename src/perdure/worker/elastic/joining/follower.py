@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
-from perdure.worker.elastic.gradients.buckets import Buckets
-from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take, hash_settings
+from perdure.worker.elastic.joining.wire import Ask, At, Line, Lost, Part, Take
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.moving.packing import fill_blob, list_targets, open_state, restore_state
-from perdure.worker.elastic.state.replicated import Replica
+from perdure.worker.elastic.moving.packing import fill_blob, list_blobs, open_state
+from perdure.worker.elastic.state import Followed
 
 _CONNECT_S = 5.0
 _LOOK_S = 0.002
@@ -37,10 +36,6 @@ _LAST_S = 10.0
 Piece = tuple[Part, bytes, list[Tensor]]
 ChooseDonors = Callable[[Mapping[int, At], Sequence[int]], tuple[int, ...]]
 """(what each has answered, who has chosen before) -> whom to follow"""
-
-
-class Lost(Exception):
-    """It cannot be followed any further this time."""
 
 
 class Follower:
@@ -115,11 +110,11 @@ class Follower:
                 raise Lost("the world does not wait for it")
             self._gather(_LOOK_S)
             pieces = self._pop("state", None)
-        skeleton, tensors = open_state(pieces[0][1])
-        for number, targets in enumerate(list_targets(tensors)):
+        state, tensors = open_state(pieces[0][1])
+        for number, targets in enumerate(list_blobs(tensors)):
             _, _, blobs = pieces[number % len(pieces)]
             fill_blob(targets, blobs[number // len(pieces)])
-        return restore_state(skeleton, tensors), pieces[0][0]
+        return state, pieces[0][0]
 
     def take_step(self, step: int, flats: list[Tensor], wait_s: float) -> Part | None:
         """Fill `flats` with the reduced gradients of a step; None where they are not there yet.
@@ -209,80 +204,14 @@ def _read_at(line: Line) -> At:
     return answer
 
 
-class Pupil(Protocol):
-    """Who catches up: a rank with a replica of its own."""
-
-    def choose_donors(
-        self, answers: Mapping[int, At], ahead: Sequence[int] = ()
-    ) -> tuple[int, ...]:
-        """Return whom to follow of those who have answered; `ahead` have chosen before.
-
-        Raises:
-            Lost: this time nobody.
-        """
-
-    def take_state(self, state: Any) -> None:
-        """Become the donors' `state`."""
-
-    def list_sent(self, step: int) -> list[Tensor]:
-        """Return what a donor sends of a step: what its update is made of."""
-
-    def update(self, step: int) -> None:
-        """Make a step's update of what `list_sent` has."""
-
-    def hash_settings(self) -> str:
-        """Return a hash of all else that an update depends on."""
-
-
-class ReplicaPupil:
-    """A rank that has everything."""
-
-    def __init__(self, replica: Replica, buckets: Buckets) -> None:
-        """Bring `replica` up to its donors, whose gradients go through `buckets`."""
-        self._replica, self._buckets = replica, buckets
-
-    def choose_donors(
-        self, answers: Mapping[int, At], ahead: Sequence[int] = ()
-    ) -> tuple[int, ...]:
-        """Return all of them."""
-        return tuple(answers)
-
-    def take_state(self, state: Any) -> None:
-        """Become `state`."""
-        self._replica.load(state)
-
-    def list_sent(self, step: int) -> list[Tensor]:
-        """Return the buffers of a step's gradients."""
-        return self._buckets.flats(step)
-
-    def update(self, step: int) -> None:
-        """Apply the gradients of a step."""
-        self._buckets.expose(step)
-        self._replica.update()
-        self._buckets.drop()
-
-    def hash_settings(self) -> str:
-        """Return a hash of the optimizer's settings."""
-        return hash_settings(self._replica.optimizer)
-
-
 class CatchUp:
-    """A rank on its way into a world: its replica, brought to where the members are."""
+    """A rank on its way into a world: its state, brought to where the members are."""
 
-    def __init__(self, pupil: Pupil) -> None:
-        """Have no state."""
-        self.pupil = pupil
+    def __init__(self, state: Followed | None) -> None:
+        """Follow nobody yet; a `state` that cannot be followed is None."""
+        self._state = state
         self._follower: Follower | None = None
-        self.applied = FRESH
-        """Steps that the replica contains; `FRESH` where it has no state."""
-        self.epoch = -1
-        """In which the donors reduced the last of them."""
         self.error = ""
-
-    @property
-    def fresh(self) -> bool:
-        """Return whether it has no state."""
-        return self.applied == FRESH
 
     @property
     def follows(self) -> bool:
@@ -299,36 +228,39 @@ class CatchUp:
 
         The controller is told once nothing is left to catch up on.
         """
-        began, called = time.monotonic(), membership.overtaken
-        self.applied, told = FRESH, False
+        began, called, told = time.monotonic(), membership.overtaken, False
         self.close()
         try:
-            follower = self._follower = Follower(order, called, self.pupil.choose_donors)
+            if self._state is None:
+                raise Lost("such a state is given within the join")
+            self._state.applied = FRESH
+            follower = self._follower = Follower(order, called, self._state.choose_donors)
             state, part = follower.take_state()
-            self.pupil.take_state(state)
-            self.applied, self.epoch = part.step, part.epoch
+            self._state.become(state, part.step, part.epoch)
             while not called():
-                if self._advance(follower, _LOOK_S) and not told and not follower.behind:
+                if self._advance(self._state, follower) and not told and not follower.behind:
                     told = True
                     took_s = time.monotonic() - began
-                    self._tell(membership, bytes_=follower.bytes, took_s=took_s)
+                    self._tell(membership, self._state.applied, follower.bytes, took_s)
         except Lost as error:
-            self.error = str(error)
-            self.close()
+            self._lose(error)
         return self.follows
 
     def give_up(self, membership: Membership) -> None:
         """Say that this rank gets its state within the join."""
-        self.applied = FRESH
-        self._tell(membership)
+        if self._state is not None:
+            self._state.applied = FRESH
+        self._tell(membership, FRESH)
 
-    def _tell(self, membership: Membership, *, bytes_: int = 0, took_s: float = 0.0) -> None:
+    def _tell(
+        self, membership: Membership, step: int, bytes_: int = 0, took_s: float = 0.0
+    ) -> None:
         membership.emit(
             MemberReady(
                 generation=membership.generation,
                 rank=membership.me,
                 at_s=membership.now(),
-                step=self.applied,
+                step=step,
                 bytes=bytes_,
                 took_s=took_s,
                 error=self.error[:300],
@@ -340,16 +272,16 @@ class CatchUp:
 
         `steps` are how far those of the donors are who are members of this epoch.
         """
-        follower = self._follower
-        if follower is None:
+        follower, state = self._follower, self._state
+        if follower is None or state is None:
             return
         try:
             deadline = time.monotonic() + _LAST_S
             # What all donors have applied is on its way from all of them.
-            while steps and self.applied < min(steps) and time.monotonic() < deadline:
-                self._advance(follower, _LOOK_S)
+            while steps and state.applied < min(steps) and time.monotonic() < deadline:
+                self._advance(state, follower)
         except Lost as error:
-            self.error = str(error)
+            self._lose(error)
         self.close()
 
     def close(self) -> None:
@@ -358,18 +290,22 @@ class CatchUp:
         if follower is not None:
             follower.close()
 
-    def _advance(self, follower: Follower, wait_s: float) -> bool:
+    def _lose(self, error: Lost) -> None:
+        self.error = str(error)
+        self.close()
+
+    def _advance(self, state: Followed, follower: Follower) -> bool:
         """Make one update; return whether there was one to make.
 
         Raises:
             Lost: the members have made it with other settings.
         """
-        part = follower.take_step(self.applied, self.pupil.list_sent(self.applied), wait_s)
+        part = follower.take_step(state.applied, state.list_sent(), _LOOK_S)
         if part is None:
             return False
-        if part.settings != self.pupil.hash_settings():
-            self.applied = FRESH
+        if part.settings != state.hash_settings():
+            state.applied = FRESH
             raise Lost("the optimizer's settings are not the members'")
-        self.pupil.update(self.applied)
-        self.applied, self.epoch = self.applied + 1, part.epoch
+        state.ready = part.epoch
+        state.update("followed")
         return True

@@ -9,7 +9,6 @@ of the same step may differ in the last bit.
 import contextlib
 import socket
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
+from perdure.worker.elastic.moving.packing import view_bytes
 
 _HEADER_BYTES_MAX = 1 << 20
 
@@ -64,6 +64,10 @@ class Part(msgspec.Struct, frozen=True, tag=True):
 
 
 Message = Ask | At | Take | Part
+
+
+class Lost(Exception):
+    """The members cannot be followed any further this time."""
 
 
 class Line:
@@ -128,20 +132,6 @@ class Line:
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()
-
-
-def view_bytes(blob: Tensor) -> memoryview:
-    """Return the memory of a tensor of bytes."""
-    array: Any = blob.numpy()
-    return memoryview(array)
-
-
-def hash_blobs(skeleton: bytes, blobs: Sequence[Tensor]) -> str:
-    """Return the digest of a part's bytes."""
-    digest = xxhash.xxh3_128(skeleton)
-    for blob in blobs:
-        digest.update(view_bytes(blob))
-    return digest.hexdigest()
 
 
 def hash_settings(optimizer: torch.optim.Optimizer) -> str:

@@ -1,11 +1,9 @@
-"""A replica's whole state, from living peers to one that has none.
+"""A state as what can be sent and kept: a skeleton in bytes, and its tensors, in one order.
 
-Plain data travels through the store; tensors go from several donors at once, each sending its
-share, with a hash of what it has sent. Nothing is loaded before everything has come and every
-hash was right, so a receiver that is interrupted is what it was.
+Whoever has the skeleton makes the same tensors in the same order, and needs only their bytes.
+These travel a few megabytes at a time: neighbouring tensors together, a large one alone.
 """
 
-import functools
 import io
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,97 +12,72 @@ import torch
 import xxhash
 from torch import Tensor
 
-from perdure.model.errors import ProtocolError
-from perdure.worker.elastic.group import Group, wait_for
-
 _BLOB_BYTES = 8 << 20
 """Tensors are sent together up to about this size."""
 _MARK = "__perdure_tensor__"
 
-
-def send_state(group: Group, state: Any, me: int, donors: Sequence[int], to: int) -> int:
-    """Send this donor's share of `state` to member `to`; return its bytes.
-
-    Raises:
-        Broken: a member was lost.
-    """
-    skeleton, tensors = pack_state(state)
-    share = donors.index(me)
-    if share == 0:
-        group.store.set(f"state/{to}", skeleton)
-    digest, total = xxhash.xxh3_128(), 0
-    for number, make in enumerate(list_blobs(tensors)):
-        if number % len(donors) == share:
-            data = make()
-            digest.update(_buffer(data))
-            total += data.numel()
-            group.send(data, to, number)
-            group.wait()
-    group.store.set(f"hash/{to}/{me}", digest.hexdigest())
-    return total
-
-
-def receive_state(
-    group: Group, me: int, donors: Sequence[int], overtaken: Callable[[], bool]
-) -> tuple[Any, int]:
-    """Return the donors' state and its bytes.
-
-    Raises:
-        Broken: a member was lost.
-        ProtocolError: what came is not what was sent.
-    """
-    wait_for(group.store, [f"state/{me}"], overtaken)
-    skeleton, tensors = open_state(group.store.get(f"state/{me}"))
-    digests = {donor: xxhash.xxh3_128() for donor in donors}
-    total = 0
-    for number, blob in enumerate(_blobs([t.nbytes for t in tensors])):
-        donor = donors[number % len(donors)]
-        data = torch.empty(sum(tensors[i].nbytes for i in blob), dtype=torch.uint8)
-        group.receive(data, donor, number)
-        group.wait()
-        digests[donor].update(_buffer(data))
-        total += data.numel()
-        fill_blob([tensors[i] for i in blob], data)
-    wait_for(group.store, [f"hash/{me}/{donor}" for donor in donors], overtaken)
-    for donor, digest in digests.items():
-        if group.store.get(f"hash/{me}/{donor}").decode() != digest.hexdigest():
-            raise ProtocolError(f"the state that rank {donor} sent came over damaged")
-    return restore_state(skeleton, tensors), total
+Place = Callable[[list[int], torch.dtype], Tensor]
+"""(shape, type) -> a tensor to be filled"""
 
 
 def pack_state(state: Any) -> tuple[bytes, list[Tensor]]:
-    """Return the plain part of `state`, encoded, and its tensors, which are not copied."""
+    """Return the skeleton of `state`, and its tensors, which are not copied."""
     tensors: list[Tensor] = []
+
+    def strip(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value.detach())
+        return {_MARK: True, "shape": list(value.shape), "dtype": value.dtype}
+
+    return pack_plain(_change(state, strip)), tensors
+
+
+def open_state(skeleton: bytes, place: Place | None = None) -> tuple[Any, list[Tensor]]:
+    """Return the state that has this skeleton, and its tensors, which are to be filled.
+
+    `place` makes them, one after another; without it they are new ones.
+    """
+    tensors: list[Tensor] = []
+
+    def restore(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        make = place or (lambda shape, dtype: torch.empty(shape, dtype=dtype))
+        tensors.append(make(value["shape"], value["dtype"]))
+        return tensors[-1]
+
+    return _change(open_plain(skeleton), restore), tensors
+
+
+def pack_plain(plain: Any) -> bytes:
+    """Return what has few and small tensors, or none, as bytes."""
     buffer = io.BytesIO()
-    torch.save(_strip(state, tensors), buffer)
-    return buffer.getvalue(), tensors
+    torch.save(plain, buffer)
+    return buffer.getvalue()
 
 
-def open_state(packed: bytes) -> tuple[Any, list[Tensor]]:
-    """Return the plain part of a packed state, and empty tensors to be filled."""
-    skeleton = torch.load(io.BytesIO(packed), weights_only=True)
-    tensors: list[Tensor] = []
-    _find_marks(skeleton, tensors)
-    return skeleton, tensors
+def open_plain(packed: bytes) -> Any:
+    """Return what was packed; nothing in it is executed."""
+    return torch.load(io.BytesIO(packed), weights_only=True)
 
 
-def restore_state(skeleton: Any, tensors: list[Tensor]) -> Any:
-    """Return the state that was packed, of its plain part and its tensors."""
-    return _restore(skeleton, tensors)
-
-
-def list_blobs(tensors: Sequence[Tensor]) -> list[Callable[[], Tensor]]:
-    """Return, for each group of tensors that travels together, what copies it into bytes."""
-
-    def make(blob: list[int]) -> Tensor:
-        return torch.cat([_bytes_of(tensors[i]) for i in blob])
-
-    return [functools.partial(make, blob) for blob in _blobs([t.nbytes for t in tensors])]
-
-
-def list_targets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+def list_blobs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     """Return the groups of tensors that travel together."""
-    return [[tensors[i] for i in blob] for blob in _blobs([t.nbytes for t in tensors])]
+    blobs: list[list[Tensor]] = []
+    filled = _BLOB_BYTES
+    for tensor in tensors:
+        if filled >= _BLOB_BYTES:
+            blobs.append([])
+            filled = 0
+        blobs[-1].append(tensor)
+        filled += tensor.nbytes
+    return blobs
+
+
+def join_blob(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a copy of the tensors' bytes, one after another."""
+    return torch.cat([_bytes_of(tensor) for tensor in tensors])
 
 
 def fill_blob(tensors: Sequence[Tensor], data: Tensor) -> None:
@@ -115,66 +88,44 @@ def fill_blob(tensors: Sequence[Tensor], data: Tensor) -> None:
         at += tensor.nbytes
 
 
+def copy_tensors(state: Any) -> Any:
+    """Return `state` with copies of its tensors."""
+    return _change(state, lambda value: value.clone() if isinstance(value, Tensor) else value)
+
+
+def count_bytes(state: Any) -> int:
+    """Return the bytes of a state's tensors."""
+    return sum(tensor.nbytes for tensor in pack_state(state)[1])
+
+
+def view_bytes(blob: Tensor) -> memoryview:
+    """Return the memory of a tensor of bytes."""
+    array: Any = blob.numpy()
+    return memoryview(array)
+
+
 def hash_tensors(tensors: Sequence[Tensor]) -> str:
     """Return a hash of the tensors' bytes."""
-    digest = xxhash.xxh3_128()
-    for tensor in tensors:
-        digest.update(_buffer(_bytes_of(tensor.detach()).cpu()))
+    return hash_blobs(b"", [_bytes_of(tensor) for tensor in tensors])
+
+
+def hash_blobs(skeleton: bytes, blobs: Sequence[Tensor]) -> str:
+    """Return a hash of these bytes, one after another."""
+    digest = xxhash.xxh3_128(skeleton)
+    for blob in blobs:
+        digest.update(view_bytes(blob))
     return digest.hexdigest()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().contiguous().reshape(-1).cpu()
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
-def _buffer(tensor: Tensor) -> Any:
-    return tensor.numpy()
-
-
-def _blobs(sizes: Sequence[int]) -> list[list[int]]:
-    """Return which tensors travel together."""
-    blobs: list[list[int]] = []
-    filled = _BLOB_BYTES
-    for index, size in enumerate(sizes):
-        if filled >= _BLOB_BYTES:
-            blobs.append([])
-            filled = 0
-        blobs[-1].append(index)
-        filled += size
-    return blobs
-
-
-def _strip(value: Any, tensors: list[Tensor]) -> Any:
-    """Return `value` with marks in the place of tensors, which are added to `tensors`."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
-        return {_MARK: len(tensors) - 1, "shape": list(value.shape), "dtype": value.dtype}
-    if isinstance(value, dict):
-        return {key: _strip(one, tensors) for key, one in value.items()}
+def _change(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `value` with all that is in its collections changed; a mark is no collection."""
+    if isinstance(value, dict) and _MARK not in value:
+        return {key: _change(one, change) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)([_strip(one, tensors) for one in value])
-    return value
-
-
-def _find_marks(value: Any, tensors: list[Tensor]) -> None:
-    """Make an empty tensor for each mark, in the order of `_strip`."""
-    if isinstance(value, dict):
-        if _MARK in value:
-            tensors.append(torch.empty(value["shape"], dtype=value["dtype"]))
-            return
-        for one in value.values():
-            _find_marks(one, tensors)
-    elif isinstance(value, list | tuple):
-        for one in value:
-            _find_marks(one, tensors)
-
-
-def _restore(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, dict):
-        if _MARK in value:
-            return tensors[value[_MARK]]
-        return {key: _restore(one, tensors) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_restore(one, tensors) for one in value])
-    return value
+        return type(value)([_change(one, change) for one in value])
+    return change(value)

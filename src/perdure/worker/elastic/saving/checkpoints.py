@@ -1,46 +1,94 @@
 """Checkpoints of an elastic world: for the day on which nobody is left to take the state from.
 
-Replicas are equal, so the first living member saves for all, and nobody has to agree with it. It
-saves step *s* when step *s+1* has been reduced and is not yet applied: that every member took
-part in it proves that all have applied *s*, and what lies on disk was everyone's state.
+Where everyone has the whole state, the first living member saves for all, and nobody has to agree
+with it. It saves step *s* when step *s+1* has been reduced and is not yet applied: that every
+member took part in it proves that all have applied *s*, and what lies on disk was everyone's state.
+
+Of a state that lies in parts, members who together have everything save it together, in a format
+that is read into any number of parts. When one is due is the first member's to say; it says so
+with the counts of the step, so that all save the same one.
 """
 
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.membership import Membership
-from perdure.worker.elastic.state.replicated import Replica
 from perdure.worker.spec import find_checkpoint_url, read_spec
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""
 
 
+class Saved(Protocol):
+    """A state, as far as it is saved."""
+
+    whole: bool
+    """Every member has all of it."""
+
+    def list_saved(self) -> dict[str, Any]:
+        """Return what a checkpointer registers, by name."""
+
+    def make_registry(self, number: int, count: int) -> Registry | None:
+        """Return what saves part `number` of `count`; None where that is torch's format."""
+
+
 class Saving:
     """One rank's part; without perdure, nothing."""
 
-    def __init__(self, membership: Membership, replica: Replica) -> None:
-        """Save nothing yet."""
-        self._membership, self._replica = membership, replica
+    def __init__(
+        self,
+        membership: Membership,
+        state: Saved,
+        hand_over: Callable[[tuple[int, ...]], object] = lambda members: None,
+    ) -> None:
+        """Save nothing yet; `hand_over` sees to it that members that leave take nothing along."""
+        self._membership, self._state = membership, state
+        self.hand_over = hand_over
         self.config = read_spec().checkpoint
         self.every_steps = self.config.every_steps
         self.every_s = self.config.every_s
         self._wanted = membership.supervised and membership.attachment is not None
         self._saver: Checkpointer | None = None
         self._saved = (-1, time.monotonic())
+        self._mine = False
+        """This member's part is the one of its kind that is saved."""
+        self.agreed = False
+        """All have heard that the newest state is to be saved; or it is this rank's to say."""
+
+    def enter(self, mine: bool, number: int, count: int) -> None:
+        """A world is formed, in which this member has part `number` of `count`.
+
+        It is `mine` to save where other members have the same part.
+        """
+        self._mine = mine
+        if self._wanted and not self._state.whole:
+            if self._saver is not None:
+                self._saver.settle()
+            self._saver = self._open(number, count)
+
+    def find(self) -> int:
+        """Return the step of the newest usable checkpoint, 0 where there is none."""
+        return self._saver.find()[0] if self._saver is not None else 0
 
     def restore(self, extra: dict[str, Any]) -> int:
-        """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none."""
-        if not self._wanted or self._membership.joins:
+        """Load the newest checkpoint, fill `extra`; return its step, 0 where there is none.
+
+        A part is restored with the others, in a world.
+        """
+        saver = self._saver
+        if self._wanted and self._state.whole and not self._membership.joins:
+            saver = self._open(self._membership.me, 1)
+        if saver is None:
             return 0
-        step = self._open(self._membership.me).restore(extra)
+        step = saver.restore(extra)
         self._saved = (step, time.monotonic())
         return step
 
-    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
-        """Return whether this rank should save `applied` steps, as every member has applied."""
+    def wants(self, applied: int, members: tuple[int, ...]) -> bool:
+        """Return whether this is the first member, and a checkpoint of `applied` steps is due."""
         if not self._wanted or self._membership.me != members[0]:
             return False
         step, at = self._saved
@@ -48,6 +96,10 @@ class Saving:
         elapsed_s = time.monotonic() - at
         due = applied % every == 0 if every else elapsed_s >= (self.every_s or EVERY_S)
         return due and applied not in (0, step)
+
+    def is_due(self, applied: int, members: tuple[int, ...]) -> bool:
+        """Return whether this rank should save `applied` steps, as every member has applied."""
+        return self.agreed and applied > 0
 
     def save(
         self, applied: int, members: tuple[int, ...], reason: str, extra: dict[str, Any]
@@ -57,19 +109,16 @@ class Saving:
         Raises:
             OSError, PerdureError: it cannot be begun.
         """
-        mine = self._wanted and self._membership.me == members[0]
-        if not mine or self._saved[0] == applied:
+        if not self._wanted or self._saved[0] == applied or (self._state.whole and not self._mine):
             return
-        self._saver = self._saver or self._open(0)
-        self._saver.save(applied, reason=reason, extra=extra)
+        self._saver = self._saver or self._open(0, 1)
+        if self._mine:
+            self._saver.save(applied, reason=reason, extra=extra)
         self._saved = (applied, time.monotonic())
 
     def set_every_s(self, value: float) -> None:
         """Save every `value` seconds from now on."""
         self.every_s = value
-
-    def hand_over(self, members: tuple[int, ...]) -> None:
-        """Some of `members` leave at this step, and take nothing along that the others lack."""
 
     def leave(self) -> None:
         """Wait until what was begun is written: this rank leaves, and the others go on."""
@@ -80,27 +129,19 @@ class Saving:
         if self._saver is not None:
             self._saver.close()
 
-    def _make(
-        self, rank: int, world_size: int, world: str = "", registry: Registry | None = None
-    ) -> Checkpointer:
+    def _open(self, number: int, count: int) -> Checkpointer:
         membership = self._membership
-        return Checkpointer(
+        saver = Checkpointer(
             url=find_checkpoint_url(self.config),
             config=self.config,
-            rank=rank,
-            world_size=world_size,
+            rank=number,
+            world_size=count,
             generation=membership.generation,
-            world=world,
-            registry=registry,
+            world="" if self._state.whole else f"e{membership.epoch}",
+            registry=self._state.make_registry(number, count),
             emit=membership.emit,
             now=membership.now,
         )
-
-    def _open(self, rank: int) -> Checkpointer:
-        saver = self._make(rank, 1)
-        saver.register("model", self._replica.model)
-        saver.register("optimizer", self._replica.optimizer)
-        for name in ("scheduler", "scaler"):
-            if getattr(self._replica, name) is not None:
-                saver.register(name, getattr(self._replica, name))
+        for name, value in self._state.list_saved().items():
+            saver.register(name, value)
         return saver

@@ -17,11 +17,11 @@ _CHUNK_BYTES = 16 << 20
 class Mirror:
     """One member's part: `keeper` keeps its snapshots, and it keeps those of `owners`."""
 
-    def __init__(self, group: Group, me: int, mirrors: Mapping[int, int]) -> None:
+    def __init__(self, group: Group, mirrors: Mapping[int, int]) -> None:
         """Use `group` for what `mirrors` says, member -> keeper, and for nothing else."""
         self.group = group
-        self._keeper = mirrors[me]
-        self.owners = tuple(sorted(m for m, keeper in mirrors.items() if keeper == me))
+        self._keeper = mirrors[group.me]
+        self.owners = tuple(sorted(m for m, keeper in mirrors.items() if keeper == group.me))
 
     def swap_headers(self, mine: bytes) -> dict[int, bytes]:
         """Send `mine` to the keeper; return the owners' headers.

@@ -14,7 +14,7 @@ and hashed, and removed before they are overwritten: a header that is there is t
 """
 
 import contextlib
-import io
+import math
 import mmap
 import os
 import threading
@@ -32,8 +32,8 @@ from perdure.model.paths import job_paths
 from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import StageSnapshot
 from perdure.worker.elastic.group import Broken
+from perdure.worker.elastic.moving.packing import Place, open_state, pack_state
 from perdure.worker.elastic.saving.mirror import Mirror
-from perdure.worker.elastic.state.fsdp import Parts
 
 _ALIGN = 64
 _LEAVE_S = 5.0
@@ -43,21 +43,9 @@ _LOOK_S = 0.05
 AnySnapshot = TypeVar("AnySnapshot", Snapshot, StageSnapshot)
 
 
-class _Row(msgspec.Struct, frozen=True, array_like=True):
-    """Where a tensor lies in a file."""
-
-    name: str
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    at: int
-    size: int
-
-
 class _Header(msgspec.Struct, Generic[AnySnapshot], frozen=True):
     snapshot: AnySnapshot
-    rows: tuple[_Row, ...]
-    plain: bytes
+    skeleton: bytes
     size: int
     digest: str
 
@@ -87,24 +75,17 @@ class Peers(Generic[AnySnapshot]):
 
     # --- writing ------------------------------------------------------------------------------
 
-    def begin(self, snapshot: AnySnapshot, parts: Parts, plain: Any) -> None:
-        """Begin to copy `parts`, which may not change before `wait` has returned."""
+    def begin(self, snapshot: AnySnapshot, content: Any) -> None:
+        """Begin to copy `content`, which may not change before `wait` has returned."""
         if self._folder is None:
             return
         began = time.monotonic()
         self._end_thread()
-        buffer = io.BytesIO()
-        torch.save(plain, buffer)
-        rows, at = list[_Row](), 0
-        for name, entries in parts.items():
-            for key, value in entries.items():
-                dtype = str(value.dtype).removeprefix("torch.")
-                rows.append(_Row(name, key, dtype, tuple(value.shape), at, value.nbytes))
-                at += -(-value.nbytes // _ALIGN) * _ALIGN
-        header = _Header(snapshot, tuple(rows), buffer.getvalue(), at, "")
+        skeleton, tensors = pack_state(content)
+        header = _Header(snapshot, skeleton, sum(_round_up(t.nbytes) for t in tensors), "")
         self._copied.clear()
         self._thread = threading.Thread(
-            target=self._write, args=(header, parts), name="perdure-peers", daemon=True
+            target=self._write, args=(header, tensors), name="perdure-peers", daemon=True
         )
         self._thread.start()
         self.stall_s += time.monotonic() - began
@@ -177,13 +158,14 @@ class Peers(Generic[AnySnapshot]):
             self._thread.join()
             self._thread = None
 
-    def _write(self, header: _Header[AnySnapshot], parts: Parts) -> None:
+    def _write(self, header: _Header[AnySnapshot], tensors: list[Tensor]) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)
         began = time.monotonic()
         try:
             slot, data = self._make_room(self._me, header.size)
-            for row in header.rows:
-                _view(data, row).copy_(parts[row.name][row.key])
+            place = _make_places(data)
+            for tensor in tensors:
+                place(list(tensor.shape), tensor.dtype).copy_(tensor)
             header = msgspec.structs.replace(header, digest=_hash(data))
             self._publish(slot, header)
             self.error = ""
@@ -270,8 +252,8 @@ class Peers(Generic[AnySnapshot]):
         self.wait()
         return tuple(sorted(header.snapshot for _, header in self._headers()))
 
-    def read(self, wanted: AnySnapshot) -> tuple[Parts, Any]:
-        """Return a snapshot's tensors, where they lie, and what all members have alike.
+    def read(self, wanted: AnySnapshot) -> Any:
+        """Return what a snapshot is of; its tensors are where they lie.
 
         Raises:
             ProtocolError: it is gone or damaged. It is not found again.
@@ -286,10 +268,7 @@ class Peers(Generic[AnySnapshot]):
                 if _hash(data) != header.digest:
                     self._remove(name + ".head")
                     break
-                parts: Parts = {}
-                for row in header.rows:
-                    parts.setdefault(row.name, {})[row.key] = _view(data, row)
-                return parts, torch.load(io.BytesIO(header.plain), weights_only=True)
+                return open_state(header.skeleton, _make_places(data))[0]
         raise ProtocolError(f"the snapshot of step {wanted.step} by rank {wanted.owner} is damaged")
 
     def _headers(self) -> list[tuple[str, _Header[AnySnapshot]]]:
@@ -330,9 +309,22 @@ def _make_private(folder: Path) -> None:
         raise PlatformError(f"no place for snapshots in memory: {error}") from error
 
 
-def _view(memory: Tensor, row: _Row) -> Tensor:
-    part = memory[row.at : row.at + row.size]
-    return part.view(getattr(torch, row.dtype)).view(row.shape)
+def _make_places(memory: Tensor) -> Place:
+    """Return what gives a place in `memory` to one tensor after another."""
+    at = 0
+
+    def place(shape: list[int], dtype: torch.dtype) -> Tensor:
+        nonlocal at
+        size = math.prod(shape) * dtype.itemsize
+        part = memory[at : at + size]
+        at += _round_up(size)
+        return part.view(dtype).view(shape)
+
+    return place
+
+
+def _round_up(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
 
 
 def _hash(memory: Tensor) -> str:

@@ -1,1 +1,220 @@
-"""What an elastic rank trains, by kind of state."""
+"""What an elastic rank trains: the one loop (`trainer`) over a state of one of three kinds.
+
+A *replicated* state is whole on every member, a *sharded* one has each member's rows of everything,
+a *staged* one each member's blocks. A kind says how a step is computed and reduced, what goes to
+whom so that the state is whole in the next world, what is saved, and what a newcomer follows.
+When any of it happens is the loop's to say.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.elastic.gradients.tally import Tally
+from perdure.worker.elastic.group import Group
+from perdure.worker.elastic.joining.wire import At
+from perdure.worker.elastic.saving.snapshots import Snapshots
+
+Source = Literal["reduced", "sent", "followed"]
+"""Where the gradients of an update come from: reduced here with the others; sent by a member that
+has applied, and so clipped, them before; or sent to a rank that follows the members."""
+
+
+class Plan(Protocol):
+    """What the members of a new world do before they go on: the same on every one of them."""
+
+    @property
+    def step(self) -> int:
+        """Return how many steps every member's state contains afterwards."""
+
+    @property
+    def forward(self) -> tuple[int, ...]:
+        """Return the members one step behind, which apply that step first."""
+
+    @property
+    def holder(self) -> int:
+        """Return who has applied it, and sends what they lack; -1 where nobody needs it."""
+
+    @property
+    def todo(self) -> dict[int, tuple[int, ...]]:
+        """Return what each member has to compute of the next step."""
+
+    @property
+    def redone(self) -> int:
+        """Return how much of it was given out before."""
+
+    @property
+    def reason(self) -> str:
+        """Return why."""
+
+
+class Taken(NamedTuple):
+    """What a member's state became in a new world."""
+
+    teller: int
+    """A member that has what all have alike, settings included."""
+    plain: dict[str, Any] | None = None
+    """The same, where this member's state is of another step or history than it was."""
+    changed: bool = False
+    """Whoever follows this member has something else now."""
+
+
+class Followed(Protocol):
+    """A state that a newcomer can follow while the members train: it makes the same updates."""
+
+    node: str
+    applied: int
+    ready: int
+
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Return the blocks that this member has, where it has not all of them."""
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what the whole state has."""
+
+    def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
+        """Return whom to follow of those who have answered; `ahead` have chosen before.
+
+        Raises:
+            Lost: this time nobody.
+        """
+
+    def offered(self) -> Any:
+        """Return what a newcomer takes over; tensors are not copied."""
+
+    def become(self, state: Any, step: int, line: int) -> None:
+        """Become `state`, that of `step`, as the donors have it in the epoch `line`."""
+
+    def list_sent(self) -> list[Tensor]:
+        """Return what the coming update is made of."""
+
+    def update(self, source: Source) -> None:
+        """Apply the gradients of a step: the state contains one more."""
+
+    def hash_settings(self) -> str:
+        """Return a hash of all else that an update depends on."""
+
+
+class State(Protocol):
+    """One member's state, and its part of the step under way."""
+
+    whole: bool
+    """Every member has all of it."""
+    applied: int
+    """Steps that it contains; `FRESH` where nobody has said yet what it is."""
+    line: int
+    """The epoch in which the last of them was reduced: tells a step that was taken twice apart."""
+    ready: int
+    """The epoch in which the step under way was reduced, where it was."""
+    tally: Tally
+    snapshots: Snapshots
+    groups: tuple[Group, ...]
+    """The groups that it has within the world, beside that of all members."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return what is trained."""
+
+    @property
+    def followed(self) -> Followed | None:
+        """Return what a newcomer follows; None where it gets its state within the join."""
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
+        """Compute what is missing of the step under way, and reduce it.
+
+        Raises:
+            Broken: the world has changed; what was finished is kept.
+        """
+
+    def update(self, source: Source) -> None:
+        """Apply the reduced gradients: the state contains one step more, and nothing of the next.
+
+        It contains no collective and cannot be interrupted.
+        """
+
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Take this member's share of an undisturbed step."""
+
+    def let_go(self) -> None:
+        """Give up what the world before had: all have reduced a step in this one."""
+
+    def drop_unfinished(self) -> None:
+        """Forget what an attempt at a step that broke has not finished."""
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def prepare(self, *, joins: bool) -> None:
+        """Do once what would cost others time if it were done later for the first time."""
+
+    def stand(self) -> Any:
+        """Return how far this member is, for all to decide from."""
+
+    def decide(self, standings: Mapping[int, Any], line: int) -> Plan:
+        """Return how the members go on, in an epoch of that `line`.
+
+        Raises:
+            PlatformError: nothing whole is left.
+        """
+
+    def list_reduced(self, step: int) -> list[Tensor]:
+        """Return what a member that is behind lacks to apply `step`."""
+
+    def take(self, plan: Any, group: Group, settings: dict[str, Any]) -> Taken:
+        """Give others what they lack, and have what the plan gives to this member.
+
+        `settings` are this member's, for those who take them over.
+
+        Raises:
+            Broken: a member was lost.
+        """
+
+    def enter(self, plan: Any, group: Group, standings: Mapping[int, Any], line: int) -> None:
+        """Be a member of the world, with what is left to do of the step under way.
+
+        Raises:
+            Broken: a member was lost.
+        """
+
+    def leave(self) -> None:
+        """Leave the world, and its groups."""
+
+    def describe(self, plan: Any) -> dict[str, Any]:
+        """Return what else there is to be said of a new world (fields of `WorldReformed`)."""
+
+    # --- what outlives a loss -----------------------------------------------------------------
+
+    def part(self, group: Group) -> tuple[bool, int, int]:
+        """Return whether this member saves its part, the part's number, and how many there are."""
+
+    def list_saved(self) -> dict[str, Any]:
+        """Return what a checkpoint on disk has, by name."""
+
+    def make_registry(self, number: int, count: int) -> Registry | None:
+        """Return what saves part `number` of `count`; None where that is torch's format."""
+
+    def snapshot(self, settings: dict[str, Any]) -> tuple[Any, Any]:
+        """Return what this member's part is called now, and all of it, with `settings`."""
+
+
+def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:
+    """Return the rates and such of an optimizer, and the state of its schedule."""
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    more = {"scheduler": scheduler.state_dict()} if scheduler is not None else {}
+    return {"groups": groups, **more}
+
+
+def load_settings(
+    optimizer: torch.optim.Optimizer, scheduler: Any, settings: Mapping[str, Any]
+) -> None:
+    """Take over what `read_settings` returned, where it is there."""
+    for group, saved in zip(optimizer.param_groups, settings.get("groups", ()), strict=False):
+        group.update(saved)
+    if scheduler is not None and "scheduler" in settings:
+        scheduler.load_state_dict(settings["scheduler"])

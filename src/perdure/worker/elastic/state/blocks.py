@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
+from perdure.worker.elastic.state import load_settings, read_settings
 from perdure.worker.elastic.state.fsdp import PARAMETER, Parts
 from perdure.worker.elastic.state.replicated import BufferGuard
 
@@ -87,15 +88,7 @@ class StagedReplica:
 
     def plain(self) -> dict[str, Any]:
         """Return what every member has alike."""
-        plain: dict[str, Any] = {
-            "groups": [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
-            ]
-        }
-        if self.scheduler is not None:
-            plain["scheduler"] = self.scheduler.state_dict()
-        return plain
+        return read_settings(self.optimizer, self.scheduler)
 
     def state(self) -> dict[str, Any]:
         """Return all that a member with the same blocks has; tensors are not copied."""
@@ -134,20 +127,13 @@ class StagedReplica:
                 tensor.data = tensor.data.new_empty(0)
         self.runs = runs
         self._make()
-        self._load_plain(plain if plain is not None else before)
+        load_settings(self.optimizer, self.scheduler, plain if plain is not None else before)
         self.optimizer.state.update(entries)
 
     def _make(self) -> None:
         self.optimizer = self._make_optimizer([*self.parameters, self._anchor])
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
         self._guard = BufferGuard(self.model)
-
-    def _load_plain(self, plain: Mapping[str, Any]) -> None:
-        groups = plain.get("groups", ())
-        for group, saved in zip(self.optimizer.param_groups, groups, strict=False):
-            group.update(saved)
-        if self.scheduler is not None and "scheduler" in plain:
-            self.scheduler.load_state_dict(plain["scheduler"])
 
     def tensors(self) -> list[Tensor]:
         """Return parameters and buffers of its blocks, by which copies are compared."""
@@ -170,7 +156,7 @@ class StagedReplica:
         """Clip the next update by the `norms` of all parameters' gradients."""
         self._norm = float(torch.linalg.vector_norm(norms.to(torch.float32)))
 
-    def update(self, *, clipped: bool = False) -> None:
+    def update(self) -> None:
         """Apply the gradients that its parameters have."""
         if self.clip_norm:
             total = torch.tensor(self._norm)
@@ -192,13 +178,6 @@ def join_block(block: int, parts: Parts, numbers: Mapping[str, Any]) -> BlockSta
         for full, values in parts.items()
         if full.startswith(prefix)
     }
-
-
-def count_bytes(state: BlockState) -> int:
-    """Return the bytes of a block's tensors."""
-    return sum(
-        v.nbytes for values in state.values() for v in values.values() if isinstance(v, Tensor)
-    )
 
 
 def find_norms(gradients: Sequence[Tensor]) -> Tensor:

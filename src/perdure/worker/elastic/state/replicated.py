@@ -1,15 +1,31 @@
-"""The replicated state: parameters, optimizer, schedule. The only place that alters them."""
+"""The replicated state: parameters, optimizer, schedule, the same bytes on every member."""
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
+from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
+from perdure.plan.elastic.microbatches import assign
+from perdure.plan.elastic.shards import NO_LINE, Snapshot
+from perdure.plan.elastic.stage_commit import Holder, Move
+from perdure.worker.checkpoint.registry import Registry
+from perdure.worker.elastic.gradients.accumulation import Accumulation, Compute
+from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
+from perdure.worker.elastic.gradients.tally import Tally
+from perdure.worker.elastic.group import Group
+from perdure.worker.elastic.joining.wire import At, hash_settings
+from perdure.worker.elastic.moving.exchange import move_blocks
+from perdure.worker.elastic.moving.packing import open_state, pack_state
+from perdure.worker.elastic.saving.peers import Peers
+from perdure.worker.elastic.saving.snapshots import Snapshots
+from perdure.worker.elastic.state import Source, Taken
 
 
 class Replica:
-    """A model with its optimizer and schedule, the same bytes on every rank."""
+    """A model with its optimizer and schedule. The only place that alters them."""
 
     def __init__(
         self,
@@ -104,17 +120,18 @@ class BufferGuard:
     def __init__(self, model: nn.Module) -> None:
         """Watch from now on."""
         self._model = model
-        self._versions = [b._version for b in model.buffers()]
+        self._versions: list[int] | None = [b._version for b in model.buffers()]
 
     def check(self) -> None:
-        """Refuse the model, if it does.
+        """Refuse the model, if it does; the first pass shows it.
 
         Raises:
             ConfigError: such a state would depend on which rank computed which micro-batch.
         """
-        for (name, buffer), version in zip(
-            self._model.named_buffers(), self._versions, strict=True
-        ):
+        versions, self._versions = self._versions, None
+        if versions is None:
+            return
+        for (name, buffer), version in zip(self._model.named_buffers(), versions, strict=True):
             if buffer._version != version:
                 raise ConfigError(
                     f"elastic: the forward pass alters the buffer {name}, which ranks would then "
@@ -126,3 +143,188 @@ class BufferGuard:
 def make_model(blocks: Any) -> nn.Module:
     """Return `blocks` as one model: a module, or a list of them that is called in order."""
     return blocks if isinstance(blocks, nn.Module) else nn.Sequential(*blocks)
+
+
+class ReplicatedState:
+    """A state that everyone has whole: what one member has reduced is what all have."""
+
+    whole = True
+    node, runs = "", ()
+
+    def __init__(
+        self,
+        replica: Replica,
+        compute: Compute,
+        *,
+        count: int,
+        seed: int,
+        exact: bool,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Train `replica` with `count` micro-batches a step, each once, by `compute`."""
+        self.replica = replica
+        self.applied, self.line, self.ready = FRESH, NO_LINE, NO_LINE
+        self.groups: tuple[Group, ...] = ()
+        self.snapshots = Snapshots(Peers(None, -1, Snapshot), 0)
+        rider = 0 if exact else 2 * count
+        self._count = count
+        self._buckets = Buckets(replica.parameters, bucket_bytes, rider=rider)
+        self.tally = Tally(1, count, riders=self._buckets.riders)
+        self._work = Accumulation(
+            compute,
+            self._backward,
+            self._buckets,
+            self.tally,
+            count=count,
+            seed=seed,
+            exact=exact,
+            counts_first=True,
+        )
+        self._me = -1
+        self._holds = False
+        """The buffers of the step before have its reduced gradients."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return what is trained."""
+        return self.replica.model
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what the state has."""
+        return self.replica.nbytes
+
+    @property
+    def followed(self) -> "ReplicatedState":
+        """Return it: a newcomer follows all members."""
+        return self
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
+        """Compute this member's micro-batches, and reduce the gradients of all."""
+        self._work.reduce(self.applied, group, note_work)
+
+    def _backward(self, loss: Tensor, counts: bool) -> None:
+        self.replica.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.replica.refuse_buffers()
+
+    def update(self, source: Source) -> None:
+        """Apply the gradients that the buffers of this step have."""
+        self._buckets.expose(self.applied)
+        self.replica.update(clipped=source == "sent")
+        self.applied += 1
+        self._holds = source != "followed"
+        self._forget()
+
+    def _forget(self) -> None:
+        self._buckets.drop()
+        self._work.clear()
+
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Compute neighbouring micro-batches, as many as the others."""
+        self._work.give_out(assign(self._count, members), self._me, (self._me,))
+
+    def let_go(self) -> None:
+        """Keep everything: the state is the same in every world."""
+
+    def drop_unfinished(self) -> None:
+        """Keep whole micro-batches."""
+        self._work.drop_unfinished()
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def prepare(self, *, joins: bool) -> None:
+        """Do once what a join does with a state: the first time takes a tenth of a second."""
+        skeleton, tensors = pack_state(self.replica.state())
+        if joins:
+            state, empty = open_state(skeleton)
+            for target, tensor in zip(empty, tensors, strict=True):
+                target.copy_(tensor)
+            self.replica.load(state)
+
+    def stand(self) -> Standing:
+        """Return how far this member is."""
+        return Standing(self.applied, tuple(self._work.done), self._holds)
+
+    def decide(self, standings: Mapping[int, Standing], line: int) -> Reformation:
+        """Return how all come to one step."""
+        return decide_reformation(self._count, standings)
+
+    def list_reduced(self, step: int) -> list[Tensor]:
+        """Return the reduced gradients, and the sums with them."""
+        apart = [] if self.tally.rides else [self.tally.sums(step)]
+        return [*self._buckets.flats(step), *apart]
+
+    def take(self, plan: Reformation, group: Group, settings: dict[str, Any]) -> Taken:
+        """Receive the whole state, where this member has none, or give a share of it."""
+        donors = tuple(Holder(donor) for donor in plan.donors)
+        moves = [Move(0, rank, donors) for rank in plan.fresh]
+        found = move_blocks(group, moves, lambda holder, block: self.replica.state())
+        if not found:
+            self.applied = plan.step
+            return Taken(group.members[0])
+        self.replica.load(found[0])
+        self.applied, self._holds = plan.step, False
+        self._forget()
+        return Taken(group.members[0], {}, changed=True)
+
+    def enter(
+        self, plan: Reformation, group: Group, standings: Mapping[int, Standing], line: int
+    ) -> None:
+        """Compute what nobody has."""
+        self._me = group.me
+        self.line = self.ready = line
+        kept = {m: donor for donor in plan.donors for m in standings[donor].done}
+        self._work.give_out(plan.todo, self._me, (self._me,), kept)
+
+    def leave(self) -> None:
+        """Leave nothing: there are no groups of its own."""
+
+    def describe(self, plan: Reformation) -> dict[str, Any]:
+        """Return nothing more than the plan's reason says."""
+        return {}
+
+    # --- what outlives a loss -----------------------------------------------------------------
+
+    def part(self, group: Group) -> tuple[bool, int, int]:
+        """Return that the first member saves it all."""
+        return group.index == 0, 0, 1
+
+    def list_saved(self) -> dict[str, Any]:
+        """Return the objects that have the state."""
+        replica = self.replica
+        saved = {"model": replica.model, "optimizer": replica.optimizer}
+        saved |= {"scheduler": replica.scheduler, "scaler": replica.scaler}
+        return {name: value for name, value in saved.items() if value is not None}
+
+    def make_registry(self, number: int, count: int) -> Registry | None:
+        """Return None: torch's format is read by anyone."""
+        return None
+
+    def snapshot(self, settings: dict[str, Any]) -> tuple[Any, Any]:
+        """Fail: whoever lives has all that a snapshot would have."""
+        raise NotImplementedError
+
+    # --- what a newcomer follows --------------------------------------------------------------
+
+    def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
+        """Return all of them."""
+        return tuple(answers)
+
+    def offered(self) -> Any:
+        """Return all of it."""
+        return self.replica.state()
+
+    def become(self, state: Any, step: int, line: int) -> None:
+        """Become `state`."""
+        self.replica.load(state)
+        self.applied = step
+
+    def list_sent(self) -> list[Tensor]:
+        """Return the buffers of the gradients of the step under way."""
+        return self._buckets.flats(self.applied)
+
+    def hash_settings(self) -> str:
+        """Return a hash of the optimizer's settings."""
+        return hash_settings(self.replica.optimizer)

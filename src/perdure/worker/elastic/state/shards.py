@@ -17,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.shards import Shard
 from perdure.worker.elastic.group import Copy
+from perdure.worker.elastic.state import load_settings, read_settings
 from perdure.worker.elastic.state.fsdp import PARAMETER, Parts, Skeleton, release, shard_like
 from perdure.worker.elastic.state.replicated import BufferGuard
 
@@ -49,6 +50,11 @@ class ShardedReplica:
         self._sharded: dict[str, Tensor] = {}
         self._guard: BufferGuard | None = None
         self._updated = False
+        self._counts = True
+        """The pass under way counts: its gradients are taken."""
+        self._before: dict[str, Tensor | None] = {}
+        """Gradients as they were before the pass under way."""
+        self._on_gradient: Callable[[Tensor], object] = lambda parameter: None
 
     def now(self) -> nn.Module:
         """Return the model of the newest world."""
@@ -84,10 +90,7 @@ class ShardedReplica:
             },
         }
         if self._initial is None:
-            plain["groups"] = [
-                {key: value for key, value in group.items() if key != "params"}
-                for group in self.optimizer.param_groups
-            ]
+            plain |= read_settings(self.optimizer, self.scheduler)
             plain["scalars"] = {
                 name: {
                     key: value
@@ -96,8 +99,6 @@ class ShardedReplica:
                 }
                 for name, parameter in self._sharded.items()
             }
-            if self.scheduler is not None:
-                plain["scheduler"] = self.scheduler.state_dict()
         return plain
 
     def adopt(
@@ -106,7 +107,6 @@ class ShardedReplica:
         shard: Shard,
         parts: Parts,
         plain: dict[str, Any],
-        take: Callable[[str, Tensor], object],
     ) -> None:
         """Become `parts`, the rows of `shard`, sharded over `group`. Nothing here communicates."""
         device = self.skeleton.device
@@ -114,7 +114,7 @@ class ShardedReplica:
             name: {key: value.to(device) for key, value in entries.items()}
             for name, entries in parts.items()
         }
-        self.model = self.skeleton.build(group, shard, placed, plain["buffers"], take)
+        self.model = self.skeleton.build(group, shard, placed, plain["buffers"], self._take)
         self._sharded = dict(self.model.named_parameters())
         self.optimizer = self._make_optimizer(list(self._sharded.values()))
         self.scheduler = self._make_scheduler(self.optimizer) if self._make_scheduler else None
@@ -128,12 +128,7 @@ class ShardedReplica:
                     key: value.clone() if not isinstance(value, DTensor | float | int) else value
                     for key, value in state.items()
                 }
-        for group_, saved in zip(
-            self.optimizer.param_groups, plain.get("groups", ()), strict=False
-        ):
-            group_.update(saved)
-        if self.scheduler is not None and "scheduler" in plain:
-            self.scheduler.load_state_dict(plain["scheduler"])
+        load_settings(self.optimizer, self.scheduler, plain)
         if "groups" not in plain:
             self.begun()
         self.shard = shard
@@ -155,16 +150,44 @@ class ShardedReplica:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def update(self, *, clipped: bool = False) -> None:
-        """Apply the gradients that the stand-ins have, whole: this member's rows of them.
+    def watch(self, on_gradient: Callable[[Tensor], object]) -> None:
+        """Tell `on_gradient` of each stand-in whose gradient of a pass is there."""
+        self._on_gradient = on_gradient
 
-        `clipped` says that they are already.
+    def backward(self, loss: Tensor, counts: bool) -> None:
+        """Add a pass's gradients to those of the stand-ins, if it `counts`.
+
+        Where the gathering breaks in the middle, what the pass has added is taken back.
+        """
+        self._counts = counts
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            for name, gradient in self._before.items():
+                self.stand_ins[name].grad = gradient
+            raise
+        finally:
+            self._before.clear()
+
+    def _take(self, name: str, parameter: Tensor) -> None:
+        """A gathered parameter's gradient of this pass is there."""
+        if not self._counts:
+            return
+        stand_in, gradient = self.stand_ins[name], parameter.grad
+        assert gradient is not None
+        gradient = gradient.to(stand_in.dtype)
+        self._before.setdefault(name, stand_in.grad)
+        stand_in.grad = gradient if stand_in.grad is None else stand_in.grad + gradient
+        self._on_gradient(stand_in)
+
+    def update(self) -> None:
+        """Apply the gradients that the stand-ins have, whole: this member's rows of them.
 
         Raises:
             ConfigError: the optimizer communicates.
         """
         assert self.shard is not None
-        if self._clip_norm and not clipped:
+        if self._clip_norm:
             nn.utils.clip_grad_norm_(self.parameters, self._clip_norm)
         for name, stand_in in self.stand_ins.items():
             gradient, parameter = stand_in.grad, self._sharded[name]

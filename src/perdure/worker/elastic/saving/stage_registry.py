@@ -6,34 +6,17 @@ A checkpoint does not know of stages: it is read into any layout, by each member
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from perdure.worker.checkpoint import Checkpointer
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.saving.part_checkpoints import PartSaving
 from perdure.worker.elastic.state.blocks import StagedReplica, join_block
 from perdure.worker.elastic.state.fsdp import Parts
 
 _SEPARATOR = "/"
 """Between a parameter's name and the key of its optimizer's state."""
-
-
-class StageSaving(PartSaving):
-    """One member's stage; without perdure, nothing."""
-
-    def _open_part(self, number: int, count: int) -> Checkpointer:
-        membership, replica = self._membership, cast(StagedReplica, cast(Any, self._replica))
-        registry = StageRegistry(replica, number, count)
-        saver = self._make(number, count, f"e{membership.epoch}", registry)
-        saver.register("optimizer", replica.optimizer)
-        return saver
-
-    def find(self) -> int:
-        """Return the step of the newest usable checkpoint, 0 where there is none."""
-        return self._saver.find()[0] if self._saver is not None else 0
 
 
 class StageRegistry(Registry):

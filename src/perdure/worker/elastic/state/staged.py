@@ -1,0 +1,503 @@
+"""The staged state: each member has some blocks of the model, which is cut into pipeline stages.
+
+What differs from a replicated one:
+
+- A member has some blocks, and does their part of the micro-batches that pass through it; gradients
+  are reduced over the members that have the same blocks. These are a stage, or interleaved several.
+- Micro-batches of a lost member pass through the other copies of its stage. Where there is none,
+  or another cut is much better, blocks move, and only those that somebody lacks.
+- A micro-batch that one stage has finished and another has lost passes through both once more;
+  the former then computes only what the latter needs of it.
+- A newcomer chooses its stage as all will choose it when it has come: where the layout stays what
+  it is, and only then. Of several that come at once each counts those in who were told before it,
+  so that they have different stages; once they are members, what they have is theirs. It follows
+  its stage's copies, and is given with each step's gradients the norms of all parameters, by which
+  the members clip them.
+"""
+
+import gc
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from perdure.model.errors import PlatformError
+from perdure.model.planning.pipeline import Action, Executed
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.shards import NO_LINE
+from perdure.plan.elastic.stage_commit import (
+    Holder,
+    StageReformation,
+    StageSnapshot,
+    StageStanding,
+    decide_stages,
+)
+from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
+from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest, list_blocks
+from perdure.plan.worlds.measures import StageTimes, collect_times
+from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
+from perdure.worker.elastic.gradients.tally import Tally
+from perdure.worker.elastic.gradients.tree import GradientTree
+from perdure.worker.elastic.group import Broken, Group
+from perdure.worker.elastic.joining.wire import At, Lost, hash_settings
+from perdure.worker.elastic.membership import find_node
+from perdure.worker.elastic.moving.exchange import move_blocks, share_plain
+from perdure.worker.elastic.moving.packing import copy_tensors, count_bytes
+from perdure.worker.elastic.saving.peers import Peers
+from perdure.worker.elastic.saving.snapshots import Snapshots
+from perdure.worker.elastic.saving.stage_registry import StageRegistry
+from perdure.worker.elastic.state import Source, Taken
+from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, find_norms
+from perdure.worker.pipeline import Runner, Schedule, StageBlocks
+
+_EXECUTED_MAX = 64
+
+
+class StagedState:
+    """One member's blocks; every micro-batch of every step passes through all stages, once."""
+
+    whole = False
+
+    def __init__(
+        self,
+        replica: StagedReplica,
+        load: Callable[[int, int], Any],
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        me: int,
+        count: int,
+        seed: int,
+        exact: bool,
+        choose: Choose,
+        snapshot_every: int = 0,
+        memory: Path | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+        recompute: bool = False,
+        schedule: StageSchedule = "1f1b",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        """Train `replica`, cut as `choose` says.
+
+        `load(step, micro_batch)` returns (inputs, targets), `loss(output, targets)` a mean. Every
+        `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
+        """
+        self.replica = replica
+        self.node = find_node()
+        self.applied, self.line, self.ready = FRESH, NO_LINE, NO_LINE
+        self.groups: tuple[Group, ...] = ()
+        """Of the members that have the same blocks."""
+        peers = Peers(memory if snapshot_every else None, me, StageSnapshot)
+        self.snapshots = Snapshots(peers, snapshot_every)
+        more = len(replica.parameters)  # Norms of reduced gradients, in the model's order.
+        self.tally = Tally(len(replica.blocks), count, votes=2, more=more)
+        self.layout = Layout((), ())
+        """Who has which blocks in the newest world."""
+        self._me, self._count, self._seed, self._exact = me, count, seed, exact
+        self._load, self._loss, self._choose = load, loss, choose
+        self._recompute, self._schedule, self._device = recompute, schedule, device
+        self._bucket_bytes = bucket_bytes
+        self._buckets = Buckets((), bucket_bytes, sets=1)
+        self._trees: dict[int, GradientTree] = {}
+        self._fitted: Runs = ()
+        """What buckets and trees are for."""
+        self._group: Group | None = None
+        self._steady: Passes | None = None
+        """An undisturbed step's."""
+        self._passes: Passes | None = None
+        self._runner: Runner | None = None
+        self._note_work: Callable[[], object] = lambda: None
+        self._done: list[int] = []
+        self._todo: set[int] = set()
+        self._armed = False
+        self._last: Action | None = None
+        """The last action of a step that adds to gradients here."""
+        self._has_section = False
+        self._old: dict[int, BlockState] = {}
+        """Blocks of the world before, of the same step."""
+        self._rebuilt = False
+        """The blocks are others than in the world before."""
+        self._moved = 0
+        """Bytes that this member was sent for the newest world."""
+        self._executed: deque[Executed] = deque(maxlen=_EXECUTED_MAX)
+        """The newest actions of whole steps of this layout."""
+
+    @property
+    def model(self) -> nn.Module:
+        """Return the model, of which this member's blocks are not empty."""
+        return self.replica.model
+
+    # --- a step -------------------------------------------------------------------------------
+
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Pass what an undisturbed step passes."""
+        if self._steady is None:
+            weights = self.replica.weights
+            works = [sum(weights[first:stop]) for first, stop in self.layout.sections]
+            self._steady = plan_passes(self.layout, self._count, {}, works, self._schedule)
+        self._take_passes(self._steady)
+        self._todo = set(self._steady.find_todo(self._me, ()))
+
+    def _take_passes(self, passes: Passes) -> None:
+        if passes is self._passes:
+            return
+        self._passes, blocks = passes, self.replica.blocks
+        parts = [
+            StageBlocks(stage, blocks[first:stop], first, recompute=self._recompute)
+            for stage, (first, stop) in self._list_stages()
+        ]
+        assert self._group is not None
+        self._runner = Runner(
+            Schedule(passes.orders, len(self.layout.sections), passes.cells),
+            passes.cells.index(self._me),
+            parts,
+            self._group,
+            load=self._load,
+            loss=self._loss,
+            seed=self._seed,
+            trees=self._trees if self._exact else None,
+            device=self._device,
+        )
+        self._runner.before = self._watch
+
+    def _list_stages(self) -> list[tuple[int, Section]]:
+        """Return the stages of this member, and the blocks of each."""
+        place, places = self.layout.find_place(self._me), len(self.layout.copies)
+        return [(place + turn * places, run) for turn, run in enumerate(self.replica.runs)]
+
+    def _name_task(self, stage: int, micro_batch: int) -> int:
+        return stage // len(self.layout.copies) * self._count + micro_batch
+
+    def _watch(self, action: Action) -> None:
+        """Before an action: the last one sends gradients as they come."""
+        self._note_work()
+        if action == self._last and not self._exact:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._armed = True
+        self._buckets.arm(self.applied, 1.0 / self._count, self.groups[0].all_reduce)
+
+    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
+        """Compute what is missing, and reduce it over this stage's copies."""
+        (stage,), runner = self.groups, self._runner
+        assert runner is not None
+        self._note_work = note_work
+        adding = [
+            a for a in runner.list_adding() if self._name_task(a.stage, a.micro_batch) in self._todo
+        ]
+        self._last = adding[-1] if adding else None
+        self._armed = False
+        others = [
+            (number, m)
+            for number, _ in self._list_stages()
+            for m in runner.schedule.micro_batches
+            if self._name_task(number, m) not in self._todo
+        ]
+        runner.run(self.applied, group.overtaken, counted=others)
+        self._take_done(runner)
+        if not others and torch.device(self._device).type == "cpu":  # Others tell no end of it.
+            self._executed.extend(runner.executed)
+        self.replica.refuse_buffers()
+        if self._exact:
+            self._reduce_trees(stage)
+        else:
+            if not self._armed:
+                self._arm()
+            self._buckets.flush()
+        stage.wait()
+        self._note_norms(stage)
+
+    def _reduce_trees(self, stage: Group) -> None:
+        assert self._passes is not None
+        views = self._buckets.list_views(self.applied)
+        for number, run in self._list_stages():
+            for block in range(*run):
+                out = [views[p] for p in self.replica.trained([block])]
+                if out:
+                    self._trees[block].reduce(stage, self._passes.counted[number], self._me, out)
+                    torch._foreach_mul_(out, 1.0 / self._count)
+
+    def _take_done(self, runner: Runner) -> None:
+        """Note what the gradients contain."""
+        sections = self.layout.sections
+        for stage, micro_batch in sorted(runner.done):
+            task = self._name_task(stage, micro_batch)
+            if task not in self._done:
+                self._done.append(task)
+                self.tally.mine.counts[slice(*sections[stage]), micro_batch] = 1.0
+                if stage + 1 == len(sections):
+                    self.tally.mine.losses[micro_batch] = float(runner.losses[micro_batch])
+
+    def _note_norms(self, stage: Group) -> None:
+        """Have the first copy tell the norms of its blocks, so that all know that of all."""
+        norms = self.tally.mine.more
+        norms.zero_()
+        if self.replica.clip_norm and stage.index == 0:
+            views = self._buckets.list_views(self.applied)
+            for first, stop in self.replica.runs:
+                before = len(self.replica.trained(range(first)))
+                found = find_norms([views[p] for p in self.replica.trained(range(first, stop))])
+                norms[before : before + len(found)] = found
+
+    def update(self, source: Source) -> None:
+        """Apply the gradients of its blocks, clipped by the norms of all."""
+        self.replica.take_norms(self.tally.read(self.applied).more)
+        self._buckets.expose(self.applied)
+        self.replica.update()
+        self.applied += 1
+        self.line, self.ready = self.ready, NO_LINE
+        self._forget()
+        if self._rebuilt:
+            self._rebuilt = False
+            gc.collect()  # What the world before had refers to itself.
+
+    def _forget(self) -> None:
+        self._buckets.drop()
+        self._done.clear()
+        self.tally.clear()
+        for tree in self._trees.values():
+            tree.clear()
+        if self._runner is not None:  # Else what breaks at a boundary would keep the step before.
+            self._runner.done.clear()
+
+    def let_go(self) -> None:
+        """Free the blocks of the world before."""
+        self._old.clear()
+
+    def drop_unfinished(self) -> None:
+        """Keep what was finished."""
+        self._buckets.disarm()
+        if self._runner is not None:
+            self._take_done(self._runner)
+
+    # --- the world ----------------------------------------------------------------------------
+
+    def prepare(self, *, joins: bool) -> None:
+        """Have who looks for the remains of a world not look at all of torch."""
+        gc.collect()
+        gc.freeze()
+
+    def stand(self) -> StageStanding:
+        """Return what this member holds."""
+        fresh = self.applied == FRESH
+        return StageStanding(
+            node=self.node,
+            applied=self.applied,
+            line=self.line,
+            runs=self.replica.runs if self._has_section else (),
+            held=() if fresh else tuple(sorted({*self.replica.mine, *self._old})),
+            done=tuple(sorted(self._done)),
+            ready=self.ready,
+            snapshots=self.snapshots.peers.list_all(),
+            times=self._tell_times(),
+        )
+
+    def _tell_times(self) -> tuple[StageTimes, ...]:
+        if not self._executed:
+            return ()
+        cuts = {stage: (*run, self._recompute) for stage, run in self._list_stages()}
+        return tuple(collect_times(str(self._me), cuts, self._executed))
+
+    def decide(self, standings: Mapping[int, StageStanding], line: int) -> StageReformation:
+        """Return from which step on, how the model is cut, and who has which blocks.
+
+        Raises:
+            PlatformError: nothing whole is left.
+        """
+        plan = decide_stages(
+            self._count, self.replica.sizes, self._choose, standings, line, self._schedule
+        )
+        if plan is None:
+            raise PlatformError(
+                "the last copy of a stage is lost, and no snapshot is whole",
+                hint="the world starts again from the newest checkpoint",
+            )
+        return plan
+
+    def list_reduced(self, step: int) -> list[Tensor]:
+        """Return the sums: gradients of its own blocks each member has."""
+        return [self.tally.sums(step)]
+
+    def take(self, plan: StageReformation, group: Group, settings: dict[str, Any]) -> Taken:
+        """Have the blocks that the plan gives to this member, at the plan's step."""
+        me, replica = self._me, self.replica
+        runs = plan.layout.runs[plan.layout.find_place(me)]
+        mine = set(list_blocks(runs))
+        at_step = (self.applied, self.line) == (plan.step, plan.line)
+        first = plan.fresh and me == plan.plain.member
+        held: dict[int, BlockState] = {}
+        if at_step or first:
+            held = self._old | {b: replica.state_of(b) for b in replica.mine}
+        states, plain = self._bring(plan, group, held, settings)
+        states |= {b: state for b, state in self._old.items() if at_step and b in mine}
+        changed = bool(states) or not self._has_section or runs != replica.runs
+        if changed:
+            self._rebuilt = self._has_section
+            replica.adopt(runs, states, None if at_step or first else plain)
+        self.applied, self.line, self.ready = plan.step, plan.line, NO_LINE
+        self._fit(runs)
+        if me not in plan.kept or not at_step:
+            self._forget()
+        self._old = {b: state for b, state in held.items() if b not in mine}
+        if plan.layout.sections != self.layout.sections:
+            self._executed.clear()
+        self.layout, self._has_section = plan.layout, True
+        return Taken(plan.plain.member, None if at_step else plain, changed or not at_step)
+
+    def _fit(self, runs: Runs) -> None:
+        """Have room for the gradients of the blocks of `runs`, its own ones."""
+        if runs != self._fitted:
+            self._buckets.close()
+            self._buckets = Buckets(self.replica.parameters, self._bucket_bytes, sets=1)
+            self._trees = {b: GradientTree(self._count) for b in list_blocks(runs)}
+            self._fitted = runs
+
+    def _bring(
+        self,
+        plan: StageReformation,
+        group: Group,
+        held: Mapping[int, BlockState],
+        settings: dict[str, Any],
+    ) -> tuple[dict[int, BlockState], dict[str, Any]]:
+        """Return the blocks that this member lacks, and what all have alike if any moves.
+
+        Raises:
+            Broken: a member was lost.
+        """
+        self._moved = 0
+        if not plan.moves:
+            return {}, {}
+        me, teller = self._me, plan.plain
+        there = self.snapshots.peers.list_all()
+        read_snapshot = self.snapshots.make_reader()
+
+        def open_one(owner: int, block: int | None = None) -> Any:
+            """A member may have two of one step: of its blocks before a change, and after it."""
+            wanted = (plan.step, plan.line, owner)
+            for one in there:
+                if (one.step, one.line, one.owner) == wanted and (
+                    block is None or block in list_blocks(one.runs)
+                ):
+                    return read_snapshot(one)
+            raise Broken(f"the snapshot of step {plan.step} by rank {owner} is gone")
+
+        def read(holder: Holder, block: int) -> BlockState:
+            if holder.owner < 0:
+                return held[block]
+            state: BlockState = copy_tensors(open_one(holder.owner, block)["blocks"][block])
+            return state
+
+        def tell() -> Any:
+            plain = self.replica.plain() | settings
+            return plain if teller.owner < 0 else open_one(teller.owner)["plain"]
+
+        plain = share_plain(group, teller.member, tell)
+        states = move_blocks(group, plan.moves, read)
+        remote = {m.block for m in plan.moves if m.to == me != m.holders[0].member}
+        self._moved = sum(count_bytes(states[block]) for block in remote)
+        return states, plain
+
+    def enter(
+        self,
+        plan: StageReformation,
+        group: Group,
+        standings: Mapping[int, StageStanding],
+        line: int,
+    ) -> None:
+        """Be a copy of a stage, and pass what the plan says."""
+        number = plan.layout.find_place(self._me)
+        self._group = group
+        self.groups = (group.open(Group, f"stage/{number}", plan.layout.copies[number]),)
+        self._steady = self._passes = None
+        self._take_passes(plan.passes)
+        self._todo = set(plan.todo[self._me])
+
+    def leave(self) -> None:
+        """Leave the stage."""
+        groups, self.groups = self.groups, ()
+        for group in groups:
+            group.give_up()
+
+    def describe(self, plan: StageReformation) -> dict[str, Any]:
+        """Return how the model is cut, what this member has of it, and what moved."""
+        first, *more = (tuple(run) for run in self.replica.runs)
+        held = {"section": first, "more_sections": tuple(more), "micro_batches": self._count}
+        moved = {"morphed": plan.changed, "moved_bytes": self._moved}
+        return {"back": plan.back, "shape": plan.layout.shape, **held, **moved}
+
+    # --- what outlives a loss -----------------------------------------------------------------
+
+    def part(self, group: Group) -> tuple[bool, int, int]:
+        """Return that the first copy of each stage saves it."""
+        number = self.layout.find_place(self._me)
+        return self._me == self.layout.copies[number][0], number, len(self.layout.copies)
+
+    def list_saved(self) -> dict[str, Any]:
+        """Return the optimizer, whose steps wait for what is copied; the registry has the rest."""
+        return {"optimizer": self.replica.optimizer}
+
+    def make_registry(self, number: int, count: int) -> StageRegistry:
+        """Return what saves this member's blocks by their names."""
+        return StageRegistry(self.replica, number, count)
+
+    def snapshot(self, settings: dict[str, Any]) -> tuple[StageSnapshot, Any]:
+        """Return the blocks, and what all members have alike."""
+        replica = self.replica
+        blocks = {block: replica.state_of(block) for block in replica.mine}
+        named = StageSnapshot(self.applied, self.line, replica.runs, self._me)
+        return named, {"blocks": blocks, "plain": replica.plain() | settings}
+
+    # --- what a newcomer follows --------------------------------------------------------------
+
+    @property
+    def followed(self) -> "StagedState":
+        """Return it: a newcomer follows the copies of one stage."""
+        return self
+
+    @property
+    def runs(self) -> Runs:
+        """Return this member's blocks."""
+        return self.replica.runs
+
+    @property
+    def nbytes(self) -> int:
+        """Return about what the whole state has."""
+        return self.replica.nbytes
+
+    def choose_donors(self, answers: Mapping[int, At], ahead: Sequence[int]) -> tuple[int, ...]:
+        """Return the copies of the stage that this rank is to have.
+
+        Raises:
+            Lost: the members will have other blocks when it has come.
+        """
+        blocks = len(self.replica.blocks)
+        runs = {m: tuple(Section(*run) for run in at.runs) for m, at in answers.items()}
+        nodes = {member: answers[member].node for member in sorted(answers)}
+        nodes |= dict.fromkeys([*ahead, self._me], self.node)
+        rest = find_rest(blocks, answers, runs)
+        choice = self._choose(list(nodes), nodes, rest, ())
+        if rest is None or choice.stays is None:
+            raise Lost(f"blocks move when it comes: {choice.reason}")
+        return rest.copies[choice.stays.find_place(self._me)]
+
+    def offered(self) -> Any:
+        """Return its blocks, and what all members have alike."""
+        return self.replica.state()
+
+    def become(self, state: Any, step: int, line: int) -> None:
+        """Become one more copy of the donors' stage."""
+        runs = tuple(Section(*run) for run in state["runs"])
+        self.replica.adopt(runs, state["blocks"], state["plain"])
+        self._fit(runs)
+        self.applied, self.line, self._has_section = step, line, True
+
+    def list_sent(self) -> list[Tensor]:
+        """Return the stage's gradients, and the norms of all parameters' gradients."""
+        return [*self._buckets.flats(self.applied), self.tally.read(self.applied).more]
+
+    def hash_settings(self) -> str:
+        """Return a hash of the optimizer's settings."""
+        return hash_settings(self.replica.optimizer)
