@@ -13,6 +13,7 @@ from perdure.plan.elastic.shards import (
     ShardReformation,
     ShardStanding,
     Snapshot,
+    Source,
     decide_shards,
     plan_copies,
     plan_mirrors,
@@ -103,6 +104,16 @@ def test_versions_of_one_step_are_not_mixed() -> None:
     halves = Shard(0, 2), Shard(1, 2)
     mixed = (Snapshot(4, 0, halves[0], 0), Snapshot(4, 3, halves[1], 1))
     assert decide_shards(4, LENGTHS, 0, {0: stand(halves[0], snapshots=mixed)}) is None
+
+
+def test_shards_of_the_world_before_are_not_of_the_step_that_a_member_rolls_forward_to() -> None:
+    """It applies the step to its newest shard alone: the others are what they were."""
+    halves = Shard(0, 2), Shard(1, 2)
+    behind = stand(halves[0], shards=halves[::-1], ready=1)
+    plan = decide_shards(4, LENGTHS, 0, {0: behind, 1: stand(halves[1], applied=8, line=1)})
+    assert plan is not None
+    assert (plan.step, plan.forward) == (8, (0,))
+    assert set(plan.sources) == {Source(0, halves[0]), Source(1, halves[1])}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +229,9 @@ class Model:
         assert plan is not None, f"lost: {world}"
         contents = {self.content_of(world, alive, plan, s.member, s.owner) for s in plan.sources}
         assert len(contents) <= 1, "all sources are of one state"
+        for source in plan.sources:  # Of the shards that it had before, it applies nothing.
+            if source.owner < 0 and source.member in plan.forward:
+                assert source.shard == alive[source.member].shards[-1]
         content = contents.pop() if contents else ()
         assert len(content) == plan.step
         for me in alive.values():

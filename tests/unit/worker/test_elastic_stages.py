@@ -74,7 +74,7 @@ def test_what_breaks_at_a_boundary_keeps_nothing_of_the_step_before() -> None:
     state = make_state(replica)
     steps = Trainer(state, membership=Membership(None)).steps(2)
     next(steps)
-    state.drop_unfinished()
+    state.leave()
     assert state.stand().done == ()
     assert len(list(steps)) == 1
 

@@ -60,7 +60,7 @@ class ShardStanding(msgspec.Struct, frozen=True):
     """Steps that its state contains; `FRESH` where it has none."""
     line: int = NO_LINE
     shards: tuple[Shard, ...] = ()
-    """Held live; two while a state is passed on to a new world."""
+    """Held live, the newest world's last; two while a state is passed on to a new world."""
     done: tuple[int, ...] = ()
     """Micro-batches of step number `applied` whose gradients it holds."""
     ready: int = NO_LINE
@@ -233,7 +233,7 @@ def _find_whole(
         for shard in standing.shards:
             own = Source(member, shard)
             held.setdefault((standing.applied, standing.line), []).append(own)
-            if after in applied:
+            if after in applied and shard == standing.shards[-1]:
                 held.setdefault(after, []).append(own)
         for one in standing.snapshots:
             source = Source(member, one.shard, one.owner)

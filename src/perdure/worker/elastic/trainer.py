@@ -127,7 +127,7 @@ class Trainer:
 
     def start_at(self, step: int) -> None:
         """The state was restored from a checkpoint of `step`."""
-        self.state.applied = step
+        self.state.start_at(step)
 
     def steps(self, total: int) -> Iterator[Step]:
         """Yield each step once it is committed, up to `total` steps.
@@ -178,7 +178,6 @@ class Trainer:
             except Broken as error:
                 why = str(error)
                 self._waited_s = self._waited_s or self._find_wait()
-                self.state.drop_unfinished()
                 self._leave()
 
     def _advance(self, group: Group) -> None:
@@ -195,14 +194,14 @@ class Trainer:
             self._over = True
             return
         self._donor.stand(applied, state.line)
-        state.reduce(group, self._progress.mark_work)
+        state.work.reduce(applied, group, self._progress.mark_work)
         if not state.whole:
             self._prove(group)
-        counts: list[float] = state.tally.read(applied).counts.flatten().tolist()
+        counts: list[float] = state.work.tally.read(applied).counts.flatten().tolist()
         if any(count != 1.0 for count in counts):
             raise ProtocolError(f"step {applied}: micro-batches were counted {counts}")
         self._commit(group)
-        state.give_out(group.members)
+        state.work.give_out(group.members)
 
     def _prove(self, group: Group) -> None:
         """Reduce the counts, which say that each member has reduced its part, and the votes.
@@ -213,12 +212,11 @@ class Trainer:
         """
         state = self.state
         state.ready = self._make_line()
-        votes = state.tally.mine.votes
+        votes = state.work.tally.mine.votes
         votes[0] = float(self._saving.wants(state.applied, group.members))
         votes[1] = state.snapshots.vote()
-        state.tally.send(state.applied, group)
+        state.work.tally.send(state.applied, group)
         group.wait()
-        state.let_go()
 
     def _commit(self, group: Group, source: Source = "reduced") -> None:
         """Apply the reduced gradients of this step: it is committed on this rank.
@@ -233,7 +231,7 @@ class Trainer:
             self._donor.release(step, state.ready)
         if step < self._furthest:
             self._progress.repeat()
-        sums = state.tally.read(step)
+        sums = state.work.tally.read(step)
         losses: list[float] = sums.losses.tolist()
         checkpoint, snapshot = (0.0, 0.0) if state.whole else sums.votes.tolist()
         wanted = self._saving.wants(step, group.members) if state.whole else checkpoint > 0.0
@@ -294,8 +292,8 @@ class Trainer:
             raise Broken(str(error).splitlines()[0]) from None
         if restored:
             self._steering.load(extra)
-            self.state.applied = self._furthest = restored
-            self.state.let_go()
+            self.state.start_at(restored)
+            self._furthest = restored
             self._saving.enter(*self.state.part(group))
 
     # --- the world ----------------------------------------------------------------------------
@@ -440,10 +438,10 @@ class Trainer:
 
     def _leave(self) -> None:
         self.state.leave()
+        for group in self._list_groups():
+            group.give_up()
+        self.state.groups, self._group = (), None
         self.state.snapshots.peers.leave()
-        if self._group is not None:
-            self._group.give_up()
-        self._group = None
 
     def _report(
         self, ordered: float, began_s: float, plan: Plan | None, *, finished: bool = False

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from perdure.plan.elastic.microbatches import assign
 from perdure.worker.data import derive_seed, seed_all
 from perdure.worker.elastic.gradients.buckets import Buckets
 from perdure.worker.elastic.gradients.tally import Tally
@@ -27,41 +28,50 @@ class Accumulation:
         compute: Compute,
         backward: Callable[[Tensor, bool], object],
         buckets: Buckets,
-        tally: Tally,
         *,
         count: int,
         seed: int,
         exact: bool,
-        counts_first: bool,
+        whole: bool,
     ) -> None:
-        """Have `backward(loss, counts)` accumulate what `compute` returned.
+        """Have `backward(loss, counts)` accumulate what `compute` returned, and fill `buckets`.
 
-        With `counts_first`, this rank's numbers are sent before its gradients.
+        Where everyone has the `whole` state, this rank's numbers are sent before its gradients.
         """
+        self.buckets = buckets
+        self.tally = Tally(1, count, riders=buckets.riders) if whole else Tally(1, count, votes=2)
         self._compute, self._backward = compute, backward
-        self._buckets, self._tally = buckets, tally
-        self._count, self._seed, self._counts_first = count, seed, counts_first
+        self._count, self._seed, self._counts_first = count, seed, whole
         self._tree = GradientTree(count) if exact else None
+        self._me, self._beside = -1, tuple[int, ...]()
         self.done: list[int] = []
         self._todo: list[int] = []
         self._owner: dict[int, int] = {}
         self._rounds = 0
         """Micro-batches of this step that this rank still runs beside others."""
 
-    def give_out(
+    def enter(
         self,
         todo: Mapping[int, Sequence[int]],
+        kept: Mapping[int, int],
         me: int,
-        beside: Sequence[int],
-        kept: Mapping[int, int] | None = None,
+        beside: tuple[int, ...],
     ) -> None:
         """Compute what is missing as `todo` says, by member; `kept` are who has done the rest.
 
         `beside` are the members that run side by side with this one.
         """
-        self._todo = list(todo[me])
-        self._rounds = max(len(todo[member]) for member in beside)
-        self._owner = {**(kept or {}), **{m: rank for rank, mine in todo.items() for m in mine}}
+        self._me, self._beside = me, beside
+        self._take(todo, kept)
+
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Compute neighbouring micro-batches, as many as the others."""
+        self._take(assign(self._count, members), {})
+
+    def _take(self, todo: Mapping[int, Sequence[int]], kept: Mapping[int, int]) -> None:
+        self._todo = list(todo[self._me])
+        self._rounds = max(len(todo[member]) for member in self._beside)
+        self._owner = {**kept, **{m: rank for rank, mine in todo.items() for m in mine}}
 
     def reduce(self, step: int, group: Group, note_work: Callable[[], object]) -> None:
         """Compute what is missing, and reduce: afterwards the step's buffers have its sum.
@@ -82,11 +92,11 @@ class Accumulation:
         if not armed:
             self._begin_reducing(step, group)
         if self._tree is not None:
-            flats = self._buckets.flats(step)
+            flats = self.buckets.flats(step)
             self._tree.reduce(group, self._owner, group.me, flats)
             for flat in flats:
                 flat.mul_(1.0 / self._count)
-        self._buckets.flush()
+        self.buckets.flush()
         group.wait()
 
     def _run(self, step: int, group: Group, *, last: bool) -> None:
@@ -98,37 +108,38 @@ class Accumulation:
         micro_batch = self._todo[0] if counts else 0
         if last and not counts:
             self._begin_reducing(step, group)
-            self._buckets.flush()
+            self.buckets.flush()
         seed_all(derive_seed(self._seed, "micro-batch", step, micro_batch))
         loss = self._compute(step, micro_batch)
         if counts:
-            self._tally.mine.counts[0, micro_batch] = 1.0
-            self._tally.mine.losses[micro_batch] = loss.detach().item()
+            self.tally.mine.counts[0, micro_batch] = 1.0
+            self.tally.mine.losses[micro_batch] = loss.detach().item()
             if last:
                 self._begin_reducing(step, group)
         self._backward(loss, counts)
         if counts and self._tree is not None:
-            flats = [flat.clone() for flat in self._buckets.copy(step, 1.0)]
+            flats = [flat.clone() for flat in self.buckets.copy(step, 1.0)]
             self._tree.add((0, micro_batch), flats)
-            self._buckets.drop()
+            self.buckets.drop()
 
     def _begin_reducing(self, step: int, group: Group) -> None:
         if self._counts_first:
-            self._tally.send(step, group)
+            self.tally.send(step, group)
         if self._tree is None:
-            self._buckets.arm(step, 1.0 / self._count, group.all_reduce)
+            self.buckets.arm(step, 1.0 / self._count, group.all_reduce)
 
     def drop_unfinished(self) -> None:
         """Forget a micro-batch whose backward pass has not begun: it was not done."""
-        self._buckets.disarm()
+        self.buckets.disarm()
         for micro_batch in range(self._count):
             if micro_batch not in self.done:
-                self._tally.mine.counts[0, micro_batch] = 0.0
-                self._tally.mine.losses[micro_batch] = 0.0
+                self.tally.mine.counts[0, micro_batch] = 0.0
+                self.tally.mine.losses[micro_batch] = 0.0
 
     def clear(self) -> None:
         """Begin a step of which nothing is done."""
+        self.buckets.drop()
         self.done.clear()
-        self._tally.clear()
+        self.tally.clear()
         if self._tree is not None:
             self._tree.clear()

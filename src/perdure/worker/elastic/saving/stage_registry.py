@@ -4,7 +4,7 @@ A checkpoint does not know of stages: it is read into any layout, by each member
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from perdure.worker.checkpoint.registry import Registry
-from perdure.worker.elastic.state.blocks import StagedReplica, join_block
-from perdure.worker.elastic.state.fsdp import Parts
+from perdure.worker.elastic.state.blocks import BlockState, StagedReplica
 
 _SEPARATOR = "/"
 """Between a parameter's name and the key of its optimizer's state."""
@@ -30,12 +29,14 @@ class StageRegistry(Registry):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return all tensors of its blocks."""
-        parts, _ = self._replica.split()
-        return {
-            name + _SEPARATOR + key: tensor
-            for name, values in parts.items()
-            for key, tensor in values.items()
-        }
+        return {path: value for path, value in self._list() if isinstance(value, Tensor)}
+
+    def _list(self) -> Iterator[tuple[str, Any]]:
+        """Yield all of its blocks' state, by paths that no other block has."""
+        for block in self._replica.mine:
+            for name, values in self._replica.state_of(block).items():
+                for key, value in values.items():
+                    yield f"{block}.{name}{_SEPARATOR}{key}", value
 
     def gated(self, tensors: Iterable[str]) -> set[str]:
         """Return all of them: nothing but the optimizer's step changes any."""
@@ -44,10 +45,13 @@ class StageRegistry(Registry):
     def own(self) -> dict[str, Any]:
         """Return the rest of its state, and what the tensors are."""
         kinds = {key: (list(t.shape), t.dtype) for key, t in self.tensors().items()}
-        return {
-            "stage": {"numbers": self._replica.split()[1], "kinds": kinds},
-            "plain": self._replica.plain(),
-        }
+        numbers: dict[str, dict[str, Any]] = {}
+        for path, value in self._list():
+            name, _, key = path.rpartition(_SEPARATOR)
+            entries = numbers.setdefault(name, {})
+            if not isinstance(value, Tensor):
+                entries[key] = value
+        return {"stage": {"numbers": numbers, "kinds": kinds}, "plain": self._replica.plain()}
 
     def list_own(self, folder: Path) -> list[Path]:
         """Return the files of all stages."""
@@ -87,12 +91,12 @@ class StageRegistry(Registry):
 
     def load_own(self, own: dict[str, Any]) -> list[str]:
         """Become what was read."""
-        parts: Parts = {}
-        for path, tensor in self._targets.items():
-            name, _, key = path.rpartition(_SEPARATOR)
-            parts.setdefault(name, {})[key] = tensor
-        self._targets = {}
         numbers = own["stage"]["numbers"]
-        states = {b: join_block(b, parts, numbers) for b in self._replica.mine}
+        states: dict[int, BlockState] = {block: {} for block in self._replica.mine}
+        for path, tensor in self._targets.items():
+            full, _, key = path.rpartition(_SEPARATOR)
+            block, _, name = full.partition(".")
+            states[int(block)].setdefault(name, dict(numbers.get(full, {})))[key] = tensor
+        self._targets = {}
         self._replica.adopt(self._replica.runs, states, own["plain"])
         return []

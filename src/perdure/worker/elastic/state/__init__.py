@@ -6,12 +6,15 @@ whom so that the state is whole in the next world, what is saved, and what a new
 When any of it happens is the loop's to say.
 """
 
+import gc
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from perdure.plan.elastic.commit import FRESH
+from perdure.plan.elastic.shards import NO_LINE
 from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients.tally import Tally
 from perdure.worker.elastic.group import Group
@@ -100,20 +103,40 @@ class Followed(Protocol):
         """Return a hash of all else that an update depends on."""
 
 
+class Work(Protocol):
+    """One member's part of the step under way."""
+
+    tally: Tally
+
+    def reduce(self, step: int, group: Group, note_work: Callable[[], object]) -> None:
+        """Compute what is missing of `step`, and reduce it; `note_work` hears of progress.
+
+        Raises:
+            Broken: the world has changed; what was finished is kept.
+        """
+
+    def give_out(self, members: tuple[int, ...]) -> None:
+        """Take this member's share of an undisturbed step."""
+
+    def drop_unfinished(self) -> None:
+        """Keep what was finished of an attempt, and nothing else."""
+
+
 class State(Protocol):
     """One member's state, and its part of the step under way."""
 
-    whole: bool
+    whole: bool = False
     """Every member has all of it."""
-    applied: int
+    applied: int = FRESH
     """Steps that it contains; `FRESH` where nobody has said yet what it is."""
-    line: int
+    line: int = NO_LINE
     """The epoch in which the last of them was reduced: tells a step that was taken twice apart."""
-    ready: int
+    ready: int = NO_LINE
     """The epoch in which the step under way was reduced, where it was."""
-    tally: Tally
+    work: Work
+    """How a step is computed and reduced."""
     snapshots: Snapshots
-    groups: tuple[Group, ...]
+    groups: tuple[Group, ...] = ()
     """The groups that it has within the world, beside that of all members."""
 
     @property
@@ -123,35 +146,27 @@ class State(Protocol):
     @property
     def followed(self) -> Followed | None:
         """Return what a newcomer follows; None where it gets its state within the join."""
+        return None
 
-    # --- a step -------------------------------------------------------------------------------
-
-    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
-        """Compute what is missing of the step under way, and reduce it.
-
-        Raises:
-            Broken: the world has changed; what was finished is kept.
-        """
+    def start_at(self, step: int) -> None:
+        """Note that this is the state after `step` steps, as a checkpoint had it."""
 
     def update(self, source: Source) -> None:
         """Apply the reduced gradients: the state contains one step more, and nothing of the next.
 
-        It contains no collective and cannot be interrupted.
+        What the world before had is given up: all have reduced a step in this one. It contains no
+        collective and cannot be interrupted.
         """
-
-    def give_out(self, members: tuple[int, ...]) -> None:
-        """Take this member's share of an undisturbed step."""
-
-    def let_go(self) -> None:
-        """Give up what the world before had: all have reduced a step in this one."""
-
-    def drop_unfinished(self) -> None:
-        """Forget what an attempt at a step that broke has not finished."""
 
     # --- the world ----------------------------------------------------------------------------
 
     def prepare(self, *, joins: bool) -> None:
-        """Do once what would cost others time if it were done later for the first time."""
+        """Do once what would cost others time if it were done later for the first time.
+
+        Who looks for the remains of a world need not look at all of torch.
+        """
+        gc.collect()
+        gc.freeze()
 
     def stand(self) -> Any:
         """Return how far this member is, for all to decide from."""
@@ -183,10 +198,12 @@ class State(Protocol):
         """
 
     def leave(self) -> None:
-        """Leave the world, and its groups."""
+        """Forget what an attempt at a step has not finished: its world is left."""
+        self.work.drop_unfinished()
 
     def describe(self, plan: Any) -> dict[str, Any]:
         """Return what else there is to be said of a new world (fields of `WorldReformed`)."""
+        return {}
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -198,9 +215,14 @@ class State(Protocol):
 
     def make_registry(self, number: int, count: int) -> Registry | None:
         """Return what saves part `number` of `count`; None where that is torch's format."""
+        return None
 
     def snapshot(self, settings: dict[str, Any]) -> tuple[Any, Any]:
-        """Return what this member's part is called now, and all of it, with `settings`."""
+        """Return what this member's part is called now, and all of it, with `settings`.
+
+        Where everyone has the whole state, nobody takes one.
+        """
+        return None, None
 
 
 def read_settings(optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from perdure.model.errors import ConfigError
 from perdure.plan.elastic.stages import Runs, Section, list_blocks
 from perdure.worker.elastic.state import load_settings, read_settings
-from perdure.worker.elastic.state.fsdp import PARAMETER, Parts
+from perdure.worker.elastic.state.fsdp import PARAMETER
 from perdure.worker.elastic.state.replicated import BufferGuard
 
 BlockState = dict[str, dict[str, Any]]
@@ -139,17 +139,6 @@ class StagedReplica:
         """Return parameters and buffers of its blocks, by which copies are compared."""
         return [t.detach() for b in self.mine for t in _list_tensors(self.blocks[b]).values()]
 
-    def split(self) -> tuple[Parts, dict[str, Any]]:
-        """Return its blocks' tensors, by names that no other block has, and their numbers."""
-        parts: Parts = {}
-        numbers: dict[str, Any] = {}
-        for block in self.mine:
-            for name, values in self.state_of(block).items():
-                full = f"{block}.{name}"
-                parts[full] = {k: v for k, v in values.items() if isinstance(v, Tensor)}
-                numbers[full] = {k: v for k, v in values.items() if not isinstance(v, Tensor)}
-        return parts, numbers
-
     # --- a step -------------------------------------------------------------------------------
 
     def take_norms(self, norms: Tensor) -> None:
@@ -168,16 +157,6 @@ class StagedReplica:
     def refuse_buffers(self) -> None:
         """Refuse a model whose forward pass alters its buffers; see `BufferGuard`."""
         self._guard.check()
-
-
-def join_block(block: int, parts: Parts, numbers: Mapping[str, Any]) -> BlockState:
-    """Return the state of a block, copied from what `split` has returned."""
-    prefix = f"{block}."
-    return {
-        full.removeprefix(prefix): {k: v.clone() for k, v in values.items()} | numbers.get(full, {})
-        for full, values in parts.items()
-        if full.startswith(prefix)
-    }
 
 
 def find_norms(gradients: Sequence[Tensor]) -> Tensor:

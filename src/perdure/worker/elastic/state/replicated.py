@@ -1,27 +1,24 @@
 """The replicated state: parameters, optimizer, schedule, the same bytes on every member."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError
-from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
-from perdure.plan.elastic.microbatches import assign
-from perdure.plan.elastic.shards import NO_LINE, Snapshot
+from perdure.plan.elastic.commit import Reformation, Standing, decide_reformation
+from perdure.plan.elastic.shards import Snapshot
 from perdure.plan.elastic.stage_commit import Holder, Move
-from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients.accumulation import Accumulation, Compute
 from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
-from perdure.worker.elastic.gradients.tally import Tally
 from perdure.worker.elastic.group import Group
 from perdure.worker.elastic.joining.wire import At, hash_settings
 from perdure.worker.elastic.moving.exchange import move_blocks
 from perdure.worker.elastic.moving.packing import open_state, pack_state
 from perdure.worker.elastic.saving.peers import Peers
 from perdure.worker.elastic.saving.snapshots import Snapshots
-from perdure.worker.elastic.state import Source, Taken
+from perdure.worker.elastic.state import Source, State, Taken
 
 
 class Replica:
@@ -145,9 +142,10 @@ def make_model(blocks: Any) -> nn.Module:
     return blocks if isinstance(blocks, nn.Module) else nn.Sequential(*blocks)
 
 
-class ReplicatedState:
+class ReplicatedState(State):
     """A state that everyone has whole: what one member has reduced is what all have."""
 
+    work: Accumulation
     whole = True
     node, runs = "", ()
 
@@ -163,24 +161,19 @@ class ReplicatedState:
     ) -> None:
         """Train `replica` with `count` micro-batches a step, each once, by `compute`."""
         self.replica = replica
-        self.applied, self.line, self.ready = FRESH, NO_LINE, NO_LINE
-        self.groups: tuple[Group, ...] = ()
         self.snapshots = Snapshots(Peers(None, -1, Snapshot), 0)
         rider = 0 if exact else 2 * count
         self._count = count
-        self._buckets = Buckets(replica.parameters, bucket_bytes, rider=rider)
-        self.tally = Tally(1, count, riders=self._buckets.riders)
-        self._work = Accumulation(
+        buckets = Buckets(replica.parameters, bucket_bytes, rider=rider)
+        self.work = Accumulation(
             compute,
             self._backward,
-            self._buckets,
-            self.tally,
+            buckets,
             count=count,
             seed=seed,
             exact=exact,
-            counts_first=True,
+            whole=True,
         )
-        self._me = -1
         self._holds = False
         """The buffers of the step before have its reduced gradients."""
 
@@ -201,9 +194,9 @@ class ReplicatedState:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
-        """Compute this member's micro-batches, and reduce the gradients of all."""
-        self._work.reduce(self.applied, group, note_work)
+    def start_at(self, step: int) -> None:
+        """Note that this is the state after `step` steps."""
+        self.applied = step
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.scale(loss).backward()  # type: ignore[no-untyped-call]
@@ -211,26 +204,11 @@ class ReplicatedState:
 
     def update(self, source: Source) -> None:
         """Apply the gradients that the buffers of this step have."""
-        self._buckets.expose(self.applied)
+        self.work.buckets.expose(self.applied)
         self.replica.update(clipped=source == "sent")
         self.applied += 1
         self._holds = source != "followed"
-        self._forget()
-
-    def _forget(self) -> None:
-        self._buckets.drop()
-        self._work.clear()
-
-    def give_out(self, members: tuple[int, ...]) -> None:
-        """Compute neighbouring micro-batches, as many as the others."""
-        self._work.give_out(assign(self._count, members), self._me, (self._me,))
-
-    def let_go(self) -> None:
-        """Keep everything: the state is the same in every world."""
-
-    def drop_unfinished(self) -> None:
-        """Keep whole micro-batches."""
-        self._work.drop_unfinished()
+        self.work.clear()
 
     # --- the world ----------------------------------------------------------------------------
 
@@ -245,7 +223,7 @@ class ReplicatedState:
 
     def stand(self) -> Standing:
         """Return how far this member is."""
-        return Standing(self.applied, tuple(self._work.done), self._holds)
+        return Standing(self.applied, tuple(self.work.done), self._holds)
 
     def decide(self, standings: Mapping[int, Standing], line: int) -> Reformation:
         """Return how all come to one step."""
@@ -253,8 +231,8 @@ class ReplicatedState:
 
     def list_reduced(self, step: int) -> list[Tensor]:
         """Return the reduced gradients, and the sums with them."""
-        apart = [] if self.tally.rides else [self.tally.sums(step)]
-        return [*self._buckets.flats(step), *apart]
+        apart = [] if self.work.tally.rides else [self.work.tally.sums(step)]
+        return [*self.work.buckets.flats(step), *apart]
 
     def take(self, plan: Reformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Receive the whole state, where this member has none, or give a share of it."""
@@ -266,24 +244,16 @@ class ReplicatedState:
             return Taken(group.members[0])
         self.replica.load(found[0])
         self.applied, self._holds = plan.step, False
-        self._forget()
+        self.work.clear()
         return Taken(group.members[0], {}, changed=True)
 
     def enter(
         self, plan: Reformation, group: Group, standings: Mapping[int, Standing], line: int
     ) -> None:
         """Compute what nobody has."""
-        self._me = group.me
         self.line = self.ready = line
         kept = {m: donor for donor in plan.donors for m in standings[donor].done}
-        self._work.give_out(plan.todo, self._me, (self._me,), kept)
-
-    def leave(self) -> None:
-        """Leave nothing: there are no groups of its own."""
-
-    def describe(self, plan: Reformation) -> dict[str, Any]:
-        """Return nothing more than the plan's reason says."""
-        return {}
+        self.work.enter(plan.todo, kept, group.me, (group.me,))
 
     # --- what outlives a loss -----------------------------------------------------------------
 
@@ -297,14 +267,6 @@ class ReplicatedState:
         saved = {"model": replica.model, "optimizer": replica.optimizer}
         saved |= {"scheduler": replica.scheduler, "scaler": replica.scaler}
         return {name: value for name, value in saved.items() if value is not None}
-
-    def make_registry(self, number: int, count: int) -> Registry | None:
-        """Return None: torch's format is read by anyone."""
-        return None
-
-    def snapshot(self, settings: dict[str, Any]) -> tuple[Any, Any]:
-        """Fail: whoever lives has all that a snapshot would have."""
-        raise NotImplementedError
 
     # --- what a newcomer follows --------------------------------------------------------------
 
@@ -323,7 +285,7 @@ class ReplicatedState:
 
     def list_sent(self) -> list[Tensor]:
         """Return the buffers of the gradients of the step under way."""
-        return self._buckets.flats(self.applied)
+        return self.work.buckets.flats(self.applied)
 
     def hash_settings(self) -> str:
         """Return a hash of the optimizer's settings."""

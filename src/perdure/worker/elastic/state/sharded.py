@@ -8,7 +8,7 @@ What differs from a replicated one:
 """
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError
 from perdure.plan.elastic.commit import FRESH
-from perdure.plan.elastic.microbatches import assign
 from perdure.plan.elastic.shards import (
     NO_LINE,
     WHOLE,
@@ -27,26 +26,23 @@ from perdure.plan.elastic.shards import (
     Source,
     decide_shards,
 )
-from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.gradients.accumulation import Accumulation, Compute
 from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
-from perdure.worker.elastic.gradients.tally import Tally
 from perdure.worker.elastic.group import Copy, Group
 from perdure.worker.elastic.membership import find_node
 from perdure.worker.elastic.moving.exchange import share_plain
 from perdure.worker.elastic.moving.rows import move_rows
 from perdure.worker.elastic.saving.peers import Peers
 from perdure.worker.elastic.saving.snapshots import Snapshots
-from perdure.worker.elastic.state import Taken
+from perdure.worker.elastic.state import State, Taken
 from perdure.worker.elastic.state.fsdp import Parts
 from perdure.worker.elastic.state.shards import ShardedReplica
 
 
-class ShardedState:
+class ShardedState(State):
     """One member's shard, of a copy of the state that some members have together."""
 
-    whole = False
-    followed = None
+    work: Accumulation
 
     def __init__(
         self,
@@ -67,25 +63,22 @@ class ShardedState:
         Every `snapshot_every` steps (0: never) a snapshot goes to the folder `memory`.
         """
         self.replica = replica
-        self.applied, self.line, self.ready = FRESH, NO_LINE, NO_LINE
-        self.groups: tuple[Group, ...] = ()
         peers = Peers(memory if snapshot_every else None, me, Snapshot)
         self.snapshots = Snapshots(peers, snapshot_every)
         self._me, self._count, self._minimum = me, count, minimum
-        self._buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
-        self.tally = Tally(1, count, votes=2)
-        self._work = Accumulation(
+        buckets = Buckets(replica.parameters, bucket_bytes, sets=1)
+        self.work = Accumulation(
             compute,
             self._backward,
-            self._buckets,
-            self.tally,
+            buckets,
             count=count,
             seed=seed,
             exact=exact,
-            counts_first=False,
+            whole=False,
         )
-        replica.watch(self._buckets.note)
-        self._copies: tuple[tuple[int, ...], ...] = ()
+        replica.watch(buckets.note)
+        self._saves = False
+        """This member is of the first copy."""
         self._old: dict[Shard, Parts] = {}
         """Shards of the world before, of the same step."""
         self._rebuilt = False
@@ -98,9 +91,10 @@ class ShardedState:
 
     # --- a step -------------------------------------------------------------------------------
 
-    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
-        """Compute this member's micro-batches beside its copy's, and reduce gradients over all."""
-        self._work.reduce(self.applied, group, note_work)
+    def start_at(self, step: int) -> None:
+        """Note that this is the state after `step` steps, and nothing of another one is held."""
+        self.applied = step
+        self._old.clear()
 
     def _backward(self, loss: Tensor, counts: bool) -> None:
         self.replica.backward(loss, counts)
@@ -108,50 +102,28 @@ class ShardedState:
 
     def update(self, source: object) -> None:
         """Apply this member's rows of the gradients."""
-        self._buckets.expose(self.applied)
+        self.work.buckets.expose(self.applied)
         self.replica.update()
         self.applied += 1
         self.line, self.ready = self.ready, NO_LINE
-        self._forget()
+        self._old.clear()
+        self.work.clear()
         if self._rebuilt:
             self._rebuilt = False
             gc.collect()  # The model of the world before refers to itself, and to its parts.
 
-    def _forget(self) -> None:
-        self._buckets.drop()
-        self._work.clear()
-
-    def give_out(self, members: tuple[int, ...]) -> None:
-        """Compute neighbouring micro-batches, as many as the others."""
-        self._work.give_out(assign(self._count, members), self._me, self._copy())
-
-    def _copy(self) -> tuple[int, ...]:
-        return next(copy for copy in self._copies if self._me in copy)
-
-    def let_go(self) -> None:
-        """Free the shards of the world before."""
-        self._old.clear()
-
-    def drop_unfinished(self) -> None:
-        """Keep whole micro-batches."""
-        self._work.drop_unfinished()
-
     # --- the world ----------------------------------------------------------------------------
-
-    def prepare(self, *, joins: bool) -> None:
-        """Have who looks for the remains of a world not look at all of torch."""
-        gc.collect()
-        gc.freeze()
 
     def stand(self) -> ShardStanding:
         """Return what this member holds."""
-        mine = [self.replica.shard] if self.replica.shard is not None else []
+        mine = self.replica.shard
+        held = [*(shard for shard in self._old if shard != mine), *([mine] if mine else [])]
         return ShardStanding(
             node=find_node(),
             applied=self.applied,
             line=self.line,
-            shards=() if self.applied == FRESH else tuple(dict.fromkeys([*self._old, *mine])),
-            done=tuple(self._work.done),
+            shards=() if self.applied == FRESH else tuple(held),
+            done=tuple(self.work.done),
             ready=self.ready,
             snapshots=self.snapshots.peers.list_all(),
         )
@@ -173,7 +145,7 @@ class ShardedState:
 
     def list_reduced(self, step: int) -> list[Tensor]:
         """Return the sums: gradients of its own rows each member has."""
-        return [self.tally.sums(step)]
+        return [self.work.tally.sums(step)]
 
     def take(self, plan: ShardReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Become the shard that the plan gives to this member, at the plan's step."""
@@ -202,8 +174,8 @@ class ShardedState:
         )
         plain = share_plain(group, teller.member, tell)
         parts = move_rows(group, plan, replica.skeleton.shapes, plain["keys"], read)
-        self._copies = plan.copies
-        copy = group.open(Copy, f"copy/{self._copy()[0]}", self._copy())
+        mine = next(copy for copy in plan.copies if me in copy)
+        copy = group.open(Copy, f"copy/{mine[0]}", mine)
         self.groups = (copy,)
         replica.adopt(copy, plan.layout[me], parts, plain)
         self._rebuilt = True
@@ -212,7 +184,7 @@ class ShardedState:
         if at_step:
             return Taken(teller.member)
         self.applied, self.line = plan.step, plan.line
-        self._forget()
+        self.work.clear()
         return Taken(teller.member, plain, changed=True)
 
     def enter(
@@ -227,14 +199,13 @@ class ShardedState:
             m: s for m, s in standings.items() if (s.applied, s.line) == (plan.step, plan.line)
         }
         kept = {number: m for m, s in at_step.items() for number in s.done}
-        self._work.give_out(plan.todo, self._me, self._copy(), kept)
+        self.work.enter(plan.todo, kept, self._me, self.groups[0].members)
+        self._saves = self._me in plan.copies[0]
 
     def leave(self) -> None:
-        """Free what is gathered, and leave the copy."""
+        """Keep whole micro-batches, and free what is gathered."""
+        super().leave()
         self.replica.release()
-        groups, self.groups = self.groups, ()
-        for group in groups:
-            group.give_up()
 
     def describe(self, plan: ShardReformation) -> dict[str, Any]:
         """Return how far all went back."""
@@ -246,17 +217,13 @@ class ShardedState:
         """Return that the first copy saves its shards."""
         shard = self.replica.shard
         assert shard is not None
-        return self._me in self._copies[0], shard.number, shard.count
+        return self._saves, shard.number, shard.count
 
     def list_saved(self) -> dict[str, Any]:
         """Return the objects that have the shard."""
         replica = self.replica
         saved = {"model": replica.now(), "optimizer": replica.optimizer}
         return saved | ({"scheduler": replica.scheduler} if replica.scheduler is not None else {})
-
-    def make_registry(self, number: int, count: int) -> Registry | None:
-        """Return None: torch's sharded format is read into any number of shards."""
-        return None
 
     def snapshot(self, settings: dict[str, Any]) -> tuple[Snapshot, Any]:
         """Return the shard, and what all members have alike."""

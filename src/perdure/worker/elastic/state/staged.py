@@ -16,7 +16,6 @@ What differs from a replicated one:
 """
 
 import gc
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from perdure.model.errors import PlatformError
-from perdure.model.planning.pipeline import Action, Executed
 from perdure.plan.elastic.commit import FRESH
 from perdure.plan.elastic.shards import NO_LINE
 from perdure.plan.elastic.stage_commit import (
@@ -35,12 +33,9 @@ from perdure.plan.elastic.stage_commit import (
     StageStanding,
     decide_stages,
 )
-from perdure.plan.elastic.stage_orders import Passes, StageSchedule, plan_passes
+from perdure.plan.elastic.stage_orders import StageSchedule
 from perdure.plan.elastic.stages import Choose, Layout, Runs, Section, find_rest, list_blocks
-from perdure.plan.worlds.measures import StageTimes, collect_times
-from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES, Buckets
-from perdure.worker.elastic.gradients.tally import Tally
-from perdure.worker.elastic.gradients.tree import GradientTree
+from perdure.worker.elastic.gradients.buckets import BUCKET_BYTES
 from perdure.worker.elastic.group import Broken, Group
 from perdure.worker.elastic.joining.wire import At, Lost, hash_settings
 from perdure.worker.elastic.membership import find_node
@@ -49,17 +44,17 @@ from perdure.worker.elastic.moving.packing import copy_tensors, count_bytes
 from perdure.worker.elastic.saving.peers import Peers
 from perdure.worker.elastic.saving.snapshots import Snapshots
 from perdure.worker.elastic.saving.stage_registry import StageRegistry
-from perdure.worker.elastic.state import Source, Taken
-from perdure.worker.elastic.state.blocks import BlockState, StagedReplica, find_norms
-from perdure.worker.pipeline import Runner, Schedule, StageBlocks
+from perdure.worker.elastic.state import Source, State, Taken
+from perdure.worker.elastic.state.blocks import BlockState, StagedReplica
+from perdure.worker.elastic.state.passing import Passing
 
 _EXECUTED_MAX = 64
 
 
-class StagedState:
+class StagedState(State):
     """One member's blocks; every micro-batch of every step passes through all stages, once."""
 
-    whole = False
+    work: Passing
 
     def __init__(
         self,
@@ -86,34 +81,21 @@ class StagedState:
         """
         self.replica = replica
         self.node = find_node()
-        self.applied, self.line, self.ready = FRESH, NO_LINE, NO_LINE
-        self.groups: tuple[Group, ...] = ()
-        """Of the members that have the same blocks."""
         peers = Peers(memory if snapshot_every else None, me, StageSnapshot)
         self.snapshots = Snapshots(peers, snapshot_every)
-        more = len(replica.parameters)  # Norms of reduced gradients, in the model's order.
-        self.tally = Tally(len(replica.blocks), count, votes=2, more=more)
-        self.layout = Layout((), ())
-        """Who has which blocks in the newest world."""
-        self._me, self._count, self._seed, self._exact = me, count, seed, exact
-        self._load, self._loss, self._choose = load, loss, choose
-        self._recompute, self._schedule, self._device = recompute, schedule, device
-        self._bucket_bytes = bucket_bytes
-        self._buckets = Buckets((), bucket_bytes, sets=1)
-        self._trees: dict[int, GradientTree] = {}
-        self._fitted: Runs = ()
-        """What buckets and trees are for."""
-        self._group: Group | None = None
-        self._steady: Passes | None = None
-        """An undisturbed step's."""
-        self._passes: Passes | None = None
-        self._runner: Runner | None = None
-        self._note_work: Callable[[], object] = lambda: None
-        self._done: list[int] = []
-        self._todo: set[int] = set()
-        self._armed = False
-        self._last: Action | None = None
-        """The last action of a step that adds to gradients here."""
+        self.work = Passing(
+            replica,
+            load,
+            loss,
+            count=count,
+            seed=seed,
+            exact=exact,
+            bucket_bytes=bucket_bytes,
+            recompute=recompute,
+            schedule=schedule,
+            device=device,
+        )
+        self._me, self._count, self._choose, self._schedule = me, count, choose, schedule
         self._has_section = False
         self._old: dict[int, BlockState] = {}
         """Blocks of the world before, of the same step."""
@@ -121,164 +103,36 @@ class StagedState:
         """The blocks are others than in the world before."""
         self._moved = 0
         """Bytes that this member was sent for the newest world."""
-        self._executed: deque[Executed] = deque(maxlen=_EXECUTED_MAX)
-        """The newest actions of whole steps of this layout."""
 
     @property
     def model(self) -> nn.Module:
         """Return the model, of which this member's blocks are not empty."""
         return self.replica.model
 
-    # --- a step -------------------------------------------------------------------------------
+    @property
+    def layout(self) -> Layout:
+        """Return who has which blocks in the newest world."""
+        return self.work.layout
 
-    def give_out(self, members: tuple[int, ...]) -> None:
-        """Pass what an undisturbed step passes."""
-        if self._steady is None:
-            weights = self.replica.weights
-            works = [sum(weights[first:stop]) for first, stop in self.layout.sections]
-            self._steady = plan_passes(self.layout, self._count, {}, works, self._schedule)
-        self._take_passes(self._steady)
-        self._todo = set(self._steady.find_todo(self._me, ()))
-
-    def _take_passes(self, passes: Passes) -> None:
-        if passes is self._passes:
-            return
-        self._passes, blocks = passes, self.replica.blocks
-        parts = [
-            StageBlocks(stage, blocks[first:stop], first, recompute=self._recompute)
-            for stage, (first, stop) in self._list_stages()
-        ]
-        assert self._group is not None
-        self._runner = Runner(
-            Schedule(passes.orders, len(self.layout.sections), passes.cells),
-            passes.cells.index(self._me),
-            parts,
-            self._group,
-            load=self._load,
-            loss=self._loss,
-            seed=self._seed,
-            trees=self._trees if self._exact else None,
-            device=self._device,
-        )
-        self._runner.before = self._watch
-
-    def _list_stages(self) -> list[tuple[int, Section]]:
-        """Return the stages of this member, and the blocks of each."""
-        place, places = self.layout.find_place(self._me), len(self.layout.copies)
-        return [(place + turn * places, run) for turn, run in enumerate(self.replica.runs)]
-
-    def _name_task(self, stage: int, micro_batch: int) -> int:
-        return stage // len(self.layout.copies) * self._count + micro_batch
-
-    def _watch(self, action: Action) -> None:
-        """Before an action: the last one sends gradients as they come."""
-        self._note_work()
-        if action == self._last and not self._exact:
-            self._arm()
-
-    def _arm(self) -> None:
-        self._armed = True
-        self._buckets.arm(self.applied, 1.0 / self._count, self.groups[0].all_reduce)
-
-    def reduce(self, group: Group, note_work: Callable[[], object]) -> None:
-        """Compute what is missing, and reduce it over this stage's copies."""
-        (stage,), runner = self.groups, self._runner
-        assert runner is not None
-        self._note_work = note_work
-        adding = [
-            a for a in runner.list_adding() if self._name_task(a.stage, a.micro_batch) in self._todo
-        ]
-        self._last = adding[-1] if adding else None
-        self._armed = False
-        others = [
-            (number, m)
-            for number, _ in self._list_stages()
-            for m in runner.schedule.micro_batches
-            if self._name_task(number, m) not in self._todo
-        ]
-        runner.run(self.applied, group.overtaken, counted=others)
-        self._take_done(runner)
-        if not others and torch.device(self._device).type == "cpu":  # Others tell no end of it.
-            self._executed.extend(runner.executed)
-        self.replica.refuse_buffers()
-        if self._exact:
-            self._reduce_trees(stage)
-        else:
-            if not self._armed:
-                self._arm()
-            self._buckets.flush()
-        stage.wait()
-        self._note_norms(stage)
-
-    def _reduce_trees(self, stage: Group) -> None:
-        assert self._passes is not None
-        views = self._buckets.list_views(self.applied)
-        for number, run in self._list_stages():
-            for block in range(*run):
-                out = [views[p] for p in self.replica.trained([block])]
-                if out:
-                    self._trees[block].reduce(stage, self._passes.counted[number], self._me, out)
-                    torch._foreach_mul_(out, 1.0 / self._count)
-
-    def _take_done(self, runner: Runner) -> None:
-        """Note what the gradients contain."""
-        sections = self.layout.sections
-        for stage, micro_batch in sorted(runner.done):
-            task = self._name_task(stage, micro_batch)
-            if task not in self._done:
-                self._done.append(task)
-                self.tally.mine.counts[slice(*sections[stage]), micro_batch] = 1.0
-                if stage + 1 == len(sections):
-                    self.tally.mine.losses[micro_batch] = float(runner.losses[micro_batch])
-
-    def _note_norms(self, stage: Group) -> None:
-        """Have the first copy tell the norms of its blocks, so that all know that of all."""
-        norms = self.tally.mine.more
-        norms.zero_()
-        if self.replica.clip_norm and stage.index == 0:
-            views = self._buckets.list_views(self.applied)
-            for first, stop in self.replica.runs:
-                before = len(self.replica.trained(range(first)))
-                found = find_norms([views[p] for p in self.replica.trained(range(first, stop))])
-                norms[before : before + len(found)] = found
+    def start_at(self, step: int) -> None:
+        """Note that this is the state after `step` steps, and nothing of another one is held."""
+        self.applied = step
+        self._old.clear()
 
     def update(self, source: Source) -> None:
         """Apply the gradients of its blocks, clipped by the norms of all."""
-        self.replica.take_norms(self.tally.read(self.applied).more)
-        self._buckets.expose(self.applied)
+        self.replica.take_norms(self.work.tally.read(self.applied).more)
+        self.work.buckets.expose(self.applied)
         self.replica.update()
         self.applied += 1
         self.line, self.ready = self.ready, NO_LINE
-        self._forget()
+        self._old.clear()
+        self.work.clear()
         if self._rebuilt:
             self._rebuilt = False
             gc.collect()  # What the world before had refers to itself.
 
-    def _forget(self) -> None:
-        self._buckets.drop()
-        self._done.clear()
-        self.tally.clear()
-        for tree in self._trees.values():
-            tree.clear()
-        if self._runner is not None:  # Else what breaks at a boundary would keep the step before.
-            self._runner.done.clear()
-
-    def let_go(self) -> None:
-        """Free the blocks of the world before."""
-        self._old.clear()
-
-    def drop_unfinished(self) -> None:
-        """Keep what was finished."""
-        self._buckets.disarm()
-        if self._runner is not None:
-            self._take_done(self._runner)
-
     # --- the world ----------------------------------------------------------------------------
-
-    def prepare(self, *, joins: bool) -> None:
-        """Have who looks for the remains of a world not look at all of torch."""
-        gc.collect()
-        gc.freeze()
 
     def stand(self) -> StageStanding:
         """Return what this member holds."""
@@ -289,17 +143,11 @@ class StagedState:
             line=self.line,
             runs=self.replica.runs if self._has_section else (),
             held=() if fresh else tuple(sorted({*self.replica.mine, *self._old})),
-            done=tuple(sorted(self._done)),
+            done=tuple(sorted(self.work.done)),
             ready=self.ready,
             snapshots=self.snapshots.peers.list_all(),
-            times=self._tell_times(),
+            times=self.work.tell_times(),
         )
-
-    def _tell_times(self) -> tuple[StageTimes, ...]:
-        if not self._executed:
-            return ()
-        cuts = {stage: (*run, self._recompute) for stage, run in self._list_stages()}
-        return tuple(collect_times(str(self._me), cuts, self._executed))
 
     def decide(self, standings: Mapping[int, StageStanding], line: int) -> StageReformation:
         """Return from which step on, how the model is cut, and who has which blocks.
@@ -319,7 +167,7 @@ class StagedState:
 
     def list_reduced(self, step: int) -> list[Tensor]:
         """Return the sums: gradients of its own blocks each member has."""
-        return [self.tally.sums(step)]
+        return [self.work.tally.sums(step)]
 
     def take(self, plan: StageReformation, group: Group, settings: dict[str, Any]) -> Taken:
         """Have the blocks that the plan gives to this member, at the plan's step."""
@@ -338,22 +186,12 @@ class StagedState:
             self._rebuilt = self._has_section
             replica.adopt(runs, states, None if at_step or first else plain)
         self.applied, self.line, self.ready = plan.step, plan.line, NO_LINE
-        self._fit(runs)
+        self.work.fit(plan.layout)
         if me not in plan.kept or not at_step:
-            self._forget()
+            self.work.clear()
         self._old = {b: state for b, state in held.items() if b not in mine}
-        if plan.layout.sections != self.layout.sections:
-            self._executed.clear()
-        self.layout, self._has_section = plan.layout, True
+        self._has_section = True
         return Taken(plan.plain.member, None if at_step else plain, changed or not at_step)
-
-    def _fit(self, runs: Runs) -> None:
-        """Have room for the gradients of the blocks of `runs`, its own ones."""
-        if runs != self._fitted:
-            self._buckets.close()
-            self._buckets = Buckets(self.replica.parameters, self._bucket_bytes, sets=1)
-            self._trees = {b: GradientTree(self._count) for b in list_blocks(runs)}
-            self._fitted = runs
 
     def _bring(
         self,
@@ -409,17 +247,9 @@ class StagedState:
     ) -> None:
         """Be a copy of a stage, and pass what the plan says."""
         number = plan.layout.find_place(self._me)
-        self._group = group
-        self.groups = (group.open(Group, f"stage/{number}", plan.layout.copies[number]),)
-        self._steady = self._passes = None
-        self._take_passes(plan.passes)
-        self._todo = set(plan.todo[self._me])
-
-    def leave(self) -> None:
-        """Leave the stage."""
-        groups, self.groups = self.groups, ()
-        for group in groups:
-            group.give_up()
+        stage = group.open(Group, f"stage/{number}", plan.layout.copies[number])
+        self.groups = (stage,)
+        self.work.enter(plan, group, stage)
 
     def describe(self, plan: StageReformation) -> dict[str, Any]:
         """Return how the model is cut, what this member has of it, and what moved."""
@@ -491,12 +321,12 @@ class StagedState:
         """Become one more copy of the donors' stage."""
         runs = tuple(Section(*run) for run in state["runs"])
         self.replica.adopt(runs, state["blocks"], state["plain"])
-        self._fit(runs)
+        self.work.fit()
         self.applied, self.line, self._has_section = step, line, True
 
     def list_sent(self) -> list[Tensor]:
         """Return the stage's gradients, and the norms of all parameters' gradients."""
-        return [*self._buckets.flats(self.applied), self.tally.read(self.applied).more]
+        return [*self.work.buckets.flats(self.applied), self.work.tally.read(self.applied).more]
 
     def hash_settings(self) -> str:
         """Return a hash of the optimizer's settings."""
