@@ -82,11 +82,6 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
 
-    @property
-    def nbytes(self) -> int:
-        """Return the size of one set of gradients."""
-        return sum(b.flats[0].nbytes for b in self.buckets)
-
     def flats(self, step: int) -> list[Tensor]:
         """Return the buffers of a step."""
         return [_of_step(bucket.flats, step) for bucket in self.buckets]

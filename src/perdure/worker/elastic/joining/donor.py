@@ -11,11 +11,11 @@ import threading
 from collections import deque
 from dataclasses import dataclass, field
 
-import torch
+import msgspec
 from torch import Tensor
 
 from perdure.model.errors import ProtocolError
-from perdure.worker.elastic.joining.wire import Ask, At, Line, Part, Take
+from perdure.worker.elastic.joining.wire import Ask, At, Connection, Part, Take
 from perdure.worker.elastic.moving.packing import (
     hash_blobs,
     join_blob,
@@ -44,7 +44,7 @@ class _Source:
 class _Session:
     """One follower."""
 
-    line: Line
+    connection: Connection
     wanted: int = -1
     """State at this step is to be taken; -1: none."""
     share: int = 0
@@ -121,8 +121,7 @@ class Donor:
         settings = self._state.hash_settings() if followed else ""
         for session in followed:
             session.copied.wait(_COPY_S_MAX)
-            mine = [f.clone() for i, f in enumerate(flats) if i % session.shares == session.share]
-            blobs = [_as_bytes(flat) for flat in mine]
+            blobs = [join_blob([flat]) for flat in flats[session.share :: session.shares]]
             part = Part("step", step, epoch, tuple(b.numel() for b in blobs), "", settings=settings)
             with self._changed:
                 session.parts.append((part, b"", blobs))
@@ -147,7 +146,7 @@ class Donor:
             ).start()
 
     def _serve(self, sock: socket.socket) -> None:
-        session = _Session(Line(sock))
+        session = _Session(Connection(sock))
         try:
             self._agree(session)
             self._copy(session)
@@ -161,12 +160,12 @@ class Donor:
 
     def _agree(self, session: _Session) -> None:
         """Agree on a step that is still to come; the follower compares the answers of all."""
-        message = session.line.read()
+        message = session.connection.read()
         if not isinstance(message, Ask) or message.generation != self._generation:
             raise ProtocolError("a follower of another world")
         assert self._state is not None
-        session.line.send(At(self._applied, self._state.node, self._state.runs))
-        take = session.line.read()
+        session.connection.send(At(self._applied, self._state.node, self._state.runs))
+        take = session.connection.read()
         if not isinstance(take, Take):
             raise ProtocolError("no step was named")
         with self._changed:
@@ -174,7 +173,7 @@ class Donor:
             applied = self._applied
             if take.step > applied:
                 self._sessions = [*self._sessions, session]
-        session.line.send(At(applied))
+        session.connection.send(At(applied))
         if take.step <= applied:
             raise ProtocolError("the step has passed")
 
@@ -207,21 +206,14 @@ class Donor:
             part, skeleton, blobs = session.parts.popleft()
             behind = len(session.parts)
         digest = hash_blobs(skeleton, blobs)
-        header = Part(
-            part.kind, part.step, part.epoch, part.sizes, digest, part.skeleton, part.settings,
-            behind,
-        )  # fmt: skip
-        session.line.send(header, [skeleton, *(view_bytes(blob) for blob in blobs)])
+        header = msgspec.structs.replace(part, digest=digest, behind=behind)
+        session.connection.send(header, [skeleton, *(view_bytes(blob) for blob in blobs)])
         with self._changed:
             session.waiting -= sum(part.sizes)
 
     def _end(self, session: _Session) -> None:
         session.over = True
         session.copied.set()
-        session.line.close()
+        session.connection.close()
         self._sessions = [s for s in self._sessions if s is not session]
         self._changed.notify_all()
-
-
-def _as_bytes(flat: Tensor) -> Tensor:
-    return flat.cpu().view(torch.uint8)

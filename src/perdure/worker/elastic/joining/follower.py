@@ -20,7 +20,7 @@ from perdure.model.errors import ProtocolError
 from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
-from perdure.worker.elastic.joining.wire import Ask, At, Line, Lost, Part, Take
+from perdure.worker.elastic.joining.wire import Ask, At, Connection, Lost, Part, Take
 from perdure.worker.elastic.membership import Membership
 from perdure.worker.elastic.moving.packing import fill_blob, list_blobs, open_state
 from perdure.worker.elastic.state import Followed
@@ -58,7 +58,7 @@ class Follower:
         self._pieces: queue.Queue[tuple[int, Piece | Exception]] = queue.Queue(_QUEUED_MAX)
         self._found: dict[tuple[str, int], dict[int, Piece]] = {}
         self._over = False
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, Connection] = {}
         ahead = 1
         try:
             while not self._agree(order, ahead):
@@ -67,9 +67,9 @@ class Follower:
         except (OSError, ProtocolError, Lost) as error:
             self._hang_up()
             raise Lost(f"a donor cannot be followed: {error}") from None
-        for donor, line in self._lines.items():
+        for donor, connection in self._connections.items():
             threading.Thread(
-                target=self._read, args=(donor, line), name="perdure-follow", daemon=True
+                target=self._read, args=(donor, connection), name="perdure-follow", daemon=True
             ).start()
 
     def _agree(self, order: FollowWorld, ahead: int) -> bool:
@@ -83,19 +83,19 @@ class Follower:
         for donor in sorted(order.donors):
             host, _, port = order.donors[donor].rpartition(":")
             sock = socket.create_connection((host, int(port)), timeout=_CONNECT_S)
-            self._lines[donor] = Line(sock)
-            self._lines[donor].send(Ask(order.generation, order.rank))
-        answers = {donor: _read_at(line) for donor, line in self._lines.items()}
+            self._connections[donor] = Connection(sock)
+            self._connections[donor].send(Ask(order.generation, order.rank))
+        answers = {donor: _read_at(connection) for donor, connection in self._connections.items()}
         self.donors = self._choose(answers, order.ahead)
         for donor in set(answers) - set(self.donors):
-            self._lines.pop(donor).close()
-        lines = list(self._lines.values())
+            self._connections.pop(donor).close()
+        connections = list(self._connections.values())
         step = max(answers[donor].step for donor in self.donors) + ahead
-        for share, line in enumerate(lines):
-            line.send(Take(step, share, len(lines)))
-        agreed = all([_read_at(line).step < step for line in lines])
-        for line in lines:
-            line.sock.settimeout(None)
+        for share, connection in enumerate(connections):
+            connection.send(Take(step, share, len(connections)))
+        agreed = all([_read_at(connection).step < step for connection in connections])
+        for connection in connections:
+            connection.sock.settimeout(None)
         return agreed
 
     def take_state(self) -> tuple[Any, Part]:
@@ -146,17 +146,17 @@ class Follower:
                 return
 
     def _hang_up(self) -> None:
-        for line in self._lines.values():
-            line.close()
-        self._lines.clear()
+        for connection in self._connections.values():
+            connection.close()
+        self._connections.clear()
 
-    def _read(self, donor: int, line: Line) -> None:
+    def _read(self, donor: int, connection: Connection) -> None:
         try:
             while not self._over:
-                part = line.read()
+                part = connection.read()
                 if not isinstance(part, Part):
                     raise ProtocolError(f"{type(part).__name__} is no part")
-                self._put(donor, (part, *line.read_bytes(part)))
+                self._put(donor, (part, *connection.read_bytes(part)))
         except (OSError, ProtocolError, ValueError) as error:
             self._put(donor, error)
 
@@ -197,8 +197,8 @@ class Follower:
         return None
 
 
-def _read_at(line: Line) -> At:
-    answer = line.read()
+def _read_at(connection: Connection) -> At:
+    answer = connection.read()
     if not isinstance(answer, At):
         raise ProtocolError(f"{type(answer).__name__} is no answer")
     return answer

@@ -70,7 +70,7 @@ class Lost(Exception):
     """The members cannot be followed any further this time."""
 
 
-class Line:
+class Connection:
     """One connection: header lines, and bytes straight into tensors."""
 
     def __init__(self, sock: socket.socket) -> None:

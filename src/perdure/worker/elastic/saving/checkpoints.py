@@ -11,28 +11,15 @@ with the counts of the step, so that all save the same one.
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from perdure.worker.checkpoint import Checkpointer
-from perdure.worker.checkpoint.registry import Registry
 from perdure.worker.elastic.membership import Membership
+from perdure.worker.elastic.state import State
 from perdure.worker.spec import find_checkpoint_url, read_spec
 
 EVERY_S = 60.0
 """Where the job says nothing: only a restart of the whole world ever reads one."""
-
-
-class Saved(Protocol):
-    """A state, as far as it is saved."""
-
-    whole: bool
-    """Every member has all of it."""
-
-    def list_saved(self) -> dict[str, Any]:
-        """Return what a checkpointer registers, by name."""
-
-    def make_registry(self, number: int, count: int) -> Registry | None:
-        """Return what saves part `number` of `count`; None where that is torch's format."""
 
 
 class Saving:
@@ -41,7 +28,7 @@ class Saving:
     def __init__(
         self,
         membership: Membership,
-        state: Saved,
+        state: State,
         hand_over: Callable[[tuple[int, ...]], object] = lambda members: None,
     ) -> None:
         """Save nothing yet; `hand_over` sees to it that members that leave take nothing along."""

@@ -80,7 +80,7 @@ class Peers(Generic[AnySnapshot]):
         if self._folder is None:
             return
         began = time.monotonic()
-        self._end_thread()
+        self.finish()
         skeleton, tensors = pack_state(content)
         header = _Header(snapshot, skeleton, sum(_round_up(t.nbytes) for t in tensors), "")
         self._copied.clear()
@@ -104,7 +104,9 @@ class Peers(Generic[AnySnapshot]):
 
     def finish(self) -> None:
         """Wait until what was begun is copied, and a neighbour has it, or has been lost."""
-        self._end_thread()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def enter(self, mirror: Mirror | None) -> None:
         """A world is formed: send snapshots over `mirror` from now on."""
@@ -147,16 +149,11 @@ class Peers(Generic[AnySnapshot]):
         if self._folder is None:
             return
         owners = (self._me, *(self._mirror.owners if self._mirror is not None else ()))
-        self._end_thread()
+        self.finish()
         for owner in owners:
             for slot in "ab":
                 self._remove(f"m{owner}-{slot}.head")
                 self._remove(f"m{owner}-{slot}")
-
-    def _end_thread(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
 
     def _write(self, header: _Header[AnySnapshot], tensors: list[Tensor]) -> None:
         mirror, data = self._mirror, torch.empty(0, dtype=torch.uint8)

@@ -48,8 +48,6 @@ from perdure.worker.elastic.state import Source, State, Taken
 from perdure.worker.elastic.state.blocks import BlockState, StagedReplica
 from perdure.worker.elastic.state.passing import Passing
 
-_EXECUTED_MAX = 64
-
 
 class StagedState(State):
     """One member's blocks; every micro-batch of every step passes through all stages, once."""
