@@ -27,7 +27,6 @@ class FailureBook:
     def begin(self, event: ControllerStarted) -> None:
         """Note who is in charge; of an older perdure's failures its journal is read otherwise."""
         if event.failures and not self.told:
-            self.newest = None
             self.untold.clear()
         self.told = event.failures
 
@@ -51,7 +50,7 @@ class FailureBook:
             id=known.id if known is not None else f"failure-{self.count}",
             world=world, rung=rung, epoch=epoch, group=group, saved=saved, at_s=0.0, **said,
         )  # fmt: skip
-        if known is not None:
+        if known is not None and (known.rung != "retry" or rung == "retry"):  # No loss known yet.
             first, at_s = min((known, fact), key=lambda f: f.failure_s), known.at_s
             fact = structs.replace(_blame(fact, first), at_s=at_s)
             fact = structs.replace(fact, detected_s=min(fact.detected_s, known.detected_s))

@@ -307,7 +307,7 @@ class Controller:
         returned = reform.return_node(state, event)
         if returned.broken:
             why = returned.broken
-            found = explain_node(event.node, "keeper lost", state.step, now, now, why)
+            found = explain_node(event.node, "keeper lost", -1, now, now, why)
             return self._fail(now, f"node {event.node}", why, code=1, taken=taken, found=found)
         actions = [*freed, *returned.actions]
         if state.assignment is None:
@@ -374,7 +374,7 @@ class Controller:
         if isinstance(event, KeeperLost):
             reason = "its keeper died, and its ranks with it"
             reason += f": it {event.cause}" if event.cause else ""
-            found = explain_node(event.node, "keeper lost", state.step, event.at_s, now, reason)
+            found = explain_node(event.node, "keeper lost", -1, event.at_s, now, reason)
             state.book.correct(found, event.generation)
             if event.generation != state.world.generation or not state.world.has_ranks:
                 return []
@@ -386,7 +386,7 @@ class Controller:
                 now, f"node {event.node}", lost.broken, code=1, taken=taken, found=found
             )
         seen_s = event.last_seen_s or event.at_s
-        found = explain_node(event.node, "NodeLost", state.step, seen_s, now, event.reason)
+        found = explain_node(event.node, "NodeLost", -1, seen_s, now, event.reason)
         late = state.phase == "ending" or state.world.phase == "forming"
         if event.node in state.book.nodes and late:
             state.book.correct(found, state.world.generation - (state.world.phase == "forming"))
@@ -471,6 +471,8 @@ class Controller:
             would = "stopped the job" if reaction.rung == "stop" else "restarted the world"
             return withhold_verdict(state, now, verdict, reaction.reason, would=would)
         if reaction.rung == "stop":
+            found, world = explain_verdict(verdict), state.world
+            state.book.decide(found, "give up", world.generation, world.placement)
             return end_job(state, now, "failed", 1, reaction.reason)
         actions, node = blame(state, now, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"

@@ -13,9 +13,9 @@ from perdure.model.event import Event
 from perdure.model.exits import ExitRecord
 from perdure.model.verdicts import Verdict
 
-Rung = Literal["restart", "give up", "reform", "retry", "move"]
+Rung = Literal["restart", "give up", "reform", "retry", "move", "none"]
 """What follows: the next generation; the end; the next epoch without who was lost, or with the same
-members; the next world without nodes that were to be left."""
+members; the next world without nodes that were to be left; nothing, for it was no failure."""
 
 
 BROKEN = "the world broke"
@@ -44,7 +44,7 @@ class FailureDecided(Event, frozen=True, kw_only=True):
     cause: str
     culprit: str
     at_step: int
-    """Committed steps; -1 where they are not known."""
+    """Committed steps; -1: as far as its ranks' accounts say."""
     failure_s: float
     detected_s: float
     at_s: float
@@ -104,6 +104,14 @@ def explain_node(
     return Cause(
         cause=cause, culprit=f"node {node}", at_step=step,
         failure_s=lost_s, detected_s=known_s, reason=reason,
+    )  # fmt: skip
+
+
+def explain_break(at_s: float) -> Cause:
+    """Return that a world broke although nobody is lost: how far it was its members say."""
+    return Cause(
+        cause=BROKEN, culprit="the world", at_step=-1,
+        failure_s=at_s, detected_s=at_s, reason="nobody is lost",
     )  # fmt: skip
 
 

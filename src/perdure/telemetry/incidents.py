@@ -6,9 +6,10 @@ phase ends when the last rank has passed it.
 
 from collections.abc import Iterable
 
-from perdure.model.events import ControllerLost
+from perdure.model.events import FailureDecided
 from perdure.model.report import Recovery
-from perdure.telemetry.history import Generation, History, Incident
+from perdure.telemetry.history import Generation, History
+from perdure.telemetry.lives import Eviction, Life, LifeFold
 
 
 def find_state(history: History) -> str:
@@ -28,7 +29,7 @@ def find_state(history: History) -> str:
 def find_recoveries(history: History, end_s: float) -> tuple[Recovery, ...]:
     """Return all incidents by time: failures of ranks and nodes, and of perdure's own parts."""
     generations = history.ordered()
-    found = [_find_part(lost) for lost in history.lost_parts]
+    found = find_parts(history)
     found += [reform.describe() for reform in history.reforms if reform.told]
     for index, generation in enumerate(generations):
         if generation.incident is not None:
@@ -49,32 +50,105 @@ def find_recovery(history: History, number: int, end_s: float) -> Recovery | Non
     return _find_one(history, generation, generation.incident, after, later, end_s)
 
 
-def _find_part(lost: ControllerLost) -> Recovery:
-    """A part of perdure died: nothing stopped, so every phase is zero."""
-    down_s = lost.restarted_s - lost.at_s
+def find_parts(history: History) -> list[Recovery]:
+    """Return the deaths of perdure's own parts: nothing stopped, so every phase is zero."""
+    return [
+        Recovery(
+            cause=lost.cause,
+            culprit=lost.part,
+            at_step=-1,
+            at_s=lost.at_s,
+            detect_s=0.0,
+            decide_s=0.0,
+            abort_s=0.0,
+            communicator_s=0.0,
+            state_s=0.0,
+            warmup_s=0.0,
+            total_s=0.0,
+            lost_steps=0,
+            lost_microbatches=0,
+            rung="none",
+            reason=f"back after {lost.restarted_s - lost.at_s:.2f} s; training did not stop",
+        )
+        for lost in sorted(history.lost_parts, key=lambda one: (one.at_s, one.part))
+    ]
+
+
+def find_group_recoveries(lives: LifeFold, end_s: float) -> list[Recovery]:
+    """Return what became of each group that was lost, or was left out while it lived."""
+    found = []
+    for life in lives.lives.values():
+        found += [_describe_eviction(life, one, end_s) for one in life.alive_evictions]
+        failure = life.failure or life.left_out
+        if failure is not None:
+            later = [e for e in lives.of_group(life.group) if e.generation > life.generation]
+            found.append(_describe_life(life, failure, later[:1], end_s))
+    return sorted(found, key=lambda r: (r.at_s, r.culprit))
+
+
+def _describe_life(
+    life: Life, failure: FailureDecided, after: list[Life], end_s: float
+) -> Recovery:
+    at_s, step = failure.failure_s, failure.at_step
+    if life.away_s is not None and life.ends:  # It stood still before it was left out.
+        accounts = [end.account for end in life.ends.values()]
+        at_s = max((a.last_step_s for a in accounts if a.last_step_s), default=at_s)
+        step = max(a.step for a in accounts)
+    stopped_s = life.stopped_s or failure.at_s
+    back_s, heal_s, spare = None, 0.0, False
+    for new in after:
+        back_s = new.joined_s or new.held_s
+        heal_s = max((e.account.heal_s for e in new.ends.values()), default=0.0)
+        spare = new.held_s is not None and back_s == new.held_s
     return Recovery(
-        cause=lost.cause,
-        culprit=lost.part,
-        at_step=-1,
-        at_s=lost.at_s,
+        cause=failure.cause,
+        culprit=failure.culprit,
+        at_step=step,
+        at_s=at_s,
+        detect_s=max(0.0, failure.detected_s - at_s),
+        decide_s=max(0.0, failure.at_s - failure.detected_s),
+        abort_s=max(0.0, stopped_s - failure.at_s),
+        communicator_s=max(0.0, (back_s or stopped_s) - stopped_s),
+        state_s=heal_s,
+        warmup_s=0.0,
+        total_s=max(0.0, (back_s or end_s) - at_s),
+        lost_steps=int(life.away_s is not None),
+        lost_microbatches=None,
+        rung="restart" if after else "give up",
+        reason="the others trained on" + ("; it stands by as a spare" if spare else ""),
+    )
+
+
+def _describe_eviction(life: Life, eviction: Eviction, end_s: float) -> Recovery:
+    """Return it as an incident: the step that the group was in is void, and it heals."""
+    over_s = end_s if eviction.back_s is None else eviction.back_s
+    reason = "it lives, and has not come back"
+    if eviction.back_s is not None:
+        without = max(0, eviction.back_step - max(0, eviction.step))
+        reason = f"it came back by itself and healed; {without} steps were made without it"
+    return Recovery(
+        cause=eviction.why,
+        culprit=f"group {life.group}",
+        at_step=eviction.step,
+        at_s=eviction.at_s,
         detect_s=0.0,
         decide_s=0.0,
         abort_s=0.0,
-        communicator_s=0.0,
+        communicator_s=max(0.0, over_s - eviction.at_s),
         state_s=0.0,
         warmup_s=0.0,
-        total_s=0.0,
-        lost_steps=0,
-        lost_microbatches=0,
-        rung="none",
-        reason=f"back after {down_s:.2f} s; training did not stop",
+        total_s=max(0.0, over_s - eviction.at_s),
+        lost_steps=1,
+        lost_microbatches=None,
+        rung="left out",
+        reason=reason,
     )
 
 
 def _find_one(
     history: History,
     generation: Generation,
-    incident: Incident,
+    incident: FailureDecided,
     after: Generation | None,
     later: list[Generation],
     end_s: float,
@@ -94,7 +168,7 @@ def _find_one(
     moments = [
         incident.failure_s,
         incident.detected_s,
-        incident.decided_s,
+        incident.at_s or None,
         stopped_s,
         group_s,
         restored_s,

@@ -6,26 +6,22 @@ What it cost each rank is told by its own stamps (`stalls`).
 
 from dataclasses import dataclass, field
 
-from perdure.model.events import WorldReformed
+from perdure.model.events import FailureDecided, WorldReformed
+from perdure.model.failures import BROKEN
 from perdure.model.report import Recovery
-
-BROKEN = "the world broke"
-"""Cause of an epoch that was formed again although nobody was lost."""
 
 
 @dataclass(slots=True)
 class Reform:
-    """One epoch, and the incident that it ended, if there was one."""
+    """One epoch, and the failure that it followed upon, if there was one."""
 
-    cause: str
-    """Empty where nothing had failed."""
-    culprit: str
-    at_step: int
-    failure_s: float
-    detected_s: float
-    decided_s: float
     epoch: int
     generation: int
+    step: int
+    """Applied when it was formed."""
+    failure: FailureDecided | None = None
+    began_s: float = 0.0
+    """Where nothing had failed: since when members stood still for it."""
     ordered_s: float = 0.0
     formed_s: float = 0.0
     redone: int = 0
@@ -37,6 +33,11 @@ class Reform:
     """Members that have come in with it, and were in no world before."""
     members: set[int] = field(default_factory=set)
     """Those that are known to be in it."""
+
+    @property
+    def cause(self) -> str:
+        """Return what had failed; empty where nothing had."""
+        return self.failure.cause if self.failure is not None else ""
 
     @property
     def told(self) -> bool:
@@ -60,8 +61,7 @@ class Reform:
         if new:
             self.new.append(event.rank)
         elif not self.cause:
-            began_s = min(self.failure_s, event.began_s)
-            self.failure_s = self.detected_s = self.decided_s = began_s
+            self.began_s = min(self.began_s, event.began_s)
         self.ordered_s = max(self.ordered_s, event.ordered_s)
         self.formed_s = max(self.formed_s, event.formed_s)
         self.redone += event.redo
@@ -80,18 +80,23 @@ class Reform:
             why = {"join": f"rank {names} came in", "retry": "the same members went on"}.get(
                 self.rung, f"rank {names} stood in at once"
             )
+        failure, names = self.failure, ", ".join(map(str, self.new))
+        failure_s = failure.failure_s if failure is not None else self.began_s
+        detected_s = failure.detected_s if failure is not None else failure_s
+        decided_s = (failure.at_s if failure is not None else 0.0) or detected_s
+        known = failure.at_step if failure is not None else -1
         return Recovery(
             cause=self.cause or "join",
-            culprit=self.culprit or f"rank {', '.join(map(str, self.new))}",
-            at_step=self.at_step,
-            at_s=self.failure_s,
-            detect_s=max(0.0, self.detected_s - self.failure_s),
-            decide_s=max(0.0, self.decided_s - self.detected_s),
-            abort_s=max(0.0, ordered_s - self.decided_s),
+            culprit=failure.culprit if failure is not None else f"rank {names}",
+            at_step=known if known >= 0 else self.step,
+            at_s=failure_s,
+            detect_s=max(0.0, detected_s - failure_s),
+            decide_s=max(0.0, decided_s - detected_s),
+            abort_s=max(0.0, ordered_s - decided_s),
             communicator_s=max(0.0, connected_s - ordered_s),
             state_s=max(0.0, formed_s - connected_s),
             warmup_s=0.0,
-            total_s=max(0.0, formed_s - self.failure_s),
+            total_s=max(0.0, formed_s - failure_s),
             lost_steps=self.back,
             lost_microbatches=self.redone,
             rung=self.rung,

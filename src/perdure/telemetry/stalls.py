@@ -8,8 +8,7 @@ down to the phases, so that nothing is counted twice.
 
 import msgspec
 
-from perdure.model.events import WorldReformed
-from perdure.telemetry.reforms import Reform
+from perdure.model.events import FailureDecided, WorldReformed
 from perdure.telemetry.segments import RECONFIGURATION
 
 
@@ -31,16 +30,22 @@ def make_stall(event: WorldReformed) -> Stall:
     return Stall(event.epoch, waited_s, event.began_s, event.ordered_s, connected_s, event.formed_s)
 
 
-def split_stall(stall: Stall, reform: Reform | None) -> tuple[dict[str, float], float, float]:
+def split_stall(
+    stall: Stall, failure: FailureDecided | None
+) -> tuple[dict[str, float], float, float]:
     """Return (phase account -> seconds, seconds within the step, seconds of overhead).
 
-    `reform` is the incident behind it: a wait for a peer that still lived was no stall. Without
+    `failure` is the incident behind it: a wait for a peer that still lived was no stall. Without
     one, a join or a second try, only what came after the old world was left counts.
     """
     begin_s, moments = stall.began_s, [("abort", stall.ordered_s)]
-    if reform is not None:
-        begin_s = min(stall.began_s, max(stall.waited_s, reform.failure_s))
-        moments = [("detect", reform.detected_s), ("decide", reform.decided_s), *moments]
+    if failure is not None:
+        begin_s = min(stall.began_s, max(stall.waited_s, failure.failure_s))
+        moments = [
+            ("detect", failure.detected_s),
+            ("decide", failure.at_s or failure.detected_s),
+            *moments,
+        ]
     moments += [("communicator", stall.connected_s), ("state", stall.formed_s)]
     phases, at_s = dict[str, float](), begin_s
     for name, until_s in moments:
@@ -51,15 +56,15 @@ def split_stall(stall: Stall, reform: Reform | None) -> tuple[dict[str, float], 
 
 
 def take_stalls(
-    pieces: dict[str, float], stalls: list[tuple[Stall, Reform | None]]
+    pieces: dict[str, float], stalls: list[tuple[Stall, FailureDecided | None]]
 ) -> dict[str, float]:
     """Return `pieces` with what `stalls` cost in accounts of its own.
 
     No more than what a rank has counted as step and overhead is moved.
     """
     moved = dict(pieces)
-    for stall, reform in stalls:
-        phases, in_step_s, in_overhead_s = split_stall(stall, reform)
+    for stall, failure in stalls:
+        phases, in_step_s, in_overhead_s = split_stall(stall, failure)
         wanted_s = sum(phases.values())
         if wanted_s <= 0:
             continue

@@ -2,12 +2,15 @@
 
 import pytest
 
-from perdure.telemetry.reforms import Reform
+from perdure.model.events import FailureDecided
 from perdure.telemetry.stalls import Stall, split_stall, take_stalls
 
 RE = "reconfiguration."
 STALL = Stall(1, waited_s=9.5, began_s=10.3, ordered_s=10.4, connected_s=10.7, formed_s=11.0)
-REFORM = Reform("SIGKILL", "rank 1", 5, 10.0, 10.1, 10.2, epoch=1, generation=0)
+REFORM = FailureDecided(
+    id="f", world=0, cause="SIGKILL", culprit="rank 1", at_step=5, failure_s=10.0,
+    detected_s=10.1, at_s=10.2, rung="reform", reason="", epoch=1,
+)  # fmt: skip
 
 
 def test_the_wait_for_one_who_still_lived_is_no_stall() -> None:

@@ -87,7 +87,7 @@ def note_move(state: JobState, now: float, move: OpenMove, world: int, *, epoch:
     cause = Cause(
         cause=f"moved, before a preemption ({taken.words})" if taken is not None else "moved",
         culprit=f"node {node}",
-        at_step=state.saved_step if saved else state.step,
+        at_step=state.saved_step if saved else -1,
         failure_s=now,
         detected_s=now,
         reason=move.why,

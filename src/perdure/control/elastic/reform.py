@@ -36,7 +36,7 @@ from perdure.model.events import (
     WorldBroken,
     WorldReformed,
 )
-from perdure.model.failures import BROKEN, Cause
+from perdure.model.failures import explain_break
 from perdure.model.orders import ReformWorld
 from perdure.model.verdicts import Verdict
 
@@ -271,17 +271,8 @@ def fire_elastic(state: JobState, now: float, busy: Collection[int] = ()) -> Out
         if elastic.retries > RETRIES_MAX:
             times = f"{elastic.retries} times at step {elastic.step}"
             return _give_up(state, f"the world broke {times}")
-        at_s = elastic.broken_s or now
         why = f"the world broke, and nobody is lost: try {elastic.retries}"
-        order = order_world(state, now, why)
-        found = Cause(
-            cause=BROKEN, culprit="the world", at_step=-1,
-            failure_s=at_s, detected_s=at_s, reason="nobody is lost",
-        )  # fmt: skip
-        state.book.decide(
-            found, "retry", state.world.generation, state.world.placement, epoch=elastic.epoch
-        )
-        return Outcome([order])
+        return Outcome([order_world(state, now, why)])
     return Outcome()
 
 
@@ -346,6 +337,9 @@ def order_world(
     elastic = state.world.elastic
     elastic.members = (*find_living(state), *new)
     elastic.epoch += 1
+    if elastic.broken_s is not None and not state.book.is_open(state.world.generation):
+        cause, world = explain_break(elastic.broken_s), state.world
+        state.book.decide(cause, "retry", world.generation, world.placement, epoch=elastic.epoch)
     elastic.answered.clear()
     elastic.retry_s = elastic.broken_s = None
     elastic.deadline_s = now + REFORM_TIMEOUT_S

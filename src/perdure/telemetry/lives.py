@@ -1,0 +1,221 @@
+"""Lives of a torchft job's replica groups: what the journal says of each generation of each.
+
+Who trains with whom, who is held and who is left out the lighthouse tells; how far a rank came it
+stamps itself, into its ring, so that its account is known once it has ended. What failed is what
+its controller has decided.
+"""
+
+from dataclasses import dataclass, field
+
+from perdure.model.events import (
+    ExitRecord,
+    FailureDecided,
+    GenerationStopped,
+    JobEnded,
+    JobResumed,
+    JournalEntry,
+    KeeperLost,
+    KeysDeclared,
+    NodeRestored,
+    QuorumFormed,
+    RankExited,
+    RanksStarted,
+    ReplicaSeen,
+)
+from perdure.model.signals.progress import RankAccount
+from perdure.telemetry.older import OlderLives
+
+
+@dataclass(slots=True)
+class RankEnd:
+    """How a rank ended, and what it had stamped."""
+
+    record: ExitRecord
+    account: RankAccount
+    detected_s: float
+
+
+@dataclass(slots=True)
+class Eviction:
+    """A time for which a group was left out while it lived."""
+
+    at_s: float
+    why: str
+    step: int
+    """The others' last committed step then."""
+    back_s: float | None = None
+    """When it trained with them again."""
+    back_step: int = -1
+
+
+@dataclass(slots=True)
+class Life:
+    """One generation of one group."""
+
+    generation: int
+    group: int
+    started_s: float
+    replica: str = ""
+    asked_s: float | None = None
+    """It came to the lighthouse for the first time."""
+    held_s: float | None = None
+    """It was held there before its first quorum: a spare."""
+    joined_s: float | None = None
+    """Its first quorum."""
+    gone_s: float | None = None
+    """Since when it is left out while it lives."""
+    gone_why: str = ""
+    evictions: list[Eviction] = field(default_factory=list)
+    lost_s: float | None = None
+    """Its keeper died."""
+    stopped_s: float | None = None
+    restored_s: float | None = None
+    """When it was to be started again, after an operator had it left."""
+    stands_s: float | None = None
+    stood_s: float = 0.0
+    """Held though it had trained: in pauses, or because another had taken its place."""
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+    failure: FailureDecided | None = None
+    """Why it ended, as its controller has decided."""
+
+    @property
+    def over_s(self) -> float | None:
+        """Return when the first of its ranks ended, or its keeper died."""
+        return min((e.record.at_s for e in self.ends.values()), default=self.lost_s)
+
+    @property
+    def away_s(self) -> float | None:
+        """Return since when it was left out while it lived; None where it was not."""
+        over_s = self.over_s if self.ends else None
+        if self.gone_s is None or (over_s is not None and over_s <= self.gone_s):
+            return None
+        return self.gone_s
+
+    @property
+    def left_out(self) -> FailureDecided | None:
+        """Return as a failure that it was left out by the lighthouse, and then ended."""
+        if self.away_s is None or self.over_s is None or not self.ends or self.lost_s is not None:
+            return None
+        return FailureDecided(
+            id="", world=self.generation, group=self.group, cause=self.gone_why,
+            culprit=f"group {self.group}", at_step=-1, failure_s=self.away_s,
+            detected_s=self.away_s, at_s=self.over_s, rung="give up", reason=self.gone_why,
+        )  # fmt: skip
+
+    @property
+    def alive_evictions(self) -> list[Eviction]:
+        """Return those that no end of the group accounts for: not its death, nor its restart."""
+        alive = [e for e in self.evictions if self.over_s is None or e.at_s < self.over_s]
+        over = self.over_s is not None or self.failure is not None
+        return [e for e in alive if e.back_s is not None or not over]
+
+
+@dataclass(slots=True)
+class LifeFold:
+    """Folds a journal into the lives of replica groups."""
+
+    lives: dict[int, Life] = field(default_factory=dict)
+    """By generation."""
+    step: int = -1
+    older: OlderLives = field(default_factory=OlderLives)
+
+    def add(self, entry: JournalEntry) -> None:
+        """Take an entry; of an older controller also what it decided about failures by it."""
+        self._take(entry)
+        again = self.older.decide(self.lives, entry)
+        if again is not None:
+            self.lives[again.world].failure = again
+
+    def of_group(self, group: int) -> list[Life]:
+        """Return the lives of a group, the oldest first."""
+        return [self.lives[n] for n in sorted(self.lives) if self.lives[n].group == group]
+
+    def _take(self, entry: JournalEntry) -> None:
+        match entry.body:
+            case FailureDecided() as event if event.world in self.lives:
+                self.lives[event.world].failure = event
+            case RanksStarted() as event:
+                life = Life(event.generation, event.node, event.at_s)
+                self.lives.setdefault(event.generation, life)
+            case ReplicaSeen() as event:
+                self._see(event)
+            case QuorumFormed() as event:
+                self._form(event)
+                members = (e for e in self.lives.values() if e.replica in event.members)
+                self._end_standing(list(members), event.at_s)
+            case KeysDeclared() as event if event.generation in self.lives:
+                life = self.lives[event.generation]
+                # Its first commit. Of quorums only perdure's own lighthouse tells.
+                life.joined_s = life.joined_s or entry.at_s
+            case RankExited(record=record) as event:
+                self.step = max(self.step, event.account.step)
+                known = self.lives.get(record.generation)
+                if known is not None:
+                    end = RankEnd(record, event.account, event.detected_s)
+                    known.ends.setdefault(record.rank, end)
+            case KeeperLost() as event if event.generation in self.lives:
+                self.lives[event.generation].lost_s = event.at_s
+            case GenerationStopped() as event:
+                self._stop(event)
+            case NodeRestored() as event:
+                newest = self._newest(event.node)
+                if newest is not None and newest.restored_s is None:
+                    newest.restored_s = event.at_s
+            case JobResumed() as event:
+                self._end_standing(list(self.lives.values()), event.at_s)
+            case JobEnded() as event:
+                self._end_standing(list(self.lives.values()), event.at_s)
+            case _:
+                pass
+
+    def _newest(self, group: int) -> Life | None:
+        return next(iter(self.of_group(group)[::-1]), None)
+
+    def _see(self, event: ReplicaSeen) -> None:
+        life = self._newest(event.group)
+        if life is None or event.at_s < life.started_s:
+            return
+        if event.gone:
+            if event.replica == life.replica and life.joined_s is not None:
+                life.gone_s, life.gone_why = event.at_s, event.reason
+                step = max(event.step, self.step)
+                life.evictions.append(Eviction(event.at_s, event.reason, step))
+            return
+        if not event.replica:  # It moves again; of quorums nobody has told.
+            life.gone_s = None
+            del life.evictions[-1:]
+            return
+        life.replica = event.replica
+        life.asked_s = life.asked_s or event.at_s
+        if event.held and life.joined_s is None:
+            life.held_s = life.held_s or event.at_s
+        elif event.held:
+            life.stands_s = life.stands_s or event.at_s
+
+    def _form(self, event: QuorumFormed) -> None:
+        self.step = max(self.step, event.step)
+        for life in self.lives.values():
+            if life.replica and life.replica in event.members:
+                life.joined_s = life.joined_s or event.at_s
+                life.gone_s = None
+                if life.evictions and life.evictions[-1].back_s is None:
+                    life.evictions[-1].back_s = event.at_s
+                    life.evictions[-1].back_step = event.step
+
+    def _stop(self, event: GenerationStopped) -> None:
+        mine = [e for e in self.of_group(event.node) if e.generation <= event.generation]
+        if mine and mine[-1].stopped_s is None:
+            mine[-1].stopped_s = event.at_s
+
+    def _end_standing(self, lives: list[Life], at_s: float) -> None:
+        for life in lives:
+            if life.stands_s is not None:
+                over_s = min((e.record.at_s for e in life.ends.values()), default=at_s)
+                life.stood_s += max(0.0, min(over_s, at_s) - life.stands_s)
+                life.stands_s = None
+
+    def step_times_s(self) -> list[float]:
+        """Return the time of a committed step of each rank that has ended."""
+        accounts = [end.account for life in self.lives.values() for end in life.ends.values()]
+        made = [(a.step_s, a.step - a.start_step) for a in accounts]
+        return [step_s / steps for step_s, steps in made if steps > 0 and step_s > 0]
