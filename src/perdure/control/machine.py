@@ -424,6 +424,8 @@ class Controller:
     def _judge(self, now: float, verdict: Verdict) -> list[AnyAction]:
         """Take stacks at a verdict's first word; act once it is actionable."""
         state = self.state
+        if verdict.actionable and verdict.kind in STACKS_FOR:
+            state.book.correct(explain_verdict(verdict), verdict.generation)
         if verdict.generation != state.world.generation or state.world.phase != "running":
             return []
         if verdict.kind not in ACTED_UPON:
