@@ -37,8 +37,14 @@ from perdure.service.jobfiles import (
     resolve_home,
 )
 from perdure.telemetry import SnapshotFold
-from perdure.telemetry.fate import Fate, Signs, tell_fate
-from perdure.telemetry.vanished import HostFacts, Vanishing, explain_vanishing
+from perdure.telemetry.fate import (
+    Fate,
+    HostFacts,
+    Signs,
+    Vanishing,
+    explain_vanishing,
+    tell_fate,
+)
 
 ENDED = ("done", "failed", "stopped")
 LOST = "lost"

@@ -36,7 +36,7 @@ from perdure.service.cluster import (
     make_parts,
 )
 from perdure.service.controller.arbiter import prepare_arbiter
-from perdure.service.controller.journal import clear_stream, find_end
+from perdure.service.controller.journal import clear_stream, read_end
 from perdure.service.jobfiles import (
     JobLock,
     check_space,
@@ -394,7 +394,7 @@ class Supervisor:
     async def _look_for_end(self, child: Child, cause: str, at_s: float) -> None:
         """A controller that is gone has finished if the journal says so; else it is missed."""
         bus = self._bus if cause == "exit code 0" else None
-        self._ended = await find_end(self._paths, bus, self._spec)
+        self._ended = await read_end(self._paths, bus, self._spec)
         if self._ended is not None:
             self._over.set()
         else:

@@ -11,7 +11,7 @@ Row = tuple[Trap, Check | None]
 
 _CHECKS = "perdure.traps.checks"
 _SYMPTOMS = "perdure.traps.symptoms:name_symptoms"
-_VANISHED = "perdure.telemetry.vanished:explain_vanishing"
+_VANISHED = "perdure.telemetry.fate:explain_vanishing"
 _DEVICES = "perdure.detect.devices"
 
 

@@ -10,8 +10,7 @@ from perdure.model.events import (
 )
 from perdure.model.platforms.slurm import SlurmEnd
 from perdure.model.signals.progress import RankAccount
-from perdure.telemetry.fate import Signs, tell_fate
-from perdure.telemetry.vanished import RUN_LOST, HostFacts, explain_vanishing
+from perdure.telemetry.fate import RUN_LOST, HostFacts, Signs, explain_vanishing, tell_fate
 
 HERE = NodeRegistered(node=0, incarnation="a", host="h", boot_id="boot-1", slots=1)
 SAME = HostFacts(boot_id="boot-1")

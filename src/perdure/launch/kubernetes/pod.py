@@ -26,10 +26,10 @@ import msgspec
 
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
+from perdure.launch.outcome import look_at_job
 from perdure.model.job import JobSpec
 from perdure.model.paths import job_paths
 from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
-from perdure.model.report import Snapshot
 
 _POLL_S = 0.2
 _CALL_S = 60.0
@@ -143,7 +143,7 @@ class Pod:
                 Path(path).unlink(missing_ok=True)
             command += ["--placement", self.write_placement()]
         code = self.follow(subprocess.Popen(command, env=self.env))
-        state = read_state(self.home, self.spec.name)
+        state = look_at_job(job_paths(self.home, self.spec.name, os.getuid()))[0]
         code = decide_code(code, state, self.told)
         if code not in (LEFT_ON_NOTICE, *AGAIN):
             self.ended.write_text(f"{code}\n")
@@ -250,15 +250,6 @@ def decide_code(code: int, state: str, told: bool) -> int:
     if told and state != "done":
         return LEFT_ON_NOTICE
     return code
-
-
-def read_state(home: str, name: str) -> str:
-    """Return the state of a job by its own files; `lost` where nobody wrote it."""
-    try:
-        path = Path(job_paths(home, name, os.getuid()).snapshot)
-        return msgspec.json.decode(path.read_bytes(), type=Snapshot).state
-    except (OSError, msgspec.MsgspecError):
-        return "lost"
 
 
 def check_gpus(wanted: str) -> str:

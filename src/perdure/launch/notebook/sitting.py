@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.outcome import look_at_job
 from perdure.launch.results.pulling import EXCLUDED
-from perdure.launch.slurm.batch import follow, look_at_job, read_runs, say
+from perdure.launch.slurm.batch import find_paths, follow, read_runs, say
 from perdure.launch.slurm.chain import RUNS, STUCK_RUNS, Run, decide
 from perdure.launch.ssh.results import walk_area
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
@@ -72,7 +73,7 @@ def main(path: str) -> int:
         code = follow(process, told, _WORDS, observed=is_observed(data / "job.json"))
     signal.setitimer(signal.ITIMER_REAL, 0)
     keep_all()
-    state, saved = look_at_job(name)
+    state, saved = look_at_job(find_paths(name))
     checkpoint = max(saved, find_newest(durable))  # It may have gone on from one and saved none.
     run = Run(
         job=name, restart=len(before), state=state, code=code, checkpoint=checkpoint,

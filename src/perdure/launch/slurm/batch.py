@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 
+from perdure.launch.outcome import look_at_job
 from perdure.launch.slurm.chain import RUNS, Chain, Run, decide
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths, job_paths
-from perdure.model.report import Snapshot
 
 WORDS = {int(signal.SIGUSR1): "the walltime is near", int(signal.SIGTERM): "Slurm ends the job"}
 _POLL_S = 0.2
@@ -53,7 +53,7 @@ def main(place: str, warned: str) -> int:
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
     wait_for_predecessor(name)
     code = follow(subprocess.Popen(command), told, notice=notice, observed=spec.observe)
-    state, checkpoint = look_at_job(name)
+    state, checkpoint = look_at_job(find_paths(name))
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
         warned=signal.SIGUSR1 in told, ended_by="TERM" if signal.SIGTERM in told else "",
@@ -124,17 +124,6 @@ def wait_for_predecessor(name: str) -> None:
                 return
             except BlockingIOError:
                 time.sleep(1.0)
-
-
-def look_at_job(name: str) -> tuple[str, int]:
-    """Return the state of a job by its own files, and the step of its newest checkpoint."""
-    paths = find_paths(name)
-    try:
-        snapshot = msgspec.json.decode(Path(paths.snapshot).read_bytes(), type=Snapshot)
-    except (OSError, msgspec.MsgspecError):
-        return "lost", -1
-    steps = [int(str(row.get("step", -1))) for row in snapshot.checkpoints]
-    return snapshot.state, max(steps, default=-1)
 
 
 def read_runs(path: Path) -> list[Run]:

@@ -42,6 +42,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.ports import STUCK_S, JournalStream
 from perdure.service.processes import start_bound
+from perdure.telemetry.fate import find_end
 
 log = logging.getLogger("perdure.journal")
 
@@ -384,22 +385,19 @@ async def _read_stream(endpoint: Endpoint, job: str) -> list[JournalEntry]:
     return parse_journal(b"".join(groups).splitlines(keepends=True))
 
 
-async def find_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEnded | None:
+async def read_end(paths: JobPaths, bus: NatsBus | None, spec: JobSpec) -> JobEnded | None:
     """Return how the job ended if its journal says so, without reading more than its end.
-
-    The end need not be the last entry: a controller that was started for want of knowing it has
-    said so after it.
 
     With `bus` the stream is asked as well, since the mirror's disk may be full.
     """
     with contextlib.suppress(PerdureError):
-        for entry in reversed(read_last_entries(paths)):
-            if isinstance(entry.body, JobEnded):
-                return entry.body
+        ended = find_end(read_last_entries(paths), by_loss=True)
+        if ended is not None:
+            return ended
     with contextlib.suppress(PerdureError):
         last = await _read_last(bus, spec) if bus is not None else None
-        body = parse_journal(last.splitlines(keepends=True))[-1].body if last else None
-        return body if isinstance(body, JobEnded) else None
+        entries = parse_journal(last.splitlines(keepends=True)) if last else []
+        return find_end(entries[-1:], by_loss=True)
     return None
 
 

@@ -43,7 +43,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.processes import find_by_argument, find_marked
-from perdure.telemetry.vanished import RUN_LOST
+from perdure.telemetry.fate import RUN_LOST
 
 log = logging.getLogger("perdure.controller")
 
