@@ -47,7 +47,6 @@ class RankHistory:
 
     account: RankAccount = field(default_factory=RankAccount)
     exit: ExitRecord | None = None
-    detected_s: float = 0.0
     stalls: list[Stall] = field(default_factory=list)
     """What re-formations of an elastic world have cost it."""
 
@@ -308,7 +307,7 @@ class History:
         self._take_account(generation, record.rank, event.account, min(first, record.rank))
         history = generation.rank(record.rank)
         if history.exit is None:
-            history.exit, history.detected_s = record, event.detected_s
+            history.exit = record
 
     def _fail(self, event: FailureDecided) -> None:
         """Keep what was decided: of a generation, or of an epoch that members are in already."""

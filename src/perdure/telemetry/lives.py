@@ -8,7 +8,6 @@ its controller has decided.
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
-    ExitRecord,
     FailureDecided,
     GenerationStopped,
     JobEnded,
@@ -22,17 +21,7 @@ from perdure.model.events import (
     RanksStarted,
     ReplicaSeen,
 )
-from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.older import OlderLives
-
-
-@dataclass(slots=True)
-class RankEnd:
-    """How a rank ended, and what it had stamped."""
-
-    record: ExitRecord
-    account: RankAccount
-    detected_s: float
 
 
 @dataclass(slots=True)
@@ -56,8 +45,6 @@ class Life:
     group: int
     started_s: float
     replica: str = ""
-    asked_s: float | None = None
-    """It came to the lighthouse for the first time."""
     held_s: float | None = None
     """It was held there before its first quorum: a spare."""
     joined_s: float | None = None
@@ -74,7 +61,8 @@ class Life:
     stands_s: float | None = None
     stood_s: float = 0.0
     """Held though it had trained: in pauses, or because another had taken its place."""
-    ends: dict[int, RankEnd] = field(default_factory=dict)
+    ends: dict[int, RankExited] = field(default_factory=dict)
+    """By rank."""
     failure: FailureDecided | None = None
     """Why it ended, as its controller has decided."""
 
@@ -151,8 +139,7 @@ class LifeFold:
                 self.step = max(self.step, event.account.step)
                 known = self.lives.get(record.generation)
                 if known is not None:
-                    end = RankEnd(record, event.account, event.detected_s)
-                    known.ends.setdefault(record.rank, end)
+                    known.ends.setdefault(record.rank, event)
             case KeeperLost() as event if event.generation in self.lives:
                 self.lives[event.generation].lost_s = event.at_s
             case GenerationStopped() as event:
@@ -186,7 +173,6 @@ class LifeFold:
             del life.evictions[-1:]
             return
         life.replica = event.replica
-        life.asked_s = life.asked_s or event.at_s
         if event.held and life.joined_s is None:
             life.held_s = life.held_s or event.at_s
         elif event.held:

@@ -27,6 +27,7 @@ from perdure.model.events import (
     VerdictWithdrawn,
     WorldReformed,
 )
+from perdure.model.failures import explain_exit
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold
@@ -223,8 +224,7 @@ class VerdictFold:
             for early in self.early.get(generation, ()):
                 if early.record.at_s <= record.at_s:
                     return _blame_early(early, ordered)
-        step = first.account.step
-        where = f" at step {step}" if step >= 0 else ""
+        cause = explain_exit(record, first.detected_s, first.account.step, None)
         return Verdict(
             kind="Crash",
             culprit=Culprit(rank=record.rank),
@@ -232,10 +232,10 @@ class VerdictFold:
             first_seen_s=record.at_s,
             confirmed_s=first.detected_s,
             confidence=1.0,
-            reason=f"rank {record.rank} ended with {record.cause}{where}",
+            reason=cause.reason,
             actionable=True,
             certain=True,
-            step=step,
+            step=cause.at_step,
             evidence=_find_evidence(record, ordered[1:]),
         )
 
