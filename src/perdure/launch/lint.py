@@ -13,9 +13,11 @@ from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding
 from perdure.model.platforms.profile import Profile, Tier
+from perdure.traps.checks import FLEETING, is_below
+from perdure.traps.findings import error, warning
 
 _SECRET = re.compile(r"(TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_?KEY|CREDENTIAL)", re.I)
-_FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run", "$TMPDIR", "${TMPDIR}", "$SLURM_TMPDIR")
+_FLEETING = (*FLEETING, "$TMPDIR", "${TMPDIR}", "$SLURM_TMPDIR")
 
 
 def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
@@ -61,15 +63,15 @@ def render_job(spec: JobSpec) -> str:
 
 
 def _check_secrets(spec: JobSpec) -> list[Finding]:
-    shown = sorted(name for name, value in spec.env.items() if _SECRET.search(name) and value)
     return [
-        Finding(
-            "error",
+        one
+        for name, value in sorted(spec.env.items())
+        for one in error(
+            _SECRET.search(name) and value,
             f"env.{name} looks like a secret, and a job file is no place for one",
             f'launch.secrets = ["{name}"] takes its value from this shell, over standard input',
             "U34",
         )
-        for name in shown
     ]
 
 
@@ -80,16 +82,13 @@ def _check_durable(spec: JobSpec, profile: Profile) -> list[Finding]:
     if url and "://" not in url:
         places["checkpoint.url"] = url
     for key, place in places.items():
-        if any(place == root or place.startswith(root + "/") for root in _FLEETING):
-            found.append(
-                Finding("error", f"{key} = {place} is wiped at the end of a job or a boot",
-                        "name a place that survives: see the matrix", "SLURM5")
-            )  # fmt: skip
-        elif (tier := find_tier(profile, place)) and tier.survives_stop == "no":
-            found.append(
-                Finding("warning", f"{key} = {place} is on the {tier.name}, "
-                        "which does not survive a stop", "name a place that does")
-            )  # fmt: skip
+        tier = find_tier(profile, place)
+        wiped = is_below(place, _FLEETING)
+        stops = not wiped and tier is not None and tier.survives_stop == "no"
+        text = f"{key} = {place} is wiped at the end of a job or a boot"
+        found += error(wiped, text, "name a place that survives: see the matrix", "SLURM5")
+        text = f"{key} = {place} is on the {tier and tier.name}, which does not survive a stop"
+        found += warning(stops, text, "name a place that does")
     return found
 
 
@@ -105,39 +104,37 @@ def find_tier(profile: Profile, place: str) -> Tier | None:
 
 
 def _check_room(spec: JobSpec, profile: Profile) -> list[Finding]:
-    if not spec.room or profile.kind in ("kubernetes", "local"):
-        return []
+    lacks = spec.room and profile.kind not in ("kubernetes", "local")
     text = f"nodes_max: nothing brings nodes to a job on {profile.kind} while it runs"
-    return [Finding("error", text, "nodes alone, or spares")]
+    return error(lacks, text, "nodes alone, or spares")
 
 
 def _check_groups(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what torchft's groups need: one machine, and devices for each of them."""
     if not spec.torchft.replicas:
         return []
-    found = []
     machines = {"slurm": spec.nodes, "kubernetes": spec.num_nodes}.get(profile.kind, 1)
-    if machines > 1:
-        text = (f"torchft on {machines} machines: all replica groups are on one, where their "
-                "lighthouse is; no other machine reaches it yet")  # fmt: skip
-        hint = "nodes = 1, and on Kubernetes no spares; or an elastic job over several machines"
-        found.append(Finding("error", text, hint))
-    wanted = spec.machine_ranks
-    if 0 < spec.launch.gpus < wanted:
-        text = (
-            f"launch.gpus = {spec.launch.gpus}, and the groups have {wanted} ranks on one machine"
-        )
-        found.append(Finding("error", text, f"launch.gpus = {wanted}: nproc x (replicas + spares)"))
-    return found
+    gpus, wanted = spec.launch.gpus, spec.machine_ranks
+    return [
+        *error(
+            machines > 1,
+            f"torchft on {machines} machines: all replica groups are on one, where their "
+            "lighthouse is; no other machine reaches it yet",
+            "nodes = 1, and on Kubernetes no spares; or an elastic job over several machines",
+        ),
+        *error(
+            0 < gpus < wanted,
+            f"launch.gpus = {gpus}, and the groups have {wanted} ranks on one machine",
+            f"launch.gpus = {wanted}: nproc x (replicas + spares)",
+        ),
+    ]
 
 
 def _check_meter(profile: Profile) -> list[Finding]:
-    if profile.ends_by_itself:
-        return []
     teardown = profile.teardown
-    lacks = not (teardown.id or teardown.ids) and any("{id}" in w for w in teardown.stop_command)
+    unnamed = not (teardown.id or teardown.ids) and any("{id}" in w for w in teardown.stop_command)
     hint = f"by hand: {teardown.how}" if not teardown.stop_command else "perdure teardown JOB"
-    if lacks:
+    if unnamed:
         hint = f"teardown.id, for perdure teardown JOB; or by hand: {teardown.how}"
     text = f"nothing stops the meter but a person ({profile.meter_stop_verb})"
-    return [Finding("warning", text, hint, "GEN1")]
+    return warning(not profile.ends_by_itself, text, hint, "GEN1")

@@ -16,7 +16,10 @@ INODES_MIN = 100_000
 SHARE_MIN = 0.05
 """Of a disk's bytes or inodes: below it is full, whatever that is in numbers."""
 NETWORK_KINDS = frozenset(
-    {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "gpfs", "beegfs", "ceph"}
+    {
+        *("nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p"),
+        *("lustre", "gpfs", "beegfs", "ceph", "glusterfs"),
+    }
 )
 FLEETING = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 MEMORY_SHARE_MAX = 0.85
@@ -301,7 +304,7 @@ def check_durable(facts: BoxFacts) -> Verdict:
     """SLURM5, NB4: checkpoints on a place that is wiped."""
     fleeting = (*FLEETING, *(filter(None, [facts.env.get("TMPDIR", "")])))
     places = [d for d in facts.disks if d.role in ("state", "checkpoints")]
-    bad = [d.path for d in places if d.kind in ("tmpfs", "overlay") or _below(d.path, fleeting)]
+    bad = [d.path for d in places if d.kind in ("tmpfs", "overlay") or is_below(d.path, fleeting)]
     if not places:
         return None
     if bad:
@@ -309,7 +312,8 @@ def check_durable(facts: BoxFacts) -> Verdict:
     return "ok", ", ".join(dict.fromkeys(d.path for d in places))
 
 
-def _below(path: str, roots: Iterable[str]) -> bool:
+def is_below(path: str, roots: Iterable[str]) -> bool:
+    """Return whether a path is one of some folders, or in one."""
     return any(path == root or path.startswith(root.rstrip("/") + "/") for root in roots)
 
 

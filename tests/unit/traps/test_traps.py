@@ -139,6 +139,19 @@ def test_what_meets_a_trap_exists_and_what_nothing_meets_is_said() -> None:
         assert "diagnosed" in find_trap(symptom.trap).how, symptom.trap
 
 
+def test_what_a_check_before_a_launch_names_is_a_trap_of_the_table() -> None:
+    named = {
+        trap
+        for room in ("launch", "model/platforms")
+        for path in (ROOT / "src/perdure" / room).rglob("*.py")
+        if path.name != "tensorfiles.py"  # Whose types of numbers have such names too.
+        for trap in re.findall(r'"((?:GEN|SLURM|K8S|NB|MN|U)\d+[a-z]?)"', path.read_text())
+    }
+    assert {"GEN1", "SLURM2b", "K8S4", "NB4", "U34"} <= named
+    for trap in named:
+        assert find_trap(trap).id == trap
+
+
 def test_whatever_meets_a_trap_has_a_test_that_is_there() -> None:
     in_cases = ("perdure.traps.checks", "perdure.traps.symptoms")
     for trap, _ in TRAPS:

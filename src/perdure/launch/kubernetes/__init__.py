@@ -42,6 +42,7 @@ from perdure.model.platforms.kubernetes import (
 )
 from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.platforms.profile import Profile
+from perdure.traps.findings import error, note, warning
 
 CLAIM, JOB = "claim.yaml", "job.yaml"
 _AGAIN_S = 1.0
@@ -118,15 +119,13 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     section, client = plan.profile.kubernetes, Client(plan.profile.kubernetes)
     found = compare_version(section, client.read_version())
     for name, text in plan.files.items():
-        if refusal := client.find_refusal(text):
-            found.append(Finding("error", f"the server refuses {name}: {refusal}"))
+        refusal = client.find_refusal(text)
+        found += error(refusal, f"the server refuses {name}: {refusal}")
     found += check_claim(plan, client.get("pvc", plan.settings["claim"]))
-    if plan.settings["secrets"]:
-        keys = client.list_secret_keys(section.secret)
-        lacking = sorted(set(plan.settings["secrets"]) - (keys or set()))
-        if lacking:
-            text = f"Secret {section.secret} has no {', '.join(lacking)}"
-            found.append(Finding("error", text, "kubectl create secret generic", "U34"))
+    if wanted := set(plan.settings["secrets"]):
+        lacking = sorted(wanted - (client.list_secret_keys(section.secret) or set()))
+        text = f"Secret {section.secret} has no {', '.join(lacking)}"
+        found += error(lacking, text, "kubectl create secret generic", "U34")
     if plan.settings["gpus"]:
         nodes = client.get("nodes") or {}
         found += check_nodes(nodes.get("items", ()), section.gpu_resource, plan.settings["gpus"])
@@ -137,38 +136,34 @@ def compare_version(section: KubernetesSection, server: str) -> list[Finding]:
     """Return what a server of another version does with the manifest."""
     wanted, there = parse_version(section.server), parse_version(server)
     hint = f'kubernetes.server = "{there[0]}.{there[1]}"'
-    if there < wanted:
-        text = f"the manifest is for {section.server}, and the server is {server}: it drops fields"
-        return [Finding("error", text, hint)]
-    if there > wanted:
-        return [Finding("note", f"the server is {server}, newer than {section.server}", hint)]
-    return []
+    drops = f"the manifest is for {section.server}, and the server is {server}: it drops fields"
+    newer = f"the server is {server}, newer than {section.server}"
+    return [*error(there < wanted, drops, hint), *note(there > wanted, newer, hint)]
 
 
 def check_claim(plan: Plan, claim: Any) -> list[Finding]:
     """Return whether a claim that exists serves this job."""
-    section, name = plan.profile.kubernetes, plan.settings["claim"]
+    name, pods = plan.settings["claim"], plan.settings["pods"]
     if not claim:
-        if section.storage:
-            return []
-        return [Finding("error", f"no claim {name}: pods would wait for ever",
-                        "kubernetes.claim, or kubernetes.storage for a new one")]  # fmt: skip
+        text = f"no claim {name}: pods would wait for ever"
+        hint = "kubernetes.claim, or kubernetes.storage for a new one"
+        return error(not plan.profile.kubernetes.storage, text, hint)
     modes = claim.get("spec", {}).get("accessModes", ())
-    if plan.settings["pods"] > 1 and "ReadWriteMany" not in modes:
-        return [Finding("error", f"claim {name} is {', '.join(modes)}, and "
-                        f"{plan.settings['pods']} pods share it", "a ReadWriteMany claim",
-                        "K8S4")]  # fmt: skip
-    return []
+    text = f"claim {name} is {', '.join(modes)}, and {pods} pods share it"
+    apart = pods > 1 and "ReadWriteMany" not in modes
+    return error(apart, text, "a ReadWriteMany claim", "K8S4")
 
 
 def check_nodes(nodes: Sequence[Any], resource: str, gpus: int) -> list[Finding]:
     """Return whether any node has as many GPUs to give as a pod asks for."""
     given = [int(n.get("status", {}).get("allocatable", {}).get(resource, 0)) for n in nodes]
-    if max(given, default=0) >= gpus:
-        return []
-    text = f"no node has {gpus} {resource}: the most is {max(given, default=0)}"
-    hint = "is the device plugin up (kubectl get ds -A)? or does a pool start from zero?"
-    return [Finding("warning", text, hint, "K8S1")]
+    most = max(given, default=0)
+    return warning(
+        most < gpus,
+        f"no node has {gpus} {resource}: the most is {most}",
+        "is the device plugin up (kubectl get ds -A)? or does a pool start from zero?",
+        "K8S1",
+    )
 
 
 def submit(plan: Plan, here: Here) -> LaunchRecord:

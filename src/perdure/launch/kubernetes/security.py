@@ -10,6 +10,7 @@ from typing import Any
 
 from perdure.model.platforms.kubernetes import KubernetesSection
 from perdure.model.platforms.launching import Finding
+from perdure.traps.findings import note, warning
 
 Object = Mapping[str, Any]
 _VOLUMES = (
@@ -56,17 +57,22 @@ def explain_security(section: KubernetesSection) -> list[Finding]:
     """Return what becomes of a pod by who it runs as, which the manifest alone does not say."""
     if section.security == "image":
         text = "pods run as whom the image says, often root, with the runtime's own capabilities"
-        return [Finding("warning", text, 'kubernetes.security = "restricted" asks for neither')]
+        return warning(True, text, 'kubernetes.security = "restricted" asks for neither')
     if section.ptrace:
         text = "kubernetes.ptrace: SYS_PTRACE, which serves root only; pods run as the image says"
-        return [Finding("warning", text, "doctor in the job says whether stacks need it")]
-    if not section.run_as_user:
-        text = "an image whose user is root does not start (CreateContainerConfigError)"
-        return [Finding("note", text, "kubernetes.run_as_user, unless the cluster chooses one")]
-    text = (f"pods run as user {section.run_as_user}, whoever the image's own is (often root): what"
-            " only root may read or write there is closed to them")  # fmt: skip
-    return [Finding("note", text, "kubernetes.run_as_user, kubernetes.fs_group for the volume, or "
-                    'kubernetes.security = "image"')]  # fmt: skip
+        return warning(True, text, "doctor in the job says whether stacks need it")
+    user = section.run_as_user
+    text = "an image whose user is root does not start (CreateContainerConfigError)"
+    return [
+        *note(not user, text, "kubernetes.run_as_user, unless the cluster chooses one"),
+        *note(
+            user,
+            f"pods run as user {user}, whoever the image's own is (often root): what"
+            " only root may read or write there is closed to them",
+            "kubernetes.run_as_user, kubernetes.fs_group for the volume, or "
+            'kubernetes.security = "image"',
+        ),
+    ]
 
 
 def find_violations(pod: Object) -> list[str]:

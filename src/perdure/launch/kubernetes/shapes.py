@@ -48,6 +48,14 @@ JOB = _words(
     "backoffLimitPerIndex maxFailedIndexes selector manualSelector template "
     "ttlSecondsAfterFinished completionMode suspend podReplacementPolicy managedBy scheduling"
 )
+COUNTS = (
+    "parallelism",
+    "completions",
+    "backoffLimit",
+    "activeDeadlineSeconds",
+    "ttlSecondsAfterFinished",
+)
+"""Fields of a Job that are numbers from 0 on."""
 POD = _words(
     "volumes initContainers containers ephemeralContainers restartPolicy "
     "terminationGracePeriodSeconds activeDeadlineSeconds dnsPolicy nodeSelector "

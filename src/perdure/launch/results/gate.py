@@ -12,6 +12,7 @@ from perdure.model.platforms.launching import (
     PullManifest,
     PullVerified,
 )
+from perdure.traps.findings import error
 
 NAMED_MAX = 3
 """Of files that are in the way so many are named; the others are counted."""
@@ -37,53 +38,67 @@ def find_obstacles(
     that were launched from here, and are looked at by themselves. With `nothing_to_keep` a person
     has said that whatever is on the box may go with it.
     """
-    job = record.job
-    pull = f"perdure pull {job} {record.pulled_to or 'DIR'}"
-    found: list[Finding] = []
-
-    def refuse(text: str, hint: str) -> None:
-        found.append(Finding("error", text, hint, "GEN1"))
-
-    if None in states and not box_is_gone:
-        refuse("the box does not answer, and what is on it is not known",
-               "try again; --box-is-gone where it was taken away")  # fmt: skip
-    for state in states:
-        if state is not None and not state.over:
-            refuse(f"the job is {state.state}: {state.reason}", f"perdure stop {job}")
-    mine = {job, *(box.place.rpartition("/")[2] for box in (record, *record.others))}
-    strangers = sorted(
-        {name for name in on_box.others if name not in mine | known} if on_box else ()
-    )
-    if strangers and is_destroyed(record):
-        refuse(f"job `{strangers[0]}` is on the box, and was not launched from here",
-               "whose is it? --others-agree once they have said that it may go")  # fmt: skip
+    job, folder = record.job, record.pulled_to
+    pull = f"perdure pull {job} {folder or 'DIR'}"
+    mine = {job, *(box.place.rpartition("/")[2] for box in (record, *record.others))} | known
+    strangers = sorted(set(on_box.others) - mine if on_box and is_destroyed(record) else ())
+    found = [
+        *_refuse(
+            None in states and not box_is_gone,
+            "the box does not answer, and what is on it is not known",
+            "try again; --box-is-gone where it was taken away",
+        ),
+        *(
+            one
+            for state in states
+            if state is not None and not state.over
+            for one in _refuse(
+                True, f"the job is {state.state}: {state.reason}", f"perdure stop {job}"
+            )
+        ),
+        *_refuse(
+            strangers,
+            f"job `{next(iter(strangers), '')}` is on the box, and was not launched from here",
+            "whose is it? --others-agree once they have said that it may go",
+        ),
+    ]
     if nothing_to_keep:
         return found
     if pulled is None:
-        hint = f"{pull}; perdure forget {job} where nothing can be saved" if box_is_gone else pull
-        refuse("nothing was pulled" if not record.pulled_to else
-               f"{record.pulled_to} holds no pulled job", hint)  # fmt: skip
-        return found
-    if pulled.job != job:
-        refuse(f"{record.pulled_to} holds job `{pulled.job}`", pull)
-    if differences:
-        refuse(f"{record.pulled_to}: {differences[0]}", pull)
-    if verified is None:
-        refuse("the pull was not verified", f"perdure verify {record.pulled_to}")
-    elif not (verified.loaded and verified.tensors) and not verified.nothing_to_keep:
-        hint = f"perdure verify {record.pulled_to} --nothing-to-keep, if that is right"
-        refuse("of what was pulled nothing has a tensor in it", hint)
-    if on_box is not None:
-        for why in on_box.unread[:NAMED_MAX]:
-            refuse(f"on the box, and only there, for all that is known: {why}",
-                   f"--leave {why.partition(': ')[0]!r} leaves it behind")  # fmt: skip
-        here = {(file.path, file.sha256) for file in pulled.files}
-        newer = [file.path for file in on_box.files if (file.path, file.sha256) not in here]
-        if newer:
-            more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
-            refuse(f"{newer[0]}{more} on the box is not what was pulled",
-                   f"{pull}; --leave {newer[0]!r} leaves it behind")  # fmt: skip
+        text = f"{folder} holds no pulled job" if folder else "nothing was pulled"
+        lost = f"; perdure forget {job} where nothing can be saved" if box_is_gone else ""
+        return found + _refuse(True, text, pull + lost)
+    loads = verified is None or verified.nothing_to_keep or (verified.loaded and verified.tensors)
+    found += [
+        *_refuse(pulled.job != job, f"{folder} holds job `{pulled.job}`", pull),
+        *_refuse(differences, f"{folder}: {next(iter(differences), '')}", pull),
+        *_refuse(verified is None, "the pull was not verified", f"perdure verify {folder}"),
+        *_refuse(
+            not loads,
+            "of what was pulled nothing has a tensor in it",
+            f"perdure verify {folder} --nothing-to-keep, if that is right",
+        ),
+    ]
+    return found + (_compare_box(on_box, pulled, pull) if on_box else [])
+
+
+def _compare_box(on_box: PullManifest, pulled: PullManifest, pull: str) -> list[Finding]:
+    """Return what is on the box and not here, for all that is known."""
+    found: list[Finding] = []
+    for why in on_box.unread[:NAMED_MAX]:
+        text = f"on the box, and only there, for all that is known: {why}"
+        found += _refuse(True, text, f"--leave {why.partition(': ')[0]!r} leaves it behind")
+    here = {(file.path, file.sha256) for file in pulled.files}
+    newer = [file.path for file in on_box.files if (file.path, file.sha256) not in here]
+    if newer:
+        more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
+        text = f"{newer[0]}{more} on the box is not what was pulled"
+        found += _refuse(True, text, f"{pull}; --leave {newer[0]!r} leaves it behind")
     return found
+
+
+def _refuse(when: object, text: str, hint: str) -> list[Finding]:
+    return error(when, text, hint, "GEN1")
 
 
 def find_changes(before: PullManifest, now: PullManifest) -> list[str]:

@@ -27,6 +27,7 @@ from perdure.launch.ssh.submit import find_record, prepare
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
+from perdure.traps.findings import error
 
 
 def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
@@ -38,10 +39,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         measured, found = _check_login(plan, here)
     found += check_cluster(slurm.read_config())
     refusal = slurm.test_submit(plan.files["job.sbatch"])
-    if refusal:
-        found.append(
-            Finding("error", f"sbatch would refuse it: {refusal}", "sinfo; the profile's [slurm]")
-        )
+    found += error(refusal, f"sbatch would refuse it: {refusal}", "sinfo; the profile's [slurm]")
     return measured, (*found, *_check_running(slurm, plan, here))
 
 
@@ -111,8 +109,8 @@ def _check_running(slurm: Slurm, plan: Plan, here: Here) -> list[Finding]:
     there = plan.profile.launch.host
     job = slurm.find_submitted(f"{plan.place}/launch" if there else expand(plan.place, here))
     end = slurm.look(job)[0] if job else None
-    if end is None or end.state not in ("waiting", "running"):
+    if end is None:
         return []
     text = f"job {plan.job} is Slurm job {job} already: {end.state} {end.reason}".rstrip()
     hint = f"perdure attach {plan.job}, perdure stop {plan.job}, or another name"
-    return [Finding("error", text, hint)]
+    return error(end.state in ("waiting", "running"), text, hint)

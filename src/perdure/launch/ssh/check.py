@@ -19,19 +19,9 @@ from perdure.model.errors import ConfigError
 from perdure.model.platforms.launching import Finding, Plan
 from perdure.model.platforms.profile import LaunchSection, Profile
 from perdure.model.platforms.supported import TESTED_TORCH, read_version
+from perdure.traps.checks import NETWORK_KINDS
+from perdure.traps.findings import error, finding, note, warning
 
-_SHARED = (
-    "nfs",
-    "nfs4",
-    "lustre",
-    "gpfs",
-    "beegfs",
-    "ceph",
-    "cifs",
-    "fuse.sshfs",
-    "9p",
-    "glusterfs",
-)
 _PLAIN = {"LC_ALL": "C"}
 RUNPOD_PROXY = "ssh.runpod.io"
 LIVING = ("running", "orphaned")
@@ -71,14 +61,15 @@ def _check_states(plans: Sequence[Plan], states: list[dict[str, Any]]) -> list[F
     Where the first does, those that it has lost are brought back.
     """
     runs = [state["state"] in LIVING for state in states]
-    names = [plan.profile.launch.host for plan in plans]
-    if all(runs):
-        hint = f"perdure attach {plans[0].job}, perdure stop {plans[0].job}, or another name"
-        return [Finding("error", f"job {plans[0].job} runs there already", hint)]
-    if runs[0]:
-        lost = ", ".join(name for name, lives in zip(names, runs, strict=True) if not lives)
-        return [Finding("note", f"the job runs; it is joined by {lost}")]
-    return []
+    lost = [plan.profile.launch.host for plan, lives in zip(plans, runs, strict=True) if not lives]
+    return [
+        *error(not lost, f"job {plans[0].job} runs there already", _describe_others(plans[0].job)),
+        *note(lost and runs[0], f"the job runs; it is joined by {', '.join(lost)}"),
+    ]
+
+
+def _describe_others(job: str) -> str:
+    return f"perdure attach {job}, perdure stop {job}, or another name"
 
 
 def _check_box(
@@ -87,53 +78,46 @@ def _check_box(
     """Return what was measured on one box, and what is amiss there."""
     durable = told["places"]["DURABLE_DIR"]
     measured = {
-        "shared_fs": durable["type"] in _SHARED,
+        "shared_fs": durable["type"] in NETWORK_KINDS,
         "inode_cap": durable["inodes"] or "none",
         "host_driver_cuda_max": told["cuda_max"] or "none",
         "local_nvme": told["nvme"] or "none",
     }
     if told["reached"] is not None:
         measured["mirror"] = ""
-    found = [
-        *_check_host(plan),
+    launch, state = plan.profile.launch, told["state"]["state"]
+    return measured, [
+        *warning(
+            not launch.host,
+            "no box is named: the job is sent to this machine itself",
+            "--host ALIAS names one; --on local sends nothing",
+        ),
         *check_banner(plan),
         *check_places(told),
         *check_room(told["places"]["DATA_DIR"], measure_project(plan)),
         *check_tools(plan, told),
         *_check_gpus(plan, told),
         *check_secrets(plan, told, here),
+        *warning(
+            told["reached"] is False,
+            f"{MIRROR_PROBE} cannot be reached from the box",
+            'mirror = "https://..." where data or weights come from there',
+        ),
+        *error(
+            state in LIVING and len(launch.hosts) < 2,
+            f"job {plan.job} runs there already: {told['state']['reason']}",
+            _describe_others(plan.job),
+        ),
+        *note(state == "rebooted", "the box was rebooted; the job goes on from its checkpoint"),
     ]
-    if told["reached"] is False:
-        found.append(
-            Finding("warning", f"{MIRROR_PROBE} cannot be reached from the box",
-                    'mirror = "https://..." where data or weights come from there')
-        )  # fmt: skip
-    state = told["state"]["state"]
-    if state in LIVING and len(plan.profile.launch.hosts) < 2:
-        found.append(
-            Finding("error", f"job {plan.job} runs there already: {told['state']['reason']}",
-                    f"perdure attach {plan.job}, perdure stop {plan.job}, or another name")
-        )  # fmt: skip
-    elif state == "rebooted":
-        found.append(Finding("note", "the box was rebooted; the job goes on from its checkpoint"))
-    return measured, found
-
-
-def _check_host(plan: Plan) -> list[Finding]:
-    """Return that no box is named: then this machine is taken for it."""
-    if plan.profile.launch.host:
-        return []
-    text = "no box is named: the job is sent to this machine itself"
-    return [Finding("warning", text, "--host ALIAS names one; --on local sends nothing")]
 
 
 def check_banner(plan: Plan) -> list[Finding]:
     """Return whether shells there print something at every login."""
-    banner = Channel(plan.profile.launch).ask("true").banner
-    if not banner:
-        return []
-    text = f"a shell of the box prints at every login: {banner.splitlines()[0]}"
-    return [Finding("error", text, "rsync breaks on it: ~/.bashrc has to be silent without a tty")]
+    said = Channel(plan.profile.launch).ask("true").banner.splitlines()
+    text = f"a shell of the box prints at every login: {next(iter(said), '')}"
+    hint = "rsync breaks on it: ~/.bashrc has to be silent without a tty"
+    return error(said, text, hint)
 
 
 def probe(plan: Plan) -> dict[str, Any]:
@@ -192,21 +176,19 @@ def _quote(place: str) -> str:
 
 def check_places(told: dict[str, Any]) -> list[Finding]:
     """Return whether there is room where the job writes, that lasts."""
-    found = []
+    found: list[Finding] = []
     for name in ("DATA_DIR", "DURABLE_DIR"):
         place = told["places"][name]
-        where = f"{name} {place['path']}"
-        if not place["writable"]:
-            found.append(Finding("error", f"{where} cannot be written", f"overrides.{name}"))
-        if place["type"] in ("tmpfs", "ramfs"):
-            text = f"{where} is in memory ({place['type']}): gone with a reboot"
-            found.append(Finding("error", text, f"overrides.{name} on a disk", "GEN6"))
-        if place["free_bytes"] < _FREE_MIN:
-            text = f"{where}: {place['free_bytes'] / 1e9:.1f} GB free"
-            found.append(Finding("warning", text, "a full disk breaks checkpoints", "U6"))
-        if place["inodes"] and place["free_inodes"] < _INODES_MIN:
-            text = f"{where}: {place['free_inodes']} files fit"
-            found.append(Finding("warning", text, "inodes end before bytes do", "U7"))
+        where, key, files = f"{name} {place['path']}", f"overrides.{name}", place["free_inodes"]
+        gone = f"{where} is in memory ({place['type']}): gone with a reboot"
+        left = f"{where}: {place['free_bytes'] / 1e9:.1f} GB free"
+        low, few = place["free_bytes"] < _FREE_MIN, place["inodes"] and files < _INODES_MIN
+        found += [
+            *error(not place["writable"], f"{where} cannot be written", key),
+            *error(place["type"] in ("tmpfs", "ramfs"), gone, f"{key} on a disk", "GEN6"),
+            *warning(low, left, "a full disk breaks checkpoints", "U6"),
+            *warning(few, f"{where}: {files} files fit", "inodes end before bytes do", "U7"),
+        ]
     return list(dict.fromkeys(found))
 
 
@@ -233,92 +215,115 @@ def _read_count(name: str, text: str) -> int:
 def check_room(place: dict[str, Any], project: tuple[int, int]) -> list[Finding]:
     """Return that the project does not fit where it is to be sent."""
     size, files = project
-    where = f"DATA_DIR {place['path']}"
+    free, files_free = place["free_bytes"], place["free_inodes"]
+    where = f"do not fit on DATA_DIR {place['path']}"
     hint = "launch.exclude leaves out what is not needed there; or another DATA_DIR"
-    if size > place["free_bytes"]:
-        text = f"the project's {size / 1e9:.1f} GB do not fit on {where}"
-        return [Finding("error", f"{text}: {place['free_bytes'] / 1e9:.1f} GB free", hint, "U6")]
-    if place["inodes"] and files > place["free_inodes"]:
-        text = f"the project's {files} files do not fit on {where}"
-        return [Finding("error", f"{text}: {place['free_inodes']} more may be there", hint, "U7")]
-    return []
+    text = f"the project's {size / 1e9:.1f} GB {where}: {free / 1e9:.1f} GB free"
+    many = f"the project's {files} files {where}: {files_free} more may be there"
+    fits = size <= free
+    return [
+        *error(not fits, text, hint, "U6"),
+        *error(fits and place["inodes"] and files > files_free, many, hint, "U7"),
+    ]
 
 
 def check_tools(plan: Plan, told: dict[str, Any]) -> list[Finding]:
     """Return whether the programs are there that a launch needs."""
-    found = []
-    tools = told["tools"]
-    launch = plan.profile.launch
-    if "rsync" not in tools and plan.profile.launch.host:
-        found.append(Finding("error", "the box has no rsync", "apt-get install rsync", "GEN3"))
-    if "tmux" not in tools and plan.profile.detach == "tmux":
-        word = "note" if "setsid" in tools else "error"
-        hint = "setsid takes its place" if word == "note" else "install tmux"
-        found.append(Finding("note" if word == "note" else "error", "the box has no tmux", hint))
-    if told["lingers"] is False and plan.profile.detach != "sbatch":
-        found.append(
-            Finding("warning", "this user does not linger: systemd may end what is left at logout",
-                    "loginctl enable-linger", "GEN2")
-        )  # fmt: skip
-    relaunch = plan.profile.interruption.relaunch
-    if plan.settings.get("relaunch") and relaunch not in told["starters"]:
-        text = f"no {relaunch} runs on the box that would start the job after a reboot"
-        instead = told["starters"][0] if told["starters"] else "none"
-        found.append(Finding("error", text, f'interruption.relaunch = "{instead}"', "GEN6"))
+    tools, profile, starters = told["tools"], plan.profile, told["starters"]
+    launch, relaunch = profile.launch, profile.interruption.relaunch
+    detaches = "setsid" in tools
+    version = tuple(map(int, (told["python_version"] or "0").split(".")[:2]))
+    needed = f"{launch.python} on the box is {told['python_version']}; perdure needs 3.11"
+    named = "launch.python names another"
+    found = [
+        *error(
+            "rsync" not in tools and launch.host,
+            "the box has no rsync",
+            "apt-get install rsync",
+            "GEN3",
+        ),
+        *finding(
+            "note" if detaches else "error",
+            "tmux" not in tools and profile.detach == "tmux",
+            "the box has no tmux",
+            "setsid takes its place" if detaches else "install tmux",
+        ),
+        *warning(
+            told["lingers"] is False and profile.detach != "sbatch",
+            "this user does not linger: systemd may end what is left at logout",
+            "loginctl enable-linger",
+            "GEN2",
+        ),
+        *error(
+            plan.settings.get("relaunch") and relaunch not in starters,
+            f"no {relaunch} runs on the box that would start the job after a reboot",
+            f'interruption.relaunch = "{next(iter(starters), "none")}"',
+            "GEN6",
+        ),
+    ]
     if not told["python"]:
-        text = f"there is no {launch.python} on the box"
-        found.append(Finding("error", text, "launch.python names another"))
-    elif tuple(map(int, told["python_version"].split(".")[:2])) < (3, 11):
-        text = f"{launch.python} on the box is {told['python_version']}; perdure needs 3.11"
-        found.append(Finding("error", text, "launch.python names another"))
-    else:
-        found += check_torch(plan.profile, told["torch"])
-    return found
+        return found + error(True, f"there is no {launch.python} on the box", named)
+    old = error(version < (3, 11), needed, named)
+    return found + (old or check_torch(profile, told["torch"]))
 
 
 def check_torch(profile: Profile, version: str) -> list[Finding]:
     """Return what a job would meet that runs with the torch of `launch.python`; empty: none."""
     launch = profile.launch
-    if not version and launch.environment == "use":
-        text = f"{launch.python} on the box has no torch"
-        return [Finding("error", text, 'launch.environment = "create", or another python')]
+    there, tested = read_version(version), read_version(TESTED_TORCH)
     brought = launch.environment != "use" and any(
         re.match(r"torch\b(?!-)", package) for package in launch.packages
     )
-    if not version or brought or read_version(version) == read_version(TESTED_TORCH):
-        return []
+    met = version and not brought
     text = f"torch {version} of {launch.python} on the box; perdure is tested with {TESTED_TORCH}"
-    if read_version(version) < read_version(TESTED_TORCH):
-        hint = f"pip install 'torch>={TESTED_TORCH}' there, or another launch.python"
-        return [Finding("error", f"{text}, and needs it or newer", hint)]
-    return [Finding("warning", text, "the recorder falls back where this torch differs")]
+    return [
+        *error(
+            not version and launch.environment == "use",
+            f"{launch.python} on the box has no torch",
+            'launch.environment = "create", or another python',
+        ),
+        *error(
+            met and there < tested,
+            f"{text}, and needs it or newer",
+            f"pip install 'torch>={TESTED_TORCH}' there, or another launch.python",
+        ),
+        *warning(met and there > tested, text, "the recorder falls back where this torch differs"),
+    ]
 
 
 def _check_gpus(plan: Plan, told: dict[str, Any]) -> list[Finding]:
     gpus = told["gpus"]
-    if not gpus:
-        return []
-    settings = msgspec.json.decode(plan.files["settings.json"])
-    wanted = settings["gpus"]
+    wanted = msgspec.json.decode(plan.files["settings.json"])["gpus"]
     busy = [gpu for gpu in gpus if gpu["pids"]]
     holders = "; ".join(f"GPU {g['index']}: process {', '.join(g['pids'])}" for g in busy)
-    if len(gpus) - len(busy) < wanted:
-        text = f"{wanted} GPUs are wanted, {len(gpus) - len(busy)} of {len(gpus)} are free"
-        return [Finding("error", text, holders or "launch.gpus", "GEN7")]
-    return [Finding("warning", "GPUs are held by others", holders, "GEN7")] if busy else []
+    free = len(gpus) - len(busy)
+    lacks = gpus and free < wanted
+    text = f"{wanted} GPUs are wanted, {free} of {len(gpus)} are free"
+    return [
+        *error(lacks, text, holders or "launch.gpus", "GEN7"),
+        *warning(busy and not lacks, "GPUs are held by others", holders, "GEN7"),
+    ]
 
 
 def check_secrets(plan: Plan, told: dict[str, Any], here: Here) -> list[Finding]:
     """Return whether the secrets are here, and safe there."""
     names = plan.settings.get("secrets", ())
-    found = [
-        Finding("error", f"the secret {name} is not set here", f"export {name}=...", "U34")
-        for name in names
-        if not here.environ.get(name)
+    place = told["places"].get("CRED_FILE") or {"type": "", "path": ""}
+    return [
+        *(
+            one
+            for name in names
+            for one in error(
+                not here.environ.get(name),
+                f"the secret {name} is not set here",
+                f"export {name}=...",
+                "U34",
+            )
+        ),
+        *error(
+            names and place["type"] in NETWORK_KINDS,
+            f"CRED_FILE {place['path']} is on a shared file system ({place['type']})",
+            "overrides.CRED_FILE on the box's own disk",
+            "U34",
+        ),
     ]
-    place = told["places"].get("CRED_FILE")
-    if names and place and place["type"] in _SHARED:
-        text = f"CRED_FILE {place['path']} is on a shared file system ({place['type']})"
-        hint = "overrides.CRED_FILE on the box's own disk"
-        found.append(Finding("error", text, hint, "U34"))
-    return found

@@ -19,6 +19,7 @@ from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, Plan, Step
 from perdure.model.platforms.profile import HOST_DEPENDENT, Profile
+from perdure.traps.findings import error, note, warning
 
 _HERE = Path(__file__).resolve().parent
 NETWORK = "network.sh"
@@ -311,20 +312,28 @@ def _list_steps(spec: JobSpec, profile: Profile, job_dir: str, relaunch: bool) -
 
 def _check(spec: JobSpec, profile: Profile) -> list[Finding]:
     """Return what is amiss with a job on one box."""
-    found = []
-    if len(profile.launch.hosts) > 1 and profile.shared_fs is False and not spec.checkpoint.url:
-        text = "the boxes share no disk: only an elastic job keeps checkpoints, one box for all"
-        hint = "other scripts: checkpoint.url on a disk that all see, or elastic.train"
-        found.append(Finding("warning", text, hint))
-    if spec.nodes > 1 and len(profile.launch.hosts) < 2:
-        text = f"nodes = {spec.nodes} are emulated on the one box"
-        found.append(Finding("note", text, "launch.hosts names several"))
-    if spec.launch.secrets and not profile.overrides.CRED_FILE:
-        text = "launch.secrets: this profile keeps no secrets in files (CRED_FILE is empty)"
-        found.append(Finding("error", text, "overrides.CRED_FILE, on the box's own disk", "U34"))
-    if profile.interruption.relaunch == "none":
-        found.append(
-            Finding("note", "a reboot of the box ends the job; the same launch resumes it",
-                    'interruption.relaunch = "cron" or "systemd" has the box do it', "GEN6")
-        )  # fmt: skip
-    return found
+    alone, url = len(profile.launch.hosts) < 2, spec.checkpoint.url
+    return [
+        *warning(
+            not alone and profile.shared_fs is False and not url,
+            "the boxes share no disk: only an elastic job keeps checkpoints, one box for all",
+            "other scripts: checkpoint.url on a disk that all see, or elastic.train",
+        ),
+        *note(
+            spec.nodes > 1 and alone,
+            f"nodes = {spec.nodes} are emulated on the one box",
+            "launch.hosts names several",
+        ),
+        *error(
+            spec.launch.secrets and not profile.overrides.CRED_FILE,
+            "launch.secrets: this profile keeps no secrets in files (CRED_FILE is empty)",
+            "overrides.CRED_FILE, on the box's own disk",
+            "U34",
+        ),
+        *note(
+            profile.interruption.relaunch == "none",
+            "a reboot of the box ends the job; the same launch resumes it",
+            'interruption.relaunch = "cron" or "systemd" has the box do it',
+            "GEN6",
+        ),
+    ]

@@ -7,11 +7,13 @@ import msgspec
 from perdure.model.job import AlertsConfig
 from perdure.model.platforms.profile import Kind, Profile
 
+Level = Literal["error", "warning", "note"]
+
 
 class Finding(msgspec.Struct, frozen=True):
     """Something about a plan or a box that a person should know before it costs money."""
 
-    level: Literal["error", "warning", "note"]
+    level: Level
     """An error is not submitted."""
     text: str
     hint: str = ""
