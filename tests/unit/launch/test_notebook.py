@@ -27,7 +27,7 @@ from perdure.launch.notebook.sitting import (
     keep,
     record,
 )
-from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
+from perdure.launch.runs import STUCK_RUNS, Run, decide
 from perdure.model.checkpoints import Manifest
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig

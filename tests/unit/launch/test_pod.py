@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import signal
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from perdure.launch import runs
 from perdure.launch.kubernetes import pod as program
 from perdure.launch.kubernetes.pod import Pod
 from perdure.model.job import JobSpec
@@ -39,6 +41,7 @@ while time.monotonic() < until and not told:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(program, "_POLL_S", 0.02)
+    monkeypatch.setattr(runs, "_POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -129,7 +132,7 @@ def test_a_first_pod_that_is_told_to_go_comes_again(
     pod = make(0)
     running = Running(pod)
     wait((tmp_path / "run-ready").exists)
-    pod.told = True
+    pod.told.append(signal.SIGTERM)
     assert running.end() == 143
     assert not pod.ended.exists()
 
@@ -156,7 +159,7 @@ def test_a_first_pod_that_is_told_to_go_while_it_waits_comes_again(
     with open(pod.place.parent / "first.lock", "w") as before:
         fcntl.flock(before, fcntl.LOCK_EX)
         running = Running(pod)
-        pod.told = True
+        pod.told.append(signal.SIGTERM)
         assert running.end() == 143
 
 
@@ -187,7 +190,7 @@ def test_a_node_joins_the_first_pod_that_has_come_after(
     pod.invitation.write_text("two")
     wait((tmp_path / "join-ready").exists)
     assert (tmp_path / "calls").read_text().count("join ") == 2
-    pod.told = True
+    pod.told.append(signal.SIGTERM)
     assert running.end() == 143
 
 
@@ -208,7 +211,7 @@ def test_a_node_waits_where_the_first_pod_has_only_moved(
     (tmp_path / "join-ends").unlink()
     pod.invitation.write_text("two")
     wait((tmp_path / "join-ready").exists)
-    pod.told = True
+    pod.told.append(signal.SIGTERM)
     assert running.end() == 143
 
 

@@ -8,8 +8,8 @@ from msgspec import structs
 
 from perdure.launch.catalog import load_profile
 from perdure.launch.platforms import Here
+from perdure.launch.runs import STUCK_RUNS, Run, decide
 from perdure.launch.slurm import render
-from perdure.launch.slurm.chain import STUCK_RUNS, Run, decide
 from perdure.launch.slurm.checks import check_cluster
 from perdure.launch.slurm.script import quote
 from perdure.launch.slurm.submit import expand

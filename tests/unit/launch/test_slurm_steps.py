@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from perdure.launch.runs import follow
 from perdure.launch.slurm import batch
-from perdure.launch.slurm.batch import place_nodes
-from perdure.launch.slurm.chain import Chain
+from perdure.launch.slurm.batch import WORDS, Chain, place_nodes
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.service import placement
@@ -107,5 +107,5 @@ def test_a_job_that_is_only_observed_is_not_stopped_for_a_warning(
     with subprocess.Popen(["sh", "-c", program], stdout=subprocess.PIPE) as job:
         assert job.stdout is not None
         assert job.stdout.readline() == b"ready\n"
-        assert batch.follow(job, [signal.SIGUSR1], observed=observed) == code
+        assert follow(job, [signal.SIGUSR1], WORDS, observed=observed) == code
     assert ("would have stopped" in capfd.readouterr().out) is observed

@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import IO
 
 import msgspec
@@ -27,10 +26,11 @@ import msgspec
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.launch.outcome import look_at_job
+from perdure.launch.runs import find_paths, follow, hear, say
 from perdure.model.job import JobSpec
-from perdure.model.paths import job_paths
 from perdure.model.platforms.kubernetes import LEFT_ON_NOTICE, POD_UNFIT
 
+_WORDS = {int(signal.SIGTERM): "the pod is told to go"}
 _POLL_S = 0.2
 _CALL_S = 60.0
 _PROBE_S = 180.0
@@ -82,12 +82,10 @@ class Pod:
         self.grace_s = max(1.0, float(environ.get("PERDURE_POD_GRACE_S", "30")) * 0.9)
         self.settle_s = _CALL_S
         """How long the first pod may take to say how the job ended."""
-        self.told = False
+        self.told: list[int] = []
+        """Signals by which the pod was told to go."""
+        self.inviting = self.first and spec.remote > 0
         self.perdure = [sys.executable, "-P", "-m", "perdure"]
-
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        """Note that the pod is to go."""
-        self.told = True
 
     def run(self) -> int:
         """Be the pod; return its exit code."""
@@ -138,31 +136,22 @@ class Pod:
         if self.spec.remote:
             self.invitation.unlink(missing_ok=True)
             # Of the pod before: an invitation made of it would lead the others to where that was.
-            stale = job_paths(self.home, self.spec.name, os.getuid())
+            stale = find_paths(self.spec.name, self.home)
             for path in (stale.endpoint, stale.credential("joiner")):
                 Path(path).unlink(missing_ok=True)
             command += ["--placement", self.write_placement()]
-        code = self.follow(subprocess.Popen(command, env=self.env))
-        state = look_at_job(job_paths(self.home, self.spec.name, os.getuid()))[0]
-        code = decide_code(code, state, self.told)
+        process = subprocess.Popen(command, env=self.env)
+        code = follow(process, self.told, _WORDS, self.invite_once)
+        state, _ = look_at_job(find_paths(self.spec.name, self.home))
+        code = decide_code(code, state, bool(self.told))
         if code not in (LEFT_ON_NOTICE, *AGAIN):
             self.ended.write_text(f"{code}\n")
         self.invitation.unlink(missing_ok=True)
         return code
 
-    def follow(self, process: "subprocess.Popen[bytes]") -> int:
-        """Wait for a process, inviting the others and passing SIGTERM on once."""
-        passed, wanted = False, self.first and self.spec.remote > 0
-        while process.poll() is None:
-            if self.told and not passed:
-                passed = True
-                say("the pod is told to go: stops at an agreed step")
-                process.send_signal(signal.SIGTERM)
-            if wanted and self.invite():
-                wanted = False
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_S)
-        return process.returncode if process.returncode >= 0 else 128 - process.returncode
+    def invite_once(self) -> None:
+        """Invite the other pods, where there are any, as soon as the job is there."""
+        self.inviting = self.inviting and not self.invite()
 
     def invite(self) -> bool:
         """Leave an invitation for the other pods; return whether the job was there to invite."""
@@ -216,24 +205,18 @@ class Pod:
 
     def attend(self, process: "subprocess.Popen[bytes]", text: bytes) -> int:
         """Wait for `perdure join`, ending it where the invitation is another by now."""
-        passed = False
-        while process.poll() is None:
-            if self.told and not passed:
-                passed = True
-                process.send_signal(signal.SIGTERM)
-            if not self.told and (newer := read(self.invitation)) and newer != text:
-                say("the job's first pod is another one: joins it")
+
+        def look() -> None:
+            if self.told or read(self.invitation) in (b"", text):
+                return
+            say("the job's first pod is another one: joins it")
+            for patience_s in (2.0, _CALL_S):  # The second leaves at once.
                 process.send_signal(signal.SIGTERM)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(2.0)
-                process.send_signal(signal.SIGTERM)  # The second leaves at once.
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_CALL_S)
-                process.kill()
-                return -1
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_S)
-        return process.returncode
+                    process.wait(patience_s)
+            process.kill()
+
+        return follow(process, self.told, {}, look)
 
 
 def find_role(environ: dict[str, str]) -> str:
@@ -271,16 +254,11 @@ def read(path: Path) -> bytes:
         return b""
 
 
-def say(text: str) -> None:
-    """Tell the pod's log."""
-    print(f"perdure: {text}", flush=True)
-
-
 def main() -> int:
     """Be one pod; return its exit code."""
     config = Path(CONFIG_DIR, "job.json")
     pod = Pod(msgspec.json.decode(config.read_bytes(), type=JobSpec), dict(os.environ), config)
-    signal.signal(signal.SIGTERM, pod.hear)
+    pod.told = hear(signal.SIGTERM)
     wanted = os.environ.get("PERDURE_POD_GPUS", "")
     if wanted and (trouble := check_gpus(wanted)):
         say(f"error: [K8S6] {trouble}: limits of the pod, the runtime class of the node")

@@ -23,13 +23,23 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.notebook.session import write_durably
 from perdure.launch.outcome import look_at_job
 from perdure.launch.results.pulling import EXCLUDED
-from perdure.launch.slurm.batch import find_paths, follow, read_runs, say
-from perdure.launch.slurm.chain import RUNS, STUCK_RUNS, Run, decide
+from perdure.launch.runs import (
+    RUNS,
+    STUCK_RUNS,
+    Run,
+    append_run,
+    decide,
+    find_paths,
+    follow,
+    hear,
+    read_runs,
+    say,
+)
 from perdure.launch.ssh.results import walk_area
 from perdure.model.checkpoints import MANIFEST, parse_checkpoint_name
-from perdure.model.paths import job_paths
 
 KEEP_S = 30.0
 """Journal, logs and outputs are as old as this at most where a session ends without a word."""
@@ -46,9 +56,7 @@ def main(path: str) -> int:
     """Be one session of the chain; return the exit code of `perdure run`."""
     settings: dict[str, Any] = msgspec.json.decode(Path(path).read_bytes())
     name, durable, data = settings["job"], Path(settings["durable"]), Path(settings["data"])
-    told: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda got, frame: told.append(got))
+    told = hear(signal.SIGUSR1, signal.SIGTERM)
     signal.signal(signal.SIGALRM, lambda got, frame: told.append(signal.SIGUSR1))
     # A notebook whose kernel was restarted would run the job a second time beside this one.
     end_with_parent()
@@ -171,7 +179,7 @@ def keep(
     So is what the script has written into its project and nobody named: whatever is there now and
     was not, or not so, when it was `sent`. The session takes the rest with it.
     """
-    root = Path(job_paths(os.environ["PERDURE_HOME"], name, os.getuid()).root)
+    root = Path(find_paths(name).root)
     wanted = {root / part: folder / part for part in _KEPT}
     wanted |= {data / "project" / out: folder / "outputs" / out for out in outputs}
     wanted[data / "run.out"] = folder / "run.out"
@@ -206,20 +214,13 @@ def copy_newer(source: Path, target: Path) -> None:
 
 def record(durable: Path, run: Run, number: int, what: str, why: str) -> None:
     """Write the session's line, then its status, each on disk before the next."""
-    with open(durable / RUNS, "ab") as file:
-        file.write(msgspec.json.encode(run) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_run(durable / RUNS, run)
     status = {
         "job": run.job, "state": run.state, "reason": why, "next": what, "code": run.code,
         "checkpoint": run.checkpoint, "session": number, "ended_s": run.ended_s,
     }  # fmt: skip
-    temporary = durable / ".status.json.tmp"
-    with open(temporary, "wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, durable / "status.json")
+    text = msgspec.json.format(msgspec.json.encode(status)).decode()
+    write_durably(str(durable / "status.json"), f"{text}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
-from perdure.launch.slurm.chain import RUNS, Run
+from perdure.launch.runs import RUNS, Run
 from perdure.launch.slurm.client import Slurm, find_hook
 from perdure.launch.ssh import ask
 from perdure.model.errors import ConfigError, PlatformError

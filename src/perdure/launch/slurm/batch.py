@@ -16,21 +16,38 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from perdure.launch.outcome import look_at_job
-from perdure.launch.slurm.chain import RUNS, Chain, Run, decide
+from perdure.launch.runs import (
+    RUNS,
+    Run,
+    append_run,
+    decide,
+    find_paths,
+    follow,
+    hear,
+    read_runs,
+    say,
+)
 from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.paths import JobPaths, job_paths
+from perdure.model.paths import JobPaths
 
 WORDS = {int(signal.SIGUSR1): "the walltime is near", int(signal.SIGTERM): "Slurm ends the job"}
-_POLL_S = 0.2
 _CALL_S = 60.0
 _PREDECESSOR_S = 180.0
+
+
+class Chain(msgspec.Struct, frozen=True, kw_only=True):
+    """What this program is told: `chain.json` beside the job's document."""
+
+    requeue_max: int
+    cpus: int
+    gres: str
 
 
 def main(place: str, warned: str) -> int:
@@ -41,9 +58,7 @@ def main(place: str, warned: str) -> int:
     spec = msgspec.json.decode((folder / "job.json").read_bytes(), type=JobSpec)
     job, task = os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_ARRAY_TASK_ID", "")
     name = f"{spec.name}-{task}" if task else spec.name
-    told: list[int] = []
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda got, frame: told.append(got))
+    told = hear(signal.SIGUSR1, signal.SIGTERM)
     if os.path.exists(warned):  # Before our handler stood.
         told.append(signal.SIGUSR1)
     command = [sys.executable, "-P", "-m", "perdure", "run", "-c", str(folder / "job.json")]
@@ -51,9 +66,12 @@ def main(place: str, warned: str) -> int:
     notice = folder / f"notice-{job}-{restart}"
     command += ["--name", name, *place_nodes(spec, folder, chain, notice)]
     say(f"run {restart} of job {job} ({name}) on {os.environ.get('SLURM_JOB_NODELIST', '?')}")
-    wait_for_predecessor(name)
-    code = follow(subprocess.Popen(command), told, notice=notice, observed=spec.observe)
-    state, checkpoint = look_at_job(find_paths(name))
+    paths = find_paths(name)
+    wait_for_predecessor(paths)
+    process = subprocess.Popen(command)
+    look = (lambda: None) if spec.observe else heed(notice, process, told)
+    code = follow(process, told, WORDS, look, observed=spec.observe)
+    state, checkpoint = look_at_job(paths)
     run = Run(
         job=job, restart=restart, state=state, code=code, checkpoint=checkpoint,
         warned=signal.SIGUSR1 in told, ended_by="TERM" if signal.SIGTERM in told else "",
@@ -61,10 +79,7 @@ def main(place: str, warned: str) -> int:
     )  # fmt: skip
     records = folder / (f"runs-{task}.jsonl" if task else RUNS)
     before = read_runs(records)
-    with open(records, "ab") as file:
-        file.write(msgspec.json.encode(run) + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    append_run(records, run)
     what, why = decide(run, before, chain.requeue_max)
     say(f"{what}: {why}")
     if what == "requeue":
@@ -72,68 +87,36 @@ def main(place: str, warned: str) -> int:
     return 1 if what == "give up" else code
 
 
-def follow(
-    process: "subprocess.Popen[bytes]",
-    told: list[int],
-    words: Mapping[int, str] = WORDS,
-    notice: Path | None = None,
-    *,
-    observed: bool = False,
-) -> int:
-    """Wait for `perdure run`, stopping it once we were told to; return its exit code.
+def heed(notice: Path, process: "subprocess.Popen[bytes]", told: list[int]) -> Callable[[], None]:
+    """Return what has the job save, once, when the steps' tasks have heard of a TERM.
 
-    It is told once: a second signal would end it at once, without a checkpoint. Where the steps'
-    tasks hear of a TERM they make `notice`. That may be long before this script does, and who
-    leaves by then is not put back by Slurm: it is only a reason to save. A job that is `observed`
-    is not stopped for a warning, and saves nothing: it goes on until it is really ended.
+    They make the file `notice`. That may be long before this script hears of it, and who leaves by
+    then is not put back by Slurm: it is only a reason to save.
     """
-    passed = noticed = False
-    while process.poll() is None:
-        if observed and signal.SIGUSR1 in told:
-            told.remove(signal.SIGUSR1)
-            say(f"{words[signal.SIGUSR1]}: observed only: would have stopped at an agreed step")
-        if not (noticed or told or observed) and notice is not None and notice.exists():
-            noticed = True
+    waited = [notice]
+
+    def look() -> None:
+        if waited and not told and notice.exists():
+            waited.clear()
             say("Slurm is about to end the job: a checkpoint")
             process.send_signal(signal.SIGUSR1)
-        if told and not passed:
-            passed = True
-            say(f"{words[told[0]]}: stops at an agreed step")
-            process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_POLL_S)
-    code = process.returncode
-    return code if code >= 0 else 128 - code
+
+    return look
 
 
-def find_paths(name: str) -> JobPaths:
-    """Return where a job of this user has its files."""
-    return job_paths(os.environ["PERDURE_HOME"], name, os.getuid())
-
-
-def wait_for_predecessor(name: str) -> None:
+def wait_for_predecessor(paths: JobPaths) -> None:
     """Wait until the run before is gone, for a while.
 
     A node that Slurm has given up may live: its run, or the file server for it, holds the job.
     """
     deadline = time.monotonic() + _PREDECESSOR_S
-    with contextlib.suppress(OSError), open(find_paths(name).lock, "rb") as lock:
+    with contextlib.suppress(OSError), open(paths.lock, "rb") as lock:
         while time.monotonic() < deadline:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 time.sleep(1.0)
-
-
-def read_runs(path: Path) -> list[Run]:
-    """Return the runs so far; a torn last line counts for none."""
-    runs = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in path.read_bytes().splitlines():
-            with contextlib.suppress(msgspec.MsgspecError):
-                runs.append(msgspec.json.decode(line, type=Run))
-    return runs
 
 
 def requeue(job: str) -> int:
@@ -249,11 +232,6 @@ def is_here(host: str) -> bool:
 
 def _is_loopback(address: str) -> bool:
     return address.startswith("127.")
-
-
-def say(text: str) -> None:
-    """Tell the job's output."""
-    print(f"perdure: {text}", flush=True)
 
 
 if __name__ == "__main__":

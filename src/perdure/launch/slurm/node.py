@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from perdure.launch.runs import exit_code
+
 RESTARTS_MAX = 30
 _PAUSE_S = 0.05
 
@@ -42,7 +44,7 @@ def main(mark: str, command: list[str]) -> int:
         if code == 0:
             break
         time.sleep(_PAUSE_S)
-    return code if code >= 0 else 128 - code
+    return exit_code(code)
 
 
 def _is_elsewhere(env: dict[str, str]) -> bool:

@@ -5,7 +5,7 @@ import os
 import msgspec
 
 from perdure.launch import lint
-from perdure.launch.slurm.chain import Chain
+from perdure.launch.slurm.batch import Chain
 from perdure.launch.slurm.checks import check_array, check_nodes, check_walltime
 from perdure.launch.slurm.script import find_cpus, find_gres, find_place, render_script
 from perdure.launch.ssh.render import place_job
