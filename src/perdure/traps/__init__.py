@@ -4,8 +4,7 @@
 dead process has left.
 """
 
-from perdure.traps.judge import judge
 from perdure.traps.symptoms import SYMPTOMS, name_symptoms
-from perdure.traps.table import TRAPS, find_trap
+from perdure.traps.table import TRAPS, find_trap, judge
 
 __all__ = ["SYMPTOMS", "TRAPS", "find_trap", "judge", "name_symptoms"]

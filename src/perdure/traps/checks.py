@@ -30,6 +30,11 @@ _EPOCH_MIN_S = 1_704_067_200.0
 """2024: a clock before it was never set."""
 
 
+def _rate(bad: object, text: str, well: str = "", state: State = "degraded") -> Verdict:
+    """Return a verdict with its evidence: `text`, or what is `well` in words of its own."""
+    return (state, text) if bad else ("ok", well or text)
+
+
 def check_bytes(facts: BoxFacts) -> Verdict:
     """U6: torch.save dies on a full disk."""
     disks = [d for d in facts.disks if d.total and d.role != "shared memory"]
@@ -45,41 +50,32 @@ def check_inodes(facts: BoxFacts) -> Verdict:
 
 
 def _tell(disks: list[Disk], low: list[Disk], say: Callable[[Disk], str]) -> Verdict:
-    if not disks:
-        return None
-    return ("degraded" if low else "ok"), "; ".join(dict.fromkeys(say(d) for d in low or disks))
+    return _rate(low, "; ".join(dict.fromkeys(map(say, low or disks)))) if disks else None
 
 
 def check_hot_data(facts: BoxFacts) -> Verdict:
     """U8: batches are read over a network or from a turning disk."""
-    slow = [
-        d for d in facts.disks if d.role == "project" and (d.kind in NETWORK_KINDS or d.rotational)
-    ]
-    if not any(d.role == "project" for d in facts.disks):
-        return None
-    if not slow:
-        return "ok", "the project is on a local disk without moving parts, as far as it tells"
-    kind = "a network file system" if slow[0].kind in NETWORK_KINDS else "a turning disk"
-    return "note", f"{slow[0].path} is on {kind} ({slow[0].kind})"
+    disks = [d for d in facts.disks if d.role == "project"]
+    slow = next((d for d in disks if d.kind in NETWORK_KINDS or d.rotational), None)
+    if slow is not None:
+        kind = "a network file system" if slow.kind in NETWORK_KINDS else "a turning disk"
+        return "note", f"{slow.path} is on {kind} ({slow.kind})"
+    well = "the project is on a local disk without moving parts, as far as it tells"
+    return ("ok", well) if disks else None
 
 
 def check_memory(facts: BoxFacts) -> Verdict:
     """U9: loader workers times big tensors, and the kernel kills."""
-    if not facts.memory_limit:
-        return None
-    share = facts.memory_used / facts.memory_limit
-    text = f"{facts.memory_used / 2**30:.1f} of {facts.memory_limit / 2**30:.1f} GiB used"
-    return ("degraded" if share > MEMORY_SHARE_MAX else "ok"), text
+    used, limit = facts.memory_used, facts.memory_limit
+    text = f"{used / 2**30:.1f} of {limit / 2**30:.1f} GiB used"
+    return _rate(used > MEMORY_SHARE_MAX * limit, text) if limit else None
 
 
 def check_allocator(facts: BoxFacts) -> Verdict:
     """U10: a GPU's memory is fragmented rather than full."""
-    if not facts.gpus:
-        return None
     found = facts.env.get("PYTORCH_CUDA_ALLOC_CONF") or facts.env.get("PYTORCH_ALLOC_CONF") or ""
-    if "expandable_segments" in found:
-        return "ok", f"PYTORCH_CUDA_ALLOC_CONF={found}"
-    return "note", "expandable_segments is not set"
+    lacks, well = "expandable_segments is not set", f"PYTORCH_CUDA_ALLOC_CONF={found}"
+    return _rate("expandable_segments" not in found, lacks, well, "note") if facts.gpus else None
 
 
 def check_zombies(facts: BoxFacts) -> Verdict:
@@ -88,48 +84,40 @@ def check_zombies(facts: BoxFacts) -> Verdict:
         return None
     shown = {pid for gpu in facts.gpus for pid in gpu.pids}
     hidden = [h for h in facts.holders if h.pid not in shown and h.age_s > HOLDER_AGE_S]
-    lost = [g for g in facts.gpus if g.used > 2 << 30 and not g.pids]
-    if hidden and lost:
-        names = ", ".join(f"pid {h.pid} ({h.name}) on {h.device}" for h in hidden)
-        return "degraded", f"{names}; {lost[0].used >> 20} MiB of {lost[0].uuid} belong to nobody"
-    if lost:
-        return "degraded", f"{lost[0].used >> 20} MiB of {lost[0].uuid} belong to nobody seen here"
-    return "ok", f"{len(facts.holders)} holders, all of them known to NVML or young"
+    lost = next((g for g in facts.gpus if g.used > 2 << 30 and not g.pids), None)
+    if lost is None:
+        return "ok", f"{len(facts.holders)} holders, all of them known to NVML or young"
+    text = f"{lost.used >> 20} MiB of {lost.uuid} belong to nobody"
+    names = ", ".join(f"pid {h.pid} ({h.name}) on {h.device}" for h in hidden)
+    return "degraded", f"{names}; {text}" if hidden else f"{text} seen here"
 
 
 def check_shared_gpu(facts: BoxFacts) -> Verdict:
     """GEN7: another run is on the card already."""
-    if not facts.gpus:
-        return None
     taken = [f"{g.uuid}: pid {', '.join(map(str, g.pids))}" for g in facts.gpus if g.pids]
-    return ("degraded", "; ".join(taken)) if taken else ("ok", "no process on any GPU")
+    return _rate(taken, "; ".join(taken), "no process on any GPU") if facts.gpus else None
 
 
 def check_many_files(facts: BoxFacts) -> Verdict:
     """U25: a data set of small files."""
-    if not facts.project_files:
-        return None
-    many = facts.project_files >= FILES_MANY
-    return ("note" if many else "ok"), (
-        f"{'at least ' if many else ''}{facts.project_files:,} files in the project"
-    )
+    count = facts.project_files
+    text = f"{count:,} files in the project"
+    return _rate(count >= FILES_MANY, f"at least {text}", text, "note") if count else None
 
 
 def check_line_ends(facts: BoxFacts) -> Verdict:
     """U26, GEN4: scripts whose lines end as on Windows."""
-    if not facts.crlf:
-        return "ok", "no script with CRLF in the project"
-    return "degraded", ", ".join(facts.crlf[:5]) + (" ..." if len(facts.crlf) > 5 else "")
+    text = ", ".join(facts.crlf[:5]) + (" ..." if len(facts.crlf) > 5 else "")
+    return _rate(facts.crlf, text, "no script with CRLF in the project")
 
 
 def check_cuda(facts: BoxFacts) -> Verdict:
     """U28: a driver older than the CUDA that torch was built with."""
     if not facts.torch_cuda or not facts.driver_cuda:
         return None
-    built, driver = _version(facts.torch_cuda), _version(facts.driver_cuda)
     text = f"torch was built with CUDA {facts.torch_cuda}, the driver runs {facts.driver_cuda}"
     # Within a major version, an older driver runs a newer toolkit's code.
-    return ("degraded" if built[:1] > driver[:1] else "ok"), text
+    return _rate(_version(facts.torch_cuda)[:1] > _version(facts.driver_cuda)[:1], text)
 
 
 def _version(text: str) -> tuple[int, ...]:
@@ -138,9 +126,7 @@ def _version(text: str) -> tuple[int, ...]:
 
 def check_lock_file(facts: BoxFacts) -> Verdict:
     """U29: nothing pins the packages."""
-    if facts.lock_file:
-        return "ok", facts.lock_file
-    return "note", "no lock file in the project"
+    return _rate(not facts.lock_file, "no lock file in the project", facts.lock_file, "note")
 
 
 def check_gpu_visible(facts: BoxFacts) -> Verdict:
@@ -158,9 +144,8 @@ def check_gpu_visible(facts: BoxFacts) -> Verdict:
 
 def check_secrets(facts: BoxFacts) -> Verdict:
     """U34: credentials that others can read."""
-    if facts.readable_secrets:
-        return "degraded", f"others may read {', '.join(facts.readable_secrets)}"
-    return "ok", "no file of credentials that others may read"
+    text = f"others may read {', '.join(facts.readable_secrets)}"
+    return _rate(facts.readable_secrets, text, "no file of credentials that others may read")
 
 
 def check_tracker(facts: BoxFacts) -> Verdict:
@@ -169,9 +154,9 @@ def check_tracker(facts: BoxFacts) -> Verdict:
         return None
     if facts.env.get("WANDB_MODE") in ("disabled", "offline"):
         return "note", f"WANDB_MODE={facts.env['WANDB_MODE']}"
-    if "WANDB_API_KEY" in facts.env or ".netrc" in facts.env.get("files", ""):
-        return "ok", "a key is there"
-    return "note", "wandb is installed, and neither WANDB_API_KEY nor ~/.netrc is there"
+    known = "WANDB_API_KEY" in facts.env or ".netrc" in facts.env.get("files", "")
+    lacks = "wandb is installed, and neither WANDB_API_KEY nor ~/.netrc is there"
+    return _rate(not known, lacks, "a key is there", "note")
 
 
 def check_threads(facts: BoxFacts) -> Verdict:
@@ -179,26 +164,23 @@ def check_threads(facts: BoxFacts) -> Verdict:
     if facts.cpu_quota is None or facts.cpu_quota >= facts.cpus:
         return "ok", f"{facts.cpus} CPUs and no quota below them"
     asked = facts.env.get("OMP_NUM_THREADS", "")
+    few = asked.isdigit() and int(asked) <= facts.cpu_quota
     text = f"{facts.cpus} CPUs are seen, {facts.cpu_quota:g} are granted"
-    if asked.isdigit() and int(asked) <= facts.cpu_quota:
-        return "ok", f"{text}; OMP_NUM_THREADS={asked}"
-    return "degraded", f"{text}; OMP_NUM_THREADS={asked or 'is not set'}"
+    return _rate(not few, f"{text}; OMP_NUM_THREADS={asked or 'is not set'}")
 
 
 def check_oom_counter(facts: BoxFacts) -> Verdict:
     """U41: `free` tells of the machine, the cgroup counts its own kills."""
     if facts.oom_kills is None:
         return "degraded", "no counter of OOM kills can be read: one looks like any SIGKILL"
-    if facts.oom_kills:
-        return "note", f"the kernel has killed {facts.oom_kills} times for want of memory here"
-    return "ok", "no kill for want of memory in this cgroup"
+    text = f"the kernel has killed {facts.oom_kills} times for want of memory here"
+    return _rate(facts.oom_kills, text, "no kill for want of memory in this cgroup", "note")
 
 
 def check_system(facts: BoxFacts) -> Verdict:
     """U44: spawn on Windows imports the script again."""
-    if facts.system == "Linux":
-        return "ok", "Linux: ranks are forked"
-    return "degraded", f"{facts.system}: perdure runs on Linux only"
+    text = f"{facts.system}: perdure runs on Linux only"
+    return _rate(facts.system != "Linux", text, "Linux: ranks are forked")
 
 
 def check_fabric(facts: BoxFacts) -> Verdict:
@@ -223,42 +205,39 @@ def check_interface(facts: BoxFacts) -> Verdict:
 
 def check_mtu(facts: BoxFacts) -> Verdict:
     """MN4: interfaces of different frame size on one path."""
-    sizes = {nic.mtu for nic in facts.nics}
-    text = ", ".join(f"{nic.name} {nic.mtu}" for nic in facts.nics)
-    return ("note" if len(sizes) > 1 else "ok"), text or "no interface but loopback"
+    text = ", ".join(f"{nic.name} {nic.mtu}" for nic in facts.nics) or "no interface but loopback"
+    return _rate(len({nic.mtu for nic in facts.nics}) > 1, text, state="note")
 
 
 def check_hangup(facts: BoxFacts) -> Verdict:
     """GEN2: what is started here dies with the connection."""
-    above = facts.ancestors
-    if not any(name.startswith("sshd") for name in above):
-        return "ok", "not below an SSH connection"
-    first = next(i for i, name in enumerate(above) if name.startswith("sshd"))
-    if any(name.startswith(_SEVERS) for name in above[:first]):
-        return "ok", f"below {next(n for n in above if n.startswith(_SEVERS))}"
-    return "degraded", f"below {above[first]}: what runs in the foreground dies with it"
+    for name in facts.ancestors:
+        if name.startswith(_SEVERS):
+            break
+        if name.startswith("sshd"):
+            return "degraded", f"below {name}: what runs in the foreground dies with it"
+    below = any(name.startswith("sshd") for name in facts.ancestors)
+    return "ok", f"below {name}" if below else "not below an SSH connection"
 
 
 def check_linger(facts: BoxFacts) -> Verdict:
     """GEN2: systemd ends what a user leaves behind, tmux as well."""
     if facts.kill_user_processes is None:
         return None
-    if facts.kill_user_processes:
-        return "degraded", "KillUserProcesses=yes: tmux dies at logout"
-    return "ok", "KillUserProcesses=no, or lingering is on"
+    dies = "KillUserProcesses=yes: tmux dies at logout"
+    return _rate(facts.kill_user_processes, dies, "KillUserProcesses=no, or lingering is on")
 
 
 def check_detach_tool(facts: BoxFacts) -> Verdict:
     """GEN2: nothing to sever the job from the connection with."""
     found = sorted({"tmux", "setsid", "systemd-run"} & facts.tools)
-    return ("ok", ", ".join(found)) if found else ("degraded", "neither tmux nor setsid")
+    return _rate(not found, "neither tmux nor setsid", ", ".join(found))
 
 
 def check_transfer_tool(facts: BoxFacts) -> Verdict:
     """GEN3, U12: scp starts from zero."""
-    if "rsync" in facts.tools:
-        return "ok", "rsync is there"
-    return "note", "no rsync here: nothing can be pulled or pushed"
+    text = "no rsync here: nothing can be pulled or pushed"
+    return _rate("rsync" not in facts.tools, text, "rsync is there", "note")
 
 
 def check_clock(facts: BoxFacts) -> Verdict:
@@ -267,9 +246,8 @@ def check_clock(facts: BoxFacts) -> Verdict:
         return "degraded", "the clock was never set"
     if facts.clock_synced is None:
         return None
-    if facts.clock_synced:
-        return "ok", "the kernel's clock is synchronized"
-    return "note", "the kernel does not know its clock to be synchronized"
+    text = "the kernel does not know its clock to be synchronized"
+    return _rate(not facts.clock_synced, text, "the kernel's clock is synchronized", "note")
 
 
 def check_slurm_signal(facts: BoxFacts) -> Verdict:
@@ -280,36 +258,30 @@ def check_slurm_signal(facts: BoxFacts) -> Verdict:
         return "ok", "no preemption on this cluster"
     found = facts.slurm.get("SlurmctldParameters", "")
     text = f"KillWait {facts.slurm.get('KillWait', '?')}, SlurmctldParameters {found or '(none)'}"
-    return ("ok" if "preempt_send_user_signal" in found else "note"), text
+    return _rate("preempt_send_user_signal" not in found, text, state="note")
 
 
 def check_slurm_requeue(facts: BoxFacts) -> Verdict:
     """SLURM2: a cluster that allows no requeue ends the chain."""
-    if not facts.slurm:
-        return None
     allowed = facts.slurm.get("JobRequeue", "1")
-    return ("ok" if allowed != "0" else "degraded"), f"JobRequeue {allowed}"
+    return _rate(allowed == "0", f"JobRequeue {allowed}") if facts.slurm else None
 
 
 def check_slurm_accounting(facts: BoxFacts) -> Verdict:
     """SLURM4: without accounting sacct tells nothing of an OOM kill."""
-    if not facts.slurm:
-        return None
     kind = facts.slurm.get("AccountingStorageType", "")
-    told = kind and not kind.endswith("/none") and kind != "(null)"
-    return ("ok" if told else "note"), f"AccountingStorageType {kind or '?'}"
+    mute = not kind or kind.endswith("/none") or kind == "(null)"
+    return _rate(mute, f"AccountingStorageType {kind or '?'}", "", "note") if facts.slurm else None
 
 
 def check_durable(facts: BoxFacts) -> Verdict:
     """SLURM5, NB4: checkpoints on a place that is wiped."""
     fleeting = (*FLEETING, *(filter(None, [facts.env.get("TMPDIR", "")])))
     places = [d for d in facts.disks if d.role in ("state", "checkpoints")]
-    bad = [d.path for d in places if d.kind in ("tmpfs", "overlay") or is_below(d.path, fleeting)]
-    if not places:
-        return None
-    if bad:
-        return "note", f"{', '.join(dict.fromkeys(bad))}: wiped at the end of a job, pod or boot"
-    return "ok", ", ".join(dict.fromkeys(d.path for d in places))
+    bad = [d for d in places if d.kind in ("tmpfs", "overlay") or is_below(d.path, fleeting)]
+    names = ", ".join(dict.fromkeys(d.path for d in bad or places))
+    text = f"{names}: wiped at the end of a job, pod or boot"
+    return _rate(bad, text, names, "note") if places else None
 
 
 def is_below(path: str, roots: Iterable[str]) -> bool:
@@ -319,4 +291,4 @@ def is_below(path: str, roots: Iterable[str]) -> bool:
 
 def check_files(facts: BoxFacts) -> Verdict:
     """A full mesh of gloo needs descriptors."""
-    return ("ok" if facts.open_files >= 4096 else "degraded"), f"{facts.open_files} open files"
+    return _rate(facts.open_files < 4096, f"{facts.open_files} open files")

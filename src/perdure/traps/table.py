@@ -1,8 +1,260 @@
-"""All traps, in one table."""
+"""All traps, in one table: of any machine, several nodes, a bare box, and each platform.
 
-from perdure.model.platforms.traps import Trap
-from perdure.traps.platforms import GENERIC, KUBERNETES, NOTEBOOK, SLURM
-from perdure.traps.universal import NODES, UNIVERSAL, Row
+`judge` makes of facts the rows that `perdure doctor` shows; `docs/doctor.md` has the whole table.
+"""
+
+from collections.abc import Callable
+
+from perdure.model.platforms.box import BoxFacts
+from perdure.model.platforms.health import Check
+from perdure.model.platforms.traps import Scope, Trap, When
+from perdure.traps import checks as c
+
+Row = tuple[Trap, Callable[[BoxFacts], c.Verdict] | None]
+
+_CHECKS = "perdure.traps.checks"
+_SYMPTOMS = "perdure.traps.symptoms:name_symptoms"
+_VANISHED = "perdure.telemetry.fate:explain_vanishing"
+_DEVICES = "perdure.detect.devices"
+_KUBERNETES = "perdure.launch.kubernetes"
+
+
+def _row(
+    id: str,
+    title: str,
+    mend: str,
+    check: Callable[[BoxFacts], c.Verdict] | None = None,
+    *,
+    scope: Scope = "any",
+    lack: str = "",
+    fix: bool = False,
+    **how: str,
+) -> Row:
+    """Return one row; a check stands for `detected`."""
+    times: dict[When, str] = {}
+    for when in ("prevented", "detected", "watched", "diagnosed"):
+        if when == "detected" and check is not None:
+            times[when] = f"{_CHECKS}:{check.__name__}"
+        elif when in how:
+            times[when] = how[when]
+    return Trap(id, title, scope, times, mend, lack, fix), check
+
+
+UNIVERSAL: tuple[Row, ...] = (
+    _row("U1", "ssh leaves with 255 when what it ran was killed",
+        "ask again: 255 is the connection's word, not the job's", scope="ssh",
+        prevented="perdure.launch.channel:Channel"),
+    _row("U2", "a script is edited while it runs; a variable does not cross the detachment",
+        "documents are copied when a job is submitted or queued; variables go in `env`",
+        prevented="perdure.model.queue:Item"),
+    _row("U3", "a process vanished: reboot, out of memory, hang-up or kill",
+        "perdure diagnose JOB says which", diagnosed=_VANISHED),
+    _row("U4", "a kill by name hits the wrong process, or the caller itself",
+        "perdure kills by pid and start time only", prevented="perdure.adapters.host:kill_process"),
+    _row("U5", "another Python than the one that was meant",
+        "a job is started with the absolute path of the Python that submitted it",
+        prevented="perdure.launch.local:render"),
+    _row("U6", "a full disk breaks torch.save",
+        "make room, a smaller checkpoint.keep_last, or a roomier checkpoint.url",
+        c.check_bytes, watched="perdure.service.storage_watch:StorageWatch", diagnosed=_SYMPTOMS),
+    _row("U7", "inodes run out before bytes", "pack small files, clear caches; df -i says where",
+        c.check_inodes, watched="perdure.service.storage_watch:StorageWatch", diagnosed=_SYMPTOMS),
+    _row("U8", "hot data on a network file system or a turning disk",
+        "copy it to a local NVMe first; keep checkpoints where they last", c.check_hot_data),
+    _row("U9", "loader workers times big tensors: the cgroup's OOM kill, a bare `Killed`",
+        "fewer workers, smaller prefetch, or more memory", c.check_memory,
+        diagnosed="perdure.model.exits:ExitRecord"),
+    _row("U10", "out of memory on the GPU, by fragments",
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; a smaller micro-batch",
+        c.check_allocator, diagnosed=_SYMPTOMS),
+    _row("U11", "memory of a GPU held by a process that nvidia-smi does not show",
+        "fuser -v /dev/nvidia* names the holder; end it by its pid", c.check_zombies),
+    _row("U12", "scp starts from zero after a reset", "rsync with --partial-dir, in a loop",
+        scope="ssh", prevented="perdure.launch.transfer:pull"),
+    _row("U13", "a copy into a directory that is not there yet", "it is made first", scope="ssh",
+        prevented="perdure.launch.ssh.submit:submit"),
+    _row("U14", "bytes out of the platform cost extra",
+        "pull from the same zone; `free_egress` of the profile is shown before a launch",
+        prevented="perdure.cli.platforms.profiles:render_danger"),
+    _row("U15", "bulk data is sent uncompressed", "pack and compress what compresses", scope="ssh",
+        lack="transfers are not compressed"),
+    _row("U16", "stale waiters of an earlier run", "one run a name, one runner a queue",
+        prevented="perdure.service.jobfiles:JobLock"),
+    _row("U17", "a poll hangs for ever", "every question has a time-out; ask again",
+        prevented="perdure.cli.jobs:send_command"),
+    _row("U18", "`I shall look later` without an alarm",
+        "alerts.command or alerts.webhook tells of the end, and of every failure",
+        watched="perdure.service.controller.alerts:Alerter"),
+    _row("U19", "an experiment tracker deletes late", "wait before a name is used again",
+        lack="perdure talks to no tracker"),
+    _row("U20", "a tracker's server goes away", "the journal and metrics of perdure stay local",
+        prevented="perdure.service.controller.journal:read_journal"),
+    _row("U21", "GPU-Util says 100 % while the clock is low",
+        "read clock and power: perdure map JOB", watched=f"{_DEVICES}:DeviceJudge"),
+    _row("U22", "Xid 48 or 79: the GPU is dead", "leave the node out, give the box back",
+        watched=f"{_DEVICES}:DeviceJudge"),
+    _row("U23", "a GPU is throttled by heat or power, a quarter to 40 % slower",
+        "another node; tell the provider", watched=f"{_DEVICES}:DeviceJudge"),
+    _row("U24", "the loader keeps the GPU waiting", "workers, pinned memory, prefetch",
+        watched="perdure.detect.stages:StageWatch",
+        lack="a loader that is as slow on every rank is no verdict"),
+    _row("U25", "a data set of many small files", "pack it into shards", c.check_many_files),
+    _row("U26", "line ends of Windows in a script", "perdure doctor --fix, and .gitattributes",
+        c.check_line_ends, fix=True, diagnosed=_SYMPTOMS),
+    _row("U27", "configuration by pasted command lines", "a job file, and `set` of a queue file",
+        prevented="perdure.model.queue:replace_fields"),
+    _row("U28", "driver, toolkit and torch do not fit together",
+        "a torch built for the driver's CUDA", c.check_cuda, diagnosed=_SYMPTOMS),
+    _row("U29", "nothing pins the packages", "pip freeze > requirements.lock, or uv lock",
+        c.check_lock_file),
+    _row("U30", "an image by tag instead of digest", "image@sha256:...", scope="kubernetes",
+        detected="perdure.launch.kubernetes.linter:lint_manifests"),
+    _row("U31", "a container without a GPU trains on the CPU, a hundred times slower",
+        "the runtime's --gpus all, or torch with CUDA", c.check_gpu_visible, diagnosed=_SYMPTOMS),
+    _row("U32", "tasks that need their own number of epochs", "an item each: `set` and `grid`",
+        prevented="perdure.model.queue:expand_file"),
+    _row("U33", "`saved` was printed, and nothing arrived",
+        "sizes are compared after an upload; `latest` is written last",
+        prevented="perdure.worker.checkpoint.remote:Remote"),
+    _row("U34", "secrets in files, arguments or logs",
+        "launch.secrets; chmod 600 what others may read (perdure doctor --fix)",
+        c.check_secrets, fix=True, prevented="perdure.launch.lint:check_plan"),
+    _row("U35", "wandb without a key records what nobody will see",
+        "WANDB_API_KEY by launch.secrets, or WANDB_MODE=offline and a sync later",
+        c.check_tracker),
+    _row("U36", "results that do not come again", "the fingerprint of the environment says why",
+        watched="perdure.worker.fingerprint:take_fingerprint"),
+    _row("U37", "plots of more than 65,535 points a side", "thin them out first",
+        prevented="perdure.dash.svg:thin"),
+    _row("U38", "GPU-Util at 0 %: waiting for data, a lock or a dead peer",
+        "perdure diagnose JOB: stages, stacks, who waits for whom",
+        watched="perdure.detect.detector:Detector"),
+    _row("U39", "an empty TensorBoard is taken for a dead run", "liveness is progress: watch",
+        prevented="perdure.detect.detector:Detector"),
+    _row("U40", "more threads than the cgroup grants cores",
+        "OMP_NUM_THREADS; perdure run sets it where it is not set", c.check_threads,
+        prevented="perdure.launch.environment:find_default_threads"),
+    _row("U41", "`free` and `top` tell of the machine, not of the container",
+        "read memory.events of the cgroup: perdure does", c.check_oom_counter,
+        diagnosed="perdure.model.exits:ExitRecord"),
+    _row("U42", "other code runs there than here", "compare hashes before the start", scope="ssh",
+        prevented="perdure.launch.ssh.submit:submit"),
+    _row("U43", "output in blocks looks frozen", "judge by steps and files, not by lines",
+        prevented="perdure.detect.detector:Detector"),
+    _row("U44", "no `__main__` guard where processes are spawned", "if __name__ == '__main__':",
+        c.check_system, diagnosed=_SYMPTOMS),
+)  # fmt: skip
+
+NODES: tuple[Row, ...] = (
+    _row("MN1", "no fabric manager: every collective over NVSwitch hangs",
+        "systemctl start nvidia-fabricmanager", c.check_fabric, scope="nodes",
+        diagnosed=_SYMPTOMS),
+    _row("MN2", "the wrong interface is taken for collectives",
+        "NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME in `env`", c.check_interface, scope="nodes",
+        watched="perdure.detect.links:LinkWatch"),
+    _row("MN3", "the time-out of 1,800 s hides a dead rank", "perdure names it within seconds",
+        scope="nodes", watched="perdure.detect.arrival:find_stuck", diagnosed=_SYMPTOMS),
+    _row("MN4", "frame sizes differ along a path", "the same MTU on all of it: ip link set mtu",
+        c.check_mtu, scope="nodes", watched="perdure.detect.links:LinkWatch"),
+    _row("MN5", "torchrun --max-restarts starts again without the state",
+        "perdure.init() and run.steps(): exact resume", scope="nodes",
+        prevented="perdure.worker.checkpoint.checkpointer:Checkpointer"),
+    _row("MN6", "an elastic world waits in silence for its least number of members",
+        "restart.node_wait_s bounds it; perdure status says for whom", scope="nodes",
+        prevented="perdure.model.job:RestartConfig"),
+)  # fmt: skip
+
+
+GENERIC: tuple[Row, ...] = (
+    _row("GEN1", "a forgotten box bills day and night",
+        "perdure pull, verify, teardown; the meter is shown before a launch", scope="ssh",
+        prevented="perdure.launch.results.gate:find_obstacles"),
+    _row("GEN2", "the connection drops and takes the run along",
+        "perdure launch, perdure run --detach, or tmux", c.check_hangup, scope="ssh",
+        prevented="perdure.launch.local:submit", diagnosed=_VANISHED),
+    _row("GEN2b", "systemd ends what a user leaves behind",
+        "loginctl enable-linger, or systemd-run --user --scope", c.check_linger, scope="ssh"),
+    _row("GEN2c", "nothing to detach with", "apt-get install tmux", c.check_detach_tool,
+        scope="ssh"),
+    _row("GEN3", "a transfer starts from zero, or leaves half a file under its last name",
+        "rsync --partial-dir; apt-get install rsync", c.check_transfer_tool, scope="ssh",
+        prevented="perdure.launch.transfer:pull"),
+    _row("GEN4", "CRLF breaks a script on Linux", "perdure doctor --fix, and .gitattributes",
+        c.check_line_ends, scope="ssh", fix=True,
+        prevented="perdure.launch.ssh.results:repair", diagnosed=_SYMPTOMS),
+    _row("GEN5", "the heavy part is checked on the wrong machine",
+        "a short run there first; perdure doctor on the box", scope="ssh",
+        detected="perdure.launch.ssh.check:check"),
+    _row("GEN6", "a reboot takes every session along",
+        "interruption.relaunch; else the same --name resumes the job",
+        scope="ssh", prevented="perdure.launch.ssh.render:render", diagnosed=_VANISHED),
+    _row("GEN7", "two runs on one GPU halve each other",
+        "perdure queue run: one item a GPU, with locks", c.check_shared_gpu, scope="ssh",
+        prevented="perdure.launch.ssh.box:take_devices"),
+    _row("GEN8", "a dropped poll is taken for a death",
+        "ask again: only the place itself knows", scope="ssh",
+        prevented="perdure.launch.ssh.ask:ask_state"),
+    _row("GEN9", "a clock that was never set", "ntpd, chrony or systemd-timesyncd", c.check_clock),
+    _row("GEN10", "too few descriptors for a mesh of connections", "ulimit -n 65536",
+        c.check_files, diagnosed=_SYMPTOMS),
+)  # fmt: skip
+
+SLURM: tuple[Row, ...] = (
+    _row("SLURM1", "a checkpoint inside the signal handler is corrupt",
+        "the handler sets a flag; the checkpoint is at an agreed step", scope="slurm",
+        prevented="perdure.control.steering.boundary:open_boundary"),
+    _row("SLURM2", "the warning comes too late, or before its handler stands",
+        "time limit > warning + 60 s + start-up + checkpoint; USR1 to the batch shell",
+        c.check_slurm_signal, scope="slurm",
+        prevented="perdure.launch.slurm.checks:check_walltime", diagnosed=_SYMPTOMS),
+    _row("SLURM2b", "the cluster allows no requeue", "ask the site for JobRequeue=1",
+        c.check_slurm_requeue, scope="slurm"),
+    _row("SLURM3", "srun inside sbatch does not inherit --cpus-per-task",
+        "srun --cpus-per-task, always", scope="slurm",
+        prevented="perdure.launch.slurm.batch:place_nodes"),
+    _row("SLURM4", "an OOM kill is a state of the job and no traceback",
+        "every step's state and DerivedExitCode", c.check_slurm_accounting, scope="slurm",
+        diagnosed="perdure.model.platforms.slurm:explain_rows"),
+    _row("SLURM5", "checkpoints in $TMPDIR are gone with the job",
+        "a shared file system for DURABLE_DIR and checkpoint.url", c.check_durable,
+        prevented="perdure.launch.lint:check_plan"),
+)  # fmt: skip
+
+KUBERNETES: tuple[Row, ...] = (
+    _row("K8S1", "Pending: Insufficient nvidia.com/gpu", "is the device plugin up? any taint?",
+        scope="kubernetes", detected=f"{_KUBERNETES}:check_nodes", watched=f"{_KUBERNETES}:judge"),
+    _row("K8S2", "restartPolicy Always is refused on a Job", "Never or OnFailure",
+        scope="kubernetes", prevented=f"{_KUBERNETES}.linter:lint_manifests"),
+    _row("K8S3", "ImagePullBackOff: the Job waits for ever", "imagePullSecrets, a real digest",
+        scope="kubernetes", watched=f"{_KUBERNETES}:judge"),
+    _row("K8S4", "Multi-Attach: a ReadWriteOnce volume on two nodes",
+        "ReadWriteMany, or one node", scope="kubernetes",
+        prevented=f"{_KUBERNETES}.checks:check_profile", detected=f"{_KUBERNETES}:check_claim",
+        watched="perdure.model.platforms.kubernetes:explain_pod"),
+    _row("K8S5", "evicted for ephemeral storage",
+        "write to the PVC; limits.ephemeral-storage", scope="kubernetes", diagnosed=_SYMPTOMS,
+        prevented=f"{_KUBERNETES}.linter:lint_manifests"),
+    _row("K8S6", "the container runs on the CPU", "limits of nvidia.com/gpu; a probe at start",
+        c.check_gpu_visible, scope="kubernetes", prevented=f"{_KUBERNETES}.pod:check_gpus"),
+)  # fmt: skip
+
+NOTEBOOK: tuple[Row, ...] = (
+    _row("NB1", "Drive syncs late and loses the saved checkpoint",
+        "an object store as checkpoint.url; else stay until Drive, mounted anew, has it",
+        scope="notebook", prevented="perdure.launch.notebook.session:Session"),
+    _row("NB2", "one failing cell loses a Kaggle commit's output",
+        "no cell fails there: status.json says how it is", scope="notebook",
+        prevented="perdure.launch.notebook.session:Session",
+        diagnosed="perdure.launch.notebook.kaggle:find_state"),
+    _row("NB3", "a commit runs on the wrong accelerator, or without internet",
+        "a product of matrices before anything else", c.check_gpu_visible, scope="notebook",
+        prevented="perdure.launch.notebook.kaggle:render_metadata"),
+    _row("NB4", "/content and /kaggle/temp are scratch",
+        "DURABLE_DIR on Drive or in /kaggle/working", c.check_durable, scope="notebook",
+        prevented="perdure.launch.notebook.checks:check_notebook"),
+    _row("NB5", "Colab disconnects without a signal", "a checkpoint every N steps, and resume",
+        scope="notebook", prevented="perdure.launch.notebook.sitting:find_time_left"),
+)  # fmt: skip
 
 TRAPS: tuple[Row, ...] = (*GENERIC, *SLURM, *KUBERNETES, *NOTEBOOK, *UNIVERSAL, *NODES)
 _BY_ID = {trap.id: trap for trap, _ in TRAPS}
@@ -39,3 +291,18 @@ def render_table() -> str:
 def _show(how: str) -> str:
     module, _, name = how.partition(":")
     return f"`{module.removeprefix('perdure.')}.{name}`" if how else ""
+
+
+def judge(facts: BoxFacts, scopes: frozenset[Scope]) -> tuple[tuple[Trap, Check], ...]:
+    """Return what the checks of all traps in `scopes` say, in the table's order."""
+    rows = []
+    for trap, check in TRAPS:
+        if check is None or trap.scope not in scopes:
+            continue
+        found = check(facts)
+        if found is not None:
+            state, evidence = found
+            rows.append(
+                (trap, Check(name=trap.title, state=state, evidence=evidence, mend=trap.mend))
+            )
+    return tuple(rows)

@@ -16,7 +16,7 @@ from perdure.cli.running import checks
 from perdure.launch import lint
 from perdure.launch.catalog import load_profile
 from perdure.launch.environment import GROUP_DEVICES, rank_environment
-from perdure.launch.slurm.script import list_directives
+from perdure.launch.slurm.render import list_directives
 from perdure.launch.ssh.render import _render_settings
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec, LaunchConfig, TorchftConfig

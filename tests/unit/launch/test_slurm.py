@@ -11,7 +11,7 @@ from perdure.launch.platforms import Here
 from perdure.launch.runs import STUCK_RUNS, Run, decide
 from perdure.launch.slurm import render
 from perdure.launch.slurm.checks import check_cluster
-from perdure.launch.slurm.script import quote
+from perdure.launch.slurm.render import quote
 from perdure.launch.slurm.submit import expand
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, JobSpec, LaunchConfig

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from perdure.launch.kubernetes import shapes
-from perdure.launch.kubernetes.containers import error, lint_containers, lint_fields, warning
 from perdure.launch.kubernetes.security import find_violations
 from perdure.model.platforms.kubernetes import parse_version
 from perdure.model.platforms.launching import Finding
+from perdure.traps import findings
 
 Object = Mapping[str, Any]
+_NATIVE = ("cpu", "memory", "ephemeral-storage", "storage", "pods")
 
 
 def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Finding]:
@@ -27,16 +28,16 @@ def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Fi
     for document in documents:
         kind, api = str(document.get("kind", "")), document.get("apiVersion")
         if not kind or not api:
-            found += error("?", True, "apiVersion and kind are required")
+            found += _error("?", True, "apiVersion and kind are required")
             continue
         if (name := shapes.KINDS.get(kind.lower(), kind)) != kind:
-            found += error("?", True, f"kind {kind}: it is {name}")
+            found += _error("?", True, f"kind {kind}: it is {name}")
             continue
         at, spec = f"{kind} {document.get('metadata', {}).get('name', '?')}", document.get("spec")
         batch = kind != "Job" or str(api).startswith("batch/v1")
-        found += lint_fields(document, shapes.TOP, at)
+        found += _lint_fields(document, shapes.TOP, at)
         found += _lint_metadata(document, kind, at)
-        found += error(at, not batch, f"apiVersion {api}: a Job is batch/v1")
+        found += _error(at, not batch, f"apiVersion {api}: a Job is batch/v1")
         if kind == "PersistentVolumeClaim":
             found += _lint_claim(spec or {}, at)
         if kind == "Service":
@@ -45,6 +46,21 @@ def lint_manifests(documents: Sequence[Object], server: str = "1.31") -> list[Fi
             found += _lint_job(job, name, f"{at}.spec", server)
             found += _lint_pod(job, services, claims, f"{at}.spec.template.spec")
     return found
+
+
+def _error(at: str, when: object, text: str, hint: str = "", trap: str = "") -> list[Finding]:
+    """Return what is refused in a place of a manifest, or cannot train; see `traps.findings`."""
+    return findings.error(when, f"{at}: {text}", hint, trap)
+
+
+def _warning(at: str, when: object, text: str, hint: str = "", trap: str = "") -> list[Finding]:
+    """Return what runs and may lose what it did; see `traps.findings`."""
+    return findings.warning(when, f"{at}: {text}", hint, trap)
+
+
+def _lint_fields(value: Object, known: frozenset[str], at: str) -> list[Finding]:
+    """Return the fields that no server knows."""
+    return [one for key in value for one in _error(at, key not in known, f"unknown field {key}")]
 
 
 def find_jobs(document: Object) -> Iterator[tuple[str, Object]]:
@@ -66,9 +82,9 @@ def _lint_metadata(document: Object, kind: str, at: str) -> list[Finding]:
     form = shapes.SERVICE if service else shapes.SUBDOMAIN
     wanted = "lower-case letters, digits and -" + (", a letter first" if service else "")
     return [
-        *lint_fields(metadata, shapes.METADATA, f"{at}.metadata"),
-        *error(at, not (name or metadata.get("generateName")), "metadata.name is required"),
-        *error(at, name and not form.fullmatch(name), f"metadata.name {name!r}: {wanted}"),
+        *_lint_fields(metadata, shapes.METADATA, f"{at}.metadata"),
+        *_error(at, not (name or metadata.get("generateName")), "metadata.name is required"),
+        *_error(at, name and not form.fullmatch(name), f"metadata.name {name!r}: {wanted}"),
         *_lint_labels(metadata.get("labels", {}), f"{at}.metadata.labels"),
     ]
 
@@ -78,7 +94,7 @@ def _lint_labels(labels: Object, at: str) -> list[Finding]:
         one
         for key, value in labels.items()
         if not isinstance(value, str) or not shapes.LABEL_VALUE.fullmatch(value)
-        for one in error(at, True, f"{key}: {value!r} is no value of a label")
+        for one in _error(at, True, f"{key}: {value!r} is no value of a label")
     ]
 
 
@@ -89,21 +105,21 @@ def _lint_claim(spec: Object, at: str) -> list[Finding]:
     asked = "spec.resources.requests.storage"
     odd = size is not None and not shapes.read_quantity(size)
     mode = spec.get("volumeMode", "Filesystem")
-    found = lint_fields(spec, shapes.CLAIM, f"{at}.spec")
-    found += error(at, not modes, "spec.accessModes: at least one is required")
+    found = _lint_fields(spec, shapes.CLAIM, f"{at}.spec")
+    found += _error(at, not modes, "spec.accessModes: at least one is required")
     for one in modes:
-        found += error(at, one not in shapes.MODES, f"spec.accessModes: {one!r} is none")
+        found += _error(at, one not in shapes.MODES, f"spec.accessModes: {one!r} is none")
     return [
         *found,
-        *error(at, lone, "spec.accessModes: ReadWriteOncePod goes with no other"),
-        *error(at, size is None, f"{asked} is required"),
-        *error(at, odd, f"{asked}: {size!r} is no quantity", "such as 100Gi"),
-        *error(
+        *_error(at, lone, "spec.accessModes: ReadWriteOncePod goes with no other"),
+        *_error(at, size is None, f"{asked} is required"),
+        *_error(at, odd, f"{asked}: {size!r} is no quantity", "such as 100Gi"),
+        *_error(
             at,
             mode not in ("Filesystem", "Block"),
             f"spec.volumeMode {mode!r}: Filesystem or Block",
         ),
-        *error(
+        *_error(
             at,
             storage and not shapes.SUBDOMAIN.fullmatch(storage),
             f"spec.storageClassName {storage!r} is no name",
@@ -115,30 +131,30 @@ def _lint_service(spec: Object, at: str) -> list[Finding]:
     lacks = not spec.get("ports") and spec.get("clusterIP") != "None"
     found = _lint_labels(spec.get("selector", {}), f"{at}.spec.selector")
     text = "spec.ports is required, but for a headless Service"
-    found += error(at, lacks, text, "clusterIP: None")
+    found += _error(at, lacks, text, "clusterIP: None")
     for one in spec.get("ports", ()):
         number = one.get("port")
         known = type(number) is int and 1 <= number <= 65535
-        found += error(at, not known, f"spec.ports: {number!r} is no port")
+        found += _error(at, not known, f"spec.ports: {number!r} is no port")
     return found
 
 
 def _lint_job(job: Object, name: str, at: str, server: str) -> list[Finding]:
-    found = lint_fields(job, shapes.JOB, at)
+    found = _lint_fields(job, shapes.JOB, at)
     version = parse_version(server)
     for field, since in shapes.SINCE.items():
         text = f"{field}: a server {server} drops it; it is there from {since[0]}.{since[1]} on"
         dropped = field in job and version < since
-        found += error(at, dropped, text, "kubernetes.server is the server's version")
+        found += _error(at, dropped, text, "kubernetes.server is the server's version")
     pod = job.get("template", {}).get("spec", {})
     policy = pod.get("restartPolicy")
     text = f"restartPolicy {policy or 'Always'}: a Job takes Never or OnFailure"
     wrong = policy not in ("Never", "OnFailure")
-    found += error(f"{at}.template.spec", wrong, text, "Never", "K8S2")
+    found += _error(f"{at}.template.spec", wrong, text, "Never", "K8S2")
     for field in shapes.COUNTS:
         value = job.get(field)
         known = value is None or (type(value) is int and value >= 0)
-        found += error(at, not known, f"{field}: {value!r} is no number from 0 on")
+        found += _error(at, not known, f"{field}: {value!r} is no number from 0 on")
     mode = job.get("completionMode")
     indexed, known = mode == "Indexed", mode in (None, "Indexed", "NonIndexed")
     endless = indexed and job.get("completions") is None
@@ -147,10 +163,10 @@ def _lint_job(job: Object, name: str, at: str, server: str) -> list[Finding]:
     selects = "selector" in job and not job.get("manualSelector")
     return [
         *found,
-        *error(at, not known, f"completionMode {mode!r}: Indexed or NonIndexed"),
-        *error(at, endless, "completionMode Indexed: completions is required"),
-        *error(at, unnamed, f"the host name {last} of an indexed pod is no DNS label"),
-        *error(at, selects, "selector: made by the server", "leave it out"),
+        *_error(at, not known, f"completionMode {mode!r}: Indexed or NonIndexed"),
+        *_error(at, endless, "completionMode Indexed: completions is required"),
+        *_error(at, unnamed, f"the host name {last} of an indexed pod is no DNS label"),
+        *_error(at, selects, "selector: made by the server", "leave it out"),
         *_lint_failure_policy(job, pod, f"{at}.podFailurePolicy"),
     ]
 
@@ -167,8 +183,8 @@ def _lint_failure_policy(job: Object, pod: Object, at: str) -> list[Finding]:
         return []
     rules, never = policy.get("rules", ()), pod.get("restartPolicy") == "Never"
     names = {c.get("name") for c in (*pod.get("initContainers", ()), *pod.get("containers", ()))}
-    found = error(at, not never, "only with restartPolicy: Never")
-    found += error(at, not 1 <= len(rules) <= 20, f"{len(rules)} rules: 1 to 20")
+    found = _error(at, not never, "only with restartPolicy: Never")
+    found += _error(at, not 1 <= len(rules) <= 20, f"{len(rules)} rules: 1 to 20")
     for number, rule in enumerate(rules):
         where, action = f"{at}.rules[{number}]", rule.get("action")
         known = action in ("FailJob", "FailIndex", "Ignore", "Count")
@@ -176,9 +192,9 @@ def _lint_failure_policy(job: Object, pod: Object, at: str) -> list[Finding]:
         exits, conditions = rule.get("onExitCodes"), rule.get("onPodConditions")
         one = bool(exits) != bool(conditions)
         found += [
-            *error(where, not known, f"action {action!r}: FailJob, FailIndex, Ignore or Count"),
-            *error(where, single, "FailIndex: backoffLimitPerIndex is required"),
-            *error(where, not one, "one of onExitCodes and onPodConditions"),
+            *_error(where, not known, f"action {action!r}: FailJob, FailIndex, Ignore or Count"),
+            *_error(where, single, "FailIndex: backoffLimitPerIndex is required"),
+            *_error(where, not one, "one of onExitCodes and onPodConditions"),
             *(_lint_exit_codes(exits, names, where) if exits else ()),
         ]
     return found
@@ -188,11 +204,11 @@ def _lint_exit_codes(exits: Object, names: set[Any], at: str) -> list[Finding]:
     values, operator = list(exits.get("values", ())), exits.get("operator")
     name = exits.get("containerName")
     return [
-        *error(at, operator not in ("In", "NotIn"), f"operator {operator!r}: In or NotIn"),
-        *error(at, not 1 <= len(values) <= 255, "values: 1 to 255 exit codes"),
-        *error(at, values != sorted(set(values)), "values: in order, and none twice"),
-        *error(at, operator == "In" and 0 in values, "values: 0 is no failure"),
-        *error(at, name not in (None, *names), f"containerName: no container {name!r}"),
+        *_error(at, operator not in ("In", "NotIn"), f"operator {operator!r}: In or NotIn"),
+        *_error(at, not 1 <= len(values) <= 255, "values: 1 to 255 exit codes"),
+        *_error(at, values != sorted(set(values)), "values: in order, and none twice"),
+        *_error(at, operator == "In" and 0 in values, "values: 0 is no failure"),
+        *_error(at, name not in (None, *names), f"containerName: no container {name!r}"),
     ]
 
 
@@ -202,24 +218,24 @@ def _lint_pod(
     pod = job.get("template", {}).get("spec", {})
     labels = job.get("template", {}).get("metadata", {}).get("labels", {})
     found = [
-        *lint_fields(pod, shapes.POD, at),
+        *_lint_fields(pod, shapes.POD, at),
         *_lint_labels(labels, f"{at.removesuffix('.spec')}.metadata.labels"),
         *_lint_labels(pod.get("nodeSelector", {}), f"{at}.nodeSelector"),
     ]
     for field in sorted(shapes.SWITCHES & pod.keys()):
         text = f"{field}: {pod[field]!r} is neither true nor false"
-        found += error(at, not isinstance(pod[field], bool), text)
+        found += _error(at, not isinstance(pod[field], bool), text)
     for field in ("hostname", "subdomain"):
         known = field not in pod or shapes.LABEL.fullmatch(str(pod[field]))
-        found += error(at, not known, f"{field} {pod.get(field)!r} is no DNS label")
+        found += _error(at, not known, f"{field} {pod.get(field)!r} is no DNS label")
     grace = pod.get("terminationGracePeriodSeconds", 30)
     lone = pod.get("dnsPolicy") == "None" and not pod.get("dnsConfig")
     odd = type(grace) is not int or grace < 0
     hard = type(grace) is int and grace == 0
     found += [
-        *error(at, lone, "dnsPolicy None: dnsConfig is required"),
-        *error(at, odd, f"terminationGracePeriodSeconds: {grace!r}"),
-        *warning(at, hard, "terminationGracePeriodSeconds 0: killed without a checkpoint"),
+        *_error(at, lone, "dnsPolicy None: dnsConfig is required"),
+        *_error(at, odd, f"terminationGracePeriodSeconds: {grace!r}"),
+        *_warning(at, hard, "terminationGracePeriodSeconds 0: killed without a checkpoint"),
     ]
     for number, one in enumerate(pod.get("tolerations", ())):
         found += _lint_toleration(one, f"{at}.tolerations[{number}]")
@@ -228,15 +244,15 @@ def _lint_pod(
         selector = named[0].get("spec", {}).get("selector", {}) if named else {}
         lost = any(labels.get(key) != value for key, value in selector.items())
         alone = services and not named
-        found += warning(at, alone, f"subdomain {subdomain}: no Service of that name here")
-        found += warning(at, lost, f"Service {subdomain} does not select these pods")
+        found += _warning(at, alone, f"subdomain {subdomain}: no Service of that name here")
+        found += _warning(at, lost, f"Service {subdomain} does not select these pods")
     refused = find_violations(pod)
     more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
     text = f"a namespace that enforces `restricted` refuses it: {'; '.join(refused[:3])}{more}"
     return [
         *found,
-        *lint_containers(pod, at),
-        *warning(at, refused, text, "Pod Security Standards"),
+        *_lint_containers(pod, at),
+        *_warning(at, refused, text, "Pod Security Standards"),
         *_lint_storage(job, pod, claims, at),
     ]
 
@@ -246,12 +262,14 @@ def _lint_toleration(one: Object, at: str) -> list[Finding]:
     known, exists = operator in ("Exists", "Equal", "Lt", "Gt"), operator == "Exists"
     timed = one.get("tolerationSeconds") is not None and effect != "NoExecute"
     return [
-        *lint_fields(one, shapes.TOLERATION, at),
-        *error(at, not known, f"operator {operator!r}: Exists or Equal"),
-        *error(at, exists and one.get("value"), "value must be empty where operator is Exists"),
-        *error(at, not (one.get("key") or exists), "operator must be Exists where there is no key"),
-        *error(at, effect not in (None, "", *shapes.EFFECTS), f"effect {effect!r}"),
-        *error(at, timed, "tolerationSeconds: only where effect is NoExecute"),
+        *_lint_fields(one, shapes.TOLERATION, at),
+        *_error(at, not known, f"operator {operator!r}: Exists or Equal"),
+        *_error(at, exists and one.get("value"), "value must be empty where operator is Exists"),
+        *_error(
+            at, not (one.get("key") or exists), "operator must be Exists where there is no key"
+        ),
+        *_error(at, effect not in (None, "", *shapes.EFFECTS), f"effect {effect!r}"),
+        *_error(at, timed, "tolerationSeconds: only where effect is NoExecute"),
     ]
 
 
@@ -263,12 +281,143 @@ def _lint_storage(job: Object, pod: Object, claims: Mapping[str, Object], at: st
     lasting = used or any(volume.get("nfs") or volume.get("csi") for volume in volumes)
     text = "no volume outlives the pod: checkpoints go with it"
     mend = "mount a PersistentVolumeClaim at DURABLE_DIR"
-    found = warning(at, not lasting, text, mend, "K8S5")
+    found = _warning(at, not lasting, text, mend, "K8S5")
     pods = _count(job, "parallelism")
     for name in (name for name in used if name in claims and pods > 1):
         modes = claims[name].get("spec", {}).get("accessModes", ())
         text = f"{pods} pods share the claim {name}, which is {', '.join(map(str, modes))}"
         text += ": pods on other nodes wait for ever"
         lone = "ReadWriteMany" not in modes
-        found += error(at, lone, text, "accessModes: [ReadWriteMany]", "K8S4")
+        found += _error(at, lone, text, "accessModes: [ReadWriteMany]", "K8S4")
+    return found
+
+
+def _lint_containers(pod: Object, at: str) -> list[Finding]:
+    """Return what is wrong with the containers and volumes of a pod."""
+    containers: Sequence[Object] = pod.get("containers", ())
+    volumes = [str(volume.get("name", "")) for volume in pod.get("volumes", ())]
+    found = _error(at, not containers, "containers: at least one is required")
+    for name in sorted(set(volumes)):
+        found += _error(at, volumes.count(name) > 1, f"volumes: {name!r} twice")
+    for number, volume in enumerate(pod.get("volumes", ())):
+        found += _lint_volume(volume, f"{at}.volumes[{number}]")
+    names: list[str] = []
+    for number, container in enumerate((*containers, *pod.get("initContainers", ()))):
+        where, name = f"{at}.containers[{number}]", container.get("name")
+        found += _error(where, name in names, f"name {name!r} twice")
+        found += _lint_container(container, volumes, where)
+        names.append(str(container.get("name", "")))
+    return found
+
+
+def _lint_volume(volume: Object, at: str) -> list[Finding]:
+    name, claim = str(volume.get("name", "")), volume.get("persistentVolumeClaim")
+    sources = [key for key in volume if key != "name"]
+    unnamed = isinstance(claim, Mapping) and not claim.get("claimName")
+    found = [
+        *_lint_fields(volume, shapes.VOLUME, at),
+        *_error(at, not shapes.LABEL.fullmatch(name), f"name {name!r} is no DNS label"),
+        *_error(at, len(sources) > 1, f"one source, not {', '.join(sources)}"),
+        *_error(at, unnamed, "persistentVolumeClaim.claimName is required"),
+    ]
+    if (folder := volume.get("emptyDir")) is None:
+        return found
+    size, medium = folder.get("sizeLimit"), folder.get("medium", "")
+    odd = size is not None and shapes.read_quantity(size) is None
+    known = medium in ("", "Memory") or str(medium).startswith("HugePages")
+    endless = "emptyDir without sizeLimit may fill the node"
+    return [
+        *found,
+        *_error(at, odd, f"emptyDir.sizeLimit: {size!r} is no quantity", "such as 8Gi"),
+        *_warning(at, size is None, endless, "emptyDir.sizeLimit", "K8S5"),
+        *_error(at, not known, f"emptyDir.medium {medium!r}: Memory, or none"),
+    ]
+
+
+def _lint_container(container: Object, volumes: Sequence[str], at: str) -> list[Finding]:
+    name, image = str(container.get("name", "")), str(container.get("image", ""))
+    named, policy = image and image == image.strip(), container.get("imagePullPolicy", "Always")
+    found = [
+        *_lint_fields(container, shapes.CONTAINER, at),
+        *_error(at, not shapes.LABEL.fullmatch(name), f"name {name!r} is no DNS label"),
+        *_error(at, not named, f"image {image!r}" if image else "image is required"),
+        *_warning(
+            at,
+            named and "@sha256:" not in image,
+            f"image {image} by tag: another may come by that name",
+            "name@sha256:...",
+            "U30",
+        ),
+        *_error(
+            at, policy not in ("Always", "IfNotPresent", "Never"), f"imagePullPolicy {policy!r}"
+        ),
+    ]
+    for number, one in enumerate(container.get("env", ())):
+        found += _lint_variable(one, f"{at}.env[{number}]")
+    paths: list[str] = []
+    for number, mount in enumerate(container.get("volumeMounts", ())):
+        where, path = f"{at}.volumeMounts[{number}]", str(mount.get("mountPath", ""))
+        found += [
+            *_lint_fields(mount, shapes.MOUNT, where),
+            *_error(where, not path, "mountPath is required"),
+            *_error(where, path and path in paths, f"mountPath {path} twice"),
+            *_error(where, mount.get("name") not in volumes, f"no volume {mount.get('name')!r}"),
+        ]
+        paths.append(path)
+    small = "/dev/shm is the runtime's 64 MB: loader workers die of it"
+    mend = "emptyDir with medium: Memory at /dev/shm"
+    found += _warning(at, "/dev/shm" not in paths, small, mend, "U9")
+    return found + _lint_resources(container.get("resources", {}), f"{at}.resources")
+
+
+def _lint_variable(one: Object, at: str) -> list[Finding]:
+    name, value, source = str(one.get("name", "")), one.get("value"), one.get("valueFrom")
+    plain, sourced = value is None or isinstance(value, str), source is not None
+    return [
+        *_lint_fields(one, shapes.ENV, at),
+        *_error(at, not shapes.VARIABLE.fullmatch(name), f"name {name!r} is no name of a variable"),
+        *_lint_fields(source or {}, shapes.VALUE_FROM, f"{at}.valueFrom"),
+        *_error(at, sourced and value, "value and valueFrom"),
+        *_error(at, sourced and len(source or ()) != 1, "valueFrom: one source"),
+        *_error(at, not plain, f"value {value!r} is no string", "put it in quotes"),
+    ]
+
+
+def _lint_resources(resources: Object, at: str) -> list[Finding]:
+    found = _lint_fields(resources, shapes.RESOURCES, at)
+    sizes: dict[tuple[str, str], float] = {}
+    for part in ("limits", "requests"):
+        where = f"{at}.{part}"
+        for name, value in (resources.get(part) or {}).items():
+            size, device = shapes.read_quantity(value), "/" in name
+            if size is None:
+                odd = f"{name}: {value!r} is no quantity"
+                found += _error(where, True, odd, "such as 500m, 16Gi")
+                continue
+            sizes[part, name] = size
+            whole = f"{name}: {value} is no integer: a GPU is not shared"
+            known = device or name in _NATIVE or name.startswith("hugepages-")
+            mend = "a device's name has a domain: nvidia.com/gpu"
+            found += _error(where, size < 0, f"{name}: {value} is negative")
+            found += _error(where, device and size != int(size), whole)
+            found += _error(where, not known, f"no resource {name!r}", mend)
+    limited = ("limits", "ephemeral-storage") in sizes
+    full = "no limit of ephemeral-storage: a full disk of the node may evict this pod"
+    return [*found, *_compare(sizes, at), *_warning(at, not limited, full, "set one", "K8S5")]
+
+
+def _compare(sizes: Mapping[tuple[str, str], float], at: str) -> list[Finding]:
+    """Return where requests do not go with limits."""
+    found, mend = [], "GPUs go into limits only"
+    for (part, name), size in sizes.items():
+        limit = sizes.get(("limits", name))
+        if part != "requests":
+            continue
+        if limit is None:
+            found += _error(at, "/" in name, f"{name}: a request without a limit", mend)
+        elif "/" in name:
+            text = f"{name}: request {size:g}, limit {limit:g}: must be equal"
+            found += _error(at, size != limit, text, mend)
+        else:
+            found += _error(at, size > limit, f"{name}: the request is above the limit")
     return found

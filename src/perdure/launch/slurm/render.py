@@ -1,20 +1,53 @@
 """A job for Slurm as files that a person can read: the sbatch script and what its program reads."""
 
 import os
+import shlex
+import sys
 
 import msgspec
 
 from perdure.launch import lint
 from perdure.launch.slurm.batch import Chain
 from perdure.launch.slurm.checks import check_array, check_nodes, check_walltime
-from perdure.launch.slurm.script import find_cpus, find_gres, find_place, render_script
-from perdure.launch.ssh.render import place_job
+from perdure.launch.ssh.render import expand_tilde, place_job
 from perdure.launch.ssh.render import render as render_ssh
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Plan, Step
 from perdure.model.platforms.profile import Profile
-from perdure.model.platforms.slurm import list_tasks
+from perdure.model.platforms.slurm import SlurmSection, list_tasks
+
+SIGNAL = "USR1"
+"""The warning. With TERM, Slurm's log says CANCELLED, and a shell without a trap dies at once."""
+
+_BODY = """\
+set -u
+{hooks}\
+{env}\
+place={place}
+mkdir -p "$PERDURE_HOME" "$place"
+
+# Warned before the handler stands, the warning is found as a file. The program starts with the
+# signal ignored, since its default would end the run.
+warned="$place/warned-$SLURM_JOB_ID-${{SLURM_RESTART_COUNT:-0}}"
+child=
+trap 'touch "$warned"; [ -z "$child" ] || kill -{signal} "$child" 2>/dev/null' {signal}
+trap '[ -z "$child" ] || kill -TERM "$child" 2>/dev/null' TERM
+cd {cwd} || exit 2
+(trap '' {signal}; exec {command} "$place" "$warned") &
+child=$!
+while :; do
+    wait "$child"
+    code=$?
+    # A trap interrupts `wait`; only a child that is gone has ended.
+    kill -0 "$child" 2>/dev/null || break
+done
+exit "$code"
+"""
+
+_CREDENTIALS = """\
+if [ -n "$CRED_FILE" ] && [ -r "$CRED_FILE" ]; then set -a; . "$CRED_FILE"; set +a; fi
+"""
 
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
@@ -66,3 +99,88 @@ def _place_job(spec: JobSpec, *, there: bool) -> JobSpec:
     lint.locate_in_project(spec, spec.cwd, "cwd")
     cwd = os.path.normpath(os.path.join(spec.launch.project, spec.cwd))
     return msgspec.structs.replace(spec, cwd=cwd, tee="all")
+
+
+def render_script(spec: JobSpec, profile: Profile) -> str:
+    """Return the script."""
+    section, there = profile.slurm, bool(profile.launch.host)
+    modules = "".join(f"module load {shlex.quote(name)}\n" for name in section.modules)
+    hook = f"{profile.overrides.PROXY_HOOK}\n" if profile.overrides.PROXY_HOOK and not there else ""
+    place = find_place(spec, profile)
+    if there:
+        # What `perdure launch` wrote there says the rest: PERDURE_HOME, and the Python it found.
+        env = f". {quote(place)}/env.sh\n" + _CREDENTIALS
+        python, cwd, output = '"$PERDURE_PYTHON"', '"$JOB_DIR/project"', f"slurm-{spec.name}-%j.out"
+    else:
+        env = f"export PERDURE_HOME={quote(find_home(profile))}\n"
+        python, cwd = quote(find_python(profile)), quote(spec.launch.project)
+        folder = spec.launch.project.replace("%", "%%")  # It would begin a pattern.
+        output = f"{folder}/slurm-{spec.name}-%j.out"
+    output = f'"{output}"' if " " in output else output
+    body = _BODY.format(
+        hooks=modules + hook,
+        env=env,
+        place=quote(place),
+        signal=SIGNAL,
+        cwd=cwd,
+        command=f"{section.container} {python}".strip() + " -P -m perdure.launch.slurm.batch",
+    )
+    head = "".join(f"#SBATCH {line}\n" for line in list_directives(spec, section))
+    return f"#!/bin/bash\n{head}#SBATCH --output={output}\n{body}"
+
+
+def list_directives(spec: JobSpec, section: SlurmSection) -> list[str]:
+    """Return the options of sbatch, without `#SBATCH`."""
+    lines = [
+        f"--job-name={spec.name}",
+        f"--nodes={1 if spec.torchft.replicas else spec.local_nodes}",
+        "--ntasks-per-node=1",
+        f"--cpus-per-task={find_cpus(spec, section)}",
+        f"--time={section.time_limit}",
+        f"--signal=B:{SIGNAL}@{section.warn_s}",
+        "--requeue",
+        "--open-mode=append",
+    ]
+    named = ("partition", "account", "qos", "constraint", "mem", "array")
+    lines += [f"--{name}={value}" for name in named if (value := getattr(section, name))]
+    if gres := find_gres(spec, section):
+        lines.append(f"--gres={gres}")
+    if section.dependency:
+        # Without the second, a job whose dependency failed waits for ever.
+        lines += [f"--dependency={section.dependency}", "--kill-on-invalid-dep=yes"]
+    return [*lines, *section.extra]
+
+
+def find_python(profile: Profile) -> str:
+    """Return the Python of the job: the profile's, or else the one that renders."""
+    named = profile.launch.python
+    return sys.executable if named == "python3" else named
+
+
+def find_cpus(spec: JobSpec, section: SlurmSection) -> int:
+    """Return the cores of a node."""
+    ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
+    return section.cpus_per_task or max(1, ranks)
+
+
+def find_gres(spec: JobSpec, section: SlurmSection) -> str:
+    """Return the devices of a node, as `--gres` takes them."""
+    return section.gres or (f"gpu:{spec.launch.gpus}" if spec.launch.gpus else "")
+
+
+def find_home(profile: Profile) -> str:
+    """Return PERDURE_HOME of the job, variables unexpanded."""
+    return f"{profile.overrides.DURABLE_DIR}/state"
+
+
+def find_place(spec: JobSpec, profile: Profile) -> str:
+    """Return the folder of the job's own files, variables unexpanded."""
+    if profile.launch.host:
+        return f"{expand_tilde(profile.overrides.DATA_DIR)}/{spec.name}/launch"
+    return f"{profile.overrides.DURABLE_DIR}/launched/{spec.name}"
+
+
+def quote(path: str) -> str:
+    """Return a path for the shell, in which `$NAME` and a leading `~` are still expanded."""
+    path = expand_tilde(path)
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'

@@ -14,7 +14,7 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.slurm.checks import check_cluster
 from perdure.launch.slurm.client import Slurm
-from perdure.launch.slurm.script import find_home
+from perdure.launch.slurm.render import find_home
 from perdure.launch.ssh.check import (
     check_banner,
     check_places,
