@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -29,6 +29,7 @@ from perdure.launch.exchange import (
     UnreachedError,
     close_pipes,
     exchange,
+    last_line,
     listen,
     make_flood,
     read_lines,
@@ -36,6 +37,7 @@ from perdure.launch.exchange import (
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.platforms.profile import LaunchSection
 
+T = TypeVar("T")
 BEGIN = "@@perdure begin@@"
 """On standard output before the command's own: what shells print at login stands above it."""
 ANSWER = "@@perdure-json "
@@ -81,9 +83,7 @@ class Channel:
         be among them, since a stuck transfer would hold up every poll.
         """
         section = self._section
-        command = ["ssh"]
-        if section.ssh_config:
-            command += ["-F", os.path.expanduser(section.ssh_config)]
+        config = ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
         options = [
             "BatchMode=yes",
             f"ConnectTimeout={section.connect_timeout_s}",
@@ -94,9 +94,8 @@ class Channel:
             options += ["ControlMaster=auto", f"ControlPath={_sockets()}/%C", "ControlPersist=60"]
         else:
             options += ["ControlMaster=no", "ControlPath=none"]
-        for option in [*section.ssh_options, *options]:
-            command += ["-o", option]
-        return command
+        options = [*section.ssh_options, *options]
+        return ["ssh", *config, *(word for option in options for word in ("-o", option))]
 
     def command(self, script: str, *, tty: bool = False) -> list[str]:
         """Return the command of this machine that runs the shell script `script` on the box."""
@@ -133,11 +132,8 @@ class Channel:
         banner, _, out = said.decode(errors="replace").partition(BEGIN + "\n")
         trailer = _TRAILER.search(err)
         if trailer is None:
-            last = (err.strip().splitlines() or ["it said nothing"])[-1]
-            raise UnreachedError(
-                f"{self.name} did not answer: {last}",
-                hint=self._make_hint(),
-            )
+            last = last_line(err, "it said nothing")
+            raise UnreachedError(f"{self.name} did not answer: {last}", hint=self._make_hint())
         err = err[: trailer.start()].rstrip()
         return Done(int(trailer[1]), out, err, trailer[2], banner.strip())
 
@@ -207,12 +203,12 @@ class Channel:
     def query(
         self,
         script: str,
-        type_: Any,
+        type_: type[T],
         *,
         stdin: bytes = b"",
         timeout_s: float = 60.0,
         bytes_max: int = SAID_MAX,
-    ) -> Any:
+    ) -> T:
         """Return the answer of one of our programs, decoded as `type_`.
 
         Raises:
@@ -223,7 +219,7 @@ class Channel:
         done = self.ask(script, stdin=stdin, timeout_s=timeout_s, bytes_max=bytes_max)
         lines = [line for line in done.out.splitlines() if line.startswith(ANSWER)]
         if done.code or not lines:
-            last = (done.err.splitlines() or ["no answer"])[-1]
+            last = last_line(done.err, "no answer")
             raise PlatformError(f"{self.name}: exit code {done.code}: {last}")
         try:
             return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)

@@ -23,6 +23,15 @@ LINE_MAX = 16 << 20
 _CHUNK = 1 << 16
 
 
+def last_line(text: str, otherwise: str = "") -> str:
+    r"""Return the last line of what a program said that is not blank, or else `otherwise`.
+
+    >>> last_line("Traceback:\nKeyError: 7\n\n"), last_line("", "it said nothing")
+    ('KeyError: 7', 'it said nothing')
+    """
+    return next((line for line in reversed(text.splitlines()) if line.strip()), otherwise)
+
+
 class UnreachedError(PlatformError):
     """The connection was not made, or broke: nothing is known of what it was for."""
 

@@ -5,6 +5,7 @@ anywhere, or have one written through a link that lies here already; either is r
 whole pull, on every platform, since a box that does so is not to be believed in the rest.
 """
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -83,3 +84,19 @@ def check_target(target: Path, names: Iterable[str]) -> None:
 def show(path: str) -> str:
     """Return a name that somebody else gave, fit for one line of a message."""
     return f"{path!r}" if len(path) <= 120 else f"{path[:100]!r}..."
+
+
+def has_size(path: Path, file: PulledFile) -> bool:
+    """Return whether a file of the roster's size lies at `path`, and no link."""
+    return not path.is_symlink() and path.is_file() and path.stat().st_size == file.bytes
+
+
+def is_whole(path: Path, file: PulledFile) -> bool:
+    """Return whether what lies at `path` is the file of the roster."""
+    return has_size(path, file) and hash_file(path) == file.sha256
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -13,6 +13,7 @@ from perdure.cli.platforms.profiles import here, is_terminal
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import print_json
 from perdure.cli.steering.act import JobName
+from perdure.launch.output import name_first
 from perdure.launch.platforms import Here, find_platform
 from perdure.launch.records import read_record, write_record
 from perdure.launch.results.pulling import (
@@ -162,9 +163,8 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
         size = sum(file.bytes for file in manifest.left)
         lines.append(f"left there as you say: {len(manifest.left)} files, {size / 1e6:.1f} MB")
     if manifest.excluded:
-        more = f" and {len(manifest.excluded) - 3} more" if len(manifest.excluded) > 3 else ""
-        lines.append(f"not looked into (caches, environments, secrets): "
-                     f"{', '.join(manifest.excluded[:3])}{more}")  # fmt: skip
+        some = name_first(manifest.excluded)
+        lines.append(f"not looked into (caches, environments, secrets): {some}")
     lines += [f"cannot be brought: {why}" for why in manifest.unread]
     return lines
 
@@ -250,8 +250,7 @@ def verify_pulled(
                     "problems": problems, "verified": proof})  # fmt: skip
         return 3 if problems else 0
     if found is not None and found.unknown:
-        more = f" and {len(found.unknown) - 3} more" if len(found.unknown) > 3 else ""
-        print(f"not understood, compared by SHA-256 only: {', '.join(found.unknown[:3])}{more}")
+        print(f"not understood, compared by SHA-256 only: {name_first(found.unknown)}")
     if problems:
         print("\n".join(f"DAMAGED: {problem}" for problem in problems))
     elif found is not None:

@@ -23,6 +23,7 @@ from perdure.cli.speech.say import note, print_json
 from perdure.cli.steering.act import JobName
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError
+from perdure.launch.output import name_first
 from perdure.launch.platforms import Here
 from perdure.launch.records import forget_record, list_records, write_record
 from perdure.launch.results import gone
@@ -447,8 +448,7 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
             now = find_roster(jobs[name], sources, leave=roster.leave, hashes=False)
         changed = [] if waived.nothing_to_keep else find_changes(roster, now)
         if changed:
-            more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-            raise SafetyError(f"not torn down: written meanwhile: {changed[0]}{more}",
+            raise SafetyError(f"not torn down: written meanwhile: {name_first(changed, 1)}",
                               hint=f"perdure pull {name} {jobs[name].pulled_to}")  # fmt: skip
     others = [] if waived.others_agree else _look_for_others(record)
     if others:

@@ -13,7 +13,7 @@ import yaml
 from perdure.launch import lint
 from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.kubernetes.checks import check_profile
-from perdure.launch.kubernetes.client import Client, show_lines
+from perdure.launch.kubernetes.client import Client
 from perdure.launch.kubernetes.linter import lint_manifests
 from perdure.launch.kubernetes.manifest import (
     ADDED_LABEL,
@@ -27,9 +27,9 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.kubernetes.reader import find_container, open_pod
+from perdure.launch.output import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
-from perdure.launch.ssh.ask import FOLLOWS, SILENCE_S, make_lines
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.cluster_past import tell_past
@@ -127,8 +127,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
         text = f"Secret {section.secret} has no {', '.join(lacking)}"
         found += error(lacking, text, "kubectl create secret generic", "U34")
     if plan.settings["gpus"]:
-        nodes = client.get("nodes") or {}
-        found += check_nodes(nodes.get("items", ()), section.gpu_resource, plan.settings["gpus"])
+        found += check_nodes(client.get_all("nodes"), section.gpu_resource, plan.settings["gpus"])
     return {}, tuple(found)
 
 
@@ -169,7 +168,7 @@ def check_nodes(nodes: Sequence[Any], resource: str, gpus: int) -> list[Finding]
 def submit(plan: Plan, here: Here) -> LaunchRecord:
     """Create the claim where it is missing, and the job; return what is to be remembered."""
     client, name = Client(plan.profile.kubernetes), plan.settings["name"]
-    job = client.look(_find_kind(plan.profile), name, f"{JOB_LABEL}={name}")[0]
+    job = client.look(name)[0]
     if job.state in ("waiting", "running"):
         raise ConfigError(f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
                           hint="perdure stop, or kubectl delete job")  # fmt: skip
@@ -192,7 +191,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     )  # fmt: skip
     write_record(here.home, record)  # Before it costs: whatever breaks now, it is not forgotten.
     client.create(complete(plan.files[JOB], f"{launched_s:.0f}", packed))
-    here.tell(f"created {_find_kind(plan.profile)} {name}")
+    here.tell(f"created {plan.profile.kubernetes.shape} {name}")
     return record
 
 
@@ -212,9 +211,7 @@ def complete(manifest: str, number: str, packed: bytes) -> str:
 
 def find_state(record: LaunchRecord, here: Here) -> BoxState:
     """Return how the job is, by the server."""
-    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
-    job, _ = client.look(_find_kind(record.profile), record.id, label)
-    return _judge_now(record, job)
+    return _judge_now(record, Client(record.profile.kubernetes).look(record.id)[0])
 
 
 def _judge_now(record: LaunchRecord, job: JobState) -> BoxState:
@@ -225,8 +222,8 @@ def _judge_now(record: LaunchRecord, job: JobState) -> BoxState:
 def find_past(record: LaunchRecord, here: Here) -> tuple[str, ...]:
     """Return what happened to the job's pods and their nodes, by the server, the oldest first."""
     client = Client(record.profile.kubernetes)
-    pods = (client.get("pods", "-l", f"{JOB_LABEL}={record.id}") or {}).get("items", ())
-    return tell_past(record.id, pods, client.get_events())
+    pods = client.get_all("pods", "-l", f"{JOB_LABEL}={record.id}")
+    return tell_past(record.id, pods, client.get_all("events"))
 
 
 def judge(job: JobState, waited_s: float, deadline_s: float) -> BoxState:
@@ -263,8 +260,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
 
 def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
-    label = f"{JOB_LABEL}={record.id}"
-    job, pods = client.look(_find_kind(record.profile), record.id, label)
+    job, pods = client.look(record.id)
     if not job.pod and list(argv) == ["logs", record.job] and pods:
         pod = max(pods, key=lambda one: str(one["metadata"].get("creationTimestamp", "")))
         words = ["logs", pod["metadata"]["name"], "-c", find_container(section)]
@@ -283,13 +279,13 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
 
 def _follow(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
     """Follow a stream through as many pods as the job takes; no line comes twice."""
-    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
+    client = Client(record.profile.kubernetes)
     show, told = make_lines(argv), ""
     as_json = ["--json"] if argv[0] == "logs" and "--json" not in argv else []
     words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
     script = shlex.join([*words, *argv, *as_json])
     while True:
-        job, _ = client.look(_find_kind(record.profile), record.id, label)
+        job, _ = client.look(record.id)
         if job.state != "waiting":
             with open_pod(record, here) as there:
                 show.begin()
@@ -329,10 +325,10 @@ def tunnel(record: LaunchRecord, ports: Sequence[int], here: Here) -> int:
     Raises:
         PlatformError: the job is over, nobody answers, or several tunnels in a row did not last.
     """
-    client, label = Client(record.profile.kubernetes), f"{JOB_LABEL}={record.id}"
+    client = Client(record.profile.kubernetes)
     pairs, broken = [f"{port}:{port}" for port in ports], 0
     while broken < ATTEMPTS:
-        job, _ = client.look(_find_kind(record.profile), record.id, label)
+        job, _ = client.look(record.id)
         if job.state not in ("waiting", "running"):
             raise PlatformError(f"no tunnel: job `{record.job}` is {job.state}: {job.reason}")
         if job.pod:
@@ -341,7 +337,3 @@ def tunnel(record: LaunchRecord, ports: Sequence[int], here: Here) -> int:
             broken = 1 if time.monotonic() - began > LASTED_S else broken + 1
         time.sleep(_AGAIN_S)
     raise PlatformError(f"pod {job.pod}: no tunnel", hint="is a port taken here?")
-
-
-def _find_kind(profile: Profile) -> str:
-    return profile.kubernetes.shape

@@ -8,18 +8,11 @@ nothing about the job.
 import json
 import subprocess
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from perdure.launch.exchange import (
-    UnfinishedError,
-    UnreachedError,
-    listen,
-    read_lines,
-    run_bounded,
-)
-from perdure.launch.output import print_output
+from perdure.launch.exchange import UnreachedError, last_line, run_bounded
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.kubernetes import JobState, KubernetesSection, explain_job
+from perdure.model.platforms.kubernetes import JOB_LABEL, JobState, KubernetesSection, explain_job
 
 Object = Mapping[str, Any]
 REQUEST_S = 15
@@ -32,6 +25,7 @@ class Client:
 
     def __init__(self, section: KubernetesSection) -> None:
         """Talk to the cluster of a profile."""
+        self.shape = section.shape
         self._words = ["kubectl"]
         if section.context:
             self._words.append(f"--context={section.context}")
@@ -78,10 +72,9 @@ class Client:
         if code and "NotFound" in err:
             return None
         if code:
-            raise UnreachedError(f"kubectl get {words[0]}: {_last(err)}",
+            raise UnreachedError(f"kubectl get {words[0]}: {last_line(err)}",
                                  hint="ask again: this says nothing of the job")  # fmt: skip
-        found: Object = json.loads(out)
-        return found
+        return cast(Object, json.loads(out))
 
     def read_version(self) -> str:
         """Return the server's version, such as `v1.31.2`."""
@@ -89,7 +82,7 @@ class Client:
         try:
             return str(json.loads(out)["serverVersion"]["gitVersion"])
         except (ValueError, KeyError) as error:
-            text = f"kubectl version: {_last(err) or f'exit code {code}'}"
+            text = f"kubectl version: {last_line(err, f'exit code {code}')}"
             raise PlatformError(text, hint="kubectl cluster-info says") from error
 
     def find_refusal(self, manifest: str) -> str:
@@ -105,7 +98,7 @@ class Client:
         template = "{{range $key, $value := .data}}{{$key}} {{end}}"
         code, out, err = self.call("get", "secret", name, "-o", f"go-template={template}")
         if code and "NotFound" not in err:
-            raise PlatformError(f"kubectl get secret: {_last(err)}", hint="may you read it?")
+            raise PlatformError(f"kubectl get secret: {last_line(err)}", hint="may you read it?")
         return None if code else set(out.split())
 
     def create(self, manifest: str) -> None:
@@ -116,7 +109,7 @@ class Client:
         """
         code, _, err = self.call("create", "-f", "-", stdin=manifest)
         if code:
-            raise PlatformError(f"kubectl create: {_last(err)}", hint="perdure render shows it")
+            raise PlatformError(f"kubectl create: {last_line(err)}", hint="perdure render shows it")
 
     def delete(self, manifest: str) -> None:
         """Delete the objects of a manifest and wait until their pods are gone.
@@ -134,69 +127,37 @@ class Client:
         how = ("--ignore-not-found", "--cascade=foreground", "--wait")
         code, _, err = self.call("delete", *how, *words, stdin=stdin, timeout_s=DELETE_S)
         if code:
-            raise PlatformError(f"kubectl delete: {_last(err)}", hint="kubectl get pods")
+            raise PlatformError(f"kubectl delete: {last_line(err)}", hint="kubectl get pods")
 
-    def look(self, kind: str, name: str, label: str) -> tuple[JobState, Sequence[Object]]:
-        """Return how a job is, and its pods. `kind` is that of the object that holds it.
+    def look(self, name: str) -> tuple[JobState, Sequence[Object]]:
+        """Return how the job `name` is, and its pods.
 
         Raises:
             PlatformError: nobody answered.
         """
-        job = self.get("job", name) if kind == "job" else self._find_job(kind, name, label)
-        pods = (self.get("pods", "-l", label) or {}).get("items", ())
-        events: dict[str, list[str]] = {}
-        if any(pod.get("status", {}).get("phase") == "Pending" for pod in pods):
-            events = self.list_events("Pod")
-        return explain_job(job, pods, events), pods
+        label = f"{JOB_LABEL}={name}"
+        job = self.get("job", name) if self.shape == "job" else self._find_job(name, label)
+        pods = self.get_all("pods", "-l", label)
+        pending = any(pod.get("status", {}).get("phase") == "Pending" for pod in pods)
+        return explain_job(job, pods, self.list_events("Pod") if pending else {}), pods
 
-    def get_events(self, *words: str) -> Sequence[Object]:
-        """Return the events of the last hour or so, as the server has them."""
-        found: Sequence[Object] = (self.get("events", *words) or {}).get("items", ())
-        return found
+    def get_all(self, *words: str) -> Sequence[Object]:
+        """Return the objects of a kind; none where there are none."""
+        return cast(Sequence[Object], (self.get(*words) or {}).get("items", ()))
 
     def list_events(self, kind: str, name: str = "") -> dict[str, list[str]]:
         """Return what was said of objects of a kind, or of one: name -> lines, the newest last."""
         selected = f"--field-selector=involvedObject.kind={kind}"
         selected += f",involvedObject.name={name}" if name else ""
         said: dict[str, list[str]] = {}
-        for event in self.get_events(selected, "--sort-by=.lastTimestamp"):
+        for event in self.get_all("events", selected, "--sort-by=.lastTimestamp"):
             told = f"{event.get('reason', '')} {event.get('message', '')}"
             said.setdefault(event.get("involvedObject", {}).get("name", ""), []).append(told)
         return said
 
-    def _find_job(self, kind: str, name: str, label: str) -> Object | None:
+    def _find_job(self, name: str, label: str) -> Object | None:
         """Return the Job that a JobSet or TrainJob has made, an empty one before it has."""
-        jobs = (self.get("jobs", "-l", label) or {}).get("items", ())
-        if jobs:
-            found: Object = jobs[0]
-            return found
-        owner = self.get(kind, name)
+        if jobs := self.get_all("jobs", "-l", label):
+            return jobs[0]
+        owner = self.get(self.shape, name)
         return None if owner is None else {"metadata": {"name": name}}
-
-
-def show_lines(command: Sequence[str], silence_s: float) -> int:
-    """Run a command line of kubectl's, show its lines as they come, and return its exit code.
-
-    Raises:
-        UnfinishedError: for `silence_s` nothing came, neither a byte nor the end.
-    """
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        for data in read_lines(listen(process.stdout, silence_s)):
-            print_output(data.decode(errors="replace").removesuffix("\n"))
-        return process.wait(silence_s)
-    except subprocess.TimeoutExpired:
-        raise UnfinishedError(
-            f"kubectl says nothing, and does not end, for {silence_s:g} s",
-            hint="this says nothing about the job; kubectl cluster-info says how the cluster is",
-        ) from None
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def _last(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else ""

@@ -6,7 +6,6 @@ it once its SHA-256 is that of the roster.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import select
@@ -17,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from perdure.launch.kubernetes.reader import PodChannel
-from perdure.launch.roster import check_names, check_target
+from perdure.launch.roster import check_names, check_target, is_whole
 from perdure.launch.transfer import FRUITLESS_MAX, PARTIAL, STALL_S
 from perdure.model.errors import PlatformError
 from perdure.model.platforms.launching import PulledFile
@@ -86,14 +85,6 @@ def fetch(
             continue
         tell(f"{source} from {channel.name}: broke ({last}); going on")
         time.sleep(min(2.0**fruitless / 2, 10.0))
-
-
-def is_whole(path: Path, file: PulledFile) -> bool:
-    """Return whether what lies at `path` is the file of the roster."""
-    if not path.is_file() or path.stat().st_size != file.bytes:
-        return False
-    with open(path, "rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest() == file.sha256
 
 
 def _receive(

@@ -11,6 +11,7 @@ from typing import Any
 
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.security import find_violations
+from perdure.launch.output import name_first
 from perdure.model.platforms.kubernetes import parse_version
 from perdure.model.platforms.launching import Finding
 from perdure.traps import findings
@@ -247,8 +248,8 @@ def _lint_pod(
         found += _warning(at, alone, f"subdomain {subdomain}: no Service of that name here")
         found += _warning(at, lost, f"Service {subdomain} does not select these pods")
     refused = find_violations(pod)
-    more = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
-    text = f"a namespace that enforces `restricted` refuses it: {'; '.join(refused[:3])}{more}"
+    some = name_first(refused, between="; ")
+    text = f"a namespace that enforces `restricted` refuses it: {some}"
     return [
         *found,
         *_lint_containers(pod, at),

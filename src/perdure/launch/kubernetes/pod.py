@@ -23,6 +23,7 @@ from typing import IO
 
 import msgspec
 
+from perdure.launch.exchange import last_line
 from perdure.launch.kubernetes.manifest import AGAIN, CONFIG_DIR, PROJECT
 from perdure.launch.kubernetes.project import PACKED, unpack
 from perdure.launch.outcome import look_at_job
@@ -242,8 +243,7 @@ def check_gpus(wanted: str) -> str:
         done = subprocess.run(words, capture_output=True, text=True, timeout=_PROBE_S)
     except subprocess.TimeoutExpired:
         return f"no product in {_PROBE_S:g} s"
-    lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-    return lines[-1] if done.returncode else ""
+    return last_line(done.stderr, f"exit code {done.returncode}") if done.returncode else ""
 
 
 def read(path: Path) -> bytes:

@@ -17,7 +17,7 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.platforms import Here
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.kubernetes import JOB_LABEL, KubernetesSection, explain_pod
+from perdure.model.platforms.kubernetes import KubernetesSection, explain_pod
 from perdure.model.platforms.launching import LaunchRecord
 
 _START_S = 300.0
@@ -64,7 +64,7 @@ def open_pod(record: LaunchRecord, here: Here) -> Iterator[PodChannel]:
         PlatformError: the server does not answer, or the pod does not start.
     """
     section, client = record.profile.kubernetes, Client(record.profile.kubernetes)
-    job, _ = client.look(section.shape, record.id, f"{JOB_LABEL}={record.id}")
+    job, _ = client.look(record.id)
     if job.pod:
         yield PodChannel(client, job.pod, find_container(section), record.python)
         return

@@ -57,15 +57,14 @@ class _Scaler:
     def __init__(self, record: LaunchRecord, here: Here) -> None:
         self.record, self.here = record, here
         self.client = Client(record.profile.kubernetes)
-        label = f"{JOB_LABEL}={record.id}"
         config = self.client.get("configmap", record.id)
-        job, self.pods = self.client.look(record.profile.kubernetes.shape, record.id, label)
+        job, self.pods = self.client.look(record.id)
         if config is None or job.state not in ("waiting", "running"):
             raise ConfigError(f"job `{record.job}` is {job.state}: {job.reason}",
                               hint="the same `perdure launch` resumes it")  # fmt: skip
         self.spec = msgspec.json.decode(config["data"]["job.json"], type=JobSpec)
         self.first = job.pod
-        jobs = (self.client.get("jobs", "-l", label) or {}).get("items", ())
+        jobs = self.client.get_all("jobs", "-l", f"{JOB_LABEL}={record.id}")
         self.jobs: dict[str, Any] = {one["metadata"]["name"]: one for one in jobs}
         self.added = {n: j for n, j in self.jobs.items() if ADDED_LABEL in j["metadata"]["labels"]}
 

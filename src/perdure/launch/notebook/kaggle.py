@@ -15,10 +15,9 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.exchange import read_lines, run_bounded
-from perdure.launch.output import print_output
+from perdure.launch.exchange import last_line, run_bounded
+from perdure.launch.output import FOLLOWS, print_output, show_lines
 from perdure.launch.platforms import Here
-from perdure.launch.ssh.ask import FOLLOWS
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
@@ -101,13 +100,15 @@ def push(plan: Plan, identity: str, folder: Path, here: Here) -> None:
     ceiling = str(int(plan.profile.interruption.session_max_s))
     code, out = call(here, "push", "-p", str(folder), "-t", ceiling)
     if code or "successfully pushed" not in out:
-        raise PlatformError(f"kaggle kernels push: {_last(out)}", hint=f"look at {folder}")
+        raise PlatformError(
+            f"kaggle kernels push: {last_line(out, 'it said nothing')}", hint=f"look at {folder}"
+        )
     if "not valid kernel sources" in out:
         raise PlatformError(
             f"{identity} runs without the output of its earlier version",
             hint="stop it on kaggle.com; add that output under Input, and save a version there",
         )
-    here.tell(_last(out))
+    here.tell(last_line(out, "it said nothing"))
 
 
 def ask_status(identity: str, here: Here) -> str:
@@ -137,7 +138,9 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
         words = ("output", record.id, "-p", folder, "-o", "--file-pattern", pattern)
         code, out = call(here, *words)
         if code and "404" not in out:  # Else the session might be taken for one that left nothing.
-            raise PlatformError(f"kaggle kernels output: {_last(out)}", hint=_NOTHING_SAID)
+            raise PlatformError(
+                f"kaggle kernels output: {last_line(out, 'it said nothing')}", hint=_NOTHING_SAID
+            )
         try:
             left = json.loads(Path(folder, record.job, "status.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -159,7 +162,9 @@ def fetch(record: LaunchRecord, here: Here) -> None:
     """
     code, out = call(here, "output", record.id, "-p", record.home, "-o", timeout_s=_FETCH_S)
     if code or not os.path.isdir(os.path.join(record.home, record.job)):
-        raise PlatformError(f"kaggle kernels output: {_last(out)}", hint="ask again later")
+        raise PlatformError(
+            f"kaggle kernels output: {last_line(out, 'it said nothing')}", hint="ask again later"
+        )
 
 
 def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
@@ -173,15 +178,7 @@ def run(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
             print(msgspec.json.encode(find_state(record, here)).decode())
         return 0  # The caller says in words how the job is.
     if argv[0] == "logs" and FOLLOWS & set(argv):  # For as long as the session lasts.
-        command = ["kaggle", "kernels", "logs", record.id, "--follow"]
-        process = subprocess.Popen(
-            command, env=dict(here.environ), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
-        )
-        with process:
-            assert process.stdout is not None
-            for data in read_lines(process.stdout):
-                print_output(data.decode(errors="replace").removesuffix("\n"))
-        return process.returncode
+        return show_lines(("kaggle", "kernels", "logs", record.id, "--follow"), None, here.environ)
     if argv[0] == "logs":
         code, out = call(here, "logs", record.id)
         for line in out.splitlines():
@@ -219,10 +216,5 @@ def _ask(identity: str, here: Here) -> tuple[str, str]:
     # Kaggle does not tell a notebook that is not there from one that is not yours.
     if "404" in out or "Cannot access kernel" in out:
         return "", ""
-    raise PlatformError(f"kaggle kernels status: {_last(out) or code}",
+    raise PlatformError(f"kaggle kernels status: {last_line(out, 'it said nothing') or code}",
                         hint=_NOTHING_SAID)  # fmt: skip
-
-
-def _last(out: str) -> str:
-    lines = out.strip().splitlines()
-    return lines[-1] if lines else "it said nothing"

@@ -5,6 +5,7 @@ Pure: what is known goes in, obstacles come out. While there is one, no stop ver
 
 from collections.abc import Iterable, Sequence
 
+from perdure.launch.output import name_first
 from perdure.model.platforms.launching import (
     BoxState,
     Finding,
@@ -91,8 +92,7 @@ def _compare_box(on_box: PullManifest, pulled: PullManifest, pull: str) -> list[
     here = {(file.path, file.sha256) for file in pulled.files}
     newer = [file.path for file in on_box.files if (file.path, file.sha256) not in here]
     if newer:
-        more = f" and {len(newer) - 1} more" if len(newer) > 1 else ""
-        text = f"{newer[0]}{more} on the box is not what was pulled"
+        text = f"{name_first(newer, 1)} on the box is not what was pulled"
         found += _refuse(True, text, f"{pull}; --leave {newer[0]!r} leaves it behind")
     return found
 

@@ -4,7 +4,6 @@ The roster (names, sizes, SHA-256) is made on the box and nowhere else; what is 
 with it, so that a file that never arrived, arrived cut off, or lies here from elsewhere is found.
 """
 
-import hashlib
 import os
 import shlex
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from perdure.launch.exchange import last_line
+from perdure.launch.output import name_first
 from perdure.launch.results.sources import Source, Sources
 from perdure.launch.results.tensorfiles import (
     INDICES,
@@ -24,7 +25,15 @@ from perdure.launch.results.tensorfiles import (
     is_pickle,
     read_safetensors,
 )
-from perdure.launch.roster import Roster, check_names, check_roster, check_target
+from perdure.launch.roster import (
+    Roster,
+    check_names,
+    check_roster,
+    check_target,
+    has_size,
+    hash_file,
+    is_whole,
+)
 from perdure.launch.ssh.programs import read_program
 from perdure.launch.transfer import PARTIAL, find_final
 from perdure.model.errors import ConfigError, PlatformError
@@ -66,7 +75,6 @@ _UNKNOWN = (
     ".joblib", ".tar", ".zip",
 )  # fmt: skip
 """May hold weights, and is compared by its hash only."""
-_CHUNK = 4 << 20
 
 
 _NOTHING = PullManifest(job="", host="", roots={}, pulled_s=0.0, files=())
@@ -128,11 +136,7 @@ def drop_sent(told: PullManifest, project: str, *, hashes: bool = True) -> PullM
     def is_here(file: PulledFile) -> bool:
         path_there = file.path.split("/", 2)[2] if file.path.startswith("boxes/") else file.path
         label, _, name = path_there.partition("/")
-        path = Path(project, name)
-        if label != PROJECT or path.is_symlink() or not path.is_file():
-            return False
-        same = path.stat().st_size == file.bytes
-        return same and (not hashes or _hash(path) == file.sha256)
+        return label == PROJECT and (is_whole if hashes else has_size)(Path(project, name), file)
 
     files = tuple(file for file in told.files if not is_here(file))
     return msgspec.structs.replace(told, files=files, sent=len(told.files) - len(files))
@@ -214,7 +218,7 @@ def _list_files(
             "hash": hashes,
         }
     ).decode()
-    told: Roster = there.channel.query(
+    told = there.channel.query(
         f"{shlex.quote(there.python)} - manifest {shlex.quote(wanted)}",
         Roster,
         stdin=read_program("results.py").encode(),
@@ -260,15 +264,21 @@ def pull_files(
         there.bring(manifest.roots[label], target / label, files, tell=tell)
     if live:
         manifest = _take_as_arrived(target, manifest)
-    elif lacking := [file.path for file in manifest.files if not _has_size(target, file)]:
+    elif lacking := [
+        file.path for file in manifest.files if not has_size(target / file.path, file)
+    ]:
         raise PlatformError(
             f"{describe_changed(lacking)} since the roster was made", hint="pull again"
         )
-    document = msgspec.json.format(msgspec.json.encode(manifest)) + b"\n"
-    temporary = target / f".{PULL_MANIFEST}"
-    temporary.write_bytes(document)
-    os.replace(temporary, target / PULL_MANIFEST)
+    _write(target / PULL_MANIFEST, manifest)
     return manifest
+
+
+def _write(path: Path, document: PullManifest | PullVerified) -> None:
+    """Write a document so that it is there whole, or as it was."""
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    os.replace(temporary, path)
 
 
 def _take_as_arrived(target: Path, manifest: PullManifest) -> PullManifest:
@@ -276,20 +286,14 @@ def _take_as_arrived(target: Path, manifest: PullManifest) -> PullManifest:
     files, changed = [], []
     for file in manifest.files:
         path = target / file.path
-        is_file = path.is_file() and not path.is_symlink()
-        if is_file and _has_size(target, file) and _hash(path) == file.sha256:
+        if is_whole(path, file):
             files.append(file)
             continue
         changed.append(file.path)
-        if is_file:
-            size, digest = path.stat().st_size, _hash(path)
+        if path.is_file() and not path.is_symlink():
+            size, digest = path.stat().st_size, hash_file(path)
             files.append(msgspec.structs.replace(file, bytes=size, sha256=digest))
     return msgspec.structs.replace(manifest, files=tuple(files), changed=tuple(changed))
-
-
-def _has_size(target: Path, file: PulledFile) -> bool:
-    path = target / file.path
-    return not path.is_symlink() and path.is_file() and path.stat().st_size == file.bytes
 
 
 def describe_changed(names: Sequence[str]) -> str:
@@ -298,9 +302,8 @@ def describe_changed(names: Sequence[str]) -> str:
     >>> describe_changed(["job/a", "job/b", "job/c", "job/d"])
     '4 files have changed or gone (job/a, job/b, job/c and 1 more)'
     """
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     verb = "files have" if len(names) > 1 else "file has"
-    return f"{len(names)} {verb} changed or gone ({', '.join(names[:3])}{more})"
+    return f"{len(names)} {verb} changed or gone ({name_first(names)})"
 
 
 def group_files(manifest: PullManifest) -> dict[tuple[str, str], list[PulledFile]]:
@@ -381,7 +384,7 @@ def compare_files(target: Path, manifest: PullManifest, *, hashes: bool = True) 
             problems.append(f"{name} is missing")
         elif path.stat().st_size != file.bytes:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {file.bytes}")
-        elif hashes and _hash(path) != file.sha256:
+        elif hashes and hash_file(path) != file.sha256:
             problems.append(f"{name} does not match its SHA-256")
     present = {
         str(PurePosixPath(path.relative_to(target)))
@@ -471,9 +474,9 @@ def load_files(paths: Iterable[str], *, allow_pickle: bool) -> Found:
         capture_output=True,
     )
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["?"]
+        last = last_line(done.stderr.decode(errors="replace"), "?")
         raise PlatformError(
-            f"checkpoints cannot be loaded here: {lines[-1]}", hint="pip install 'perdure[torch]'"
+            f"checkpoints cannot be loaded here: {last}", hint="pip install 'perdure[torch]'"
         )
     return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
 
@@ -490,7 +493,7 @@ def write_verified(
     """Write down that the directory was found whole and loads."""
     verified = PullVerified(
         job=manifest.job,
-        manifest_sha256=_hash(target / PULL_MANIFEST),
+        manifest_sha256=hash_file(target / PULL_MANIFEST),
         verified_s=verified_s,
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
@@ -498,9 +501,7 @@ def write_verified(
         tensors=tensors,
         nothing_to_keep=nothing_to_keep,
     )
-    temporary = target / f".{PULL_VERIFIED}"
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(verified)) + b"\n")
-    os.replace(temporary, target / PULL_VERIFIED)
+    _write(target / PULL_VERIFIED, verified)
     return verified
 
 
@@ -508,15 +509,7 @@ def read_verified(target: Path) -> PullVerified | None:
     """Return the proof of the directory's own manifest; None where there is none, or an older."""
     try:
         verified = msgspec.json.decode((target / PULL_VERIFIED).read_bytes(), type=PullVerified)
-        current = _hash(target / PULL_MANIFEST)
+        current = hash_file(target / PULL_MANIFEST)
     except (OSError, msgspec.DecodeError):
         return None
     return verified if verified.manifest_sha256 == current else None
-
-
-def _hash(path: Path) -> str:
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from perdure.launch.channel import Channel
+from perdure.launch.output import make_lines
 from perdure.launch.platforms import Here
 from perdure.launch.runs import RUNS, Run
 from perdure.launch.slurm.client import Slurm, find_hook
@@ -161,11 +162,11 @@ def _follow_chain(record: LaunchRecord, argv: Sequence[str]) -> int:
     A run's files are only read once they are its own: the one before had the same place.
     """
     channel, code = Channel(record.profile.launch), 0
-    restart, show = -1, ask.make_lines(argv)
+    restart, show = -1, make_lines(argv)
     while True:
         end, row = _look(record)
         if row is not None and row.restarts != restart:
-            restart, show = row.restarts, ask.make_lines(argv)
+            restart, show = row.restarts, make_lines(argv)
         parts = shlex.quote(f"{record.home}/jobs/{record.job}/parts.json")
         mark = f'"job":"{record.id}","restart":{max(restart, 0)}}}'
         own = f"grep -qsF {shlex.quote(mark)} {parts} || exit 0\n"

@@ -6,33 +6,24 @@ journal, the ranks' streams) need not be carried. Each is one short connection.
 """
 
 import os
-import re
 import shlex
 import shutil
 import sys
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-
-import msgspec
 
 from perdure.launch.channel import ATTEMPTS, Channel
 from perdure.launch.exchange import UnreachedError
-from perdure.launch.output import print_output
+from perdure.launch.output import FOLLOWS, SILENCE_S, Lines, make_lines
 from perdure.launch.platforms import Here
 from perdure.model.errors import PerdureError
 from perdure.model.platforms.launching import BoxState, LaunchRecord
 
 LOOKING = ("status", "map", "diagnose", "report", "logs", "events", "doctor")
 """Commands that may be run twice: they change nothing."""
-FOLLOWS = {"-f", "--follow", "--watch"}
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0)
 """Before a broken stream that is followed is taken up again; then it is left."""
-SILENCE_S = 60.0
-"""Without a byte for so long, a box that has all it is asked for by now is given up."""
-_LEFT_OUT = 60
-"""Characters that are shown of a line that cannot be read."""
 
 
 def in_job(place: str, script: str) -> str:
@@ -49,8 +40,7 @@ def ask_state(channel: Channel, record: LaunchRecord) -> BoxState:
     """Return how the job is, over `channel`."""
     folder = shlex.quote(record.place)
     script = f"python3 {folder}/launch/box.py state {folder}/launch"
-    state: BoxState = channel.query(script, BoxState)
-    return state
+    return channel.query(script, BoxState)
 
 
 Carry = Callable[[LaunchRecord, Sequence[str]], str]
@@ -120,7 +110,7 @@ def follow(
     record: LaunchRecord,
     argv: Sequence[str],
     carry: Carry,
-    show: "Lines | None" = None,
+    show: Lines | None = None,
 ) -> int:
     """Follow a stream to its end, over as many connections as it takes; no line comes twice.
 
@@ -155,12 +145,6 @@ def follow(
         time.sleep(pauses_s[broken])
         broken += 1
         channel.disconnect()
-
-
-def make_lines(argv: Sequence[str], turn: threading.Event | None = None) -> "Lines":
-    """Return what shows the lines of a command that follows; those of ranks not before `turn`."""
-    one = any(word.split("=")[0] == "--rank" for word in argv)
-    return _LogLines("--json" in argv, one, turn) if argv[0] == "logs" else _Numbered()
 
 
 def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
@@ -198,73 +182,6 @@ def _read_all_logs(record: LaunchRecord, argv: Sequence[str]) -> int:
     if not codes:
         raise next(outcome for outcome in outcomes if isinstance(outcome, PerdureError))
     return max(codes)
-
-
-class _LogLines:
-    """Lines of ranks, each shown once: the n-th of a stream is the same on every connection."""
-
-    def __init__(self, as_json: bool, one: bool, turn: threading.Event | None) -> None:
-        self.shown = 0
-        self._as_json, self._one, self._turn = as_json, one, turn
-        self._seen: Counter[tuple[int, int, str]] = Counter()
-        self._now: Counter[tuple[int, int, str]] = Counter()
-
-    def begin(self) -> None:
-        """A new connection tells everything from the beginning."""
-        self._now.clear()
-
-    def __call__(self, line: str) -> None:
-        if self._turn is not None:
-            self._turn.wait()
-        try:
-            row = msgspec.json.decode(line)
-        except msgspec.DecodeError:  # Of a line that is too long to be one; or none of ours.
-            print(f"left out: {line[:_LEFT_OUT]!r}", file=sys.stderr, flush=True)
-            return
-        if "generation" not in row:  # The command's own error: there is no such job there.
-            if self._as_json:
-                print(line, end="", flush=True)
-                return
-            hint = f"\nhint: {row['hint']}" if row.get("hint") else ""
-            print(f"perdure: error: {row.get('error')}{hint}", file=sys.stderr, flush=True)
-            return
-        stream = (row["generation"], row["rank"], row["stream"])
-        self._now[stream] += 1
-        if self._now[stream] <= self._seen[stream]:
-            return
-        self._seen[stream] += 1
-        self.shown += 1
-        if self._as_json:
-            print(line, end="", flush=True)
-        else:
-            prefix = "" if self._one or row["rank"] < 0 else f"[rank {row['rank']}] "
-            print_output(row["text"], prefix)  # Whole, also between threads.
-
-
-class _Numbered:
-    """Lines that begin with a sequence number, each shown once; others as they come."""
-
-    _NUMBER = re.compile(r'\s*(?:\{"seq":)?(\d+)\b')
-
-    def __init__(self) -> None:
-        self.shown = 0
-        self._last = 0
-
-    def begin(self) -> None:
-        """Numbers go on."""
-
-    def __call__(self, line: str) -> None:
-        match = self._NUMBER.match(line)
-        if match:
-            if int(match[1]) <= self._last:
-                return
-            self._last = int(match[1])
-        self.shown += 1
-        print(line, end="", flush=True)
-
-
-Lines = _LogLines | _Numbered
-"""What shows the lines of a stream, each once."""
 
 
 def _fetch_page(channel: Channel, record: LaunchRecord, argv: Sequence[str], carry: Carry) -> int:

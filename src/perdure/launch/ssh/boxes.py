@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from perdure.launch.channel import Channel
+from perdure.launch.exchange import last_line
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
@@ -66,8 +67,7 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
 
     def listen(channel: Channel) -> Listening:
         script, source = f"{ASK}python3 - {_LISTEN_S}", read_program("door.py").encode()
-        told: Listening = channel.query(script, Listening, stdin=source)
-        return told
+        return channel.query(script, Listening, stdin=source)
 
     with ThreadPoolExecutor(len(plans)) as pool:
         doors = list(pool.map(listen, channels))
@@ -83,10 +83,9 @@ def meet(plans: Sequence[Plan]) -> list[Network]:
 
         def reach(channel: Channel) -> dict[str, bool]:
             words = shlex.quote(msgspec.json.encode(wanted).decode())
-            told: dict[str, bool] = channel.query(
+            return channel.query(
                 f"python3 - reach {words}", dict[str, bool], stdin=read_program("box.py").encode()
             )
-            return told
 
         reached = list(pool.map(reach, channels))
     return [
@@ -173,12 +172,11 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
 
 def _find_state(plan: Plan, command: str = "state") -> BoxState:
     """Return how a box's part of the job is; also where nothing was ever sent to it."""
-    state: BoxState = Channel(plan.profile.launch).query(
+    return Channel(plan.profile.launch).query(
         f'python3 - {command} "{plan.place}/launch"',
         BoxState,
         stdin=read_program("box.py").encode(),
     )
-    return state
 
 
 def _end_leftovers(plans: Sequence[Plan], here: Here) -> None:
@@ -265,9 +263,8 @@ def _let_join(plan: Plan, record: LaunchRecord, invitation: bytes, here: Here) -
             return msgspec.structs.replace(record, boot_id=state.boot_id)
         if time.monotonic() > deadline or ask_state(channel, record).over:
             _end(plan)  # Else it asks on for a place, and is in the way of the next launch.
-            last = (said.strip().splitlines() or ["it wrote nothing"])[-1]
             raise PlatformError(
-                f"{channel.name} has not joined: {last}",
+                f"{channel.name} has not joined: {last_line(said, 'it wrote nothing')}",
                 hint="the same `perdure launch` tries it again; the others go on",
             )
         time.sleep(0.3)

@@ -137,10 +137,9 @@ def probe(plan: Plan) -> dict[str, Any]:
     argument = shlex.quote(msgspec.json.encode(wanted).decode())
     names = f"DATA_DIR={_quote(overrides.DATA_DIR)}; export DATA_DIR; "
     script = f"{ASK}{names}exec python3 - probe {argument}"
-    answer: dict[str, Any] = Channel(profile.launch).query(
+    return Channel(profile.launch).query(
         script, dict[str, Any], stdin=read_program("box.py").encode(), timeout_s=120
     )
-    return answer
 
 
 def refuse_proxy(section: LaunchSection) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from perdure.launch.channel import Channel
-from perdure.launch.exchange import run_bounded
+from perdure.launch.exchange import last_line, run_bounded
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
@@ -120,7 +120,7 @@ def _make_folder(channel: Channel, plan: Plan) -> str:
         f'mkdir -p "{plan.place}/launch" "{plan.place}/project" && cd "{plan.place}" && pwd'
     )
     if done.code:
-        last = (done.err.splitlines() or ["it said nothing"])[-1]
+        last = last_line(done.err, "it said nothing")
         raise PlatformError(f"{channel.name}: {last}", hint="overrides.DATA_DIR")
     return done.out.strip()
 
@@ -206,8 +206,8 @@ def must(
     """Return the output of a step that can be repeated and must succeed."""
     done = channel.ask(in_job(plan.place, script), timeout_s=timeout_s, stdin=stdin)
     if done.code:
-        lines = (done.err or done.out).strip().splitlines() or ["it said nothing"]
-        raise PlatformError(f"{channel.name}: {lines[-1]}", hint=f"the step was: {script}")
+        last = last_line(done.err or done.out, "it said nothing")
+        raise PlatformError(f"{channel.name}: {last}", hint=f"the step was: {script}")
     return done.out.strip()
 
 
@@ -224,7 +224,7 @@ def start(plan: Plan, record: LaunchRecord, here: Here) -> BoxState:
     script = in_job(record.place, f"touch {_STARTING} && sh launch/start.sh >&2")
     done = channel.ask(f"{script} && {_wait_newer('launch/start.json')}", timeout_s=2 * _START_S)
     if done.code not in (0, _LATE):
-        last = (done.err.strip().splitlines() or ["it said nothing"])[-1]
+        last = last_line(done.err, "it said nothing")
         raise PlatformError(f"{channel.name}: {last}", hint="the step was: launch/start.sh")
     state = ask_state(channel, record)
     if done.code == _LATE and state.over:
