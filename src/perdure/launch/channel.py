@@ -45,6 +45,7 @@ ANSWER = "@@perdure-json "
 BANNER_MAX = 1 << 20
 """Bytes above that mark of a stream."""
 _TRAILER = re.compile(r"@@perdure rc=(\d+) boot=(\S*)@@")
+_ANSWER_S = 60.0
 LASTED_S = 60.0
 """A tunnel that stood for so long had been made; the next attempts count from the beginning."""
 ATTEMPTS = 4
@@ -97,12 +98,11 @@ class Channel:
         options = [*section.ssh_options, *options]
         return ["ssh", *config, *(word for option in options for word in ("-o", option))]
 
-    def command(self, script: str, *, tty: bool = False) -> list[str]:
+    def command(self, script: str) -> list[str]:
         """Return the command of this machine that runs the shell script `script` on the box."""
         if not self.host:
             return ["sh", "-c", wrap(script)]
-        words = [*self.ssh(), *(["-tt"] if tty else []), self.host]
-        return [*words, f"exec sh -c {shlex.quote(wrap(script))}"]
+        return [*self.ssh(), self.host, f"exec sh -c {shlex.quote(wrap(script))}"]
 
     def run(
         self,
@@ -228,7 +228,7 @@ class Channel:
                                 hint="is it the same perdure there?") from error  # fmt: skip
 
     @contextlib.contextmanager
-    def hold(self, source: bytes, *argv: str, timeout_s: float = 60.0) -> Iterator[Any]:
+    def hold(self, source: bytes, *argv: str) -> Iterator[Any]:
         """Run a program of ours there while the body runs; yield its one answer, decoded.
 
         It has a connection of its own, and ends when its standard input does: with the body, with
@@ -251,20 +251,18 @@ class Channel:
         )  # fmt: skip
         assert process.stdin is not None
         try:
-            yield self._read_answer(process, source, timeout_s)
+            yield self._read_answer(process, source)
         finally:
             close_pipes(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=5)
             self._kill(process)
 
-    def _read_answer(
-        self, process: "subprocess.Popen[bytes]", source: bytes, timeout_s: float
-    ) -> Any:
+    def _read_answer(self, process: "subprocess.Popen[bytes]", source: bytes) -> Any:
         assert process.stdin is not None
         assert process.stdout is not None
         unreached = UnreachedError(f"{self.name}: no answer", hint="try again")
-        ender = threading.Timer(timeout_s, self._kill, (process,))
+        ender = threading.Timer(_ANSWER_S, self._kill, (process,))
         ender.start()
         try:
             process.stdin.write(source)

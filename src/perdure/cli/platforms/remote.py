@@ -46,7 +46,7 @@ def _tell_pods(record: LaunchRecord, place: Here) -> None:
     from perdure.launch.kubernetes import find_past, find_state
 
     note(describe_state(record, find_state(record, place)))
-    for line in find_past(record, place):
+    for line in find_past(record):
         note(line)
 
 
@@ -139,7 +139,7 @@ def tunnel(
         print("\n".join(urls), flush=True)
     try:
         if record.profile.kind == "kubernetes":
-            return kubernetes.tunnel(record, port, here(resolve_home()))
+            return kubernetes.tunnel(record, port)
         return Channel(box.profile.launch).forward(port)
     except KeyboardInterrupt:
         return 0

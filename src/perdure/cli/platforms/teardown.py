@@ -43,7 +43,7 @@ from perdure.launch.results.pulling import (
     read_verified,
 )
 from perdure.launch.results.sources import open_sources
-from perdure.launch.ssh import box as box_program
+from perdure.launch.ssh.programs import read_program
 from perdure.model.errors import ConfigError, PlatformError, SafetyError
 from perdure.model.platforms.launching import (
     BoxState,
@@ -400,7 +400,7 @@ def _look_for_others(record: LaunchRecord) -> list[Finding]:
         with contextlib.suppress(UnreachedError):  # Which is an obstacle already.
             told = Channel(box.profile.launch).query(
                 "python3 - others -", dict[str, list[str]],
-                stdin=Path(box_program.__file__).read_bytes(),
+                stdin=read_program("box.py").encode(),
             )["others"]  # fmt: skip
             found += [Finding("error", f"{box.box}: {other}", "--others-agree, once it may go with "
                               "the box", "GEN1") for other in told]  # fmt: skip
@@ -417,7 +417,7 @@ def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[No
     if waived.box_is_gone or by_hand or not is_destroyed(record):
         yield
         return
-    source = Path(box_program.__file__).read_bytes()
+    source = read_program("box.py").encode()
     with contextlib.ExitStack() as stack:
         for box in record.boxes:
             holding = Channel(box.profile.launch).hold(source, "hold", f"{box.place}/launch")

@@ -219,7 +219,7 @@ def _judge_now(record: LaunchRecord, job: JobState) -> BoxState:
     return judge(job, time.time() - record.launched_s, deadline_s)
 
 
-def find_past(record: LaunchRecord, here: Here) -> tuple[str, ...]:
+def find_past(record: LaunchRecord) -> tuple[str, ...]:
     """Return what happened to the job's pods and their nodes, by the server, the oldest first."""
     client = Client(record.profile.kubernetes)
     pods = client.get_all("pods", "-l", f"{JOB_LABEL}={record.id}")
@@ -317,7 +317,7 @@ def make_deletion(record: LaunchRecord, *, with_volume: bool) -> tuple[str, ...]
     )  # fmt: skip
 
 
-def tunnel(record: LaunchRecord, ports: Sequence[int], here: Here) -> int:
+def tunnel(record: LaunchRecord, ports: Sequence[int]) -> int:
     """Forward ports of the job's first pod to the same ports here, on loopback, until it is over.
 
     A pod that comes again is another one, to which the ports are forwarded then.

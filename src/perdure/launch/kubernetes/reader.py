@@ -42,7 +42,7 @@ class PodChannel(Channel):
         target = (*options, self._pod, "-c", self._container)
         return list(self._client.command("exec", *target, "--", *words))
 
-    def command(self, script: str, *, tty: bool = False) -> list[str]:
+    def command(self, script: str) -> list[str]:
         """Return the command of this machine that runs the shell script `script` there."""
         return self.enter("sh", "-c", wrap(script))
 

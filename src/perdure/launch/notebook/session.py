@@ -186,10 +186,7 @@ class Session:
     def check_accelerator(self) -> str:
         """Multiply matrices on each GPU: `is_available` is also true where no kernel would run."""
         command = [sys.executable, "-c", PROBE, self.settings["device"]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        if done.returncode:
-            raise SessionError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
-        return "; ".join(done.stdout.split("\n")).strip("; ")
+        return "; ".join(run(command, 300, "it said nothing").split("\n")).strip("; ")
 
     def check_internet(self) -> str:
         """Reach the world once, in ten seconds."""
@@ -223,9 +220,7 @@ class Session:
         # First by itself: another perdure of the same version would count as installed.
         for words in (["--force-reinstall", "--no-deps", wheel], wanted):
             command = [sys.executable, "-m", "pip", "install", "--quiet", *words]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-            if done.returncode:
-                raise SessionError((done.stderr.strip().splitlines() or ["pip failed"])[-1])
+            run(command, 1800, "pip failed")
         return " ".join(wanted)
 
     def train(self) -> str:
@@ -313,6 +308,14 @@ def read_status(place: str) -> dict[str, Any]:
             return dict(json.load(file))
     except (OSError, ValueError):
         return {}
+
+
+def run(command: list[str], timeout_s: float, otherwise: str) -> str:
+    """Return what a program prints; where it fails, its last words end the session."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        raise SessionError((done.stderr.strip().splitlines() or [otherwise])[-1])
+    return done.stdout
 
 
 def find_secret(name: str, kaggle: bool) -> str:

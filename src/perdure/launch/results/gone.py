@@ -101,28 +101,23 @@ def _listen(words: tuple[str, ...]) -> tuple[int, bytes]:
 def wait_gone(
     record: LaunchRecord,
     tell: Callable[[str], None],
-    *,
-    clock: Callable[[], float] = time.monotonic,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> Answer | None:
     """Return what the platform says once a box is gone, or last of all; None as `ask_gone`."""
-    until_s, pause_s, told = clock() + record.profile.teardown.gone_wait_s, PAUSE_S, ""
+    until_s, pause_s, told = time.monotonic() + record.profile.teardown.gone_wait_s, PAUSE_S, ""
     while True:
         answer = ask_gone(record)
-        if answer is None or answer.gone or clock() >= until_s:
+        if answer is None or answer.gone or time.monotonic() >= until_s:
             return answer
         if answer.said != told:
             told = answer.said
             tell(f"{record.box} is not gone yet: {told or 'nothing was said'}")
-        sleep(min(pause_s, max(0.0, until_s - clock())))
+        time.sleep(min(pause_s, max(0.0, until_s - time.monotonic())))
         pause_s = min(1.5 * pause_s, 6 * PAUSE_S)
 
 
 def stop(
     record: LaunchRecord,
     tell: Callable[[str], None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Run the stop command of a box; again where it fails and the platform can be asked.
 
@@ -147,7 +142,7 @@ def stop(
             if attempt == attempts - 1:
                 raise
             tell(f"{error}; once more")
-            sleep(PAUSE_S)
+            time.sleep(PAUSE_S)
 
 
 def run(words: tuple[str, ...]) -> None:

@@ -374,7 +374,7 @@ def read_manifest(target: Path) -> PullManifest | None:
     return manifest
 
 
-def compare_files(target: Path, manifest: PullManifest, *, hashes: bool = True) -> list[str]:
+def compare_files(target: Path, manifest: PullManifest) -> list[str]:
     """Return what differs between `target` and its manifest; an empty roster is a difference."""
     problems = [] if manifest.files else ["the roster is empty: nothing was pulled"]
     expected = {file.path: file for file in manifest.files}
@@ -384,7 +384,7 @@ def compare_files(target: Path, manifest: PullManifest, *, hashes: bool = True) 
             problems.append(f"{name} is missing")
         elif path.stat().st_size != file.bytes:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {file.bytes}")
-        elif hashes and hash_file(path) != file.sha256:
+        elif hash_file(path) != file.sha256:
             problems.append(f"{name} does not match its SHA-256")
     present = {
         str(PurePosixPath(path.relative_to(target)))

@@ -172,26 +172,24 @@ def find_memory_events() -> str:
 
     In a container its path is that of another namespace, and the cgroup is the mount's root.
     """
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as file:
-        for line in file:
-            _, controllers, place = line.rstrip("\n").split(":", 2)
-            root, name = "/sys/fs/cgroup", "memory.events"
-            if "memory" in controllers.split(","):
-                root, name = "/sys/fs/cgroup/memory", "memory.oom_control"
-            elif controllers:
-                continue
-            for folder in (root + place, root):
-                path = os.path.join(folder, name)
-                if os.path.exists(path):
-                    return path
+    for line in read_text("/proc/self/cgroup").splitlines():
+        _, controllers, place = line.split(":", 2)
+        root, name = "/sys/fs/cgroup", "memory.events"
+        if "memory" in controllers.split(","):
+            root, name = "/sys/fs/cgroup/memory", "memory.oom_control"
+        elif controllers:
+            continue
+        for folder in (root + place, root):
+            path = os.path.join(folder, name)
+            if os.path.exists(path):
+                return path
     return ""
 
 
 def count_oom_kills(path: str) -> int:
     """Return how many processes were killed for memory, by such a file; 0 where it is gone."""
-    with contextlib.suppress(OSError, ValueError), open(path) as file:
-        return sum(int(line.split()[1]) for line in file if line.startswith("oom_kill "))
-    return 0
+    lines = read_text(path).splitlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 def count_kills(folder: str) -> int:
@@ -314,19 +312,19 @@ def list_gpus() -> list[dict[str, Any]]:
 
 def query_smi(query: str) -> list[list[str]]:
     """Return nvidia-smi's answer as rows; none where it cannot be had."""
+    lines = ask(["nvidia-smi", query, "--format=csv,noheader"], 20).splitlines()
+    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+
+
+def ask(command: list[str], timeout_s: float) -> str:
+    """Return what a program prints; empty where it cannot be run, fails, or does not end."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", query, "--format=csv,noheader"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=20,
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=timeout_s
         )
     except (OSError, subprocess.TimeoutExpired):
-        return []
-    if done.returncode:
-        return []
-    lines = done.stdout.decode(errors="replace").splitlines()
-    return [[cell.strip() for cell in line.split(",")] for line in lines if line.strip()]
+        return ""
+    return "" if done.returncode else done.stdout.decode(errors="replace").strip()
 
 
 # --- who else is on the machine
@@ -394,8 +392,7 @@ def has_torch(pid: str) -> bool:
         with open(f"/proc/{pid}/maps") as file:
             return any("libtorch" in line for line in file)
     except PermissionError:
-        fields = first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
-        spent = sum(map(int, fields[11:13])) if len(fields) > 12 else 0
+        spent = sum(map(int, read_stat(pid)[11:13]))
         return spent / os.sysconf("SC_CLK_TCK") > _TRAINED_S
     except OSError:
         return False
@@ -403,8 +400,12 @@ def has_torch(pid: str) -> bool:
 
 def read_parent(pid: str) -> str:
     """Return the parent of a process; empty where it is gone."""
-    fields = first_line(f"/proc/{pid}/stat").rpartition(")")[2].split()
-    return fields[1] if len(fields) > 1 else ""
+    return "".join(read_stat(pid)[1:2])
+
+
+def read_stat(pid: str | int) -> list[str]:
+    """Return what the kernel tells of a process, from its state on; none where it is gone."""
+    return read_text(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
 def describe_process(pid: str) -> str:
@@ -428,6 +429,10 @@ def read_text(path: str) -> str:
 # --- what the machine is like
 
 
+_VERSION = "import sys; print(sys.version.split()[0])"
+_TORCH = "import importlib.metadata as m; print(m.version('torch'))"
+
+
 def probe(wanted: dict[str, Any]) -> dict[str, Any]:
     """Return what a launch has to know of this machine; nothing is changed.
 
@@ -444,8 +449,8 @@ def probe(wanted: dict[str, Any]) -> dict[str, Any]:
         "user": pwd.getpwuid(os.getuid()).pw_name,
         "home": home(),
         "python": python,
-        "python_version": ask_python(python, "import sys; print(sys.version.split()[0])"),
-        "torch": ask_python(python, "import importlib.metadata as m; print(m.version('torch'))"),
+        "python_version": ask([python, "-c", _VERSION], 60),
+        "torch": ask([python, "-c", _TORCH], 60),
         "tools": [tool for tool in tools if shutil.which(tool)],
         "places": {name: describe_place(path) for name, path in places.items()},
         "gpus": list_gpus(),
@@ -486,32 +491,28 @@ def find_mount(path: str) -> tuple[str, str]:
     """Return mount point and type of the file system of `path`."""
     best = ("/", "unknown")
     real = os.path.realpath(path)
-    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
-        for line in file:
-            point, kind = line.split()[1:3]
-            point = point.replace("\\040", " ")
-            inside = real == point or real.startswith(point.rstrip("/") + "/")
-            if inside and len(point) >= len(best[0]):
-                best = (point, kind)
+    for point, kind in list_mounts():
+        inside = real == point or real.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= len(best[0]):
+            best = (point, kind)
     return best
+
+
+def list_mounts(device: str = "") -> list[tuple[str, str]]:
+    """Return mount point and type of each file system whose device is named so, in order."""
+    rows = [line.split() for line in read_text("/proc/self/mounts").splitlines()]
+    return [(row[1].replace("\\040", " "), row[2]) for row in rows if row[0].startswith(device)]
 
 
 def find_cuda() -> str:
     """Return the newest CUDA that the driver runs; empty without one."""
-    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(["nvidia-smi"], stdout=subprocess.PIPE, timeout=20)
-        _, found, rest = done.stdout.decode(errors="replace").partition("CUDA Version:")
-        if found:
-            return rest.split()[0]
-    return ""
+    _, _, rest = ask(["nvidia-smi"], 20).partition("CUDA Version:")
+    return "".join(rest.split()[:1])
 
 
 def find_nvme() -> str:
     """Return where a local NVMe disk is mounted; empty without one."""
-    with contextlib.suppress(OSError), open("/proc/self/mounts") as file:
-        points = [line.split()[1] for line in file if line.startswith("/dev/nvme")]
-        return max(points, key=len, default="")
-    return ""
+    return max((point for point, _ in list_mounts("/dev/nvme")), key=len, default="")
 
 
 def reach(address: str) -> bool:
@@ -551,19 +552,6 @@ def find_starters() -> list[str]:
     return found
 
 
-def ask_python(python: str, code: str) -> str:
-    """Return what a Python prints; empty where it fails."""
-    if not python:
-        return ""
-    try:
-        done = subprocess.run(
-            [python, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=60
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.decode().strip() if not done.returncode else ""
-
-
 # --- small things
 
 
@@ -579,19 +567,13 @@ def boot_id() -> str:
 
 def first_line(path: str) -> str:
     """Return the first line of a file; empty where it cannot be read."""
-    try:
-        with open(path) as file:
-            return file.readline().strip()
-    except OSError:
-        return ""
+    return read_text(path).partition("\n")[0].strip()
 
 
 def start_time(pid: int) -> int:
     """Return when process `pid` was started, in ticks since boot; 0 where it is gone or dead."""
-    with contextlib.suppress(OSError, ValueError, IndexError), open(f"/proc/{pid}/stat") as file:
-        fields = file.read().rpartition(")")[2].split()
-        return 0 if fields[0] in "ZX" else int(fields[19])
-    return 0
+    fields = read_stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else 0
 
 
 def read(folder: str, name: str) -> dict[str, Any] | None:

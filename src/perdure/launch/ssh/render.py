@@ -72,9 +72,9 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     launch = profile.launch
     if len(launch.hosts) < 2:
         host = launch.host or next(iter(launch.hosts), "")
-        return _render_box(spec, _place_profile(profile, host), spec.name, _list_run(spec))
+        return _render_box(spec, _place_profile(profile, host), spec.name, _list_run())
     _check_hosts(spec, profile)
-    run = [*_list_run(spec), "--placement", "$JOB_DIR/launch/placement.json"]
+    run = [*_list_run(), "--placement", "$JOB_DIR/launch/placement.json"]
     first = _render_box(spec, _place_profile(profile, launch.hosts[0]), spec.name, run)
     join = _list_join(spec)
     others = tuple(
@@ -124,7 +124,7 @@ def _check_hosts(spec: JobSpec, profile: Profile) -> None:
         )
 
 
-def _list_run(spec: JobSpec) -> list[str]:
+def _list_run() -> list[str]:
     """Return the command of the box with the controller; variables are those of env.sh."""
     words = ["$PERDURE_PYTHON", "-P", "-m", "perdure", "run", "--config"]
     return [*words, "$JOB_DIR/launch/job.json"]
@@ -146,7 +146,7 @@ def _render_box(spec: JobSpec, profile: Profile, folder: str, command: list[str]
         "job.json": render_job(place_job(spec, len(profile.launch.hosts))),
         "env.sh": render_environment(spec, profile, folder),
         "setup.sh": _render_setup(spec, profile),
-        "start.sh": _render_start(spec, profile),
+        "start.sh": _render_start(profile),
         "run.sh": fill("run.sh"),
         "settings.json": _render_settings(spec, profile, command),
         "box.py": read_program("box.py"),
@@ -279,7 +279,7 @@ def _render_setup(spec: JobSpec, profile: Profile) -> str:
     )
 
 
-def _render_start(spec: JobSpec, profile: Profile) -> str:
+def _render_start(profile: Profile) -> str:
     tools = (profile.detach, *profile.daemon.tools)
     chosen = list(dict.fromkeys(tool for tool in tools if tool in _WAYS))
     ways = "\n".join(_WAYS[tool] for tool in chosen)

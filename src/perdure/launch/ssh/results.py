@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 ANSWER = "@@perdure-json "
@@ -169,14 +170,9 @@ def leaves(path: str, patterns: Any) -> bool:
     for pattern in patterns:
         pattern = pattern.rstrip("/")
         names = [path] if "/" in pattern else path.split("/")
-        if matches_any(names, pattern) or path.startswith(pattern + "/"):
+        if any(matches(name, (pattern,)) for name in names) or path.startswith(pattern + "/"):
             return True
     return False
-
-
-def matches_any(names: list[str], pattern: str) -> bool:
-    """Return whether one of `names` matches."""
-    return any(fnmatch.fnmatchcase(name, pattern) for name in names)
 
 
 def walk_area(
@@ -188,12 +184,7 @@ def walk_area(
     of perdure's are told.
     """
     found = []
-
-    def complain(error: OSError) -> None:
-        if error.filename != root or os.path.exists(root):
-            told["unread"].append(f"{error.filename}: {error.strerror}")
-
-    for folder, folders, names in os.walk(root, onerror=complain):
+    for folder, folders, names in os.walk(root, onerror=complain_to(told["unread"], root)):
         going = []
         for name in sorted(folders):
             path = os.path.join(folder, name)
@@ -327,11 +318,7 @@ def walk(root: str, skip: tuple[str, ...], unread: list[str] | None = None) -> l
     Folders that cannot be read are added to `unread`; a `root` that is not there is empty.
     """
     found = []
-
-    def complain(error: OSError) -> None:
-        if unread is not None and (error.filename != root or os.path.exists(root)):
-            unread.append(f"{error.filename}: {error.strerror}")
-
+    complain = None if unread is None else complain_to(unread, root)
     for folder, folders, names in os.walk(root, onerror=complain):
         folders[:] = sorted(name for name in folders if not matches(name, skip))
         linked = [name for name in folders if os.path.islink(os.path.join(folder, name))]
@@ -340,6 +327,16 @@ def walk(root: str, skip: tuple[str, ...], unread: list[str] | None = None) -> l
             if not matches(name, skip) and (os.path.islink(path) or os.path.isfile(path)):
                 found.append(path)
     return sorted(found)
+
+
+def complain_to(unread: list[str], root: str) -> Callable[[OSError], None]:
+    """Return what adds a folder that cannot be read; a `root` that is not there is none."""
+
+    def complain(error: OSError) -> None:
+        if error.filename != root or os.path.exists(root):
+            unread.append(f"{error.filename}: {error.strerror}")
+
+    return complain
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
