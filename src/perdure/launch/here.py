@@ -8,7 +8,9 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch import lint, local
+from perdure.launch import local
+from perdure.launch.lint import check_plan
+from perdure.launch.placing import locate_in_project, read_secrets, render_job
 from perdure.launch.platforms import Here
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
@@ -19,7 +21,7 @@ from perdure.model.platforms.profile import Profile
 
 def render(spec: JobSpec, profile: Profile) -> Plan:
     """Return the plan of `spec` on this machine."""
-    lint.locate_in_project(spec, spec.cwd, "cwd")
+    locate_in_project(spec, spec.cwd, "cwd")
     project = os.path.abspath(spec.launch.project)
     placed = msgspec.structs.replace(
         spec,
@@ -31,9 +33,9 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         job=spec.name,
         kind="local",
         profile=profile,
-        files={"job.json": lint.render_job(placed)},
+        files={"job.json": render_job(placed)},
         steps=(Step("start the job in a session of its own", command),),
-        findings=lint.check_plan(spec, profile),
+        findings=check_plan(spec, profile),
         attach=(f"perdure attach {spec.name}", f"perdure watch {spec.name}"),
         place=project,
     )
@@ -47,9 +49,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
 def submit(plan: Plan, here: Here) -> LaunchRecord:
     """Start the job; return what is to be remembered."""
     spec = msgspec.json.decode(plan.files["job.json"], type=JobSpec)
-    missing = [name for name in spec.launch.secrets if not here.environ.get(name)]
-    if missing:
-        raise ConfigError(f"the secret {missing[0]} is not set", hint=f"export {missing[0]}=...")
+    read_secrets(spec.launch.secrets, here)
     pid = local.submit(local.render(spec, here.home))
     here.tell(f"started (pid {pid})")
     outputs = {f"outputs/{o}": f"{plan.place}/{o}" for o in spec.launch.outputs}

@@ -3,13 +3,8 @@
 These are the checks that hold for every platform; each launcher adds its own.
 """
 
-import os
 import re
-from typing import Any
 
-import msgspec
-
-from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding
 from perdure.model.platforms.profile import Profile, Tier
@@ -29,37 +24,6 @@ def check_plan(spec: JobSpec, profile: Profile) -> tuple[Finding, ...]:
         *_check_room(spec, profile),
         *_check_groups(spec, profile),
     )
-
-
-def locate_in_project(spec: JobSpec, path: str, what: str) -> str:
-    """Return `path` relative to the project.
-
-    Raises:
-        ConfigError: it lies outside, so that it would not be there on the other machine.
-    """
-    project = os.path.abspath(spec.launch.project)
-    inside = os.path.relpath(os.path.join(project, os.path.expanduser(path)), project)
-    if inside == ".." or inside.startswith("../"):
-        raise ConfigError(
-            f"{what} {path} is outside the project {project}",
-            hint="launch.project names the folder that is sent along",
-        )
-    return inside
-
-
-def render_job(spec: JobSpec) -> str:
-    """Return the job's document for a person: only what differs from the defaults."""
-    document = msgspec.to_builtins(spec)
-    plain = msgspec.to_builtins(JobSpec(script=""))
-    shown: dict[str, Any] = {"name": spec.name}
-    for key, value in document.items():
-        if isinstance(value, dict) and isinstance(plain[key], dict):
-            value = {k: v for k, v in value.items() if k not in plain[key] or v != plain[key][k]}
-            if value:
-                shown[key] = value
-        elif value != plain[key]:
-            shown[key] = value
-    return msgspec.json.format(msgspec.json.encode(shown)).decode() + "\n"
 
 
 def _check_secrets(spec: JobSpec) -> list[Finding]:

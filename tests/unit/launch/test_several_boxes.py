@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from perdure.launch.catalog import load_profile, overlay
+from perdure.launch.placing import place_job
 from perdure.launch.results.pulling import find_owners
 from perdure.launch.ssh import box, boxes, door, render
-from perdure.launch.ssh.render import place_job
 from perdure.launch.ssh.submit import find_roots
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec, LaunchConfig

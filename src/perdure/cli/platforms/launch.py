@@ -19,9 +19,10 @@ from perdure.cli.running.options import Json
 from perdure.cli.speech.say import note, print_json
 from perdure.dash.terminal import print_exact
 from perdure.launch.catalog import Resolved, overlay
+from perdure.launch.placing import write_files
 from perdure.launch.platforms import Here, Platform, find_platform
 from perdure.launch.records import read_record, read_remote, write_record
-from perdure.model.errors import ConfigError, PlatformError, SafetyError
+from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
 from perdure.model.platforms.profile import Profile, find_unmeasured
@@ -46,7 +47,7 @@ def render(
     if as_json:
         print_json(describe_plan(plan))
     elif out is not None:
-        write_files(plan, out)
+        write_files(list_files(plan), out, mode=0o700)  # The job's [env] is in the files.
         for name in list_files(plan):
             print(out / name)
     else:
@@ -235,23 +236,6 @@ def check_place(spec: JobSpec, plan: Plan, platform: Platform, place: Here) -> P
     profile = overlay(Resolved(plan.profile, {}), measured, "measured").profile
     plan = platform.render(spec, profile)
     return msgspec.structs.replace(plan, findings=(*plan.findings, *findings))
-
-
-def write_files(plan: Plan, folder: Path) -> None:
-    """Write a plan's files below `folder`; scripts can be executed.
-
-    Raises:
-        PlatformError: they cannot be written.
-    """
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # The job's [env] is in the files.
-        for name, content in list_files(plan).items():
-            path = folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content, encoding="utf-8")
-            path.chmod(0o755 if content.startswith("#!") else 0o644)
-    except OSError as error:
-        raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
 
 
 def list_files(plan: Plan) -> dict[str, str]:

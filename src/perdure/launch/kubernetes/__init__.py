@@ -10,7 +10,6 @@ from typing import Any
 
 import yaml
 
-from perdure.launch import lint
 from perdure.launch.channel import ATTEMPTS, LASTED_S
 from perdure.launch.kubernetes.checks import check_profile
 from perdure.launch.kubernetes.client import Client
@@ -27,6 +26,7 @@ from perdure.launch.kubernetes.manifest import (
 )
 from perdure.launch.kubernetes.project import PACKED, pack
 from perdure.launch.kubernetes.reader import find_container, open_pod
+from perdure.launch.lint import check_plan
 from perdure.launch.output import FOLLOWS, SILENCE_S, make_lines, show_lines
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
@@ -69,7 +69,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         steps=(*(steps if claims else ()),
                Step("create the job", client.command("create", "-f", JOB))),
         findings=(
-            *lint.check_plan(spec, profile),
+            *check_plan(spec, profile),
             *check_profile(spec, profile),
             *lint_manifests([*claims, *documents], section.server),
         ),

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch import lint
 from perdure.launch.kubernetes import shapes
 from perdure.launch.kubernetes.security import secure_container, secure_pod
+from perdure.launch.placing import locate_in_project, render_job
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.kubernetes import (
@@ -71,7 +71,7 @@ def find_mode(spec: JobSpec, section: KubernetesSection) -> str:
 
 def place_spec(spec: JobSpec, profile: Profile) -> JobSpec:
     """Return the job as its pods see it: paths in the image, other nodes in pods of their own."""
-    inside = lint.locate_in_project(spec, spec.cwd, "cwd")
+    inside = locate_in_project(spec, spec.cwd, "cwd")
     project = find_project(spec, profile)
     cwd = project if inside == "." else f"{project}/{inside}"
     placed = msgspec.structs.replace(spec, cwd=cwd, tee="all", remote=spec.num_nodes - 1)
@@ -125,7 +125,7 @@ def make_documents(spec: JobSpec, profile: Profile) -> list[Document]:
     name = find_name(spec)
     config = {
         **_head("v1", "ConfigMap", name, spec, section),
-        "data": {"job.json": lint.render_job(place_spec(spec, profile))},
+        "data": {"job.json": render_job(place_spec(spec, profile))},
     }
     service = {
         **_head("v1", "Service", name, spec, section),

@@ -15,6 +15,7 @@ from perdure.launch.lint import check_plan
 from perdure.launch.notebook import kaggle
 from perdure.launch.notebook.cells import render_notebook
 from perdure.launch.notebook.checks import check_notebook
+from perdure.launch.placing import write_files
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.model.errors import PlatformError
@@ -52,12 +53,7 @@ def check(plan: Plan, here: Here) -> tuple[dict[str, Any], tuple[Finding, ...]]:
 def submit(plan: Plan, here: Here) -> LaunchRecord:
     """Write the files and, on Kaggle, push them; return what is to be remembered."""
     folder = Path(here.home, "notebooks", plan.job)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in plan.files.items():
-            (folder / name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise PlatformError(f"cannot write {error.filename}: {error.strerror}") from error
+    write_files(plan.files, folder)
     record = LaunchRecord(
         job=plan.job,
         profile=plan.profile,

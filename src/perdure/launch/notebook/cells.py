@@ -11,9 +11,8 @@ from typing import Any
 
 import msgspec
 
-from perdure.launch.lint import locate_in_project, render_job
 from perdure.launch.notebook.payload import pack
-from perdure.launch.ssh.render import place_job
+from perdure.launch.placing import locate_in_project, place_job, render_job
 from perdure.launch.wheel import name_wheel
 from perdure.model.job import JobSpec
 from perdure.model.platforms.profile import Profile

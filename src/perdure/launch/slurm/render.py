@@ -6,10 +6,10 @@ import sys
 
 import msgspec
 
-from perdure.launch import lint
+from perdure.launch.lint import check_plan
+from perdure.launch.placing import expand_tilde, locate_in_project, place_job, render_job
 from perdure.launch.slurm.batch import Chain
 from perdure.launch.slurm.checks import check_array, check_nodes, check_walltime
-from perdure.launch.ssh.render import expand_tilde, place_job
 from perdure.launch.ssh.render import render as render_ssh
 from perdure.model.errors import ConfigError
 from perdure.model.job import JobSpec
@@ -62,7 +62,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
     )
     files = {
         "job.sbatch": render_script(spec, profile),
-        "job.json": lint.render_job(_place_job(spec, there=bool(host))),
+        "job.json": render_job(_place_job(spec, there=bool(host))),
         "chain.json": msgspec.json.format(msgspec.json.encode(chain)).decode() + "\n",
     }
     steps: tuple[Step, ...] = (Step("submit it", ("sbatch", "--parsable", f"{place}/job.sbatch")),)
@@ -81,7 +81,7 @@ def render(spec: JobSpec, profile: Profile) -> Plan:
         files=files,
         steps=steps,
         findings=(
-            *lint.check_plan(spec, profile),
+            *check_plan(spec, profile),
             *check_walltime(profile),
             *check_nodes(spec, profile),
             *check_array(spec, profile),
@@ -96,7 +96,7 @@ def _place_job(spec: JobSpec, *, there: bool) -> JobSpec:
     """Return the job as its nodes see it: in the project sent there, or where it is."""
     if there:
         return msgspec.structs.replace(place_job(spec), tee="all")
-    lint.locate_in_project(spec, spec.cwd, "cwd")
+    locate_in_project(spec, spec.cwd, "cwd")
     cwd = os.path.normpath(os.path.join(spec.launch.project, spec.cwd))
     return msgspec.structs.replace(spec, cwd=cwd, tee="all")
 

@@ -1,6 +1,5 @@
 """A plan brought to Slurm: the cluster asked whether it would take it, sent, submitted once."""
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.launch.placing import expand_tilde, write_files
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.slurm.checks import check_cluster
@@ -22,9 +22,7 @@ from perdure.launch.ssh.check import (
     check_tools,
     probe,
 )
-from perdure.launch.ssh.render import expand_tilde
 from perdure.launch.ssh.submit import find_record, prepare
-from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.platforms.launching import Finding, LaunchRecord, Plan
 from perdure.traps.findings import error
@@ -61,14 +59,7 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
 def _place_here(plan: Plan, place: str, here: Here) -> LaunchRecord:
     """Write the job's folder, on a file system that the nodes see; return what is remembered."""
     spec = msgspec.json.decode(plan.files["job.json"], type=JobSpec)
-    try:
-        os.makedirs(place, exist_ok=True)
-        for name, content in plan.files.items():
-            Path(place, name).write_text(content, encoding="utf-8")
-    except OSError as error:
-        raise PlatformError(
-            f"cannot write {error.filename}: {error.strerror}", hint="overrides.DURABLE_DIR"
-        ) from error
+    write_files(plan.files, Path(place), hint="overrides.DURABLE_DIR")
     home = expand(find_home(plan.profile), here)
     roots = {label: f"{home}/jobs/{name}" for label, name in plan.settings["jobs"].items()}
     roots |= {f"outputs/{o}": f"{spec.launch.project}/{o}" for o in spec.launch.outputs}

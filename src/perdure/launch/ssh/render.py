@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 
 from perdure.launch.extras import MODULES, choose_extras
-from perdure.launch.lint import check_plan, locate_in_project, render_job
+from perdure.launch.lint import check_plan
+from perdure.launch.placing import expand_tilde, locate_in_project, place_job, render_job
 from perdure.launch.ssh.programs import read_program
 from perdure.launch.wheel import find_digest, name_wheel
 from perdure.model.errors import ConfigError
@@ -191,24 +192,6 @@ def place_checkpoints(spec: JobSpec, profile: Profile) -> JobSpec:
     return msgspec.structs.replace(spec, checkpoint=checkpoint)
 
 
-def place_job(spec: JobSpec, boxes: int = 1) -> JobSpec:
-    """Return the job as it is on another machine: paths in the project, relative to it.
-
-    Of several boxes each is a node; all but the first join.
-
-    Raises:
-        ConfigError: one lies outside the project.
-    """
-    cwd = locate_in_project(spec, spec.cwd, "cwd")
-    script = spec.script
-    if not spec.module and not spec.no_python:
-        inside = locate_in_project(spec, os.path.join(spec.cwd, script), "script")
-        script = os.path.relpath(inside, cwd)
-    launch = msgspec.structs.replace(spec.launch, project=".")
-    remote = boxes - 1 if boxes > 1 else spec.remote
-    return msgspec.structs.replace(spec, cwd=cwd, script=script, launch=launch, remote=remote)
-
-
 def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
     """Return the shell file that says where things are on the box."""
     overrides = profile.overrides
@@ -235,11 +218,6 @@ def render_environment(spec: JobSpec, profile: Profile, folder: str) -> str:
         network = f'"$JOB_DIR/launch/{NETWORK}"'
         lines.append(f"if [ -r {network} ]; then . {network}; fi # Where other boxes reach it.")
     return "\n".join(lines) + "\n"
-
-
-def expand_tilde(place: str) -> str:
-    """Return a place for double quotes, where the shell expands no tilde."""
-    return "$HOME" + place[1:] if place == "~" or place.startswith("~/") else place
 
 
 def _render_settings(spec: JobSpec, profile: Profile, command: list[str]) -> str:

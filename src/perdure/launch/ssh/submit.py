@@ -13,12 +13,13 @@ import msgspec
 
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import last_line, run_bounded
+from perdure.launch.placing import read_secrets, write_files
 from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.launch.ssh.ask import ask_state, in_job
 from perdure.launch.transfer import PARTIAL, push
 from perdure.launch.wheel import write_wheel
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.errors import PlatformError
 from perdure.model.platforms.launching import BoxState, LaunchRecord, Plan
 
 _SETUP_S = 3600.0
@@ -54,10 +55,7 @@ def prepare(plan: Plan, here: Here) -> None:
         PlatformError: a step failed.
     """
     channel = Channel(plan.profile.launch)
-    secrets = {name: here.environ.get(name, "") for name in plan.settings["secrets"]}
-    missing = [name for name, value in secrets.items() if not value]
-    if missing:
-        raise ConfigError(f"the secret {missing[0]} is not set", hint=f"export {missing[0]}=...")
+    secrets = read_secrets(plan.settings["secrets"], here)
     folder = _make_folder(channel, plan)
     _at_once(
         lambda: _send_files(channel, plan, folder, here),
@@ -127,10 +125,7 @@ def _make_folder(channel: Channel, plan: Plan) -> str:
 
 def _send_files(channel: Channel, plan: Plan, folder: str, here: Here) -> None:
     with tempfile.TemporaryDirectory(prefix="perdure-") as scratch:
-        for name, content in plan.files.items():
-            path = Path(scratch, name)
-            path.write_text(content, encoding="utf-8")
-            path.chmod(0o755 if content.startswith("#!") else 0o644)
+        write_files(plan.files, Path(scratch))
         write_wheel(Path(scratch))
         push(channel, Path(scratch), f"{folder}/launch", tell=here.tell, shared=True)
 
