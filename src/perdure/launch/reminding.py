@@ -33,8 +33,8 @@ def find_reminders(record: LaunchRecord, rows: Sequence[BoxRow], now_s: float) -
         text = f"stop was asked for {hours:.1f} h ago, and {record.profile.platform} has not said "
         text += f"that {record.box} is gone: perdure teardown {job} asks again"
         found.append(Reminder(job, "stop-asked", text))
-    price = f", {teardown.price_per_hour:g} {teardown.currency} an hour" if (
-        teardown.price_per_hour) else ""  # fmt: skip
+    an_hour = f", {teardown.price_per_hour:g} {teardown.currency} an hour"
+    price = an_hour if teardown.price_per_hour else ""
     if rows and all(row.state in _OVER for row in rows) and not record.stop_asked_s:
         ended_s = max(row.ended_s or row.seen_s for row in rows)
         text = f"it has ended {max(0.0, now_s - ended_s) / 3600:.1f} h ago, and {record.box} is "

@@ -95,12 +95,11 @@ def find_project(spec: JobSpec, profile: Profile) -> str:
 def make_claim(spec: JobSpec, profile: Profile) -> Document:
     """Return the claim; a file of its own, so that deleting the job's file leaves it."""
     section = profile.kubernetes
-    body: Document = {
+    body = {
         "accessModes": [find_mode(spec, section)],
         "resources": {"requests": {"storage": section.storage}},
+        **_fill(storageClassName=section.storage_class),
     }
-    if section.storage_class:
-        body["storageClassName"] = section.storage_class
     head = _head("v1", "PersistentVolumeClaim", find_claim(spec, section), spec, section)
     return {**head, "spec": body}
 
@@ -219,30 +218,32 @@ def make_job_spec(
     spec: JobSpec, profile: Profile, pods: int, *, role: str = "", container: str = CONTAINER
 ) -> Document:
     """Return the spec of a Job with `pods` pods, in the shape of the profile's server."""
-    section, name = profile.kubernetes, find_name(spec)
-    version = parse_version(section.server)
-    body: Document = {
+    section, version = profile.kubernetes, parse_version(profile.kubernetes.server)
+    explains = version >= FAILURE_POLICY and section.restart_policy == "Never"
+    return {
         "completions": pods,
         "parallelism": pods,
         "backoffLimit": section.backoff_limit,
+        **_fill(
+            completionMode="Indexed" if version >= INDEXED else "",
+            activeDeadlineSeconds=section.active_deadline_s,
+            ttlSecondsAfterFinished=section.ttl_s,
+            podFailurePolicy={"rules": _make_rules(container, version)} if explains else {},
+            # The next pod once one is gone, and not already while it saves.
+            podReplacementPolicy="Failed"
+            if version >= shapes.SINCE["podReplacementPolicy"]
+            else "",
+        ),
+        "template": {
+            "metadata": {"labels": {**section.labels, JOB_LABEL: find_name(spec)}},
+            "spec": _make_pod(spec, profile, role, container),
+        },
     }
-    if version >= INDEXED:
-        body["completionMode"] = "Indexed"
-    if section.active_deadline_s:
-        body["activeDeadlineSeconds"] = section.active_deadline_s
-    if section.ttl_s:
-        body["ttlSecondsAfterFinished"] = section.ttl_s
-    if version >= FAILURE_POLICY and section.restart_policy == "Never":
-        body["podFailurePolicy"] = {"rules": _make_rules(container, version)}
-    if version >= shapes.SINCE["podReplacementPolicy"]:
-        # The next pod once one is gone, and not already while it saves.
-        body["podReplacementPolicy"] = "Failed"
-    labels = {**section.labels, JOB_LABEL: name}
-    body["template"] = {
-        "metadata": {"labels": labels},
-        "spec": _make_pod(spec, profile, role, container),
-    }
-    return body
+
+
+def _fill(**fields: Any) -> Document:
+    """Return the fields that say something: what is empty is left to the server."""
+    return {name: value for name, value in fields.items() if value or value is False}
 
 
 def make_reader(record: LaunchRecord, name: str) -> Document:
@@ -283,10 +284,11 @@ def _make_rules(container: str, version: tuple[int, int]) -> list[Document]:
 
 def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Document:
     section, name = profile.kubernetes, find_name(spec)
-    pod: Document = {
+    return {
         "restartPolicy": section.restart_policy,
         "terminationGracePeriodSeconds": section.grace_s,
-        "subdomain": name,
+        # JobSet makes a Service of its own.
+        **_fill(subdomain=name if section.shape == "job" else ""),
         # The pause process is the first one then, and reaps what the ranks leave behind.
         "shareProcessNamespace": True,
         "containers": [_make_container(spec, profile, role, container)],
@@ -302,49 +304,41 @@ def _make_pod(spec: JobSpec, profile: Profile, role: str, container: str) -> Doc
                 for number, path in enumerate(section.host_paths)
             ),
         ],
+        **_fill(
+            securityContext=secure_pod(section),
+            serviceAccountName=section.service_account,
+            automountServiceAccountToken=None if section.service_account else False,
+            imagePullSecrets=[{"name": secret} for secret in section.pull_secrets],
+            priorityClassName=section.priority_class,
+            runtimeClassName=section.runtime_class,
+            nodeSelector=dict(section.node_selector),
+            tolerations=[{"key": key, "operator": "Exists"} for key in section.tolerations],
+        ),
     }
-    if context := secure_pod(section):
-        pod["securityContext"] = context
-    if section.shape != "job":
-        del pod["subdomain"]  # JobSet makes a Service of its own.
-    if section.service_account:
-        pod["serviceAccountName"] = section.service_account
-    else:
-        pod["automountServiceAccountToken"] = False
-    if section.pull_secrets:
-        pod["imagePullSecrets"] = [{"name": secret} for secret in section.pull_secrets]
-    if section.priority_class:
-        pod["priorityClassName"] = section.priority_class
-    if section.runtime_class:
-        pod["runtimeClassName"] = section.runtime_class
-    if section.node_selector:
-        pod["nodeSelector"] = dict(section.node_selector)
-    if section.tolerations:
-        pod["tolerations"] = [{"key": key, "operator": "Exists"} for key in section.tolerations]
-    return pod
 
 
 def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) -> Document:
     section, durable = profile.kubernetes, profile.overrides.DURABLE_DIR
+    # On the volume: what is downloaded elsewhere counts as the pod's own disk, and evicts it.
+    cache = profile.overrides.HF_HOME.replace("$DATA_DIR", profile.overrides.DATA_DIR)
+    gpus = str(spec.launch.gpus) if spec.launch.gpus else ""
+    mirror = profile.mirror if profile.mirror != HOST_DEPENDENT else ""
+    given = {
+        "PERDURE_POD_GRACE_S": str(section.grace_s),
+        **_fill(PERDURE_POD_ROLE=role, PERDURE_POD_GPUS=gpus),
+        "HF_HOME": cache,
+        **_fill(HF_ENDPOINT=mirror),
+    }
     env: list[Document] = [
         {"name": "PERDURE_DURABLE_DIR", "value": durable},
         {"name": "PERDURE_POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "PERDURE_POD_NAME", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}},
         {"name": "PERDURE_NODE_NAME", "valueFrom": {"fieldRef": {"fieldPath": "spec.nodeName"}}},
-        {"name": "PERDURE_POD_GRACE_S", "value": str(section.grace_s)},
-    ]
-    if role:
-        env.append({"name": "PERDURE_POD_ROLE", "value": role})
-    if spec.launch.gpus:
-        env.append({"name": "PERDURE_POD_GPUS", "value": str(spec.launch.gpus)})
-    # On the volume: what is downloaded elsewhere counts as the pod's own disk, and evicts it.
-    cache = profile.overrides.HF_HOME.replace("$DATA_DIR", profile.overrides.DATA_DIR)
-    env.append({"name": "HF_HOME", "value": cache})
-    if profile.mirror not in ("", HOST_DEPENDENT):
-        env.append({"name": "HF_ENDPOINT", "value": profile.mirror})
-    env += [
-        {"name": key, "valueFrom": {"secretKeyRef": {"name": section.secret, "key": key}}}
-        for key in spec.launch.secrets
+        *({"name": name, "value": value} for name, value in given.items()),
+        *(
+            {"name": key, "valueFrom": {"secretKeyRef": {"name": section.secret, "key": key}}}
+            for key in spec.launch.secrets
+        ),
     ]
     return {
         "name": container,
@@ -352,7 +346,7 @@ def _make_container(spec: JobSpec, profile: Profile, role: str, container: str) 
         "command": [profile.launch.python, "-P", "-m", "perdure.launch.kubernetes.pod"],
         "env": env,
         "resources": _make_resources(spec, section),
-        **({"securityContext": context} if (context := secure_container(section)) else {}),
+        **_fill(securityContext=secure_container(section)),
         "volumeMounts": [
             {"name": "durable", "mountPath": durable},
             {"name": "config", "mountPath": CONFIG_DIR, "readOnly": True},
@@ -371,19 +365,17 @@ def _make_resources(spec: JobSpec, section: KubernetesSection) -> Document:
     Cores are requested and not limited: a quota would throttle ranks in the middle of a step.
     """
     ranks = spec.machine_ranks if spec.torchft.replicas else spec.nproc
-    requests = {"cpu": section.cpu or str(ranks)}
-    limits = {"ephemeral-storage": section.ephemeral_storage}
-    if section.memory:
-        limits["memory"] = section.memory
-    if spec.launch.gpus:
-        limits[section.gpu_resource] = str(spec.launch.gpus)
-    return {"requests": requests, "limits": limits}
+    gpus = str(spec.launch.gpus) if spec.launch.gpus else ""
+    limits = {"memory": section.memory, section.gpu_resource: gpus}
+    return {
+        "requests": {"cpu": section.cpu or str(ranks)},
+        "limits": {"ephemeral-storage": section.ephemeral_storage, **_fill(**limits)},
+    }
 
 
 def _head(
     api: str, kind: str, name: str, spec: JobSpec, section: KubernetesSection
 ) -> dict[str, Any]:
-    metadata: Document = {"name": name, "labels": {**section.labels, JOB_LABEL: find_name(spec)}}
-    if section.namespace:
-        metadata["namespace"] = section.namespace
+    labels = {**section.labels, JOB_LABEL: find_name(spec)}
+    metadata = {"name": name, "labels": labels, **_fill(namespace=section.namespace)}
     return {"apiVersion": api, "kind": kind, "metadata": metadata}

@@ -67,9 +67,8 @@ def render_metadata(spec: JobSpec, profile: Profile) -> str:
         "competition_sources": [],
         "kernel_sources": [identity],
         "model_sources": [],
+        **({"machine_shape": section.accelerator} if section.accelerator else {}),
     }
-    if section.accelerator:
-        document["machine_shape"] = section.accelerator
     return json.dumps(document, indent=2) + "\n"
 
 
