@@ -15,7 +15,6 @@ from perdure.model.events import (
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import SendBoundary
 from perdure.model.settings import Steering
-from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
 from perdure.worker.torchft.settings import ReplicaConfig
 
 pytestmark = pytest.mark.torch
@@ -47,14 +46,17 @@ class Manager:
 
 
 def make(manager: Manager, events: list[Any], *, heals: bool = False) -> ReplicaConfig:
-    config = CheckpointConfig()
-    kept: dict[str, Any] = {"rank": 2, "generation": 5, "nproc": 1, "now": lambda: 1.0}
-    checkpoints = ReplicaCheckpoints(emit=events.append, config=config, **kept)
     found = ReplicaConfig()
     found.join(
-        emit=events.append, quorum_id=lambda: 1,
-        steering=Steering(heals=heals), checkpoints=checkpoints, **kept,
-    )  # fmt: skip
+        rank=2,
+        generation=5,
+        nproc=1,
+        now=lambda: 1.0,
+        emit=events.append,
+        quorum_id=lambda: 1,
+        steering=Steering(heals=heals),
+        checkpoint=CheckpointConfig(),
+    )
     found.config.declare("lr", float, default=0.1)
     found.begin_step(manager, committed=False)
     return found

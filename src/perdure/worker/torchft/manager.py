@@ -41,7 +41,6 @@ from perdure.worker.ring import RingWriter
 from perdure.worker.settings import read_steering
 from perdure.worker.spec import read_spec
 from perdure.worker.torchft.account import ReplicaAccount
-from perdure.worker.torchft.checkpoint import ReplicaCheckpoints
 from perdure.worker.torchft.fence import Fences
 from perdure.worker.torchft.settings import settings
 
@@ -207,14 +206,14 @@ def install(torchft: ModuleType) -> None:
     for name in ("ProcessGroupGloo", "ProcessGroupNCCL", "ProcessGroupXCCL"):
         found = vars(groups).get(name)
         if found is not None:
-            _wrap(found, "_create_pg", _noting_connections)
-    _wrap(manager.Manager, "__init__", _adopting)
-    _wrap(manager.Manager, "report_error", _spreading)
-    _wrap(manager.Manager, "start_quorum", _steering)
-    _wrap(manager.Manager, "wait_quorum", _waiting)
-    _wrap(manager.Manager, "should_commit", _showing)
+            _wrap(found, "_create_pg", _create_pg)
+    _wrap(manager.Manager, "__init__", _init)
+    _wrap(manager.Manager, "report_error", _report_error)
+    _wrap(manager.Manager, "start_quorum", _start_quorum)
+    _wrap(manager.Manager, "wait_quorum", _wait_quorum)
+    _wrap(manager.Manager, "should_commit", _should_commit)
     if hasattr(manager, "_ManagedWork"):
-        _wrap(manager._ManagedWork, "wait", _timing)
+        _wrap(manager._ManagedWork, "wait", _wait)
 
 
 def warm_up() -> None:
@@ -228,88 +227,72 @@ def warm_up() -> None:
     torch.optim.AdamW([nothing]).step()
 
 
-def _wrap(owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Have calls of a method go through `around`, which is given the method itself first."""
     original = vars(owner).get(name)
     if original is None or hasattr(original, _MARK):
         return
-    wrapped = functools.wraps(original)(make(original))
+
+    @functools.wraps(original)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(original, self, *args, **kwargs)
+
     setattr(wrapped, _MARK, True)
     setattr(owner, name, wrapped)
 
 
-def _adopting(original: Callable[..., None]) -> Callable[..., None]:
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        replica.adopt(self)
-
-    return __init__
+def _init(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    original(manager, *args, **kwargs)
+    replica.adopt(manager)
 
 
-def _spreading(original: Callable[..., None]) -> Callable[..., None]:
-    def report_error(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        replica.break_up(int(getattr(self, "_quorum_id", -1)))
-
-    return report_error
+def _report_error(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    original(manager, *args, **kwargs)
+    replica.break_up(int(getattr(manager, "_quorum_id", -1)))
 
 
-def _steering(original: Callable[..., None]) -> Callable[..., None]:
-    def start_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
-        replica.begin_step(self)
-        original(self, *args, **kwargs)
-
-    return start_quorum
+def _start_quorum(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    replica.begin_step(manager)
+    original(manager, *args, **kwargs)
 
 
-def _showing(original: Callable[..., bool]) -> Callable[..., bool]:
-    def should_commit(self: Any, *args: Any, **kwargs: Any) -> bool:
-        healing = bool(getattr(self, "_healing", False))
-        committed = original(self, *args, **kwargs)
-        replica.end_step(self, committed=committed, healing=healing)
-        return committed
-
-    return should_commit
+def _should_commit(original: Callable[..., bool], manager: Any, *args: Any, **kwargs: Any) -> bool:
+    healing = bool(getattr(manager, "_healing", False))
+    committed = original(manager, *args, **kwargs)
+    replica.end_step(manager, committed=committed, healing=healing)
+    return committed
 
 
-def _waiting(original: Callable[..., None]) -> Callable[..., None]:
-    def wait_quorum(self: Any, *args: Any, **kwargs: Any) -> None:
-        begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
-        try:
-            original(self, *args, **kwargs)
-            well = True
-        finally:
-            replica.account.end_wait(begin)
-            if noted:
-                replica.end_quorum_wait(well=well)
-
-    return wait_quorum
+def _wait_quorum(original: Callable[..., None], manager: Any, *args: Any, **kwargs: Any) -> None:
+    begin, noted, well = replica.account.begin_wait(), replica.begin_quorum_wait(), False
+    try:
+        original(manager, *args, **kwargs)
+        well = True
+    finally:
+        replica.account.end_wait(begin)
+        if noted:
+            replica.end_quorum_wait(well=well)
 
 
-def _timing(original: Callable[..., bool]) -> Callable[..., bool]:
-    def wait(self: Any, *args: Any, **kwargs: Any) -> bool:
-        since_s, ended = replica.begin_wait(), False
-        try:
-            if replica.fences.outlast(self._manager._pg, self._work):
-                ended = original(self, *args, **kwargs)
-                return ended
-            self._manager.report_error(RuntimeError("a collective of a void quorum was given up"))
-            return False
-        finally:
-            replica.end_wait(since_s, well=bool(ended) and self._manager.errored() is None)
-
-    return wait
+def _wait(original: Callable[..., bool], work: Any, *args: Any, **kwargs: Any) -> bool:
+    since_s, ended = replica.begin_wait(), False
+    try:
+        if replica.fences.outlast(work._manager._pg, work._work):
+            ended = original(work, *args, **kwargs)
+            return ended
+        work._manager.report_error(RuntimeError("a collective of a void quorum was given up"))
+        return False
+    finally:
+        replica.end_wait(since_s, well=bool(ended) and work._manager.errored() is None)
 
 
-def _noting_connections(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _create_pg(self: Any, store: Any, *args: Any, **kwargs: Any) -> Any:
-        replica.account.note_quorum()
-        replica.fences.begin(self, _find_quorum(self), _find_store(store))
-        try:
-            return original(self, store, *args, **kwargs)
-        finally:
-            replica.fences.end(self)
-
-    return _create_pg
+def _create_pg(original: Callable[..., Any], group: Any, store: Any, *args: Any, **kw: Any) -> Any:
+    replica.account.note_quorum()
+    replica.fences.begin(group, _find_quorum(group), _find_store(store))
+    try:
+        return original(group, store, *args, **kw)
+    finally:
+        replica.fences.end(group)
 
 
 def _find_timeout(manager: Any) -> float:
@@ -386,14 +369,7 @@ def join_replica(attachment: Any) -> None:
         now=attachment.now,
         quorum_id=replica.find_quorum_id,
         steering=read_steering(),
-        checkpoints=ReplicaCheckpoints(
-            rank=ring.rank,
-            generation=ring.generation,
-            nproc=nproc,
-            emit=attachment.emit,
-            now=attachment.now,
-            config=spec.checkpoint,
-        ),
+        checkpoint=spec.checkpoint,
     )
     attachment.obey(settings.take, SendBoundary, ResumeRanks)
 

@@ -20,6 +20,7 @@ import msgspec
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.events import AnyEvent, BoundaryAnswered, CheckpointFailed
+from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Change, Steering
 from perdure.model.signals.progress import Phase
@@ -70,10 +71,13 @@ class ReplicaConfig(Depth):
         quorum_id: Callable[[], int],
         steering: Steering,
         line: Line | None = None,
-        checkpoints: ReplicaCheckpoints | None = None,
+        checkpoint: CheckpointConfig | None = None,
     ) -> None:
-        """Take part in the job's agreements as `rank`; `steering` was agreed upon before."""
-        self._checkpoints, self._heals = checkpoints, steering.heals
+        """Take part in the job's agreements as `rank`; `steering` was agreed upon before.
+
+        With `checkpoint` the state of the group is saved and loaded.
+        """
+        self._heals = steering.heals
         self._emit, self._now, self._quorum_id = emit, now, quorum_id
         self._rank, self._generation = rank, generation
         self._group, self._declares = str(rank // nproc), rank % nproc == 0
@@ -86,6 +90,15 @@ class ReplicaConfig(Depth):
             line=line,
             plans=(*PLANS, "checkpoint"),
         )
+        if checkpoint is not None:
+            self._checkpoints = ReplicaCheckpoints(
+                rank=rank,
+                generation=generation,
+                nproc=nproc,
+                emit=emit,
+                now=now,
+                config=checkpoint,
+            )
         plan_steering(self._executor.gate, self.config, 0, steering)
         self._gate = self._executor.gate
 
