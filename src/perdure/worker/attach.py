@@ -27,10 +27,10 @@ from perdure.worker.control import Control
 from perdure.worker.harm.faults import Faults
 from perdure.worker.harm.slowdowns import arm_forward
 from perdure.worker.interrupt import Interrupter
-from perdure.worker.recording.groups import note_groups
-from perdure.worker.recording.recorder import Dump
+from perdure.worker.recording.groups import find_groups, find_members, note_groups
+from perdure.worker.recording.recorder import find_dumps
 from perdure.worker.recording.stages import StepStamps, install_stages
-from perdure.worker.recording.traces import TraceWriter, find_groups, find_trace_dumps
+from perdure.worker.recording.traces import TraceWriter
 from perdure.worker.recording.watching import make_recorder
 from perdure.worker.ring import RingWriter
 from perdure.worker.stderr import say
@@ -114,7 +114,7 @@ class Attachment:
         """Watch collectives, by the means that `PERDURE_RECORDER` names (default `auto`)."""
         if self.recorder is not None or not _has_distributed():
             return
-        self.recorder = make_recorder(self.ring, _find_members, _find_dumps(), self.faults)
+        self.recorder = make_recorder(self.ring, find_members, find_dumps("_json"), self.faults)
         if self.recorder is None:
             return
         self.recorder.start()
@@ -148,7 +148,7 @@ class Attachment:
                 rank=self.ring.rank,
                 generation=self.ring.generation,
                 directory=paths.traces(self.ring.generation),
-                dumps=find_trace_dumps(),
+                dumps=find_dumps(),
                 groups=find_groups,
             )
         if self._traces is not None:
@@ -217,33 +217,6 @@ def _has_distributed() -> bool:
     import torch.distributed
 
     return torch.distributed.is_available()
-
-
-def _find_dumps() -> dict[str, Dump]:
-    """Return Flight Recorder's sources; none where it was turned off."""
-    sizes = [os.environ.get(f"TORCH_{name}_BUFFER_SIZE") for name in ("FR", "NCCL_TRACE")]
-    if next((size for size in sizes if size is not None), "1").strip() == "0":
-        return {}
-    import torch
-
-    functions = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
-    found = {
-        name: getattr(torch._C._distributed_c10d, function, None)
-        for name, function in functions.items()
-    }
-    return {name: dump for name, dump in found.items() if dump is not None}
-
-
-def _find_members(name: str) -> tuple[int, tuple[int, ...]]:
-    """Return size and global ranks of the process group called `name`; (0, ()) if unknown."""
-    from torch.distributed import distributed_c10d as c10d
-
-    with contextlib.suppress(RuntimeError, AttributeError):  # Changed under our eyes.
-        for group, known in list(c10d._world.pg_names.items()):
-            if known == name:
-                ranks = tuple(c10d._world.pg_group_ranks.get(group, {}))
-                return group.size(), ranks
-    return 0, ()
 
 
 def _note_group(attachment: Attachment) -> None:

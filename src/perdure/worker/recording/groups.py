@@ -59,16 +59,45 @@ def find_timeout_s(name: str) -> float:
     torch ends a collective that takes longer, so that nobody else needs to be quicker. 0 where
     it cannot be told.
     """
-    name, found = name.removesuffix(P2P_SUFFIX), [0.0]
+    found = [0.0]
     with contextlib.suppress(Exception):  # Private to torch, and changed under our eyes.
-        from torch.distributed import distributed_c10d as c10d
-
-        for group, known in list(c10d._world.pg_names.items()):
-            if known != name or not hasattr(group, "_get_backend"):
-                continue
-            for device in group._device_types:
-                found.append(_read_timeout_s(group._get_backend(device)))
+        for group in _find_called(name.removesuffix(P2P_SUFFIX)):
+            if hasattr(group, "_get_backend"):
+                devices = group._device_types
+                found += [_read_timeout_s(group._get_backend(device)) for device in devices]
     return max(found)
+
+
+def find_members(name: str) -> tuple[int, tuple[int, ...]]:
+    """Return size and global ranks of the process group called `name`; (0, ()) if unknown."""
+    with contextlib.suppress(RuntimeError, AttributeError):  # Changed under our eyes.
+        for group in _find_called(name):
+            return group.size(), _ranks_of(group)
+    return 0, ()
+
+
+def find_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return description and global ranks of each process group of this process, by name."""
+    return {
+        name: (str(group.group_desc), tuple(sorted(_ranks_of(group))))
+        for group, name in _list_groups()
+    }
+
+
+def _list_groups() -> list[tuple[Any, str]]:
+    from torch.distributed import distributed_c10d as c10d
+
+    return list(c10d._world.pg_names.items())
+
+
+def _find_called(name: str) -> list[Any]:
+    return [group for group, known in _list_groups() if known == name]
+
+
+def _ranks_of(group: Any) -> tuple[int, ...]:
+    from torch.distributed import distributed_c10d as c10d
+
+    return tuple(c10d._world.pg_group_ranks.get(group, {}))
 
 
 def _read_timeout_s(backend: Any) -> float:

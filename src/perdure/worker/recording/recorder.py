@@ -12,9 +12,11 @@ and instants finer than the poll. `perdure.worker.recording.hook` sees both, for
 collective.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 
@@ -32,6 +34,7 @@ DUMP_SHARE = 200
 """A dump is followed by this many times its duration without another: at most 0.5 %."""
 
 Dump = Callable[[bool, bool], bytes]
+"""(with collectives, with stacks) -> Flight Recorder's document, JSON or a pickle."""
 Members = Callable[[str], tuple[int, tuple[int, ...]]]
 
 
@@ -69,6 +72,24 @@ class _Comm(msgspec.Struct):
     since: int = 0
     looked_at: int = 0
     """The collective that a dump was asked about."""
+
+
+def find_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
+    """Return Flight Recorder's sources of this torch by backend, that give pickles or `_json`.
+
+    There are none where it was turned off.
+    """
+    sizes = [os.environ.get(f"TORCH_{name}_BUFFER_SIZE") for name in ("FR", "NCCL_TRACE")]
+    if next((size for size in sizes if size is not None), "1").strip() == "0":
+        return {}
+    import torch
+
+    functions = {"gloo": f"_dump_fr_trace{form}", "nccl": f"_dump_nccl_trace{form}"}
+    found = {
+        backend: getattr(torch._C._distributed_c10d, function, None)
+        for backend, function in functions.items()
+    }
+    return {backend: dump for backend, dump in found.items() if dump is not None}
 
 
 class StatusRecorder:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from perdure.model.orders import TakeStacks
+from perdure.worker.recording.recorder import Dump
 from perdure.worker.stderr import say
 
 BYTES_MAX = 32 << 20
@@ -28,8 +29,6 @@ BYTES_MAX = 32 << 20
 GENERATIONS_KEPT = 4
 """Of this rank's traces, those of the newest generations."""
 
-Dump = Callable[[bool, bool], bytes]
-"""(with collectives, with stacks) -> pickle."""
 Groups = Callable[[], Mapping[str, tuple[str, tuple[int, ...]]]]
 """Name of each process group -> its description and global ranks."""
 
@@ -112,25 +111,3 @@ class TraceWriter:
                         os.unlink(os.path.join(base, name, backend, f"rank_{self._rank}"))
                         os.rmdir(os.path.join(base, name, backend))  # By its last rank.
                         os.rmdir(os.path.join(base, name))
-
-
-def find_trace_dumps() -> dict[str, Dump]:
-    """Return Flight Recorder's sources of this torch, by backend."""
-    import torch
-
-    functions = {"gloo": "_dump_fr_trace", "nccl": "_dump_nccl_trace"}
-    found = {
-        backend: getattr(torch._C._distributed_c10d, function, None)
-        for backend, function in functions.items()
-    }
-    return {backend: dump for backend, dump in found.items() if dump is not None}
-
-
-def find_groups() -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Return description and global ranks of each process group of this process, by name."""
-    from torch.distributed import distributed_c10d as c10d
-
-    return {
-        name: (str(group.group_desc), tuple(sorted(c10d._world.pg_group_ranks.get(group, {}))))
-        for group, name in list(c10d._world.pg_names.items())
-    }
