@@ -7,7 +7,7 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import xxhash
@@ -191,14 +191,32 @@ def find_kept(
     return kept
 
 
+def remove_surplus(
+    steps: Collection[int],
+    config: CheckpointConfig,
+    newest: int,
+    *,
+    read: Callable[[int], Manifest],
+    remove: Callable[[int], object],
+) -> None:
+    """Call `remove` with each step whose checkpoint no rule keeps; `read` returns a manifest."""
+
+    def find_metric(step: int) -> float | None:
+        with contextlib.suppress(OSError, ProtocolError):
+            return read(step).metrics.get(config.keep_best)
+        return None
+
+    for step in set(steps) - find_kept(steps, config, newest, find_metric):
+        remove(step)
+
+
 def apply_retention(root: Path, config: CheckpointConfig, newest: int) -> None:
     """Remove finished checkpoints that no rule keeps."""
     found = dict(list_checkpoints(root))
-
-    def find_metric(step: int) -> float | None:
-        with contextlib.suppress(ProtocolError):
-            return read_manifest(found[step]).metrics.get(config.keep_best)
-        return None
-
-    for step in set(found) - find_kept(list(found), config, newest, find_metric):
-        shutil.rmtree(found[step], ignore_errors=True)
+    remove_surplus(
+        found,
+        config,
+        newest,
+        read=lambda step: read_manifest(found[step]),
+        remove=lambda step: shutil.rmtree(found[step], ignore_errors=True),
+    )

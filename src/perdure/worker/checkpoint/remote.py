@@ -4,7 +4,6 @@ The staging directory lies beside the job and is shared by its ranks; what it st
 be fetched again.
 """
 
-import contextlib
 import os
 import shutil
 import tempfile
@@ -16,9 +15,9 @@ import fsspec
 
 from perdure.model.checkpoints import LATEST, MANIFEST, TEMPORARY, Manifest, parse_checkpoint_name
 from perdure.model.codec import decode
-from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.errors import PlatformError
 from perdure.model.job import CheckpointConfig
-from perdure.worker.checkpoint.files import find_kept
+from perdure.worker.checkpoint.files import remove_surplus
 
 
 class Remote:
@@ -93,15 +92,15 @@ class Remote:
         """Remove remote checkpoints that no rule keeps."""
         steps = {parse_checkpoint_name(name) or 0: name for name in self.list_names()}
 
-        def find_metric(step: int) -> float | None:
-            with contextlib.suppress(OSError, ProtocolError):
-                data = self._fs.cat_file(f"{self._path}/{steps[step]}/{MANIFEST}")
-                manifest: Manifest = decode(data, Manifest)
-                return manifest.metrics.get(config.keep_best)
-            return None
+        def read(step: int) -> Manifest:
+            data = self._fs.cat_file(f"{self._path}/{steps[step]}/{MANIFEST}")
+            manifest: Manifest = decode(data, Manifest)
+            return manifest
 
-        for step in set(steps) - find_kept(list(steps), config, newest, find_metric):
+        def remove(step: int) -> None:
             self._fs.rm(f"{self._path}/{steps[step]}", recursive=True)
+
+        remove_surplus(steps, config, newest, read=read, remove=remove)
 
 
 def open_place(url: str) -> tuple[Path, Remote | None]:

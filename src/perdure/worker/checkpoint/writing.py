@@ -28,6 +28,7 @@ from perdure.worker.checkpoint.files import (
     tag_latest,
     write_synced,
 )
+from perdure.worker.checkpoint.index import INDEX
 from perdure.worker.checkpoint.remote import Remote
 from perdure.worker.checkpoint.sharded import (
     SavePlanCache,
@@ -39,7 +40,6 @@ from perdure.worker.checkpoint.staging import Staging
 
 TIMEOUT_S = 300.0
 _POLL_S = 0.01
-_METADATA = ".metadata"
 _FREE_MIN = 64 << 10
 
 
@@ -186,7 +186,7 @@ class SaveTask:
         results = [(self.folder / _results(rank)).read_bytes() for rank in ranks]
         write_index(self.folder, cache.metadata, results)
         check_index(self.folder)
-        files.append(describe_file(self.folder, _METADATA))
+        files.append(describe_file(self.folder, INDEX))
         roster = {entry.path for entry in files}
         for path in list(self.folder.iterdir()):
             if path.name not in roster:
