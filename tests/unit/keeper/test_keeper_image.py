@@ -3,13 +3,12 @@
 And what a keeper cannot do at all.
 """
 
-import contextlib
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -61,6 +60,7 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
     with ours, subprocess.Popen(command, pass_fds=[theirs.fileno()]) as keeper:
         theirs.close()
         try:
+            assert select.select([ours], [], [], 60)[0], "no keeper"
             yield keeper.pid, ours
             assert keeper.wait(60) == 0
         finally:
@@ -68,23 +68,18 @@ def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int
 
 
 def connect(home: Path) -> LineSocket:
-    """Be an agent, once there is a keeper."""
+    """Be an agent: the keeper listens, since it has spoken to its image."""
     sock = socket.socket(socket.AF_UNIX)
-    for _ in range(600):
-        with contextlib.suppress(OSError):
-            sock.connect(job_paths(str(home), "j", os.getuid()).keeper_socket(0))
-            return LineSocket(sock)
-        time.sleep(0.05)
-    raise TimeoutError("no keeper")
+    sock.connect(job_paths(str(home), "j", os.getuid()).keeper_socket(0))
+    return LineSocket(sock)
 
 
 def wait_for(agent: LineSocket, kind: type[T]) -> T:
-    """Return the next answer of this kind; within 20 s."""
-    for _ in range(2000):
+    """Return the next answer of this kind; each within 20 s."""
+    while select.select([agent.sock], [], [], 20)[0] and not agent.closed:
         for message in agent.read(FromKeeper):
             if isinstance(message, kind):
                 return message
-        time.sleep(0.01)
     raise TimeoutError(f"no {kind.__name__}")
 
 
@@ -176,10 +171,9 @@ def test_ranks_for_which_there_is_no_process_are_started_once_there_is_one(
         assert set(wait_for(agent, KeeperSpawned).pids) == {1}
         agent.send(KeeperExit())
         agent.close()
-        for _ in range(2000):
-            if not (group / "cgroup.procs").read_text():
-                break
-            time.sleep(0.01)
+        keeper = os.pidfd_open(image[0])
+        assert select.select([keeper], [], [], 20)[0]
+        os.close(keeper)
     finally:
         for pid in (group / "cgroup.procs").read_text().split():
             (PIDS / "cgroup.procs").write_text(pid)
