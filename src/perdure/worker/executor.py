@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from perdure.model.errors import PerdureError
-from perdure.model.events import AnyEvent, BoundaryReached, KeysDeclared
+from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
 from perdure.model.settings import Change
 from perdure.model.signals.progress import Phase
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
@@ -29,6 +29,10 @@ class Depth(Protocol):
 
     config: Config
     """The rank's live settings."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells what is the same on all that make a step together."""
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
         """Note what the time since the last record was spent on; the rank is in `phase` now."""
@@ -49,7 +53,7 @@ class Depth(Protocol):
         """Begin a checkpoint of `step`, where it is this rank's to write.
 
         Raises:
-            OSError, PerdureError: it cannot be begun; training goes on without it.
+            OSError, PerdureError: it cannot be begun.
         """
 
     def part(self) -> None:
@@ -153,12 +157,22 @@ class Executor:
         self._depth.account("boundary")
 
     def save(self, step: int, reason: str) -> str:
-        """Begin a checkpoint; return why it could not be begun: training goes on without it."""
+        """Begin a checkpoint; tell and return why it could not be begun: training goes on."""
         try:
             self._depth.save(step, reason)
         except (OSError, PerdureError) as error:
+            self.tell_failed(step, str(error))
             return str(error)
         return ""
+
+    def tell_failed(self, step: int, error: str) -> None:
+        """Tell that there will be no checkpoint of `step`."""
+        if self._depth.speaks:
+            self._emit(
+                CheckpointFailed(
+                    generation=self._generation, step=step, error=error, at_s=self._now()
+                )
+            )
 
     def _hold(self, step: int) -> None:
         """Make no step until resumed, or until more is agreed for this one.
@@ -175,7 +189,9 @@ class Executor:
             self._depth.account(kind, "boundary")
 
     def declare(self, step: int) -> None:
-        """Tell which keys there are: one rank speaks for all, and any may veto a value."""
+        """Tell which keys there are; any rank may veto a value."""
+        if not self._depth.speaks:
+            return
         config = self._depth.config
         self._emit(
             KeysDeclared(

@@ -102,9 +102,13 @@ class StepLoop(Depth):
             self._progress.start(time.monotonic_ns())
             self._stop_at_boundary(every=False)
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this is rank 0."""
+        return self._ring.rank == 0
+
     def _declare_keys(self) -> None:
-        if self._ring.rank == 0:
-            self._executor.declare(self.committed)
+        self._executor.declare(self.committed)
 
     def enter_step(self) -> None:
         """Begin a step: nothing between here and `commit_step` is perdure's."""

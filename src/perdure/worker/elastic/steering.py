@@ -17,8 +17,6 @@ import threading
 from typing import Any
 
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PerdureError
-from perdure.model.events import CheckpointFailed
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import KeySpec
 from perdure.model.signals.progress import Phase
@@ -134,7 +132,7 @@ class Steering(Depth):
                 self._executor.stop_at(applied)
             except Interrupted:
                 raise Broken("a newer epoch was ordered") from None
-        if not self._declared and group.index == 0:
+        if not self._declared and self.speaks:
             self._declared = True
             self._declare()
             self.config.when_declared(self._declare)
@@ -143,6 +141,11 @@ class Steering(Depth):
         self._executor.declare(self._applied)
 
     # --- as a depth ---------------------------------------------------------------------------
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first member of its world."""
+        return bool(self._group.index == 0)
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
         """Note what the time since the last record was spent on; the rank is in `phase` now."""
@@ -196,18 +199,8 @@ class Steering(Depth):
             say(f"checkpoint of step {applied}: {error}")
 
     def save(self, step: int, reason: str) -> None:
-        """Begin a checkpoint, if that is ours to do; where it fails, the first member tells."""
-        membership, group = self._membership, self._group
-        try:
-            self._saving.save(step, group.members, reason, self.state())
-        except (OSError, PerdureError) as error:
-            if group.index == 0:
-                failed = CheckpointFailed(
-                    generation=membership.generation, step=step, error=str(error),
-                    at_s=membership.now(),
-                )  # fmt: skip
-                membership.emit(failed)
-            raise
+        """Begin a checkpoint, if that is ours to do."""
+        self._saving.save(step, self._group.members, reason, self.state())
 
     # --- settings -----------------------------------------------------------------------------
 

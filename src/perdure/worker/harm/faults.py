@@ -23,13 +23,13 @@ from perdure.model.events import AnyEvent, FaultInjected
 from perdure.model.faults import FAULTS, NETWORK_FAULTS
 from perdure.model.orders import InjectFault
 from perdure.worker import cgroups
+from perdure.worker.boundary import NEVER
 from perdure.worker.harm.network import NetworkFaults
 from perdure.worker.harm.slowdowns import STAGES, Slowdown, call_wrongly
 from perdure.worker.stderr import say
 
 _BESIDE = ("crash", "stop", "exit", "memory", "heal", *STAGES, *NETWORK_FAULTS)
 """Done by any thread, whatever the training thread is doing."""
-NEVER = 1 << 62
 _TOLD_TIMEOUT_S = 1.0
 _MIB = 1 << 20
 _PAST_THE_AGENT_S = 0.3

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from perdure.model.codec import decode, encode
-from perdure.model.errors import ConfigError, PerdureError
-from perdure.model.events import AnyEvent, BoundaryAnswered, CheckpointFailed
+from perdure.model.errors import ConfigError
+from perdure.model.events import AnyEvent, BoundaryAnswered
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Change, Steering
@@ -45,13 +45,12 @@ class ReplicaConfig(Depth):
         self._executor: Executor | None = None
         self._gate: BoundaryGate | None = None
         self._emit: Callable[[AnyEvent], object] = lambda event: None
-        self._now: Callable[[], float] = lambda: 0.0
         self._quorum_id: Callable[[], int] = lambda: -1
         self._manager: Any = None
         """The one that has come to a step, while it is there."""
-        self._rank = self._generation = -1
+        self._rank = -1
         self._group = ""
-        self._declares = self._heals = False
+        self._speaks = self._heals = False
         self._checkpoints: ReplicaCheckpoints | None = None
         self._begun = False
         self._told = False
@@ -78,9 +77,8 @@ class ReplicaConfig(Depth):
         With `checkpoint` the state of the group is saved and loaded.
         """
         self._heals = steering.heals
-        self._emit, self._now, self._quorum_id = emit, now, quorum_id
-        self._rank, self._generation = rank, generation
-        self._group, self._declares = str(rank // nproc), rank % nproc == 0
+        self._emit, self._quorum_id, self._rank = emit, quorum_id, rank
+        self._group, self._speaks = str(rank // nproc), rank % nproc == 0
         self._executor = Executor(
             self,
             rank=rank,
@@ -147,26 +145,25 @@ class ReplicaConfig(Depth):
             self._manager = manager
             executor.stop_at(step)
             self._manager = None
-            self._tell_missed(executor.gate)
-        if committed and self._declares and not self._told:
+            self._tell_missed(executor)
+        if committed and not self._told:
             self._told = True
             executor.declare(step)
 
-    def _tell_missed(self, gate: BoundaryGate) -> None:
+    def _tell_missed(self, executor: Executor) -> None:
         """A checkpoint that was promised will not come."""
-        missed = [a.step for a in gate.missed if a.kind == "checkpoint" and self._declares]
-        gate.missed.clear()
+        missed = [one.step for one in executor.gate.missed if one.kind == "checkpoint"]
+        executor.gate.missed.clear()
         for step in missed:
-            self._tell_failed(
-                step, f"the group was left out before step {step}, and has healed past it"
-            )
-
-    def _tell_failed(self, step: int, error: str) -> None:
-        self._emit(
-            CheckpointFailed(generation=self._generation, step=step, error=error, at_s=self._now())
-        )
+            why = f"the group was left out before step {step}, and has healed past it"
+            executor.tell_failed(step, why)
 
     # --- as a depth ---------------------------------------------------------------------------
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank is the first of its group."""
+        return self._speaks
 
     def account(self, kind: Spent, phase: Phase = "step") -> None:
         """Do nothing: the whole stop is taken for a wait (see `ReplicaAccount.add_gate`)."""
@@ -181,13 +178,8 @@ class ReplicaConfig(Depth):
 
     def save(self, step: int, reason: str) -> None:
         """Save what the manager would hand to a healing peer."""
-        if self._checkpoints is None:
-            return
-        try:
+        if self._checkpoints is not None:
             self._checkpoints.save(self._manager, step)
-        except (OSError, PerdureError) as error:
-            self._tell_failed(step, str(error))
-            raise
 
     # --- healing ------------------------------------------------------------------------------
 
