@@ -1,10 +1,11 @@
 """Random changes, undos, pauses and kills: no step ever runs with two values.
 
-The real controller and the real gates and configurations of three ranks, in one thread; messages
-are late and in any order between ranks. A step that is made again after a kill must run with the
-values of the first time, and so must every rank.
+The real controller, and the real agreements and configurations of three ranks, in one thread;
+messages are late and in any order between ranks. A step that is made again after a kill must run
+with the values of the first time, and so must every rank.
 """
 
+import contextlib
 from collections import deque
 from random import Random
 from typing import Any
@@ -16,7 +17,6 @@ from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes
 from perdure.model.events import (
     AnyEvent,
-    BoundaryReached,
     CommandReceived,
     ControllerStarted,
     ExitRecord,
@@ -33,10 +33,12 @@ from perdure.model.events import (
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
 from perdure.model.settings import Steering
-from perdure.model.signals.progress import RankAccount
+from perdure.model.signals.progress import Phase, RankAccount
 from perdure.model.steering import Pace
-from perdure.worker.boundary import BoundaryGate
+from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
+from perdure.worker.executor import Depth, Executor
+from perdure.worker.progress import Spent
 from perdure.worker.settings import plan_steering
 
 RANKS = 3
@@ -45,23 +47,39 @@ SPEC = JobSpec(
 )
 
 
-class Rank:
+class Rank(Depth):
     """What `worker.loop` does about agreements, without waiting."""
+
+    speaks = False
 
     def __init__(self, cluster: "Cluster", rank: int, saved: tuple[int, Any]) -> None:
         self.cluster, self.rank = cluster, rank
         self.committed, state = saved
         self.config = Config().declare("lr", float, default=0.5, min=0, max=1)
         self.config.restore(state)
-        self.gate = BoundaryGate(
-            rank=rank, emit=self.say, ask=lambda id_: None, check=self.config.find_veto
+        self.executor = Executor(
+            self, rank=rank, generation=0, emit=self.say, now=lambda: cluster.now
         )
+        self.gate = self.executor.gate
+        self.gate.hold = self.stand  # type: ignore[method-assign]
         self.inbox: deque[Any] = deque()
         plan_steering(self.gate, self.config, self.committed, cluster.steering)
-        self.due = self.gate.advance(self.committed)
+        self.gate.advance(self.committed)
 
     def say(self, event: AnyEvent) -> None:
         self.cluster.outbox[self.rank].append(event)
+
+    def account(self, kind: Spent, phase: Phase = "step") -> None:
+        """Time is not looked at here."""
+
+    def save(self, step: int, reason: str) -> None:
+        raise AssertionError("nobody has asked for a checkpoint")
+
+    def stand(self, committed: int, account: Any) -> list[Agreed]:
+        """Stand in the place of `BoundaryGate.hold`: come back instead of waiting."""
+        if committed < self.gate.next_step:
+            raise Interrupted
+        return self.gate.arrive(committed)
 
     def hear(self) -> None:
         if self.inbox:
@@ -72,19 +90,16 @@ class Rank:
         open_ = [e for e in self.gate._open.values() if e.agreed.step <= self.committed]
         if any(not e.decision for e in open_):
             return
-        if self.due or open_:
-            self.due = False
-            for one in self.gate.arrive(self.committed):
-                if one.change is not None:
-                    self.config.apply(one.change)
-                self.say(BoundaryReached(id=one.id, rank=self.rank, step=self.committed, at_s=0))
+        if self.executor.is_due(self.committed):
+            with contextlib.suppress(Interrupted):
+                self.executor.stop_at(self.committed)
         if self.gate.holds or self.committed > min(r.committed for r in self.cluster.ranks):
             return
         if self.rank == 0 and self.committed % 7 == 0:
             self.cluster.save(self.committed, self.config.state())
         self.cluster.note(self.committed, self.config["lr"])
         self.committed += 1
-        self.due = self.gate.advance(self.committed)
+        self.gate.advance(self.committed)
 
 
 class Cluster:
