@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import os
 import select
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from perdure.model import ring as layout
 from perdure.worker.native.build import find_library
 from perdure.worker.recording.groups import find_timeout_s
-from perdure.worker.recording.recorder import Members
+from perdure.worker.recording.recorder import Members, Recorder
 from perdure.worker.ring import RingWriter, pack_ranks
 
 _RETRY_S = 0.05
@@ -119,38 +118,33 @@ class NativeLibrary:
         return int(self._calls.perdure_lost())
 
 
-class CompiledRecorder:
+class CompiledRecorder(Recorder):
     """Has the library record into a rank's ring, and names the ranks of communicators."""
 
     kind = "compiled"
 
     def __init__(self, ring: RingWriter, members: Members, library: NativeLibrary) -> None:
-        """Record into `ring`; `members` returns size and ranks of a group by its name."""
-        self._ring = ring
-        self._members = members
+        """Record into `ring`.
+
+        Raises:
+            OSError: the library cannot map it.
+        """
         self._library = library
         self._descriptor = library.attach(ring.path)
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        super().__init__(ring, members)
         self.blocked_ns = library.blocked_ns
         self.begin_backward = library.begin_backward
         self.end_backward = library.end_backward
         self.set_before = library.set_before
-        ring.set_recorder(self.kind)
 
-    def start(self) -> None:
-        """Begin to name communicators."""
-        self._thread = threading.Thread(target=self._run, name="perdure-recorder", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, and the recording: a file's mapping may go with the process."""
+    def stop(self) -> bool:
+        """End the thread, and say once more who is in each communicator."""
         self._stop.set()
         with contextlib.suppress(OSError):
             os.eventfd_write(self._descriptor, 1)
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        ended = super().stop()
         self._name_all()
+        return ended
 
     def forget_groups(self) -> None:
         """The default process group was destroyed."""

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 from perdure.model import ring as layout
 from perdure.worker.native.recorder import find_operators
 from perdure.worker.recording.groups import find_timeout_s
-from perdure.worker.recording.recorder import Dump, Members, is_idle
+from perdure.worker.recording.recorder import Dump, Members, Recorder, is_idle
 from perdure.worker.ring import RingWriter
 
 _POLL_S = 0.1
@@ -47,19 +47,21 @@ class _Span(NamedTuple):
     number: int
 
 
-class HookRecorder:
-    """Writes the communicator slots from inside the dispatcher."""
+class HookRecorder(Recorder):
+    """Writes the communicator slots from inside the dispatcher.
+
+    Its kernels stay when it is stopped: another thread may be inside one.
+    """
 
     kind = "python"
 
     def __init__(self, ring: RingWriter, members: Members, dumps: Mapping[str, Dump]) -> None:
-        """Write to `ring`; `members` returns size and ranks of a group by its name.
+        """Write to `ring`.
 
         `dumps` are Flight Recorder's, where it is on: the works of gloo's reduce_scatter and
         send never say that they ended, not even after `wait`.
         """
-        self._ring = ring
-        self._members = members
+        super().__init__(ring, members)
         self._dumps = dumps
         self._lock = threading.Lock()
         self._comms: dict[str, _Comm] = {}
@@ -67,11 +69,8 @@ class HookRecorder:
         self._without_future: set[str] = set()
         self._pending: list[tuple[_Span, Any]] = []
         """Works whose end nobody calls back about; asked by the thread."""
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
         self.before: Callable[[], None] | None = None
         """Called in the training thread before each collective; for injected faults."""
-        ring.set_recorder(self.kind)
 
     def start(self) -> None:
         """Register the kernels, and a thread for works that cannot call back."""
@@ -90,14 +89,7 @@ class HookRecorder:
                     name, kernel, "BackendSelect", with_keyset=True
                 )
         self._library = library
-        self._thread = threading.Thread(target=self._run, name="perdure-recorder", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread. The kernels stay: another thread may be inside one."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
+        super().start()
 
     def _make_kernel(self, name: str, operator: Any, where: int, below: Any) -> Callable[..., Any]:
         op = name.strip("_")

@@ -92,39 +92,55 @@ def find_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
     return {backend: dump for backend, dump in found.items() if dump is not None}
 
 
-class StatusRecorder:
-    """Polls Flight Recorder's status in a daemon thread of its own."""
+class Recorder:
+    """What every recorder has: a rank's ring, and a thread of its own."""
 
-    kind = "status"
+    kind = "off"
 
-    def __init__(self, ring: RingWriter, dumps: dict[str, Dump], members: Members) -> None:
-        """Write to `ring` what `dumps` (by backend) say.
-
-        `members` returns size and global ranks of a process group by its name.
-        """
-        self._ring = ring
-        self._dumps = dumps
-        self._members = members
-        self._raw: dict[str, bytes] = {}
-        self._comms: dict[tuple[str, str], _Comm] = {}
-        self._moved_ns = 0
-        self._dump_after_ns = 0
+    def __init__(self, ring: RingWriter, members: Members) -> None:
+        """Write to `ring`; `members` returns size and global ranks of a group by its name."""
+        self._ring, self._members = ring, members
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         ring.set_recorder(self.kind)
 
     def start(self) -> None:
-        """Begin to poll."""
+        """Begin to record."""
         self._thread = threading.Thread(target=self._run, name="perdure-recorder", daemon=True)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Look once more and end: no thread may be in torch while the interpreter goes down."""
+    def stop(self) -> bool:
+        """End the thread; return whether it has ended, or never begun."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=1.0)
-            if not self._thread.is_alive():
-                self._poll_safely()
+        if self._thread is None:
+            return True
+        self._thread.join(timeout=1.0)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        raise NotImplementedError
+
+
+class StatusRecorder(Recorder):
+    """Polls Flight Recorder's status in a daemon thread of its own."""
+
+    kind = "status"
+
+    def __init__(self, ring: RingWriter, dumps: dict[str, Dump], members: Members) -> None:
+        """Write to `ring` what `dumps` (by backend) say."""
+        super().__init__(ring, members)
+        self._dumps = dumps
+        self._raw: dict[str, bytes] = {}
+        self._comms: dict[tuple[str, str], _Comm] = {}
+        self._moved_ns = 0
+        self._dump_after_ns = 0
+
+    def stop(self) -> bool:
+        """Look once more and end: no thread may be in torch while the interpreter goes down."""
+        ended = super().stop()
+        if ended and self._thread is not None:
+            self._poll_safely()
+        return ended
 
     def poll(self, now: int) -> None:
         """Bring the slots up to `now` (monotonic ns)."""
