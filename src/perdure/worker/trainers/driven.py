@@ -51,16 +51,12 @@ class DrivenSteps:
 
     def __init__(self, loop: StepLoop) -> None:
         """Touch nothing yet."""
-        self._loop = loop
+        self.loop = loop
+        """Where steps are restored and, after an exception, abandoned."""
         self.inside = False
         """Whether a step is under way."""
         self.stopping = False
         """Whether all ranks have agreed to stop."""
-
-    @property
-    def committed(self) -> int:
-        """Committed steps so far."""
-        return self._loop.committed
 
     def find(self, name: str) -> Any:
         """Return the state of object `name` in the newest usable checkpoint; None without one.
@@ -68,7 +64,7 @@ class DrivenSteps:
         Raises:
             ConfigError: the checkpoint holds no such object.
         """
-        step, objects = self._loop.find()
+        step, objects = self.loop.find()
         if step and name not in objects:
             raise ConfigError(
                 f"the checkpoint of step {step} was not made by this trainer",
@@ -76,33 +72,25 @@ class DrivenSteps:
             )
         return objects.get(name)
 
-    def begin(self) -> None:
-        """Restore what was registered."""
-        self._loop.begin()
-
     def advance(self) -> bool:
         """Commit the step under way and enter the next; False where training is to stop here."""
         self.commit()
         self.inside = not self.stopping
         if self.inside:
-            self._loop.enter_step()
+            self.loop.enter_step()
         return self.inside
 
     def commit(self) -> None:
         """Commit the step under way, if any, and do what is due at its end."""
         if self.inside:
             self.inside = False
-            self._loop.commit_step()
-        self.stopping = self._loop.stopping
+            self.loop.commit_step()
+        self.stopping = self.loop.stopping
 
     def finish(self) -> None:
         """End in good order: the last step, the last checkpoint."""
         self.commit()
-        self._loop.leave()
-
-    def abandon(self) -> None:
-        """Note that the trainer left its loop by an exception."""
-        self._loop.abandon()
+        self.loop.leave()
 
 
 def check_names(library: str, thing: object, names: Iterable[str]) -> None:

@@ -118,7 +118,7 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
             try:
                 return self._train(resume_from_checkpoint, *args, **options)
             except BaseException:
-                self._steps.abandon()
+                self._steps.loop.abandon()
                 raise
 
     def load_from_checkpoint(self, folder: Any, *args: Any, **options: Any) -> None:
@@ -142,8 +142,8 @@ class _Attached(TrainerCallback):  # type: ignore[misc]
         )
         if trainer.accelerator.scaler is not None:
             self._run.register(scaler=trainer.accelerator.scaler)
-        self._steps.begin()
-        if self._steps.committed:
+        self._steps.loop.begin()
+        if self._steps.loop.committed:
             self._resume_rng = capture_rng()
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

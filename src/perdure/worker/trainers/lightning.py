@@ -118,15 +118,15 @@ class _Attached:
         self._take_back_sigterm()
         self._steps.find("trainer")
         self._register()
-        self._steps.begin()
-        if self._steps.committed:
+        self._steps.loop.begin()
+        if self._steps.loop.committed:
             self._resume_rng = capture_rng()
         try:
             self._run_fit()
         except _Stopped:
             self._fit.on_run_end()
         except BaseException:
-            self._steps.abandon()
+            self._steps.loop.abandon()
             raise
         self._finish()
 
