@@ -137,10 +137,13 @@ class BoundaryGate:
         with self._changed:
             self._changed.notify_all()
 
-    def plan(self, agreed: Agreed) -> None:
-        """Take what was agreed by an older generation, and committed."""
+    def plan(self, agreed: Agreed, *, decided: bool = True) -> None:
+        """Take what others have agreed: older generations, or a peer that may only have promised.
+
+        What is not `decided` binds this rank all the same, and the decision is to come.
+        """
         with self._changed:
-            self._open[agreed.id] = _Open(agreed, "commit")
+            self._open[agreed.id] = _Open(agreed, "commit" if decided else "")
             self._set_next()
 
     def knows(self, id_: str) -> bool:
@@ -153,12 +156,6 @@ class BoundaryGate:
         with self._changed:
             open_ = self._open.values()
             return tuple((e.agreed, e.decision == "commit") for e in open_ if e.decision != "abort")
-
-    def promise(self, agreed: Agreed) -> None:
-        """Be bound by what a peer has promised; the decision is to come."""
-        with self._changed:
-            self._open[agreed.id] = _Open(agreed)
-            self._set_next()
 
     def advance(self, committed: int) -> bool:
         """Note that `committed` steps are; True where something is agreed for this step."""

@@ -208,9 +208,8 @@ class ReplicaConfig(Depth):
             name = agreed.id.partition("@")[0]
             mine = msgspec.structs.replace(agreed, id=f"{name}@{self._group}")
             with self._lock:
-                if self._gate.knows(mine.id):
-                    continue
-                (self._gate.plan if decided else self._gate.promise)(mine)
+                if not self._gate.knows(mine.id):
+                    self._gate.plan(mine, decided=decided)
 
 
 def _refuse() -> None:
