@@ -15,6 +15,7 @@ collective.
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Literal
 
@@ -92,7 +93,7 @@ def find_dumps(form: Literal["", "_json"] = "") -> dict[str, Dump]:
     return {backend: dump for backend, dump in found.items() if dump is not None}
 
 
-class Recorder:
+class Recorder(ABC):
     """What every recorder has: a rank's ring, and a thread of its own."""
 
     kind = "off"
@@ -117,8 +118,9 @@ class Recorder:
         self._thread.join(timeout=1.0)
         return not self._thread.is_alive()
 
+    @abstractmethod
     def _run(self) -> None:
-        raise NotImplementedError
+        """Record until `_stop` is set."""
 
 
 class StatusRecorder(Recorder):
