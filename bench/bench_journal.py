@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Iterator
@@ -52,8 +53,11 @@ from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.service.ports import FakeBus, FakeStream
 from perdure.sim.clock import VirtualClock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.fakes import FakeBus, FakeStream
 
 GROUP = 3
 """Entries a group: what one turn of the controller's loop brings about, on the average."""

@@ -31,7 +31,8 @@ from perdure.service.aside import Asides
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.ports import Bus, FakeBus, FakeServer, FakeStream, JournalStream
+from perdure.service.ports import Bus, JournalStream
+from tests.fakes import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 STARTED: tuple[AnyEvent, ...] = (

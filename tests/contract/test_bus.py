@@ -14,7 +14,8 @@ from perdure.adapters.nats import NatsBus, NatsServer
 from perdure.adapters.nats.server import server_config
 from perdure.model.bus.wire import Endpoint
 from perdure.model.errors import PlatformError, RequestError
-from perdure.service.ports import Bus, FakeBus, FakeServer, Reply
+from perdure.service.ports import Bus, Reply
+from tests.fakes import FakeBus, FakeServer
 
 Connect = Callable[[], Awaitable[Bus]]
 

@@ -21,8 +21,9 @@ from perdure.service.jobfiles import (
     read_mirror,
     write_document,
 )
-from perdure.service.ports import FakeStream, JournalStream
+from perdure.service.ports import JournalStream
 from tests.contract.test_bus import Server
+from tests.fakes import FakeStream
 
 
 @pytest.fixture

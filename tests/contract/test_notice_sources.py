@@ -22,7 +22,8 @@ from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import PreemptionConfig
 from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.service.agent.notices import NoticeWatch
-from perdure.service.ports import FakeNotices, NoticeSource
+from perdure.service.ports import NoticeSource
+from tests.fakes import FakeNotices
 from tests.metadata import Aws, Azure, Cluster, Gcp
 
 

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from perdure.adapters.rings import read_ring, read_spans, read_stages
+from perdure.adapters.rings import read_ring
 from perdure.model import ring as layout
 from perdure.worker.native.build import BuildError, build
 from perdure.worker.ring import RingWriter
+from tests.rings import read_spans, read_stages
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

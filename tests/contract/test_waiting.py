@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from perdure.adapters.rings import read_stages
 from perdure.worker.native.build import BuildError, build
 from perdure.worker.ring import RingWriter
+from tests.rings import read_stages
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.torch

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from tests.gpipe import order_gpipe
 
 from perdure.model.errors import SafetyError
 from perdure.model.planning.pipeline import Action, Executed, Orders, Timeline
@@ -18,7 +19,6 @@ from perdure.plan.pipeline.greedy import (
 from perdure.plan.pipeline.orders import (
     join_replicas,
     order_1f1b,
-    order_gpipe,
     order_interleaved,
     order_zero_bubble,
 )

@@ -12,6 +12,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.fakes import FakeBus, FakeServer
 from tests.poison import make_poison, make_values
 from tests.stream import SPEC, open_stream
 
@@ -35,7 +36,6 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
 from perdure.model.events import AnyEvent, JournalEntry, RankJoined
 from perdure.model.signals.progress import NodeBeat
-from perdure.service.ports import FakeBus, FakeServer
 from perdure.telemetry import LedgerFold, find_delay_matrix, find_verdicts, make_series
 from perdure.telemetry.asides import find_asides
 

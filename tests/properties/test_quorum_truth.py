@@ -9,6 +9,7 @@ from typing import Any
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.lighthouse import encode_request, make_member
 
 from perdure.control.groups.outputs import (
     Answered,
@@ -19,7 +20,7 @@ from perdure.control.groups.outputs import (
     QuorumConfig,
 )
 from perdure.control.groups.quorum import Quorums
-from perdure.model.bus.lighthouse import Member, encode_request, make_member, parse_request
+from perdure.model.bus.lighthouse import Member, parse_request
 from perdure.model.orders import ReplicaGroup
 
 GROUPS = 3

@@ -251,12 +251,6 @@ class RingWriter:
         self._set_ranks(slot, tuple(ranks))
         words[layout.W_COMM_SEQ] += 1
 
-    def set_comm_ranks(self, slot: int, ranks: Iterable[int]) -> None:
-        """Say which global ranks are in a communicator."""
-        self._words[layout.W_COMM_SEQ] += 1
-        self._set_ranks(slot, tuple(ranks))
-        self._words[layout.W_COMM_SEQ] += 1
-
     def set_comm_timeout(self, slot: int, timeout_s: float) -> None:
         """Say what the process group's own time-out is; 0 where it is not known."""
         self._words[layout.comm_at(slot) // 8 + layout.C_TIMEOUT] = int(timeout_s * 1e9)
@@ -317,12 +311,6 @@ class RingWriter:
         if words[at] == number + 1 and not words[at + layout.S_END]:
             words[at + layout.S_END] = now
             words[at + layout.S_STATE] = words[at + layout.S_STATE] & ~0xFFFFFFFF | state
-
-    def add_wait(self, number: int, ns: int) -> None:
-        """Add to the time for which a thread was blocked by span `number`."""
-        at = layout.span_at(number) // 8
-        if self._words[at] == number + 1:
-            self._words[at + layout.S_WAIT] += ns
 
     def beat(self, now: int) -> None:
         """Note that a collective began or ended at `now`: never merely that a thread lives."""

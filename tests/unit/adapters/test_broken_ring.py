@@ -7,10 +7,11 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from tests.rings import read_records, read_spans, read_stages
 
 from perdure.adapters.nccl import read_nccl
 from perdure.adapters.ring_follow import RingFollower
-from perdure.adapters.rings import read_records, read_ring, read_spans, read_stages
+from perdure.adapters.rings import read_ring
 from perdure.agent.state import KeeperView
 from perdure.model import ring
 from perdure.model.codec import decode, encode

@@ -1,9 +1,10 @@
 import itertools
 
 import pytest
+from tests.rings import read_spans, read_stages
 
 from perdure.adapters.ring_follow import RingFollower, Stride
-from perdure.adapters.rings import read_ring, read_spans, read_stages
+from perdure.adapters.rings import read_ring
 from perdure.model import ring as layout
 from perdure.worker.ring import RingWriter
 
@@ -29,7 +30,7 @@ def test_a_span_is_reported_once_when_it_has_ended(path, ring):
     first = ring.begin_span(1, ALLREDUCE | slot << 16, 4096, 10**9, 9 << 32)
     assert follower.read(102.0).spans == ()
     ring.end_span(first, 2 * 10**9)
-    ring.add_wait(first, 5 * 10**8)
+    ring._words[layout.span_at(first) // 8 + layout.S_WAIT] += 5 * 10**8
     (span,) = follower.read(103.0).spans
     assert (span.comm, span.seq, span.op, span.bytes) == (slot, 1, "allreduce", 4096)
     assert (span.start_s, span.end_s, span.wait_s) == (101.0, 102.0, 0.5)
@@ -151,7 +152,7 @@ def test_large_communicators_are_kept_as_ranges(path, ring):
     ring.add_comm("dp", 1000, range(3, 8003, 8))
     ring.add_comm("odd", 65, [*range(64), 100])
     slot = ring.add_comm("late", 2, ())
-    ring.set_comm_ranks(slot, (0, 7))
+    ring.replace_comm(slot, "late", 2, (0, 7))
     ring.set_comm_kind(slot, 64, ALLREDUCE)
     dp, odd, late = read_ring(path, 0.0).comms
     assert dp.ranks == tuple(range(3, 8003, 8))

@@ -1,6 +1,7 @@
 """The decision behind the lighthouse: requests in, answers, exclusions and fences out."""
 
 import pytest
+from tests.lighthouse import make_member
 
 from perdure.control.groups.outputs import (
     Answered,
@@ -13,7 +14,6 @@ from perdure.control.groups.outputs import (
     Seen,
 )
 from perdure.control.groups.quorum import Quorums
-from perdure.model.bus.lighthouse import make_member
 from perdure.model.orders import ReplicaGroup
 
 

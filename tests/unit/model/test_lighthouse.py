@@ -1,16 +1,9 @@
 """The bytes of torchft's two calls; what is unknown passes through."""
 
 import pytest
+from tests.lighthouse import encode_request, make_member, parse_response
 
-from perdure.model.bus.lighthouse import (
-    encode_request,
-    encode_response,
-    make_member,
-    parse_heartbeat,
-    parse_request,
-    parse_response,
-    set_step,
-)
+from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request, set_step
 from perdure.model.errors import ProtocolError
 
 

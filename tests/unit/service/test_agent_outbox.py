@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 import pytest
+from tests.fakes import FakeBus, FakeServer
 
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
@@ -20,7 +21,6 @@ from perdure.model.events import (
 from perdure.model.signals.progress import RankAccount
 from perdure.service.agent import outbox as agent_outbox
 from perdure.service.agent.outbox import Outbox
-from perdure.service.ports import FakeBus, FakeServer
 
 
 class Journal:

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.fakes import FakeBus, FakeServer
 
 from perdure.agent.probe import ProbeParts
 from perdure.model.codec import encode
@@ -11,7 +12,6 @@ from perdure.model.events import ProbeEnded
 from perdure.model.orders import RunProbe
 from perdure.model.signals.probing import ProbeAsk, subject_probe
 from perdure.service.agent.probe import Prober
-from perdure.service.ports import FakeBus, FakeServer
 
 
 def order(

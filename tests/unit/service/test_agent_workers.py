@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+from tests.fakes import FakeBus, FakeServer
+
 from perdure.agent.messages import WorkerSaid
 from perdure.model.bus.wire import EventAck, EventMessage, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import decode, encode
@@ -11,7 +13,7 @@ from perdure.model.orders import SendBoundary
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.aside import Asides
-from perdure.service.ports import FakeBus, FakeServer, Reply
+from perdure.service.ports import Reply
 from perdure.worker.control import Control
 
 BOUNDARY = SendBoundary(

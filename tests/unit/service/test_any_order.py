@@ -7,6 +7,7 @@ import typing
 from pathlib import Path
 
 import pytest
+from tests.fakes import FakeBus, FakeServer
 
 from perdure.agent import Agent, NodeIdentity
 from perdure.agent import messages as agent_messages
@@ -25,7 +26,6 @@ from perdure.service.agent import ranks as agent_ranks
 from perdure.service.agent.outbox import Outbox
 from perdure.service.agent.ranks import WorkerServer
 from perdure.service.aside import Asides
-from perdure.service.ports import FakeBus, FakeServer
 from perdure.worker import control as rank_control
 
 SPEC = JobSpec(name="j", script="s.py", nproc=2)

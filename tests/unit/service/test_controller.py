@@ -5,6 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
+from tests.fakes import FakeBus, FakeServer, FakeStream
 
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import (
@@ -41,7 +42,6 @@ from perdure.service.controller import journal as journal_module
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.ports import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="train.py", nproc=2)
 

@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from tests.fakes import FakeBus, FakeServer, FakeStream
 
 from perdure.model.bus.wire import Command, NodeOrder, subject_orders
 from perdure.model.codec import decode
@@ -12,7 +13,6 @@ from perdure.model.job import BusConfig, JobSpec
 from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import parse_journal
-from perdure.service.ports import FakeBus, FakeServer, FakeStream
 
 SPEC = JobSpec(name="job", script="s.py", nodes=3, bus=BusConfig(replicas=3))
 

@@ -3,15 +3,13 @@
 import asyncio
 from pathlib import Path
 
-from perdure.model.bus.wire import (
-    NodeOrder,
-    subject_orders,
-)
+from tests.fakes import FakeBus, FakeServer
+
+from perdure.model.bus.wire import NodeOrder, subject_orders
 from perdure.model.codec import encode
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import LIGHTHOUSE, HoldReplicas
 from perdure.service.lighthouse import LighthouseService
-from perdure.service.ports import FakeBus, FakeServer
 
 
 async def test_the_newest_word_on_patience_holds(tmp_path: Path) -> None:

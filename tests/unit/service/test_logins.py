@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.fakes import FakeBus, FakeStream
 
 from perdure.model.bus.wire import (
     Admission,
@@ -31,7 +32,6 @@ from perdure.service.controller.journal import Journal
 from perdure.service.controller.loop import ControllerService
 from perdure.service.jobfiles import load_endpoint, paths_of, write_document
 from perdure.service.neighbours import MINE
-from perdure.service.ports import FakeBus, FakeStream
 from perdure.service.supervisor import Supervisor
 
 JOB = "far"

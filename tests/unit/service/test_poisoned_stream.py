@@ -4,13 +4,13 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.fakes import FakeBus, FakeServer
 from tests.stream import FakeRank, Stream, open_stream
 
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage, WorkerEvent, subject_events
 from perdure.model.codec import decode, encode
 from perdure.model.events import GenerationStopped, MessagesSetAside, MetricsLogged, RankJoined
 from perdure.service.controller.inbox import NAMES_MAX
-from perdure.service.ports import FakeBus, FakeServer
 
 JOINED = RankJoined(generation=0, rank=1)
 

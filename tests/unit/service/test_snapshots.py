@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 
 import pytest
+from tests.fakes import FakeBus, FakeStream
 from tests.unit.service.test_controller import SPEC, Rig, encode
 
 from perdure.control import Memory
@@ -17,7 +18,6 @@ from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import SnapshotFiles
 from perdure.service.jobfiles import parse_journal
-from perdure.service.ports import FakeBus, FakeStream
 
 METRICS = MetricsLogged(generation=0, rows=((1, {"loss": 0.5}),))
 SAVED = CheckpointSaved(

@@ -2,6 +2,8 @@
 
 import asyncio
 
+from tests.fakes import FakeBus, FakeServer
+
 from perdure.model.job import PreemptionConfig
 from perdure.service.agent.notices import (
     NoticeWatch,
@@ -9,7 +11,6 @@ from perdure.service.agent.notices import (
     StartedAnewError,
     wait_to_leave,
 )
-from perdure.service.ports import FakeBus, FakeServer
 
 WATCH = NoticeWatch(PreemptionConfig(), (), node=1, report=lambda event: None, now=lambda: 0.0)
 

@@ -5,9 +5,10 @@ import threading
 import time
 
 import pytest
+from tests.rings import read_stages
 
 import perdure
-from perdure.adapters.rings import read_ring, read_stages
+from perdure.adapters.rings import read_ring
 from perdure.model import ring as layout
 from perdure.model.errors import ConfigError
 from perdure.worker import attach

@@ -1,6 +1,7 @@
 import pytest
+from tests.rings import read_records
 
-from perdure.adapters.rings import read_records, read_ring
+from perdure.adapters.rings import read_ring
 from perdure.model.events import BoundaryReached, MetricsLogged
 from perdure.model.orders import SendBoundary
 from perdure.worker.attach import Attachment

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.gpipe import order_gpipe
 from torch import Tensor, nn
 
 from perdure.model.errors import ConfigError, SafetyError
@@ -18,7 +19,6 @@ from perdure.plan.pipeline.greedy import order_greedily, reroute, route_spread, 
 from perdure.plan.pipeline.orders import (
     join_replicas,
     order_1f1b,
-    order_gpipe,
     order_interleaved,
     order_zero_bubble,
 )

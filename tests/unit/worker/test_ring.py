@@ -2,8 +2,9 @@ import os
 import time
 
 import pytest
+from tests.rings import read_records
 
-from perdure.adapters.rings import read_records, read_ring
+from perdure.adapters.rings import read_ring
 from perdure.model import ring as layout
 from perdure.model.errors import ProtocolError
 from perdure.worker.ring import RingWriter

@@ -12,17 +12,6 @@ from perdure.model.planning.pipeline import Action, Orders
 Ranks = list[list[Action]]
 
 
-def order_gpipe(ranks: int, micro_batches: Sequence[int]) -> Ranks:
-    """Return all forwards, then all backwards.
-
-    Everything is in flight at once. Source: Y. Huang et al., GPipe, NeurIPS 2019.
-    """
-    return [
-        [Action(kind, rank, m) for kind in ("F", "B") for m in micro_batches]
-        for rank in range(ranks)
-    ]
-
-
 def order_1f1b(ranks: int, micro_batches: Sequence[int]) -> Ranks:
     """Return one forward and one backward in turn, once the pipeline is full.
 
