@@ -11,9 +11,15 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from perdure.detect.desync import is_point_to_point
 from perdure.detect.links import LinkWatch, Place
-from perdure.detect.waitfor import InFlight, WaitGraph, find_current, find_waits, is_inside
+from perdure.detect.waitfor import (
+    InFlight,
+    WaitGraph,
+    find_current,
+    find_waits,
+    is_inside,
+    is_point_to_point,
+)
 from perdure.detect.watch import RankWatch
 from perdure.model.signals.progress import CommProgress
 from perdure.model.verdicts import VerdictKind
@@ -116,8 +122,7 @@ def find_culprit(
     graph = find_waits(watches, world_size)
     if graph.absent:
         return _blame_absent(graph, silent, stuck)
-    inside = {r for f in graph.in_flight for r in f.ranks}
-    if graph.edges or len(inside) == len(watches) or graph.in_flight:
+    if graph.edges or graph.in_flight:
         return _blame_communication(now, graph, watches, silent, links)
     return _blame_without_arrival(now, watches, silent, links)
 

@@ -37,7 +37,7 @@ class NodeClocks:
                 p,
                 heartbeat_s=_move(p.heartbeat_s, behind_s),
                 phase_since_s=_move(p.phase_since_s, behind_s),
-                busy_phase=_move_phase(p.busy_phase, behind_s),
+                busy_phase=p.busy_phase and _move_phase(p.busy_phase, behind_s),
             )
             for p in beat.ranks
         )
@@ -49,9 +49,7 @@ class NodeClocks:
         return moved, behind_s
 
 
-def _move_phase(phase: BusyPhase | None, by_s: float) -> BusyPhase | None:
-    if phase is None:
-        return None
+def _move_phase(phase: BusyPhase, by_s: float) -> BusyPhase:
     return BusyPhase(phase.name, phase.since_s + by_s, phase.until_s + by_s)
 
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-import msgspec
-
+from perdure.detect.arrival import Finding
+from perdure.detect.waitfor import is_point_to_point
 from perdure.detect.watch import RankWatch
 from perdure.model.signals.collectives import CollectiveSpan
 from perdure.model.signals.progress import CommProgress
@@ -43,16 +43,6 @@ _EVEN = (
 """Operations in which every rank has equally many bytes."""
 
 Signature = tuple[str, int, str]
-
-
-class Mismatch(msgspec.Struct, frozen=True):
-    """One communicator whose ranks disagree."""
-
-    rank: int | None
-    others: tuple[int, ...]
-    confidence: float
-    reason: str
-    evidence: dict[str, object]
 
 
 @dataclass(slots=True)
@@ -142,7 +132,7 @@ class DesyncWatch:
 
     def find(
         self, now: float, watches: Mapping[int, RankWatch], *, thorough: bool
-    ) -> Mismatch | None:
+    ) -> Finding | None:
         """Return a disagreement that is beyond doubt; `thorough` asks polled records as well."""
         doubtful, self._doubtful = self._doubtful, set()
         groups: dict[tuple[str, int, int, int], dict[int, CommProgress]] = {}
@@ -162,7 +152,7 @@ class DesyncWatch:
                 return found
         return (self._find_overtaken(watches) if thorough else None) or self._find_number()
 
-    def _find_overtaken(self, watches: Mapping[int, RankWatch]) -> Mismatch | None:
+    def _find_overtaken(self, watches: Mapping[int, RankWatch]) -> Finding | None:
         """Return who was in another operation where some have begun theirs and gone on.
 
         One that is left alone is the odd one; of several, the one that went on.
@@ -188,13 +178,12 @@ class DesyncWatch:
                 "signatures": {str(rank): list(_sign(c)), str(other): [op, 0, ""]},
                 "ranks": [guilty],
             }
-            others = (other,) if guilty == rank else tuple(inside)
-            return Mismatch(guilty, others, 0.8, reason, evidence)
+            return Finding("Desync", guilty, 0.8, reason, evidence)
         return None
 
     def _compare(
         self, now: float, name: str, seq: int, members: dict[int, CommProgress]
-    ) -> Mismatch | None:
+    ) -> Finding | None:
         comm = self._of(next(iter(members.values())))
         signatures = {rank: _sign(c) for rank, c in members.items()}
         if not _disagree(list(signatures.values())):
@@ -214,10 +203,10 @@ class DesyncWatch:
         guilty = [r for r, s in signatures.items() if s == odd]
         usual = max((s for s in counts if s != odd), key=lambda s: (counts[s], s))
         settled = counts[odd] * 2 < len(members) or (odd in comm.known) != (usual in comm.known)
-        others = tuple(r for r in members if r not in guilty)
+        others = len(members) - len(guilty)
         reason = (
             f"rank {guilty[0]} is in {_show(odd)} as collective #{seq} of {name}, "
-            f"where {len(others)} other{'s are' if len(others) > 1 else ' is'} in {_show(usual)}"
+            f"where {others} other{'s are' if others > 1 else ' is'} in {_show(usual)}"
         )
         evidence: dict[str, object] = {
             "communicator": name,
@@ -225,9 +214,9 @@ class DesyncWatch:
             "signatures": {str(r): list(s) for r, s in list(signatures.items())[:16]},
             "ranks": guilty[:16],
         }
-        return Mismatch(guilty[0], others, 0.95 if settled else 0.7, reason, evidence)
+        return Finding("Desync", guilty[0], 0.95 if settled else 0.7, reason, evidence)
 
-    def _find_number(self) -> Mismatch | None:
+    def _find_number(self) -> Finding | None:
         for key in sorted(self._miscounted):
             name, comm = key[0], self._comms[key]
             wrong = {pair: steps for pair, steps in comm.wrong.items() if steps}
@@ -251,19 +240,12 @@ class DesyncWatch:
                 "behind": sorted(behind)[:16],
                 "steps": sorted(steps)[:8],
             }
-            return Mismatch(rank, (other,), confidence, reason, evidence)
+            return Finding("Desync", rank, confidence, reason, evidence)
         return None
 
 
 def _key(c: CommProgress) -> tuple[str, int, int]:
     return (c.name, c.size, c.ranks[0] if c.ranks else -1)
-
-
-@lru_cache(maxsize=1024)
-def is_point_to_point(op: str) -> bool:
-    """Return whether `op` is a send or a receive."""
-    low = op.lower()
-    return "send" in low or "recv" in low
 
 
 @lru_cache(maxsize=1024)
@@ -279,11 +261,7 @@ def _sign(c: CommProgress) -> Signature:
 
 def _disagree(signatures: list[Signature]) -> bool:
     """What a record does not know (0 bytes, no type) disagrees with nothing."""
-    if len({s[0] for s in signatures}) > 1:
-        return True
-    if len({s[1] for s in signatures if s[1]}) > 1:
-        return True
-    return len({s[2] for s in signatures if s[2]}) > 1
+    return any(len(set(filter(None, values))) > 1 for values in zip(*signatures, strict=True))
 
 
 def _show(s: Signature) -> str:

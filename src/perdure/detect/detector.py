@@ -333,10 +333,10 @@ class Detector:
         """
         stepped = [w.account.last_step_s for w in self._watches.values() if not w.gone]
         newest_s = max(stepped, default=0.0)
-        due = [verdict for verdict in self._quits.values() if newest_s > verdict.acts_s]
         return [
             VerdictReached(verdict=msgspec.structs.replace(verdict, actionable=True))
-            for verdict in due
+            for verdict in self._quits.values()
+            if newest_s > verdict.acts_s
         ]
 
     def _learn(self, event: ProgressNoted) -> None:
@@ -409,7 +409,7 @@ class Detector:
             now, live, silent, self._spec.world_size, self._exited, self._slow.links
         )
         if silent and finding is not None and finding.evidence:
-            finding = self._find_desync(now, live) or finding
+            finding = self._desync.find(now, live, thorough=True) or finding
         if finding is not None:
             out += self._report(now, finding)
         return [*out, *self._perhaps_act(now)]
@@ -423,7 +423,9 @@ class Detector:
         verdict = self._open
         if verdict is None or verdict.actionable or self._closed:
             return []
-        grounds = self._find_action(now)
+        suspects = self._find_suspects(verdict)
+        fresh = suspects and now - min(w.received_s for w in suspects) <= FRESH_S
+        grounds = self._find_grounds(now, verdict) if fresh else None
         if grounds is None or now < grounds.acts_s:
             self._second_s = None
             return []
@@ -461,18 +463,10 @@ class Detector:
         out: list[AnyEvent] = []
         if self._open is None and not self._closed:
             out += self._slow.look(now, self._watches)
-            finding = self._find_desync(now, self._watches, thorough=False)
+            finding = self._desync.find(now, self._watches, thorough=False)
             if finding is not None:
                 out += self._report(now, finding)
         return out
-
-    def _find_desync(
-        self, now: float, live: dict[int, RankWatch], *, thorough: bool = True
-    ) -> Finding | None:
-        found = self._desync.find(now, live, thorough=thorough)
-        if found is None:
-            return None
-        return Finding("Desync", found.rank, found.confidence, found.reason, found.evidence)
 
     def _note_probe(self, now: float, event: ProbeJudged) -> list[AnyEvent]:
         """Take what an active probe has found; where it settles an open verdict, say so."""
@@ -611,20 +605,8 @@ class Detector:
         order: tuple[Activity, ...] = ("busy", "blocked", "quiet", "stopped")
         return next((a for a in order if a in seen), "gone")
 
-    def _find_action(self, now: float) -> Grounds | None:
-        """Return on what the open verdict is to be acted upon, and when, as things look.
-
-        None if never, or if what is known of the suspects is no longer fresh.
-        """
-        verdict = self._open
-        if verdict is None:
-            return None
-        suspects = self._find_suspects(verdict)
-        if not suspects or now - min(w.received_s for w in suspects) > FRESH_S:
-            return None
-        return self._find_grounds(now, verdict)
-
     def _find_grounds(self, now: float, verdict: Verdict) -> Grounds | None:
+        """Return on what `verdict` is to be acted upon, and when, as things look; None if never."""
         suspects = self._find_suspects(verdict)
         if not suspects:
             return None

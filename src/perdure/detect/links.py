@@ -121,47 +121,25 @@ class LinkWatch:
         """Take a sweep of one node."""
         self.swept_s = now
         self._window_s = sweep.window_s
-        merged: dict[tuple[int, int], LinkSample | list[LinkSample]] = {}
+        by_ends: dict[tuple[int, int], list[LinkSample]] = {}
         for sample in sweep.links:
-            key = (sample.src, sample.dst)
-            first = merged.get(key)
-            if first is None:
-                merged[key] = sample
-            elif isinstance(first, list):
-                first.append(sample)
-            else:
-                merged[key] = [first, sample]
+            by_ends.setdefault((sample.src, sample.dst), []).append(sample)
         if now - self._usual_s > max(0.5, len(self.links) / LINKS_A_S):
             self._usual_s = now
             self._find_usual(now)
-        for key, samples in merged.items():
+        for key, samples in by_ends.items():
             link = self.links.get(key)
             if link is None:
                 link = self.links[key] = Link(*key, self._node_of(key[0]) == self._node_of(key[1]))
             backoff, looked_s = link.backoff, min(link.swept_s, link.seen_s)
-            if isinstance(samples, list):
-                self._merge(now, link, samples)
-            else:
-                s = samples
-                link.rtt_s, link.retrans, link.unread = s.rtt_s, s.retrans, s.unread_bytes
-                link.unsent, link.backoff = s.unsent_bytes, s.backoff
-                link.last_ack_s, link.comms = s.last_ack_s, (s.comm,)
-                self._update(now, link, s.bytes_acked, s.busy_s)
+            s = samples[0] if len(samples) == 1 else _merge(samples)
+            link.rtt_s, link.retrans, link.unread = s.rtt_s, s.retrans, s.unread_bytes
+            link.unsent, link.backoff, link.last_ack_s = s.unsent_bytes, s.backoff, s.last_ack_s
+            link.comms = tuple(sorted({each.comm for each in samples}))
+            self._update(now, link, s.bytes_acked, s.busy_s)
             link.swept_s = sweep.at_s
             if link.backoff > backoff:
                 link.tried_s = looked_s
-
-    def _merge(self, now: float, link: Link, samples: list[LinkSample]) -> None:
-        """Take the sockets of several communicators between the same two ranks."""
-        worst = max(samples, key=lambda s: (s.backoff, s.unsent_bytes, s.last_ack_s))
-        link.rtt_s = max(s.rtt_s for s in samples)
-        link.retrans = sum(s.retrans for s in samples)
-        link.unsent, link.backoff = worst.unsent_bytes, worst.backoff
-        link.last_ack_s = worst.last_ack_s
-        link.unread = sum(s.unread_bytes for s in samples)
-        link.comms = tuple(sorted({s.comm for s in samples if s.comm}))
-        acked = sum(s.bytes_acked for s in samples)
-        self._update(now, link, acked, sum(s.busy_s for s in samples))
 
     def _update(self, now: float, link: Link, acked: int, busy_s: float) -> None:
         link.seen_s = now
@@ -309,25 +287,22 @@ class LinkWatch:
         evidence: dict[str, object] = {"links": [link.show() for link in guilty[:8]]}
         far = [x for x in guilty if node_of(x.src) != node_of(x.dst)]
         if not far:
-            worst = guilty[0]
-            nodes: tuple[int, ...] = ()
-            if len({(x.src, x.dst) for x in guilty}) > 1:
-                nodes = (node_of(worst.src),)
-            return self._pin(worst, word, 0.8 if nodes else 0.9, evidence, nodes)
+            several = len({(x.src, x.dst) for x in guilty}) > 1
+            probe = (node_of(guilty[0].src),) if several else ()
+            return self._pin(guilty[0], word, 0.8 if several else 0.9, evidence, probe)
         pairs = sorted({(node_of(x.src), node_of(x.dst)) for x in far})
         if len(pairs) == 1:
             return self._single(now, far[0], pairs[0], word, evidence)
-        shared = _find_shared(pairs)
+        nodes = sorted({n for pair in pairs for n in pair})
+        shared = min(set.intersection(*map(set, pairs)), default=None)
         if shared is None:
-            nodes = tuple(sorted({n for pair in pairs for n in pair}))[:8]
-            return self._pin(far[0], word, 0.5, evidence, nodes)
-        if len({n for pair in pairs for n in pair}) == 2:
+            return self._pin(far[0], word, 0.5, evidence, tuple(nodes[:8]))
+        if len(nodes) == 2:
             return self._both_ways(far, word, evidence)
         reason = (
             f"{len(pairs)} {word} links between nodes, all from or to node {shared}: its network"
         )
-        num_peers = len({n for pair in pairs for n in pair}) - 1
-        confidence = 0.9 if self._is_most(now, shared, pairs) or num_peers > 1 else 0.7
+        confidence = 0.9 if self._is_most(now, shared, pairs) or len(nodes) > 2 else 0.7
         return Place(None, shared, confidence, reason, evidence)
 
     def _single(
@@ -395,9 +370,14 @@ class LinkWatch:
         return len([p for p in pairs if p in active]) * 2 >= len(active)
 
 
-def _find_shared(pairs: list[tuple[int, int]]) -> int | None:
-    """Return the node that is in all `pairs`; the lower of two."""
-    common = set(pairs[0])
-    for pair in pairs[1:]:
-        common &= set(pair)
-    return min(common) if common else None
+def _merge(samples: list[LinkSample]) -> LinkSample:
+    """Return the sockets of several communicators between the same two ranks as one."""
+    worst = max(samples, key=lambda s: (s.backoff, s.unsent_bytes, s.last_ack_s))
+    return msgspec.structs.replace(
+        worst,
+        rtt_s=max(s.rtt_s for s in samples),
+        retrans=sum(s.retrans for s in samples),
+        unread_bytes=sum(s.unread_bytes for s in samples),
+        bytes_acked=sum(s.bytes_acked for s in samples),
+        busy_s=sum(s.busy_s for s in samples),
+    )

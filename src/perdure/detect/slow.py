@@ -18,7 +18,7 @@ from perdure.detect.hosts import HostWatch
 from perdure.detect.links import LinkWatch, Place
 from perdure.detect.neighbours import STARVED, Neighbours
 from perdure.detect.persistence import Persistence
-from perdure.detect.stages import StageWatch
+from perdure.detect.stages import StageWatch, make_slowness
 from perdure.detect.watch import RankWatch
 from perdure.model.events import VerdictReached, VerdictWithdrawn
 from perdure.model.job import DetectConfig, JobSpec
@@ -118,6 +118,12 @@ class SlowWatch:
 
     def _find_ranks(self, node: int) -> tuple[int, ...]:
         return tuple(self._housed.get(node, ()))
+
+    def _list_culprits(self, culprit: Culprit) -> tuple[int, ...]:
+        """Return the rank that is to blame, or those of the node that is."""
+        if culprit.rank is not None:
+            return (culprit.rank,)
+        return () if culprit.node is None else self._find_ranks(culprit.node)
 
     def note(self, event: VerdictReached | VerdictWithdrawn) -> None:
         """A verdict about slowness is in the journal (perhaps an earlier controller's)."""
@@ -229,14 +235,10 @@ class SlowWatch:
             if self._neighbours_explain(comms):
                 return False
             return bool(comms) or any(on(link.slow) for link in self.links.links.values())
-        culprit = verdict.culprit
-        ranks: tuple[int, ...] = () if culprit.rank is None else (culprit.rank,)
-        if culprit.node is not None:
-            ranks = self._find_ranks(culprit.node)
         late = self.collectives.lateness
         return any(
             on(self.stages.suspects.get(r)) or on(late[r].late if r in late else None)
-            for r in ranks
+            for r in self._list_culprits(verdict.culprit)
         )
 
     @property
@@ -300,11 +302,7 @@ class SlowWatch:
             ends = verdict.culprit.link or ()
             mine = [c for c in slow if set(ends) <= set(c.ranks)]
             return self._measure_comms(now, mine or slow, window_s, sure=sure)
-        ranks: tuple[int, ...] = ()
-        if verdict.culprit.rank is not None:
-            ranks = (verdict.culprit.rank,)
-        elif verdict.culprit.node is not None:
-            ranks = self._find_ranks(verdict.culprit.node)
+        ranks = self._list_culprits(verdict.culprit)
         found = [s for rank in ranks if (s := self.stages.measure(now, rank, window_s, sure=sure))]
         if found:
             return max(found, key=lambda s: s.share_low)
@@ -314,8 +312,9 @@ class SlowWatch:
         ]
         if not spans:
             return None
-        low, mid, high = max(spans)
-        return _make_slowness((low, mid, high), max(mid, 0.0) / (1.0 + max(mid, 0.0)))
+        excess = max(spans)
+        mid = max(excess[1], 0.0)
+        return _make_slowness(excess, mid / (1.0 + mid))
 
     def _measure_comms(
         self, now: float, slow: list[Comm], window_s: float, *, sure: bool
@@ -331,8 +330,7 @@ class SlowWatch:
         waits = self.stages.find_waits(now, window_s, sure=sure)
         if waits is None:
             return _make_slowness(excess, self._find_loss(slow))
-        made = _make_slowness(excess, waits[1])
-        return msgspec.structs.replace(made, share_low=round(waits[0], 4))
+        return _make_slowness(excess, waits[1], waits[0])
 
     def _make(
         self,
@@ -693,17 +691,14 @@ class SlowWatch:
         return frozenset(nodes)
 
 
-def _make_slowness(excess: tuple[float, float, float], share: float) -> Slowness:
+def _make_slowness(
+    excess: tuple[float, float, float], share: float, share_low: float | None = None
+) -> Slowness:
     """Return the slowness of an excess (low, median, high) that costs `share` of the step.
 
-    The lower end of the share is taken to be as far below it as that of the excess.
+    Where its lower end is not known, it is taken to be as far below as that of the excess.
     """
     low, mid, high = excess
-    share_low = share * max(low, 0.0) / mid if mid > 0.0 else 0.0
-    return Slowness(
-        ratio=round(1.0 + mid, 3),
-        ratio_low=round(1.0 + low, 3),
-        ratio_high=round(1.0 + high, 3),
-        share=round(share, 4),
-        share_low=round(min(share_low, share), 4),
-    )
+    if share_low is None:
+        share_low = min(share * max(low, 0.0) / mid if mid > 0.0 else 0.0, share)
+    return make_slowness((1.0 + low, 1.0 + mid, 1.0 + high), share, share_low)

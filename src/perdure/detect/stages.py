@@ -195,13 +195,7 @@ class StageWatch:
         share = find_interval((g[2] for g in seen), sure=sure)
         if ratio is None or share is None:
             return None
-        return Slowness(
-            ratio=round(ratio[1], 3),
-            ratio_low=round(ratio[0], 3),
-            ratio_high=round(ratio[2], 3),
-            share=round(share[1], 4),
-            share_low=round(share[0], 4),
-        )
+        return make_slowness(ratio, share[1], share[0])
 
     def set_peers(self, groups: Iterable[Sequence[int]]) -> None:
         """Take the groups of ranks whose work is alike."""
@@ -428,6 +422,18 @@ class StageWatch:
             {n: round(e, 5) for n, e in zip(NAMES, frontier, strict=True)},
             step_s,
         )
+
+
+def make_slowness(ratio: tuple[float, float, float], share: float, share_low: float) -> Slowness:
+    """Return the slowness of a `ratio` (low, median, high) that costs `share` of the step."""
+    low, mid, high = (round(each, 3) for each in ratio)
+    return Slowness(
+        ratio=mid,
+        ratio_low=low,
+        ratio_high=high,
+        share=round(share, 4),
+        share_low=round(share_low, 4),
+    )
 
 
 def find_frontier(row: Mapping[int, Sequence[float]]) -> tuple[float, ...]:

@@ -8,10 +8,10 @@ that does not end (communication hangs). A circle means that ranks entered in di
 """
 
 from collections.abc import Mapping
+from functools import lru_cache
 
 import msgspec
 
-from perdure.detect.desync import is_point_to_point
 from perdure.detect.watch import RankWatch
 from perdure.model.signals.progress import CommProgress
 
@@ -59,6 +59,13 @@ class WaitGraph(msgspec.Struct, frozen=True):
     def show(self) -> list[list[object]]:
         """Return the edges as evidence: waiter, holder, communicator, op, sequence."""
         return [[e.waiter, e.holder, e.communicator, e.op, e.seq] for e in self.edges[:EDGES_MAX]]
+
+
+@lru_cache(maxsize=1024)
+def is_point_to_point(op: str) -> bool:
+    """Return whether `op` is a send or a receive."""
+    low = op.lower()
+    return "send" in low or "recv" in low
 
 
 def find_current(watch: RankWatch) -> CommProgress | None:
