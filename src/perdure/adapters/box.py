@@ -23,17 +23,46 @@ from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
 T = TypeVar("T")
 
-TOOLS = ("tmux", "setsid", "systemd-run", "rsync", "ssh", "nvidia-smi", "sbatch", "scontrol",
-         "kubectl", "git")  # fmt: skip
+TOOLS = (
+    "tmux",
+    "setsid",
+    "systemd-run",
+    "rsync",
+    "ssh",
+    "nvidia-smi",
+    "sbatch",
+    "scontrol",
+    "kubectl",
+    "git",
+)
 VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
-    "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TMPDIR", "WANDB_MODE",
-)  # fmt: skip
+    "CUDA_VISIBLE_DEVICES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "NCCL_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFNAME",
+    "TMPDIR",
+    "WANDB_MODE",
+)
 SECRETS = ("WANDB_API_KEY", "HF_TOKEN")
-LOCKS = ("uv.lock", "poetry.lock", "pdm.lock", "pixi.lock", "conda-lock.yml", "Pipfile.lock",
-         "requirements.lock", "requirements.txt")  # fmt: skip
-CREDENTIALS = (".netrc", ".cache/huggingface/token", ".kaggle/kaggle.json", ".aws/credentials",
-               ".perdure-credentials")  # fmt: skip
+LOCKS = (
+    "uv.lock",
+    "poetry.lock",
+    "pdm.lock",
+    "pixi.lock",
+    "conda-lock.yml",
+    "Pipfile.lock",
+    "requirements.lock",
+    "requirements.txt",
+)
+CREDENTIALS = (
+    ".netrc",
+    ".cache/huggingface/token",
+    ".kaggle/kaggle.json",
+    ".aws/credentials",
+    ".perdure-credentials",
+)
 SCRIPTS = (".sh", ".bash", ".slurm", ".sbatch")
 SKIPPED = frozenset({".git", ".venv", "__pycache__", "node_modules", ".mypy_cache"})
 FILES_MAX = 100_000
@@ -132,9 +161,9 @@ def _read_rotational(place: str) -> bool | None:
     return None
 
 
-def read_memory(own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> tuple[
-    int, int, int | None
-]:  # fmt: skip
+def read_memory(
+    own: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup"
+) -> tuple[int, int, int | None]:
     """Return (limit, used, OOM kills) of the memory cgroup; the machine's where it has no limit."""
     with open("/proc/meminfo") as file:
         info = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}

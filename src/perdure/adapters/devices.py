@@ -82,8 +82,12 @@ class Nvml:
         name = "nvmlDeviceGetComputeRunningProcesses"
         return frozenset(uuid for uuid, _, _, handle in self.gpus if self._call(name, handle))
 
-    def sample(self, parents: Callable[[int], Iterable[int]], ranks: Mapping[int, int],
-               offset_s: float = 0.0) -> tuple[DeviceSample, ...]:  # fmt: skip
+    def sample(
+        self,
+        parents: Callable[[int], Iterable[int]],
+        ranks: Mapping[int, int],
+        offset_s: float = 0.0,
+    ) -> tuple[DeviceSample, ...]:
         """Return a look at each device; `ranks` is rank -> pid, `parents` a pid's ancestors."""
         self._take_xids(offset_s)
         by_pid = {pid: rank for rank, pid in ranks.items()}

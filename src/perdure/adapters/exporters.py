@@ -244,8 +244,9 @@ def write_wandb(project: str, name: str, folder: str, rows: Iterable[Row]) -> in
     mode = os.environ.get("WANDB_MODE", "offline")
     os.makedirs(folder, exist_ok=True)
     try:
-        run = wandb.init(project=project, name=name, dir=folder, mode=mode,
-                         settings=wandb.Settings(silent=True))  # fmt: skip
+        run = wandb.init(
+            project=project, name=name, dir=folder, mode=mode, settings=wandb.Settings(silent=True)
+        )
         count = 0
         for step, values, _ in rows:
             run.log(values, step=step)

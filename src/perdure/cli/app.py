@@ -14,7 +14,7 @@ import typer
 
 import perdure
 from perdure.cli.running.torchrun import REFUSED
-from perdure.cli.speech.say import print_error, print_perdure_error
+from perdure.cli.speech.say import print_error
 from perdure.dash.terminal import plain_streams
 from perdure.model.errors import PerdureError
 from perdure.model.numbers import find_number
@@ -132,7 +132,7 @@ def _run_command(args: Sequence[str]) -> int:
 
             result = run_there(error.record, args)
     except PerdureError as error:
-        return print_perdure_error(error, as_json=as_json)
+        return print_error(error.message, error.hint, error.exit_code, as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:  # `perdure logs JOB | head`: nobody reads on

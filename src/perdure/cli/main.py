@@ -61,20 +61,19 @@ def run_part(part: str, args: Sequence[str]) -> int:
         print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
         return 2
     job, numbers = args[0], [int(arg) for arg in args[1:]]
-    code = 0
     match part:
         case "controller":
             from perdure.service.controller.process import main as controller
 
-            code = controller(job, *numbers)
+            return controller(job, *numbers)
         case "lighthouse":
             from perdure.service.lighthouse import main as lighthouse
 
-            code = lighthouse(job)
+            return lighthouse(job)
         case "agent":
             from perdure.service.agent.shell import main as agent
 
-            code = agent(job, numbers[0])
+            return agent(job, numbers[0])
         case "keeper":
             from perdure.keeper.keeper import main as keeper
 
@@ -83,4 +82,4 @@ def run_part(part: str, args: Sequence[str]) -> int:
             from perdure.keeper.zygote import main as zygote
 
             zygote(job, numbers[0], numbers[1])
-    return code
+    return 0

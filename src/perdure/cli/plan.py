@@ -170,10 +170,16 @@ def _show(found: Plan) -> None:
         print(f"stage {number:<6} blocks {stage.first}-{stage.stop - 1}{again}: {names}")
     print()
     rows = [
-        (o.world.shape, _describe(o), f"{o.step_s:.4f}", f"{o.step_s / best.step_s - 1:+.1%}",
-         f"{o.bubble:.1%}", o.idle)
+        (
+            o.world.shape,
+            _describe(o),
+            f"{o.step_s:.4f}",
+            f"{o.step_s / best.step_s - 1:+.1%}",
+            f"{o.bubble:.1%}",
+            o.idle,
+        )
         for o in found.options[1:]
-    ]  # fmt: skip
+    ]
     if rows:
         head = ("runner-up", "how", "step s", "slower", "bubble", "idle")
         print(render_table(head, rows))

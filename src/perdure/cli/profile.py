@@ -114,9 +114,16 @@ def _show(found: CostProfile, report: ProfileReport) -> None:
         cost = block.costs[size]
         weight = "-" if cost.weight_s is None else round(1e3 * cost.weight_s, 3)
         rows.append(
-            (block.name, round(1e3 * cost.forward_s, 3), round(1e3 * cost.backward_s, 3), weight,
-             cost.input_bytes, cost.stored_bytes, block.state_bytes)
-        )  # fmt: skip
+            (
+                block.name,
+                round(1e3 * cost.forward_s, 3),
+                round(1e3 * cost.backward_s, 3),
+                weight,
+                cost.input_bytes,
+                cost.stored_bytes,
+                block.state_bytes,
+            )
+        )
     print(f"profile      {report.path}")
     print(f"machine      {found.machine}")
     what = ", ".join(report.measured) or "nothing: all was kept from before"

@@ -45,8 +45,9 @@ def prune(
     freed = sum(one.bytes for one in chosen)
     if as_json:
         steps = [one.step for one in chosen]
-        print_json({"job": job, "dir": url, "applied": apply, "steps": steps, "bytes": freed,
-                    "lack": lack})  # fmt: skip
+        print_json(
+            {"job": job, "dir": url, "applied": apply, "steps": steps, "bytes": freed, "lack": lack}
+        )
         return
     word = "removed" if apply else "would remove"
     for one in chosen:

@@ -12,7 +12,7 @@ from msgspec import structs
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import answer, note, print_json, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.numbers import NUMBER_HINT, find_number
@@ -72,9 +72,16 @@ def add(
 ) -> None:
     """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
     given = {
-        "name": name, "after": after, "done": done, "priority": priority, "gpus": gpus,
-        "retries": retries, "backoff_s": backoff_s, "timeout_s": timeout_s, "on": on,
-    }  # fmt: skip
+        "name": name,
+        "after": after,
+        "done": done,
+        "priority": priority,
+        "gpus": gpus,
+        "retries": retries,
+        "backoff_s": backoff_s,
+        "timeout_s": timeout_s,
+        "on": on,
+    }
     options = {key: value for key, value in given.items() if value is not None}
     items = [_complete(planned) for planned in _plan(words, options)]
     store = QueueStore(resolve_home(), queue)
@@ -91,14 +98,17 @@ def add(
             )
         kept = {n: line.state for n, line in old.items() if line.state in ("running", "done")}
         changed = [i for i in items if i.name in kept and i != old[i.name].item]
-        fresh = [i for i in items if i.name not in kept and (i.name not in old
-                 or i != old[i.name].item)]  # fmt: skip
+        fresh = [
+            i for i in items if i.name not in kept and (i.name not in old or i != old[i.name].item)
+        ]
         names = {item.name for item in items}
-        gone = [n for n, line in book.lines.items() if prune and n not in names
-                and line.state in ("waiting", "failed")]  # fmt: skip
+        gone = [
+            n
+            for n, line in book.lines.items()
+            if prune and n not in names and line.state in ("waiting", "failed")
+        ]
         writer.append(*(Put(now, item) for item in fresh), *(Removed(now, n) for n in gone))
-    answer = {
-        "queue": queue,
+    changes = {
         "added": [item.name for item in fresh if item.name not in old],
         "updated": [item.name for item in fresh if item.name in old],
         "kept": [i.name for i in items if i not in fresh],
@@ -106,16 +116,9 @@ def add(
     }
     for item in changed:
         note(f"{item.name} is {kept[item.name]} and stays as it was; its description differs")
-    _tell(answer, as_json)
-
-
-def _tell(answer: dict[str, Any], as_json: bool) -> None:
-    """Say what `add` has changed."""
-    if as_json:
-        print_json(answer)
-    else:
-        counts = [f"{len(answer[k])} {k}" for k in ("added", "updated", "removed") if answer[k]]
-        print(f"queue {answer['queue']}: {', '.join(counts) or 'nothing to change'}")
+    counts = [f"{len(changes[k])} {k}" for k in ("added", "updated", "removed") if changes[k]]
+    text = f"queue {queue}: {', '.join(counts) or 'nothing to change'}"
+    answer({"queue": queue, **changes}, text, as_json=as_json)
 
 
 def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
@@ -129,17 +132,13 @@ def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:
                     f"{path} is a queue file, which says this itself",
                     hint=f"leave out --{next(iter(options)).removesuffix('_s')}",
                 )
-            return _read_queue_file(path, document)
+            return _convert(document, path, os.path.dirname(os.path.abspath(path)))
         job_name = options.pop("name", None) or document.get("name") or Path(path).stem
         return _convert({"item": [{"name": job_name, "job": path, **options}]}, "options", ".")
     if "name" not in options:
         raise ConfigError("the item has no name", hint="perdure queue add --name N COMMAND...")
     (planned,) = _convert({"item": [{"command": ["-"], **options}]}, "options", ".")
     return (structs.replace(planned, item=structs.replace(planned.item, command=tuple(words))),)
-
-
-def _read_queue_file(path: str, document: dict[str, Any]) -> tuple[Planned, ...]:
-    return _convert(document, path, os.path.dirname(os.path.abspath(path)))
 
 
 def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned, ...]:
@@ -279,8 +278,11 @@ def remove(
             line = _find(book, name)
             if line.state == "running" and not stop:
                 raise SafetyError(f"`{name}` runs", hint="--stop asks it to end")
-            needed = [o.item.name for o in book.lines.values() if name in o.item.after
-                      and o.item.name not in names and o.state != "done"]  # fmt: skip
+            needed = [
+                o.item.name
+                for o in book.lines.values()
+                if name in o.item.after and o.item.name not in names and o.state != "done"
+            ]
             if needed and line.state != "done":
                 raise SafetyError(
                     f"`{needed[0]}` waits for `{name}`", hint="take both out, or that one first"
@@ -289,10 +291,8 @@ def remove(
         writer.append(*(Removed(time.time(), name) for name in names))
     if ran and not find_runner(store):
         note("`perdure queue run` will stop what runs: nobody runs the queue now")
-    if as_json:
-        print_json({"queue": queue, "removed": names, "stopping": ran})
-    else:
-        print(f"queue {queue}: {len(names)} taken out" + (f", {len(ran)} stopping" if ran else ""))
+    text = f"queue {queue}: {len(names)} taken out" + (f", {len(ran)} stopping" if ran else "")
+    answer({"queue": queue, "removed": names, "stopping": ran}, text, as_json=as_json)
 
 
 @app.command("retry")
@@ -304,10 +304,8 @@ def retry(names: Names, queue: QueueName = "default", as_json: Json = False) -> 
             if _find(writer.book, name).state == "running":
                 raise ConfigError(f"`{name}` runs", hint=f"perdure queue rm --stop {name}")
         writer.append(*(Again(time.time(), name) for name in names))
-    if as_json:
-        print_json({"queue": queue, "again": names})
-    else:
-        print(f"queue {queue}: {len(names)} will run again")
+    text = f"queue {queue}: {len(names)} will run again"
+    answer({"queue": queue, "again": names}, text, as_json=as_json)
 
 
 @app.command("run")

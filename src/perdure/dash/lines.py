@@ -10,8 +10,20 @@ from perdure.model.plain import show_controls
 Line = tuple[str, Sequence[tuple[float, float]]]
 """A name and its (x, y), x rising."""
 
-COLORS = ("#1f6feb", "#2a9d6f", "#d1495b", "#8e5fc2", "#f4a259", "#3d7ea6", "#c9a227", "#667",
-          "#b388d9", "#d1661c", "#7fb7d6", "#1c2024")  # fmt: skip
+COLORS = (
+    "#1f6feb",
+    "#2a9d6f",
+    "#d1495b",
+    "#8e5fc2",
+    "#f4a259",
+    "#3d7ea6",
+    "#c9a227",
+    "#667",
+    "#b388d9",
+    "#d1661c",
+    "#7fb7d6",
+    "#1c2024",
+)
 STEPS_MAX = POINTS_MAX // 2
 _W, _LEFT, _RIGHT, _TOP, _H = 960, 64, 16, 26, 300
 _BOTTOM = _H - 36

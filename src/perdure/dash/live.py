@@ -71,9 +71,13 @@ class LiveScreen:
 
             console = Console(file=self._output, soft_wrap=True, highlight=False)
             self._live = Live(
-                "", console=console, auto_refresh=False, transient=True, redirect_stdout=False,
+                "",
+                console=console,
+                auto_refresh=False,
+                transient=True,
+                redirect_stdout=False,
                 redirect_stderr=False,
-            )  # fmt: skip
+            )
             self._live.start()
         return self
 

@@ -148,8 +148,10 @@ def _render_curves(report: Report, series: Series) -> str:
             plots.append(f"<p><b>{escape(name)}</b></p>{plot}")
     if not plots and series.progress:
         rows = [(at_s - series.start_s, float(step)) for at_s, step in series.progress]
-        times = [Mark(r.at_s - series.start_s, f"{r.culprit}: {r.cause}", _FAILURE)
-                 for r in report.recoveries]  # fmt: skip
+        times = [
+            Mark(r.at_s - series.start_s, f"{r.culprit}: {r.cause}", _FAILURE)
+            for r in report.recoveries
+        ]
         plot = render_curve(rows, x_label="seconds", y_label="steps", marks=times)
         plots += [f"<p><b>steps committed</b></p>{plot}"] if plot else []
     return "".join(plots)

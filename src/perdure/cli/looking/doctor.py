@@ -107,9 +107,14 @@ def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple
 
 def _describe(trap: Trap, check: Check) -> dict[str, Any]:
     return {
-        "id": trap.id, "title": trap.title, "scope": trap.scope, "state": check.state,
-        "evidence": check.evidence, "mend": trap.mend, "fix": trap.fix,
-    }  # fmt: skip
+        "id": trap.id,
+        "title": trap.title,
+        "scope": trap.scope,
+        "state": check.state,
+        "evidence": check.evidence,
+        "mend": trap.mend,
+        "fix": trap.fix,
+    }
 
 
 def mend(project: str) -> list[str]:
@@ -123,18 +128,25 @@ def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) 
     """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
     shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
     rows: list[tuple[Any, ...]] = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
-    lines: list[str] = []
-    if rows:
-        table = render_table(("state", "trap", "what", "evidence"), rows).splitlines()
-        indent = " " * table[0].index("what")
-        lines = table[:1]
-        for (trap, check), line in zip(shown, table[1:], strict=True):
-            lines.append(line)
-            if check.state != "ok":
-                lines.append(f"{indent}mend: {trap.mend}{' (--fix)' if trap.fix else ''}")
+    mends = [
+        "" if check.state == "ok" else f"{trap.mend}{' (--fix)' if trap.fix else ''}"
+        for trap, check in shown
+    ]
+    lines = _render_mends(("state", "trap", "what", "evidence"), rows, mends, "what")
     well = sum(check.state == "ok" for _, check in traps)
-    lines.append(f"{len(traps)} traps were looked for, {well} do not lie ahead; docs/doctor.md")
-    return "\n".join(lines)
+    end = f"{len(traps)} traps were looked for, {well} do not lie ahead; docs/doctor.md"
+    return "\n".join([*(lines if rows else []), end])
+
+
+def _render_mends(
+    head: tuple[str, ...], rows: list[tuple[Any, ...]], mends: list[str], below: str
+) -> list[str]:
+    """Return the lines of a table; what mends a row stands under it, in the column `below`."""
+    first, *table = render_table(head, rows).splitlines()
+    lines = [first]
+    for line, mend in zip(table, mends, strict=True):
+        lines += [line, f"{' ' * first.index(below)}mend: {mend}"] if mend else [line]
+    return lines
 
 
 def check_recorder() -> Check:
@@ -169,14 +181,8 @@ def check_nccl_plugin() -> Check:
 def render_checks(checks: tuple[Check, ...]) -> str:
     """Return checks as a table, the mend of each below it."""
     rows: list[tuple[Any, ...]] = [(c.state, c.name, c.evidence) for c in checks]
-    table = render_table(("state", "check", "evidence"), rows).splitlines()
-    indent = " " * table[0].index("evidence")
-    lines = table[:1]
-    for check, line in zip(checks, table[1:], strict=True):
-        lines.append(line)
-        if check.mend and check.state != "ok":
-            lines.append(f"{indent}mend: {check.mend}")
-    return "\n".join(lines)
+    mends = [check.mend if check.state != "ok" else "" for check in checks]
+    return "\n".join(_render_mends(("state", "check", "evidence"), rows, mends, "evidence"))
 
 
 def _check_job(job: Job) -> tuple[Check, ...]:

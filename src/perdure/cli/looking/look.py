@@ -19,7 +19,7 @@ from perdure.adapters.stacks import dump_stack
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
 from perdure.cli.platforms.remind import list_reminders
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import answer, note, print_json, render_table, write_asked
 from perdure.cli.steering.act import JobName
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import (
@@ -31,7 +31,7 @@ from perdure.dash.verdicts import (
 )
 from perdure.dash.watch import find_telling, render_busy
 from perdure.launch.reminding import find_cost
-from perdure.model.errors import PerdureError, PlatformError
+from perdure.model.errors import PerdureError
 from perdure.model.events import JournalEntry
 from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.platforms.launching import LaunchRecord
@@ -40,9 +40,9 @@ from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
     DelayMatrix,
-    LedgerFold,
     find_delay_matrix,
     find_verdicts,
+    make_report,
     make_series,
     render_stacks,
 )
@@ -99,15 +99,23 @@ def ps(
     if rows:
         head = ("job", "state", "step", "ranks", "restarts", "started")
         cells = [
-            (r["job"], r["state"], r["step"] if r["step"] >= 0 else "-", r["ranks"], r["restarts"],
-             _render_time(r["started_s"]))
+            (
+                r["job"],
+                r["state"],
+                r["step"] if r["step"] >= 0 else "-",
+                r["ranks"],
+                r["restarts"],
+                _render_time(r["started_s"]),
+            )
             for r in rows
-        ]  # fmt: skip
+        ]
         print(render_table(head, cells))
     for row in launched:
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
-        print(f"{row['job']}: launched to {row['where']} ({row['profile']}) "
-              f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}")  # fmt: skip
+        print(
+            f"{row['job']}: launched to {row['where']} ({row['profile']}) "
+            f"{row['hours']:.1f} h ago{cost}; perdure status {row['job']}"
+        )
         for reminder in row["reminders"]:
             print(f"  {reminder.text}")
 
@@ -117,8 +125,10 @@ def ps(
 def _print_left(left: list[Leftover], ended: set[int]) -> None:
     """Say what was left behind, and why it is known to be that job's."""
     for job, group in itertools.groupby(left, key=lambda one: one.job):
-        print(f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
-              "PERDURE_HOME are in their environment):")  # fmt: skip
+        print(
+            f"left behind by {job}, which nobody watches over (PERDURE_JOB={job} and this "
+            "PERDURE_HOME are in their environment):"
+        )
         for one in group:
             verb = "ended" if one.pid in ended else "lives"
             print(f"  pid {one.pid}, {verb}, {_render_age(one.age_s)} old: {one.command[:80]}")
@@ -153,10 +163,7 @@ def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
 def status(job: JobName, as_json: Json = False) -> None:
     """Show a job now: its state and each rank."""
     snapshot = find_job(job).snapshot()
-    if as_json:
-        print_json(snapshot)
-        return
-    print(render_snapshot(snapshot))
+    answer(snapshot, render_snapshot(snapshot), as_json=as_json)
 
 
 def render_snapshot(snapshot: Snapshot) -> str:
@@ -177,10 +184,19 @@ def render_snapshot(snapshot: Snapshot) -> str:
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")
         rows: list[tuple[Any, ...]] = [
-            (r.rank, r.node, r.pid, r.state, r.phase, r.step if r.step >= 0 else "-",
-             round(r.cpu_s, 1), r.rss_bytes // 1_000_000, r.collective)
+            (
+                r.rank,
+                r.node,
+                r.pid,
+                r.state,
+                r.phase,
+                r.step if r.step >= 0 else "-",
+                round(r.cpu_s, 1),
+                r.rss_bytes // 1_000_000,
+                r.collective,
+            )
             for r in snapshot.ranks
-        ]  # fmt: skip
+        ]
         lines += ["", render_table(head, rows)]
     if busy := render_busy(snapshot):
         lines += ["", *busy]
@@ -212,19 +228,13 @@ def map_devices(
     found = find_job(job)
     if links:
         matrix = find_delay_matrix(found.entries())
-        if as_json:
-            print_json({"links": matrix.comms, "note": matrix.note})
-        else:
-            print(_render_matrix(matrix, width))
-        return
-    if watch:
+        document = {"links": matrix.comms, "note": matrix.note}
+        answer(document, _render_matrix(matrix, width), as_json=as_json)
+    elif watch:
         show_map(found, as_json=as_json)
-        return
-    devices = found.snapshot().devices
-    if as_json:
-        print_json({"devices": devices})
     else:
-        print(render_devices(devices))
+        devices = found.snapshot().devices
+        answer({"devices": devices}, render_devices(devices), as_json=as_json)
 
 
 def render_devices(devices: Sequence[DeviceRow]) -> str:
@@ -252,7 +262,7 @@ def _find_urgency(row: DeviceRow) -> int:
     return 1 if row.health == "warn" else 2 if row.state not in ("in use", "spare") else 3
 
 
-def show_map(job: Job, *, as_json: bool = False) -> None:
+def show_map(job: Job, *, as_json: bool) -> None:
     """Show the map until the job has ended: in place on a terminal, else whenever it changes."""
     from perdure.cli.looking.watch import look_again, show
     from perdure.dash.watch import Line
@@ -302,9 +312,13 @@ def diagnose(
     snapshot = found.snapshot()
     if as_json:
         more: dict[str, Any] = {
-            "vanished": vanished, "native_stacks": stacks, "traps": named, "slurm": attempts,
-            "observed": snapshot.observed, "withheld": snapshot.withheld,
-        }  # fmt: skip
+            "vanished": vanished,
+            "native_stacks": stacks,
+            "traps": named,
+            "slurm": attempts,
+            "observed": snapshot.observed,
+            "withheld": snapshot.withheld,
+        }
         told = {k: v for k, v in more.items() if v}
         print_json({"verdicts": verdicts, "fate": fate, "set_aside": asides, **told})
         return
@@ -384,22 +398,13 @@ def report(
     found = find_job(job)
     entries = found.entries()
     now = found.now(entries)
-    fold = LedgerFold()
-    for entry in entries:
-        fold.add(entry)
-    result = fold.report(now)
+    result = make_report(entries, now)
     if html is not None:
         from perdure.dash import render_html
 
         matrix = find_delay_matrix(entries)
         page = render_html(result, found.snapshot(), make_series(entries, now), matrix)
-        try:
-            html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise PlatformError(f"cannot write {html}: {error.strerror}", hint="--html FILE") from (
-                error
-            )
-        note(f"wrote {html}")
+        write_asked(html, page, hint="--html FILE")
     if as_json:
         print_json(result)
     else:

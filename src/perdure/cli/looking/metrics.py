@@ -17,10 +17,10 @@ from perdure.adapters.exporters import (
 from perdure.cli.jobs import Job, find_job
 from perdure.cli.looking.watch import look_again
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import answer, note, print_json
 from perdure.cli.steering.act import JobName
 from perdure.model.events import JournalEntry, MetricsLogged
-from perdure.telemetry import LedgerFold
+from perdure.telemetry import make_report
 from perdure.telemetry.metrics import RANKS_MAX, find_metrics
 from perdure.telemetry.spans import find_spans
 
@@ -63,10 +63,8 @@ def metrics(
             folder = str(Path(found.paths.root) / "wandb")
             done["wandb_rows"] = write_wandb(wandb, job, folder, rows)
             done["wandb_folder"] = folder
-        if as_json:
-            print_json(done)
-        else:
-            print("  ".join(f"{name} {value}" for name, value in done.items()))
+        text = "  ".join(f"{name} {value}" for name, value in done.items())
+        answer(done, text, as_json=as_json)
     elif port is not None:
         _serve(found, host, port, ranks_max)
     elif as_json:
@@ -87,10 +85,7 @@ def _serve(job: Job, host: str, port: int, ranks_max: int) -> None:
 
 
 def _send_traces(job: Job, entries: list[JournalEntry], url: str) -> int:
-    fold = LedgerFold()
-    for entry in entries:
-        fold.add(entry)
-    spans = find_spans(fold.report(job.now(entries)))
+    spans = find_spans(make_report(entries, job.now(entries)))
     start_s = entries[0].at_s if entries else 0.0
     export_spans(spans, f"{job.name}@{start_s}", make_otlp_exporter(url))
     return len(spans)

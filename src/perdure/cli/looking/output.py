@@ -121,10 +121,11 @@ def logs(
             newest = max((s.generation for s in streams), default=-1)
             wanted = newest if generation is None else generation
             streams = [
-                s for s in streams
+                s
+                for s in streams
                 if (rank is None or s.rank == rank)
                 and (every or s.generation == wanted or s.path in known)
-            ]  # fmt: skip
+            ]
         for fresh in streams:
             stream = known.setdefault(fresh.path, fresh)
             for line in stream.read(last=last):
@@ -141,9 +142,13 @@ def _name_parts(job: Job) -> str:
 def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> None:
     if as_json:
         print_json(
-            {"generation": stream.generation, "rank": stream.rank, "stream": stream.name,
-             "text": line}
-        )  # fmt: skip
+            {
+                "generation": stream.generation,
+                "rank": stream.rank,
+                "stream": stream.name,
+                "text": line,
+            }
+        )
     else:
         print_output(line, f"[rank {stream.rank}] " if prefixed else "")
 

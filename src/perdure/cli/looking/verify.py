@@ -46,9 +46,12 @@ def verify(
         manifest = read_manifest(Path(directory))
         if manifest is not None:
             return verify_pulled(
-                Path(directory), manifest, allow_pickle=allow_pickle,
-                nothing_to_keep=nothing_to_keep, as_json=as_json,
-            )  # fmt: skip
+                Path(directory),
+                manifest,
+                allow_pickle=allow_pickle,
+                nothing_to_keep=nothing_to_keep,
+                as_json=as_json,
+            )
     results = verify_all(directory)
     if not results:
         raise ConfigError(

@@ -26,7 +26,6 @@ from perdure.cli.speech.say import note, print_json
 from perdure.cli.steering.act import JobName
 from perdure.dash.live import render_status
 from perdure.dash.watch import Line, render_clock, render_watch
-from perdure.model.codec import encode
 from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.report import Snapshot
 
@@ -55,10 +54,7 @@ def watch(
 
     if as_json:
         for snapshot in look_again(found, every, once=once):
-            if once:
-                print_json(snapshot)
-            else:
-                print(encode(snapshot).decode(), flush=True)
+            print_json(snapshot)
         return
     show(found, draw, every, once=once)
 
@@ -97,9 +93,13 @@ def _show_lines(job: Job, every: float) -> None:
     for snapshot in look_again(job, every):
         newest = snapshot.verdicts[-1] if snapshot.verdicts else None
         state = (
-            snapshot.state, snapshot.generation, snapshot.incidents, snapshot.epoch,
-            snapshot.paused, newest and (newest.kind, newest.confirmed_s),
-        )  # fmt: skip
+            snapshot.state,
+            snapshot.generation,
+            snapshot.incidents,
+            snapshot.epoch,
+            snapshot.paused,
+            newest and (newest.kind, newest.confirmed_s),
+        )
         if state != shown or snapshot.at_s - at_s >= QUIET_S:
             shown, at_s = state, snapshot.at_s
             reason = f"  {shorten_line(snapshot.reason, REASON_MAX)}" if snapshot.reason else ""

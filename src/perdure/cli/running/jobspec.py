@@ -25,6 +25,14 @@ SECTIONS = {
     if isinstance(field.default, msgspec.Struct)
 }
 
+_PATHS = {
+    "nats": ("creds", "tls_cert", "tls_key", "tls_ca"),
+    "notify": ("webhook_token_file",),
+    "preemption": ("file",),
+    "bus": ("arbiter",),
+}
+"""Fields that are nothing but a path."""
+
 
 def read_job_file(path: str) -> dict[str, Any]:
     """Return a job file's document (TOML, or JSON where its name says so), not yet validated.
@@ -65,26 +73,25 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
     _check_observed(spec)
     check_bus(spec)
     _check_remote(spec)
+    return _locate_all(spec), "name" in document, _find_notes(options, spec)
+
+
+def _locate_all(spec: JobSpec) -> JobSpec:
+    """Return the job with absolute paths: what is relative is so to where the script runs."""
     cwd = os.path.abspath(spec.cwd)
-    url = _locate(os.path.expandvars(spec.checkpoint.url), cwd)
-    checkpoint = msgspec.structs.replace(spec.checkpoint, url=url)
-    nats, alerts, notify = spec.nats, spec.alerts, spec.notify
-    names = ("creds", "tls_cert", "tls_key", "tls_ca")
-    nats = msgspec.structs.replace(nats, **{n: _locate(getattr(nats, n), cwd) for n in names})
-    if alerts.webhook.startswith("@"):
-        alerts = msgspec.structs.replace(alerts, webhook="@" + _locate(alerts.webhook[1:], cwd))
-    token_file = _locate(notify.webhook_token_file, cwd)
-    notify = msgspec.structs.replace(notify, webhook_token_file=token_file)
-    file = _locate(spec.preemption.file, cwd)
-    preemption = msgspec.structs.replace(spec.preemption, file=file)
-    bus = msgspec.structs.replace(spec.bus, arbiter=_locate(spec.bus.arbiter, cwd))
-    spec = msgspec.structs.replace(
-        spec, nats=nats, alerts=alerts, notify=notify, preemption=preemption, bus=bus
-    )
-    spec = msgspec.structs.replace(
-        spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), checkpoint=checkpoint
-    )
-    return spec, "name" in document, _find_notes(options, spec)
+    url, webhook = os.path.expandvars(spec.checkpoint.url), spec.alerts.webhook
+    if webhook.startswith("@"):
+        webhook = "@" + _locate(webhook[1:], cwd)
+    parts: dict[str, Any] = {
+        "checkpoint": msgspec.structs.replace(spec.checkpoint, url=_locate(url, cwd)),
+        "alerts": msgspec.structs.replace(spec.alerts, webhook=webhook),
+    }
+    for section, names in _PATHS.items():
+        part = getattr(spec, section)
+        paths = {name: _locate(getattr(part, name), cwd) for name in names}
+        parts[section] = msgspec.structs.replace(part, **paths)
+    log_dir = _locate(spec.log_dir, cwd)
+    return msgspec.structs.replace(spec, cwd=cwd, log_dir=log_dir, **parts)
 
 
 def _check_remote(spec: JobSpec) -> None:
@@ -216,24 +223,21 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
         document["nproc"] = parse_nproc(document["nproc"], options.environ)
     if options.args or options.script is not None:
         document["args"] = list(options.args or ())
-    restart = {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout}
-    given = {key: value for key, value in restart.items() if value is not None}
-    nats = {
-        "url": options.nats,
-        "creds": options.nats_creds,
-        "tls_cert": options.nats_tls_cert,
-        "tls_key": options.nats_tls_key,
-        "tls_ca": options.nats_tls_ca,
+    sections: dict[str, dict[str, Any]] = {
+        "restart": {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout},
+        "nats": {
+            "url": options.nats,
+            "creds": options.nats_creds,
+            "tls_cert": options.nats_tls_cert,
+            "tls_key": options.nats_tls_key,
+            "tls_ca": options.nats_tls_ca,
+        },
+        "bus": {"replicas": options.replicate, "arbiter": options.arbiter},
     }
-    if any(nats.values()):
-        chosen = {key: value for key, value in nats.items() if value is not None}
-        document["nats"] = {**document.get("nats", {}), **chosen}
-    bus = {"replicas": options.replicate, "arbiter": options.arbiter}
-    if any(bus.values()):
-        said = {key: value for key, value in bus.items() if value is not None}
-        document["bus"] = {**document.get("bus", {}), **said}
-    if given:
-        document["restart"] = {**document.get("restart", {}), **given}
+    for section, values in sections.items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if any(value != "" for value in given.values()):
+            document[section] = {**document.get(section, {}), **given}
     if options.torchft or options.replicas:
         wanted = options.replicas or document.get("torchft", {}).get("replicas") or 2
         document["torchft"] = {**document.get("torchft", {}), "replicas": wanted}

@@ -13,7 +13,7 @@ from perdure.cli.running import options as o
 from perdure.cli.running.checks import check_job, choose_name
 from perdure.cli.running.jobspec import make_spec
 from perdure.cli.running.torchrun import parse_ranks, parse_streams
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import answer, note, print_json
 from perdure.cli.speech.unread import UnreadStream
 from perdure.model.errors import ConfigError, PerdureError
 from perdure.model.job import JobSpec
@@ -140,10 +140,9 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     plan = render(spec, home, placement=placement)
     pid = submit(plan)
     wait_for_start(paths_of(home, spec.name), pid)
-    if options.json:
-        print_json({"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach})
-    else:
-        print(f"job {spec.name} starts (pid {pid}); {plan.attach}")
+    document = {"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach}
+    text = f"job {spec.name} starts (pid {pid}); {plan.attach}"
+    answer(document, text, as_json=options.json)
     return 0
 
 
@@ -183,16 +182,13 @@ def _supervise(spec: JobSpec, home: str, options: o.RunOptions, shown: frozenset
 def _summarize(name: str, code: int, as_json: bool) -> None:
     """Print what the run was worth; a ledger that cannot be read is no reason to fail."""
     from perdure.dash import render_text
-    from perdure.telemetry import LedgerFold, make_series
+    from perdure.telemetry import make_report, make_series
 
     try:
         job = find_here(name, resolve_home())
         entries = job.entries()
-        fold = LedgerFold()
-        for entry in entries:
-            fold.add(entry)
         now = job.now(entries)
-        result = fold.report(now)
+        result = make_report(entries, now)
     except PerdureError as error:
         note(f"no report: {error}")
         return

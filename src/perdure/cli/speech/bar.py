@@ -15,10 +15,13 @@ class Bar:
         console = Console(stderr=True)
         self._shown = console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.description:<9}", markup=False), BarColumn(), TaskProgressColumn(),
+            TextColumn("{task.description:<9}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
             TextColumn("{task.fields[more]}", markup=False),
-            console=console, transient=True,
-        )  # fmt: skip
+            console=console,
+            transient=True,
+        )
         self._task = self._bar.add_task("", total=1.0, more="")
         self._said = ""
 
@@ -35,8 +38,12 @@ class Bar:
     def say(self, what: str, share: float, more: str) -> None:
         """Show that `share` of `what` is done."""
         if self._shown:
-            self._bar.update(self._task, description=show_controls(what),
-                             completed=share, more=show_controls(more))  # fmt: skip
+            self._bar.update(
+                self._task,
+                description=show_controls(what),
+                completed=share,
+                more=show_controls(more),
+            )
         elif what != self._said:
             note(f"replay: {what} {more}".rstrip())
         self._said = what

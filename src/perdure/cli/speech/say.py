@@ -5,10 +5,11 @@ What a person asked for goes to standard output; what perdure has to add goes to
 
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from perdure.model.codec import encode
-from perdure.model.errors import PerdureError
+from perdure.model.errors import PlatformError
 from perdure.model.plain import show_controls
 
 
@@ -23,11 +24,6 @@ def print_error(message: str, hint: str, exit_code: int, *, as_json: bool) -> in
     return exit_code
 
 
-def print_perdure_error(error: PerdureError, *, as_json: bool) -> int:
-    """Print one of perdure's own errors; return its exit code."""
-    return print_error(error.message, error.hint, error.exit_code, as_json=as_json)
-
-
 def note(text: str) -> None:
     """Say something beside the answer."""
     print(f"perdure: {text}", file=sys.stderr, flush=True)
@@ -36,6 +32,27 @@ def note(text: str) -> None:
 def print_json(value: Any) -> None:
     """Print one document on one line; structs become objects."""
     print(encode(value).decode(), flush=True)
+
+
+def answer(document: Any, text: str, *, as_json: bool) -> None:
+    """Print what a command was asked for: as one document, or in words."""
+    if as_json:
+        print_json(document)
+    else:
+        print(text)
+
+
+def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
+    """Write what was asked for beside the answer, and say so.
+
+    Raises:
+        PlatformError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise PlatformError(f"cannot write {path}: {error.strerror}", hint=hint) from error
+    note(f"wrote {path}")
 
 
 def show_cell(value: Any) -> str:

@@ -6,7 +6,7 @@ import typer
 
 from perdure.cli.jobs import find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
+from perdure.cli.speech.say import answer
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
 from perdure.model.numbers import refuse_number
@@ -55,13 +55,13 @@ def inject(
     result = send_command(found, "inject", args, timeout_s=timeout_s)
     when = "now" if at_step is None else f"at step {at_step}"
     note = f" ({result['note']})" if result.get("note") else ""
-    _answer(job, result, f"{fault} on rank {rank} {when}{note}", as_json)
+    answer_of(job, result, f"{fault} on rank {rank} {when}{note}", as_json)
 
 
 def checkpoint(job: JobName, timeout_s: Timeout = 300.0, as_json: Json = False) -> None:
     """Save a checkpoint at a step that all ranks agree on."""
     result = send_command(find_job(job), "checkpoint", {}, timeout_s=timeout_s)
-    _answer(job, result, f"checkpoint at step {result.get('step', '?')}", as_json)
+    answer_of(job, result, f"checkpoint at step {result.get('step', '?')}", as_json)
 
 
 def stop(
@@ -79,7 +79,7 @@ def stop(
     result = send_command(find_job(job), "kill" if now else "stop", {}, timeout_s=timeout_s)
     step = result.get("step")
     known = isinstance(step, int) and step >= 0
-    _answer(job, result, f"stopped at step {step}" if known else "stopped", as_json)
+    answer_of(job, result, f"stopped at step {step}" if known else "stopped", as_json)
 
 
 def _parse_args(pairs: list[str]) -> dict[str, Any]:
@@ -97,8 +97,6 @@ def _parse_args(pairs: list[str]) -> dict[str, Any]:
     return args
 
 
-def _answer(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"job": job, "ok": True, **result})
-    else:
-        print(f"{job}: {text}")
+def answer_of(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
+    """Print what a job's controller has answered; `text` says it in words."""
+    answer({"job": job, "ok": True, **result}, f"{job}: {text}", as_json=as_json)

@@ -2,13 +2,14 @@
 
 import os
 import time
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import answer, note, print_json, render_table
 from perdure.cli.steering.act import JobName
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
@@ -59,10 +60,7 @@ def invite(
         return
     if end_login:
         raise ConfigError("--end-login: of which invitation?", hint="--revoke ID --end-login")
-
-    def register(args: dict[str, Any]) -> dict[str, Any]:
-        return send_command(found, "invite", args, timeout_s=_ANSWER_S)
-
+    register = partial(send_command, found, "invite", timeout_s=_ANSWER_S)
     expires_s = parse_time(expires)
     invitation = make_invitation(job, resolve_home(), register, expires_s=expires_s, uses=uses)
     text = encode(invitation) + b"\n"
@@ -71,10 +69,8 @@ def invite(
         return
     out = os.path.abspath(out)
     write_atomic(out, text, mode=0o600)
-    if as_json:
-        print_json({"job": job, "file": out, "id": invitation.id, "until_s": invitation.until_s})
-    else:
-        print(f"{job}: invitation {invitation.id} is in {out}")
+    document = {"job": job, "file": out, "id": invitation.id, "until_s": invitation.until_s}
+    answer(document, f"{job}: invitation {invitation.id} is in {out}", as_json=as_json)
 
 
 def parse_time(text: str) -> float:
@@ -136,8 +132,10 @@ def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:
             print(f"{found.name}: the login of node {node} was ended{other}")
         return
     for node in result["nodes"]:
-        note(f"node {node} came by it and is there, with its login: perdure evict {found.name} "
-             f"{node} moves its ranks; --revoke {id_} --end-login cuts it off")  # fmt: skip
+        note(
+            f"node {node} came by it and is there, with its login: perdure evict {found.name} "
+            f"{node} moves its ranks; --revoke {id_} --end-login cuts it off"
+        )
 
 
 def join(

@@ -6,8 +6,7 @@ import typer
 
 from perdure.cli.jobs import find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
-from perdure.cli.steering.act import JobName, Timeout
+from perdure.cli.steering.act import JobName, Timeout, answer_of
 from perdure.model.errors import ConfigError
 
 KINDS = ("device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine")
@@ -54,7 +53,4 @@ def notify(
     args |= {"waits": True} if waits else {}
     args |= {key: text for key, text in (("reason", reason), ("source", source)) if text}
     result = send_command(find_job(job), "notify", args, timeout_s=timeout_s)
-    if as_json:
-        print_json({"job": job, "ok": True, **result})
-    else:
-        print(f"{job}: {result.get('reason', 'told')}")
+    answer_of(job, result, result.get("reason", "told"), as_json)

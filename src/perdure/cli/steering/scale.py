@@ -7,7 +7,7 @@ import typer
 from perdure.cli.jobs import ElsewhereError, find_job
 from perdure.cli.platforms.profiles import here
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
+from perdure.cli.speech.say import answer
 from perdure.cli.steering.act import JobName
 from perdure.model.errors import ConfigError
 from perdure.service.jobfiles import resolve_home
@@ -34,8 +34,6 @@ def scale(
     from perdure.launch.kubernetes.scaling import scale as scale_pods
 
     done = scale_pods(record, pods, here(resolve_home()))
-    if as_json:
-        print_json(done)
-        return
     changes = [f"{name} added" for name in done.added] + [f"{name} left" for name in done.removed]
-    print("; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes]))
+    text = "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes])
+    answer(done, text, as_json=as_json)

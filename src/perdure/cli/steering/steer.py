@@ -11,7 +11,7 @@ import typer
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import print_json, render_table
-from perdure.cli.steering.act import JobName, Timeout
+from perdure.cli.steering.act import JobName, Timeout, answer_of
 from perdure.model import job as job_module
 from perdure.model.errors import ConfigError
 from perdure.model.report import Snapshot
@@ -80,11 +80,8 @@ def resume(job: JobName, timeout_s: Timeout = 60.0, as_json: Json = False) -> No
 
 
 def _answer(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
-    if as_json:
-        print_json({"job": job, "ok": True, **result})
-        return
     reason = result.get("reason")
-    print(f"{job}: {text}" + (f" ({reason})" if reason else ""))
+    answer_of(job, result, text + (f" ({reason})" if reason else ""), as_json)
 
 
 # --- what was typed -----------------------------------------------------------------------------
@@ -142,10 +139,15 @@ def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool)
     order = sorted(keys.values(), key=lambda spec: (spec.owner != "script", spec.name))
     if as_json:
         rows = [
-            {**msgspec.to_builtins(s), "value": values[s.name], "range": s.range,
-             "note": s.note or notes.get(s.name, ""), "owner": s.owner}
+            {
+                **msgspec.to_builtins(s),
+                "value": values[s.name],
+                "range": s.range,
+                "note": s.note or notes.get(s.name, ""),
+                "owner": s.owner,
+            }
             for s in order
-        ]  # fmt: skip
+        ]
         print_json({"job": job, "epoch": snapshot.epoch, "settings": rows})
         return
     table = [

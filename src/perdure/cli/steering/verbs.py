@@ -6,8 +6,7 @@ import typer
 
 from perdure.cli.jobs import find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
-from perdure.cli.steering.act import JobName
+from perdure.cli.steering.act import JobName, answer_of
 from perdure.model.steering import LEAVE_DEADLINE_S
 
 Targets = Annotated[
@@ -99,7 +98,5 @@ def _send(
     args |= {"deadline_s": deadline_s} if deadline_s is not None else {}
     timeout_s = _ANSWER_S + (deadline_s or LEAVE_DEADLINE_S)
     result = send_command(find_job(job), verb, args, timeout_s=timeout_s)
-    if as_json:
-        print_json({"job": job, "ok": True, **result})
-        return
-    print(f"{job}: {f'{verb} would' if dry_run else verb}: {result.get('reason', 'done')}")
+    text = f"{f'{verb} would' if dry_run else verb}: {result.get('reason', 'done')}"
+    answer_of(job, result, text, as_json)

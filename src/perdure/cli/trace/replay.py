@@ -7,7 +7,7 @@ import typer
 from msgspec import json as msgspec_json
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
+from perdure.cli.speech.say import answer, write_asked
 from perdure.cli.trace.show import (
     AllNodes,
     Duration,
@@ -20,7 +20,6 @@ from perdure.cli.trace.show import (
     Width,
     app,
     load_trace,
-    write,
 )
 from perdure.cli.trace.simulate import Draw, Seed
 from perdure.lab.traces import AvailabilityTrace, find_intervals
@@ -111,15 +110,12 @@ def replay(
     with Bar() as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
-        write(costs, msgspec_json.format(msgspec_json.encode(result.costs)).decode() + "\n")
+        write_asked(costs, msgspec_json.format(msgspec_json.encode(result.costs)).decode() + "\n")
     if svg is not None:
-        write(svg, stand_alone(draw_replay(result)))
+        write_asked(svg, stand_alone(draw_replay(result)))
     if html is not None:
-        write(html, render_replay_page(result))
-    if as_json:
-        print_json(result)
-    else:
-        print(render_replay(result, width))
+        write_asked(html, render_replay_page(result))
+    answer(result, render_replay(result, width), as_json=as_json)
 
 
 def prepare(

@@ -7,7 +7,7 @@ import msgspec
 import typer
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import answer, note, print_json, write_asked
 from perdure.dash.terminal import print_exact
 from perdure.lab.traces import (
     FORMATS,
@@ -23,7 +23,7 @@ from perdure.lab.traces.figures import (
     fit_availability,
 )
 from perdure.lab.traces.transform import announce, coalesce, scale_to, speed_up
-from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.errors import ConfigError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -101,17 +101,6 @@ def load_trace(
     return coalesce(trace, coalesce_s) if coalesce_s else trace
 
 
-def write(path: Path, text: str) -> None:
-    """Write what was asked for, and say so."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise PlatformError(f"cannot write {path}: {error.strerror}", hint="another FILE") from (
-            error
-        )
-    note(f"wrote {path}")
-
-
 @app.command()
 def show(
     file: File,
@@ -130,20 +119,23 @@ def show(
     from perdure.lab.screens.availability import render_page, render_plot, render_summary
 
     trace = load_trace(
-        file, format_name, duration,
-        nodes=nodes, speed=speed, scale=scale_to, coalesce_s=coalesce,
-    )  # fmt: skip
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        coalesce_s=coalesce,
+    )
     figures = describe_availability(trace)
     counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
     if svg is not None:
-        write(svg, render_plot(counts, trace.duration_s))
+        write_asked(svg, render_plot(counts, trace.duration_s))
     if html is not None:
-        write(html, render_page(figures, counts))
-    if as_json:
-        samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]
-        print_json({**msgspec.to_builtins(figures), "counts": samples})
-    else:
-        print(render_summary(figures, counts, width))
+        write_asked(html, render_page(figures, counts))
+    samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]
+    document = {**msgspec.to_builtins(figures), "counts": samples}
+    answer(document, render_summary(figures, counts, width), as_json=as_json)
 
 
 @app.command()
@@ -173,9 +165,15 @@ def convert(
         raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
     target = find_format(to)
     trace = load_trace(
-        file, format_name, duration,
-        nodes=nodes, speed=speed, scale=scale_to, notice_s=notice, coalesce_s=coalesce,
-    )  # fmt: skip
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        notice_s=notice,
+        coalesce_s=coalesce,
+    )
     _write_trace(trace, target.name, gap, out, as_json)
 
 
@@ -190,7 +188,7 @@ def _write_trace(
     if out is None:
         print_exact(text, end="")
     else:
-        write(out, text)
+        write_asked(out, text)
     if as_json:
         print_json({"file": str(out), "format": to, "loses": target.loses})
 

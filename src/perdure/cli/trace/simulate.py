@@ -8,7 +8,7 @@ import msgspec
 import typer
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json
+from perdure.cli.speech.say import answer, write_asked
 from perdure.cli.trace.show import (
     AllNodes,
     Coalesce,
@@ -22,7 +22,6 @@ from perdure.cli.trace.show import (
     Svg,
     app,
     load_trace,
-    write,
 )
 from perdure.dash.terminal import find_stream
 from perdure.lab.live.report import MeasuredCosts
@@ -104,9 +103,15 @@ def simulate(
     at perdure's measured cost of a change.
     """
     trace = load_trace(
-        file, format_name, duration,
-        nodes=nodes, speed=speed, scale=scale_to, notice_s=notice, coalesce_s=coalesce,
-    )  # fmt: skip
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        notice_s=notice,
+        coalesce_s=coalesce,
+    )
     policies = find_policies(policy)
     if costs is not None:
         measured = load_costs(costs)
@@ -145,12 +150,9 @@ def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) 
         ConfigError: There is none, or it is malformed.
     """
     state_bytes = state_gb * 1e9 if state_gb is not None else None
-    if tau in MODELS:
-        table = MODELS[tau](max(len(i.living) for i in find_intervals(trace)))
-        table.state_bytes = state_bytes or table.state_bytes
-        return table
-    if tau.startswith("plan:"):
-        table = plan_throughput(tau, max(len(i.living) for i in find_intervals(trace)))
+    if tau in MODELS or tau.startswith("plan:"):
+        nodes_max = max(len(i.living) for i in find_intervals(trace))
+        table = MODELS[tau](nodes_max) if tau in MODELS else plan_throughput(tau, nodes_max)
         table.state_bytes = state_bytes or table.state_bytes
         return table
     path, model = Path(tau), None
@@ -209,14 +211,11 @@ def _simulate(
     rates = {"U1": find_area_rates(trace, table)}
     rates |= {name: outcome.rates for name, outcome in outcomes.items()}
     if svg is not None:
-        write(svg, stand_alone(draw_rates(comparison, rates)))
+        write_asked(svg, stand_alone(draw_rates(comparison, rates)))
     if html is not None:
         counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
-        write(html, render_simulation_page(comparison, counts, rates))
-    if as_json:
-        print_json(comparison)
-    else:
-        print(render_comparison(comparison))
+        write_asked(html, render_simulation_page(comparison, counts, rates))
+    answer(comparison, render_comparison(comparison), as_json=as_json)
 
 
 def find_area_rates(trace: AvailabilityTrace, table: Throughput) -> tuple[tuple[float, float], ...]:
@@ -230,5 +229,4 @@ def _show_progress(what: str, share: float) -> None:
     if not sys.stderr.isatty():
         return
     bar = f"{what:<12} {'█' * round(30 * share):<30} {share:4.0%}" if what else ""
-    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=find_stream(sys.stderr),
-          flush=True)  # fmt: skip
+    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=find_stream(sys.stderr), flush=True)

@@ -16,7 +16,7 @@ from perdure.lab.simulation.schedule import Schedule
 from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
 from perdure.service.controller.journal import read_journal
-from perdure.telemetry import LedgerFold
+from perdure.telemetry import make_report
 
 _POLL_S = 0.2
 _READY_S = 180.0
@@ -128,11 +128,8 @@ def find_shapes(
 
 def find_recoveries(entries: Sequence[JournalEntry], zero_s: float, end_s: float) -> list[Recovery]:
     """Return what the job itself has stamped, in seconds of the replay."""
-    fold = LedgerFold()
-    for entry in entries:
-        fold.add(entry)
     moved = [
         msgspec.structs.replace(recovery, at_s=recovery.at_s - zero_s)
-        for recovery in fold.report(zero_s + end_s).recoveries
+        for recovery in make_report(entries, zero_s + end_s).recoveries
     ]
     return [recovery for recovery in moved if 0.0 <= recovery.at_s <= end_s]

@@ -130,9 +130,14 @@ class Perdure:
             Path(path).write_text(content)
         with open(self._folder / "perdure.out", "ab") as out:
             self._process = subprocess.Popen(
-                plan.command, env=os.environ | plan.env, cwd=plan.cwd, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
+                plan.command,
+                env=os.environ | plan.env,
+                cwd=plan.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     def shape(self, places: Sequence[int], *, keep: bool = False) -> None:
         """Come to exactly these places, without a loss; `keep` what the others' nodes run."""
@@ -279,9 +284,13 @@ class Torchrun:
         env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with open(self._folder / "torchrun.out", "ab") as out:
             self._process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
                 start_new_session=True,
-            )  # fmt: skip
+            )
 
     def check(self) -> None:
         """It is started again at the next change, whatever it does."""
@@ -345,9 +354,13 @@ class Torchft:
     def _popen(self, place: int, command: Sequence[str], env: dict[str, str]) -> None:
         with open(self._folder / "torchft.out", "ab") as out:
             self._processes[place] = subprocess.Popen(
-                command, env=os.environ | {"RUST_LOG": "warn"} | env, stdin=subprocess.DEVNULL,
-                stdout=out, stderr=out, start_new_session=True,
-            )  # fmt: skip
+                command,
+                env=os.environ | {"RUST_LOG": "warn"} | env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
 
     def check(self) -> None:
         """A group that dies by itself is started again by its torchrun."""

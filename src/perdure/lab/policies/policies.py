@@ -26,9 +26,13 @@ class Phases(msgspec.Struct, frozen=True):
     def total_s(self) -> float:
         """All of it."""
         return (
-            self.detect_s + self.decide_s + self.abort_s + self.communicator_s + self.state_s
+            self.detect_s
+            + self.decide_s
+            + self.abort_s
+            + self.communicator_s
+            + self.state_s
             + self.warmup_s
-        )  # fmt: skip
+        )
 
 
 class Policy(msgspec.Struct, frozen=True):

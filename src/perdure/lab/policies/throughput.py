@@ -92,9 +92,12 @@ def make_linear(nodes_max: int) -> Throughput:
     """
     rates = {Shape(count, 1): float(count) for count in range(1, max(1, nodes_max) + 1)}
     return Throughput(
-        "linear", rates, global_batch=64.0, state_bytes=0.34e9 * BYTES_A_PARAMETER,
+        "linear",
+        rates,
+        global_batch=64.0,
+        state_bytes=0.34e9 * BYTES_A_PARAMETER,
         source="1 sample/s a node",
-    )  # fmt: skip
+    )
 
 
 def make_pipeline(nodes_max: int) -> Throughput:
@@ -110,13 +113,19 @@ def make_pipeline(nodes_max: int) -> Throughput:
         for replicas in range(1, max(4, nodes_max) // stages + 1):
             bubble = (stages - 1) * replicas / 128
             rates[Shape(replicas, stages)] = (
-                replicas * stages / (1 + bubble)
-                / (1 + 0.01 * (replicas - 1)) / (1 + 0.02 * (stages - 1))
-            )  # fmt: skip
+                replicas
+                * stages
+                / (1 + bubble)
+                / (1 + 0.01 * (replicas - 1))
+                / (1 + 0.02 * (stages - 1))
+            )
     return Throughput(
-        "pipeline", rates, global_batch=128.0, state_bytes=1.5e9 * BYTES_A_PARAMETER,
+        "pipeline",
+        rates,
+        global_batch=128.0,
+        state_bytes=1.5e9 * BYTES_A_PARAMETER,
         source="formula: bubble, all-reduce, transfers",
-    )  # fmt: skip
+    )
 
 
 MODELS = {"linear": make_linear, "pipeline": make_pipeline}

@@ -26,9 +26,11 @@ class Work:
     def scale(self, factor: float) -> "Work":
         """Return a part of it."""
         return Work(
-            self.seconds * factor, self.samples * factor, self.useful * factor,
+            self.seconds * factor,
+            self.samples * factor,
+            self.useful * factor,
             self.overhead * factor,
-        )  # fmt: skip
+        )
 
 
 class Ledger:

@@ -81,9 +81,12 @@ class PlannedChoice:
         self._sizes = [b.parameter_bytes + b.optimizer_bytes for b in profile.blocks]
 
     def __call__(
-        self, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None,
+        self,
+        members: Sequence[int],
+        nodes: Mapping[int, str],
+        rest: Layout | None,
         observed: Sequence[StageTimes] = (),
-    ) -> Choice:  # fmt: skip
+    ) -> Choice:
         """Return the layout for `members` on `nodes`; `rest` is what is left of the one before.
 
         What its stages took, `observed`, counts half against what the profile says of their blocks.
@@ -91,9 +94,13 @@ class PlannedChoice:
         if observed:
             refreshed = refresh(self._profile, self._micro_batch, observed)
             live = PlannedChoice(
-                refreshed.profile, self._global_batch, self._micro_batch,
-                recompute=self._recompute, memory_bytes=self._memory_bytes, dwell_s=self._dwell_s,
-            )  # fmt: skip
+                refreshed.profile,
+                self._global_batch,
+                self._micro_batch,
+                recompute=self._recompute,
+                memory_bytes=self._memory_bytes,
+                dwell_s=self._dwell_s,
+            )
             return live(members, nodes, rest)
         devices = [Device(str(m), nodes[m], self._memory_bytes) for m in members]
         best = self._find_best(devices)

@@ -66,9 +66,12 @@ class Passes(msgspec.Struct, frozen=True):
 
 
 def plan_passes(
-    layout: Layout, count: int, kept: Mapping[int, Collection[int]],
-    works: Sequence[float] = (), schedule: StageSchedule = "1f1b",
-) -> Passes:  # fmt: skip
+    layout: Layout,
+    count: int,
+    kept: Mapping[int, Collection[int]],
+    works: Sequence[float] = (),
+    schedule: StageSchedule = "1f1b",
+) -> Passes:
     """Return what is left of a step of `count` micro-batches, given what each member keeps.
 
     `works` are the stages' times in any unit; all alike if empty. `schedule` is for stages that

@@ -111,9 +111,12 @@ def find_rest(blocks: int, members: Collection[int], runs: Mapping[int, Runs]) -
 
 
 def choose_balanced(
-    model: Model, members: Sequence[int], nodes: Mapping[int, str], rest: Layout | None,
+    model: Model,
+    members: Sequence[int],
+    nodes: Mapping[int, str],
+    rest: Layout | None,
     observed: Sequence[StageTimes] = (),
-) -> Choice:  # fmt: skip
+) -> Choice:
     """Return what is left, with newcomers at its busiest stages; or the best cut by weight.
 
     The latter where nothing whole is left, where it has too few stages, or where its busiest

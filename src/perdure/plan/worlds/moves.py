@@ -52,9 +52,15 @@ def find_move_s(missing: Mapping[str, int], bytes_per_s: float, fixed_s: float) 
 
 
 def decide_change(
-    old: World, old_samples_per_s: float, best: Option,
-    *, profile: CostProfile, bytes_per_s: float, fixed_s: float, dwell_s: float,
-) -> Change:  # fmt: skip
+    old: World,
+    old_samples_per_s: float,
+    best: Option,
+    *,
+    profile: CostProfile,
+    bytes_per_s: float,
+    fixed_s: float,
+    dwell_s: float,
+) -> Change:
     """Return whether `best` yields more than staying until the next change is expected.
 
     `dwell_s` is the expected time until then; while state moves nothing is trained. A world that

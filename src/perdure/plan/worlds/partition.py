@@ -75,9 +75,14 @@ class Cutter:
         return best, stops
 
     def _improve(
-        self, place: int, extra: int, has: bool,
-        behind: Sequence[float], best: list[float], stops: list[int],
-    ) -> None:  # fmt: skip
+        self,
+        place: int,
+        extra: int,
+        has: bool,
+        behind: Sequence[float],
+        best: list[float],
+        stops: list[int],
+    ) -> None:
         """Take what is better than `best` where this stage has, or has not, an extra copy.
 
         A stop matters only if less is left behind it than behind every nearer one. From one of

@@ -174,9 +174,14 @@ class Shaper:
         return self.scorer.find_reduce(column, gradient_bytes) * (1.0 - self.scorer.overlap)
 
     def _find_cutter(
-        self, chain: Chain, memory: int, flight: int, link_s: float,
-        ways: tuple[bool, ...], loads: tuple[float, float],
-    ) -> Cutter:  # fmt: skip
+        self,
+        chain: Chain,
+        memory: int,
+        flight: int,
+        link_s: float,
+        ways: tuple[bool, ...],
+        loads: tuple[float, float],
+    ) -> Cutter:
         """Return the cutter of a chain, at most `flight` micro-batches being in flight."""
         key = (chain.micro_batch, memory, flight, link_s, loads)
         if key not in self._cutters:

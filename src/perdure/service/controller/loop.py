@@ -370,9 +370,13 @@ class ControllerService:
                 self._waiting.setdefault(command.id, []).append(reply)
                 if command.id not in state.commands:
                     event = CommandReceived(
-                        id=command.id, kind=kind, args=command.args, who=command.who,
-                        at_s=turn.now, pace=self._memory.fold.find_pace(),
-                    )  # fmt: skip
+                        id=command.id,
+                        kind=kind,
+                        args=command.args,
+                        who=command.who,
+                        at_s=turn.now,
+                        pace=self._memory.fold.find_pace(),
+                    )
                     self._add(turn, event)
 
     def _derive(self, turn: _Turn, events: list[AnyEvent]) -> None:
@@ -431,9 +435,12 @@ class ControllerService:
                 hint="raise max_payload of the NATS server, or shorten [env] and the arguments",
             )
         return MessagesSetAside(
-            at_s=self._clock(), door="journal", source=source or "the controller",
-            reason=f"{size:,} bytes are more than {limit:,}", example=type(event).__name__,
-        )  # fmt: skip
+            at_s=self._clock(),
+            door="journal",
+            source=source or "the controller",
+            reason=f"{size:,} bytes are more than {limit:,}",
+            example=type(event).__name__,
+        )
 
     def _enter(
         self, turn: _Turn, body: AnyEvent | Decision, source: str = "", source_seq: int = 0
