@@ -4,7 +4,17 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from perdure.dash.svg import POINTS_MAX, find_ticks, thin
+from perdure.dash.svg import (
+    LEFT,
+    POINTS_MAX,
+    RIGHT,
+    WIDTH,
+    begin_plot,
+    draw_grid,
+    draw_text,
+    find_ticks,
+    thin,
+)
 from perdure.model.plain import show_controls
 
 Line = tuple[str, Sequence[tuple[float, float]]]
@@ -25,8 +35,8 @@ COLORS = (
     "#1c2024",
 )
 STEPS_MAX = POINTS_MAX // 2
-_W, _LEFT, _RIGHT, _TOP, _H = 960, 64, 16, 26, 300
-_BOTTOM = _H - 36
+_TOP, _HEIGHT = 26, 300
+_BOTTOM = _HEIGHT - 36
 _ALONE = (
     'xmlns="http://www.w3.org/2000/svg" style="background:#fff" font-family="system-ui,sans-serif" '
 )
@@ -54,24 +64,16 @@ def render_lines(
     high = most + 0.05 * (most - y_low) or 1.0
 
     def at_x(x: float) -> float:
-        return _LEFT + (scale(x) - x0) / ((x1 - x0) or 1.0) * (_W - _LEFT - _RIGHT)
+        return LEFT + (scale(x) - x0) / ((x1 - x0) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def at_y(y: float) -> float:
         return _BOTTOM - (y - y_low) / (high - y_low) * (_BOTTOM - _TOP)
 
-    out = [
-        f'<svg viewBox="0 0 {_W} {_H}" role="img" class="plot" '
-        f'aria-label="{escape(y_label)} by {escape(x_label)}">'
-    ]
-    for y in find_ticks(y_low, high, 5):
-        out.append(
-            f'<line class="grid" x1="{_LEFT}" y1="{at_y(y):.1f}" x2="{_W - _RIGHT}" '
-            f'y2="{at_y(y):.1f}"/>{_text(_LEFT - 8, at_y(y) + 4, f"{y:g}", "end")}'
-        )
+    out = [begin_plot(_HEIGHT, f"{y_label} by {x_label}"), *draw_grid(y_low, high, at_y)]
     for x in _find_log_ticks(x0, x1) if x_log else find_ticks(x0, x1, 8):
-        out.append(_text(at_x(x), _BOTTOM + 16, f"{x:g}", "middle"))
-    begin = _LEFT + 40
-    room = (_W - begin) / len(lines)
+        out.append(draw_text(at_x(x), _BOTTOM + 16, f"{x:g}", "middle"))
+    begin = LEFT + 40
+    room = (WIDTH - begin) / len(lines)
     for index, (name, line) in enumerate(lines):
         color = COLORS[index % len(COLORS)]
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in thin(line))
@@ -79,10 +81,12 @@ def render_lines(
             f'<polyline fill="none" stroke="{color}" stroke-width="1.6" points="{path}">'
             f"<title>{escape(name)}</title></polyline>"
             f'<rect x="{begin + index * room:.0f}" y="6" width="10" height="10" fill="{color}"/>'
-            f"{_text(begin + index * room + 14, 15, name, 'start')}"
+            f"{draw_text(begin + index * room + 14, 15, name, 'start')}"
         )
-    axes = _text(_LEFT / 4, 15, y_label, "start")
-    return "".join([*out, axes, _text((_LEFT + _W) / 2, _H - 4, x_label, "middle"), "</svg>"])
+    axes = draw_text(LEFT / 4, 15, y_label, "start")
+    return "".join(
+        [*out, axes, draw_text((LEFT + WIDTH) / 2, _HEIGHT - 4, x_label, "middle"), "</svg>"]
+    )
 
 
 def make_stairs(
@@ -131,7 +135,3 @@ def _find_log_ticks(low: float, high: float) -> list[float]:
     decades = range(math.floor(low), math.ceil(high) + 1)
     ticks = [factor * 10.0**power for power in decades for factor in (1, 2, 5)]
     return [x for x in ticks if 10**low * 0.999 <= x <= 10**high * 1.001]
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -36,9 +36,9 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     if snapshot.steps_per_s > 0:
         parts.append(f"{snapshot.steps_per_s:.1f} steps/s")
     parts += [f"{name} {value:.4g}" for name, value in sorted(snapshot.metrics.items())[:2]]
-    parts.append(_count(snapshot.world_size, "rank"))
+    parts.append(render_count(snapshot.world_size, "rank"))
     if snapshot.restarts:
-        parts.append(_count(snapshot.restarts, "restart"))
+        parts.append(render_count(snapshot.restarts, "restart"))
     busy = sorted({row.busy_phase.name for row in snapshot.ranks if row.busy_phase is not None})
     if busy:
         parts.append(f"busy: {', '.join(busy[:2])}")
@@ -49,7 +49,8 @@ def render_status(snapshot: Snapshot, *, incident: bool = True) -> str:
     return "  ".join(parts)
 
 
-def _count(number: int, noun: str) -> str:
+def render_count(number: int, noun: str) -> str:
+    """Return a number of things, such as `2 ranks`."""
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 

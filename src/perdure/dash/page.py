@@ -13,6 +13,7 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
+from perdure.dash.text import PHASES
 from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.plain import show_controls
 from perdure.model.report import Recovery, Report, Snapshot
@@ -22,7 +23,6 @@ from perdure.telemetry.series import Series
 from perdure.telemetry.stacks import render_stacks
 
 _FAILURE, _PART = "#d1495b", "#8d99ae"
-_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 
 _STYLE = """
 :root{--bg:#fbfbfa;--fg:#1c2024;--soft:#667;--card:#fff;--edge:#e2e2df;--curve:#1f6feb}
@@ -59,20 +59,22 @@ def render_html(
         ("Curves", _render_curves(report, series)),
         ("Ranks over time", _render_ranks(report, series)),
         ("Incidents", _render_recoveries(report, series)),
-        ("Verdicts and their evidence", _render_verdicts(series)),
+        (
+            "Verdicts and their evidence",
+            "".join(_render_verdict(v, series.start_s) for v in series.verdicts),
+        ),
         ("Links between ranks", render_heat_map(matrix) if matrix else ""),
         ("Checkpoints", _render_checkpoints(series)),
     )
-    body = "".join(
-        f'<h2>{title}</h2><div class="card">{content}</div>'
-        for title, content in sections
-        if content
+    return render_document(report.job, _render_head(report, snapshot), sections)
+
+
+def render_document(title: str, head: str, sections: Iterable[tuple[str, str]]) -> str:
+    """Return a page of perdure's with everything inside it; an empty section is left out."""
+    cards = (
+        f'<h2>{name}</h2><div class="card">{content}</div>' for name, content in sections if content
     )
-    return render_document(report.job, _render_head(report, snapshot) + body)
-
-
-def render_document(title: str, body: str) -> str:
-    """Return `body` as a page of perdure's, with everything inside it."""
+    body = head + "".join(cards)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -190,7 +192,7 @@ def _render_ranks(report: Report, series: Series) -> str:
 def _render_recoveries(report: Report, series: Series) -> str:
     if not report.recoveries:
         return '<p class="soft">None.</p>'
-    head = "".join(f'<th class="n">{phase}</th>' for phase in _PHASES)
+    head = "".join(f'<th class="n">{phase}</th>' for phase in PHASES)
     rows = "".join(_render_recovery(r, series.start_s) for r in report.recoveries)
     return (
         '<table><tr><th class="n">at</th><th>culprit</th><th>cause</th><th class="n">step</th>'
@@ -201,7 +203,7 @@ def _render_recoveries(report: Report, series: Series) -> str:
 
 
 def _render_recovery(r: Recovery, start_s: float) -> str:
-    phases = "".join(f'<td class="n">{getattr(r, f"{p}_s"):.2f}</td>' for p in _PHASES)
+    phases = "".join(f'<td class="n">{getattr(r, f"{p}_s"):.2f}</td>' for p in PHASES)
     step = str(r.at_step) if r.at_step >= 0 else ""
     lost = "unknown" if r.lost_steps is None else str(r.lost_steps)
     return (
@@ -210,10 +212,6 @@ def _render_recovery(r: Recovery, start_s: float) -> str:
         f'<td class="n"><b>{r.total_s:.2f}</b></td><td class="n">{lost}</td>'
         f"<td>{escape(r.rung)}</td></tr>"
     )
-
-
-def _render_verdicts(series: Series) -> str:
-    return "".join(_render_verdict(v, series.start_s) for v in series.verdicts)
 
 
 def _render_verdict(verdict: Verdict, start_s: float) -> str:

@@ -4,7 +4,7 @@ Text takes its colour from the page (`currentColor`), so a plot suits a light an
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from itertools import pairwise
 
@@ -17,7 +17,9 @@ _GAPS_MAX = 50
 _GAP = "#888"
 _HUGE = 1e300
 """The difference of two values is still finite below it."""
-_W, _LEFT, _RIGHT, _TOP = 960, 64, 16, 14
+WIDTH, LEFT, RIGHT = 960, 64, 16
+"""Of a plot, and of what is beside its axes."""
+_TOP = 14
 
 
 class Mark(msgspec.Struct, frozen=True):
@@ -54,17 +56,14 @@ def render_curve(
     bottom = height - 34
 
     def at_x(x: float) -> float:
-        return _LEFT + (x - x0) / ((x1 - x0) or 1.0) * (_W - _LEFT - _RIGHT)
+        return LEFT + (x - x0) / ((x1 - x0) or 1.0) * (WIDTH - LEFT - RIGHT)
 
     def at_y(y: float) -> float:
         return bottom - (y - low) / (high - low) * (bottom - _TOP)
 
-    out = [_open(height, f"{y_label} by {x_label}")]
-    for y in find_ticks(low, high, 5):
-        out.append(_line(_LEFT, at_y(y), _W - _RIGHT, at_y(y), "grid"))
-        out.append(_text(_LEFT - 8, at_y(y) + 4, f"{y:g}", "end"))
+    out = [begin_plot(height, f"{y_label} by {x_label}"), *draw_grid(low, high, at_y)]
     for x in find_ticks(x0, x1, 8):
-        out.append(_text(at_x(x), bottom + 16, f"{x:g}", "middle"))
+        out.append(draw_text(at_x(x), bottom + 16, f"{x:g}", "middle"))
     for mark in marks:
         x = at_x(mark.x)
         out.append(
@@ -75,7 +74,7 @@ def render_curve(
     for begin, end in pairwise([-math.inf, *(x for x, _ in gaps), math.inf]):
         path = " ".join(f"{at_x(x):.1f},{at_y(y):.1f}" for x, y in points if begin <= x < end)
         out.append(f'<polyline class="curve" points="{path}"/>')
-    out.append(_text((_LEFT + _W) / 2, height - 4, x_label, "middle"))
+    out.append(draw_text((LEFT + WIDTH) / 2, height - 4, x_label, "middle"))
     return "".join([*out, "</svg>"])
 
 
@@ -97,9 +96,9 @@ def _find_gaps(rows: Sequence[tuple[float, float]]) -> list[tuple[float, str]]:
 
 def render_stack(parts: Iterable[tuple[str, float]], *, height: int = 34) -> str:
     """Return one bar of (account, fraction) parts from 0 to 1."""
-    out, x = [_open(height, "ledger")], 0.0
+    out, x = [begin_plot(height, "ledger")], 0.0
     for account, fraction in parts:
-        width = min(max(clip_value(fraction) or 0.0, 0.0), 1.0) * _W
+        width = min(max(clip_value(fraction) or 0.0, 0.0), 1.0) * WIDTH
         if width > 0:
             ink = INKS[account]
             out.append(
@@ -129,13 +128,13 @@ def render_timeline(
     pitch = 22 if len(rows) <= 24 else max(4, 528 // len(rows))
     bottom = _TOP + pitch * len(rows)
     height = bottom + 34
-    scale = (_W - _LEFT - _RIGHT) / end_s
-    out = [_open(height, "timeline of ranks")]
+    scale = (WIDTH - LEFT - RIGHT) / end_s
+    out = [begin_plot(height, "timeline of ranks")]
     for index, name in enumerate(rows):
         if pitch >= 12 or index % max(1, len(rows) // 24) == 0:
-            out.append(_text(_LEFT - 8, _TOP + pitch * (index + 0.7), name, "end"))
+            out.append(draw_text(LEFT - 8, _TOP + pitch * (index + 0.7), name, "end"))
     for bar in bars:
-        x, width = _LEFT + bar.begin_s * scale, (bar.end_s - bar.begin_s) * scale
+        x, width = LEFT + bar.begin_s * scale, (bar.end_s - bar.begin_s) * scale
         label = f"{bar.label}: {bar.begin_s:.2f} to {bar.end_s:.2f} s"
         out.append(
             f'<rect x="{x:.2f}" y="{_TOP + pitch * bar.row + 1:.1f}" width="{max(width, 0.4):.2f}" '
@@ -143,14 +142,14 @@ def render_timeline(
             f"<title>{escape(label)}</title></rect>"
         )
     for mark in marks:
-        x = _LEFT + mark.x * scale
+        x = LEFT + mark.x * scale
         out.append(
             f'<g><title>{escape(mark.label)}</title><line x1="{x:.1f}" y1="4" x2="{x:.1f}" '
             f'y2="{bottom}" stroke="{mark.color}" stroke-width="1.5"/>'
             f'<path d="M{x - 4:.1f} 2h8l-4 7z" fill="{mark.color}"/></g>'
         )
     for t in find_ticks(0.0, end_s, 10):
-        out.append(_text(_LEFT + t * scale, bottom + 16, f"{t:g} s", "middle"))
+        out.append(draw_text(LEFT + t * scale, bottom + 16, f"{t:g} s", "middle"))
     return "".join([*out, "</svg>"])
 
 
@@ -188,15 +187,22 @@ def find_ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 10) for i in range(first, math.floor(high / step) + 1)]
 
 
-def _open(height: int, label: str) -> str:
+def begin_plot(height: int, label: str) -> str:
+    """Return the begin of an SVG; what is no higher than a line of text is as wide as its place."""
     stretch = ' preserveAspectRatio="none"' if height <= 40 else ""
-    box = f'viewBox="0 0 {_W} {height}"'
+    box = f'viewBox="0 0 {WIDTH} {height}"'
     return f'<svg {box} role="img" aria-label="{escape(label)}" class="plot"{stretch}>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
-    return f'<line class="{name}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+def draw_grid(low: float, high: float, at_y: Callable[[float], float]) -> list[str]:
+    """Return a line across the plot at each round value from `low` to `high`, and its number."""
+    return [
+        f'<line class="grid" x1="{LEFT}" y1="{at_y(y):.1f}" x2="{WIDTH - RIGHT}" '
+        f'y2="{at_y(y):.1f}"/>{draw_text(LEFT - 8, at_y(y) + 4, f"{y:g}", "end")}'
+        for y in find_ticks(low, high, 5)
+    ]
 
 
-def _text(x: float, y: float, text: str, anchor: str) -> str:
+def draw_text(x: float, y: float, text: str, anchor: str) -> str:
+    """Return a word at a place."""
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>'

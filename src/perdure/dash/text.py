@@ -10,7 +10,7 @@ from perdure.model.report import Recovery, Report
 from perdure.telemetry.series import Series
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
-_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
+PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 
 
 def render_text(report: Report, series: Series | None = None, width: int = 100) -> str:
@@ -51,7 +51,7 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
         if r.rung == "none":
             lines.append(_clip(f"{'':16}{r.reason}", width))
             continue
-        phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in _PHASES)
+        phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in PHASES)
         lines.append(f"{'':16}{phases}")
         lines.append(f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}")
     return "\n".join(lines)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from perdure.dash.live import render_status
+from perdure.dash.live import render_count, render_status
 from perdure.dash.shape import render_shape, render_span
 from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
@@ -163,7 +163,7 @@ def _render_head(
     first = render_status(snapshot, incident=len(snapshot.ranks) + 8 > height)
     rest = [f"generation {snapshot.generation}", snapshot.depth]
     if snapshot.incidents:
-        rest.append(_count(snapshot.incidents, "incident"))
+        rest.append(render_count(snapshot.incidents, "incident"))
     if snapshot.checkpoints:
         rest.append(f"checkpoint of step {snapshot.checkpoints[-1].get('step')}")
     if snapshot.cordoned:
@@ -304,10 +304,6 @@ def _short(value: object) -> str:
     if isinstance(value, bool | int | float | str):
         return f"{value:.4g}" if isinstance(value, float) else render_value(value)
     return str(value)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _render_age(snapshot: Snapshot, at_s: float) -> str:

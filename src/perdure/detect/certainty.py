@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import msgspec
 
 from perdure.detect.cadence import Habits
-from perdure.detect.watch import RankWatch
+from perdure.detect.watch import LONG_PHASES, RankWatch
 from perdure.model.job import DetectConfig
 from perdure.model.verdicts import Activity, Ground, Verdict
 
@@ -38,8 +38,6 @@ AGAIN = (
     "the same verdict at the same place came back after a restart: it is part of the job, or the "
     "script's own"
 )
-
-_LONG_PHASES = frozenset({"init", "group", "restore", "checkpoint", "boundary"})
 
 
 class Grounds(msgspec.Struct, frozen=True):
@@ -179,7 +177,7 @@ def _find_learned(
     """Return what the job's own longest silence says, where its steps have taught enough."""
     if verdict.confidence < SURE or not suspects:
         return None
-    if any(w.phase in _LONG_PHASES or not w.learned(LEARNED_STEPS) for w in suspects):
+    if any(w.phase in LONG_PHASES or not w.learned(LEARNED_STEPS) for w in suspects):
         return None
     longest_s = max(habits.longest_s(w.phase) for w in suspects)
     if longest_s <= 0:

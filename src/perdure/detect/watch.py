@@ -29,7 +29,7 @@ SLACK = 1.5
 _DISK_PHASES = frozenset({"restore", "checkpoint"})
 """Waiting for a disk moves neither CPU nor bytes, and ends; and one quick save says nothing of
 the next, because others use the disk too."""
-_LONG_PHASES = frozenset({"init", "group", "restore", "checkpoint", "boundary"})
+LONG_PHASES = frozenset({"init", "group", "restore", "checkpoint", "boundary"})
 _START_PHASES = frozenset({"init", "group"})
 """A script without `run.steps()` never leaves them: once its collectives move, it trains."""
 
@@ -238,7 +238,7 @@ class RankWatch:
             return config.startup_allowance_s, "before the first, or after the last, step"
         base_s = floor_s + factor * self.cadence.usual_s
         trains = self.phase in _START_PHASES and self.moves >= MOVES_MIN
-        if self.phase in _LONG_PHASES and not trains:
+        if self.phase in LONG_PHASES and not trains:
             known_s = habits.phase_s(self.phase)
             room_s = 0.0 if known_s is None else floor_s + SLACK * known_s
             if known_s is None or self.phase in _DISK_PHASES:

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from perdure.lab.live.report import MadeStep, MeasuredCosts, MeasuredPhases
-from perdure.model.report import ACCOUNTS, Recovery
+from perdure.lab.live.report import MadeStep, MeasuredCosts
+from perdure.lab.simulation.ledger import Ledger
+from perdure.lab.simulation.report import PHASES, Phases
+from perdure.model.report import Recovery
 
 Present = Sequence[tuple[float, frozenset[int]]]
 """(seconds, places with a machine from then on), in order."""
-_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 _LATE = 2.0
 """A step of so many times its reference is late for a change; less is steady overhead."""
 _CALM_STEPS = 20
@@ -100,36 +101,27 @@ def _find_steady(run: Run) -> float:
     return max(0.0, 1.0 - sum(run.find_step_s(new) for _, new in calm) / wall_s) if calm else 0.0
 
 
-@dataclass(slots=True)
-class _Book:
-    accounts: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0.0))
-
-    def spend(self, account: str, seconds: float) -> None:
-        self.accounts[account] += seconds
-
-
 def close_ledger(run: Run) -> dict[str, float]:
     """Return each account's share of the slot-seconds that were paid for."""
-    book, seen = _Book(), set[int]()
+    ledger, seen = Ledger(), set[int]()
     before_s, before = 0.0, frozenset[int]()
     for step in run.steps:
         places = frozenset(step.places)
         if step.at_s > 0 and before_s < run.end_s:
             again = step.step in seen
-            _spend_step(book, run, step, before_s, before, again)
+            _spend_step(ledger, run, step, before_s, before, again)
             before_s = step.at_s
         before = places
         seen.add(step.step)
     for begin_s, end_s, here in _cut(run.present, before_s, run.end_s):
-        book.spend("lost_work", (end_s - begin_s) * len(here & before))  # Of a step under way.
-        book.spend("reconfiguration.warmup", (end_s - begin_s) * len(here - before))
+        ledger.spend("lost_work", (end_s - begin_s) * len(here & before))  # Of a step under way.
+        ledger.spend("reconfiguration.warmup", (end_s - begin_s) * len(here - before))
     slot_s = sum((e - b) * len(here) for b, e, here in _cut(run.present, 0.0, run.end_s))
-    book.spend("unattributed", slot_s - sum(book.accounts.values()))
-    return {name: value / slot_s if slot_s else 0.0 for name, value in book.accounts.items()}
+    return ledger.close(slot_s)
 
 
 def _spend_step(
-    book: _Book, run: Run, step: MadeStep, begin_s: float, before: frozenset[int], again: bool
+    ledger: Ledger, run: Run, step: MadeStep, begin_s: float, before: frozenset[int], again: bool
 ) -> None:
     """Account for the time from one commit to the next."""
     places, wall_s = frozenset(step.places), step.at_s - begin_s
@@ -145,11 +137,13 @@ def _spend_step(
         shares[rest] = shares.get(rest, 0.0) + (late_s - known_s) / wall_s
     for from_s, to_s, here in _cut(run.present, begin_s, min(step.at_s, run.end_s)):
         for name, share in shares.items():
-            book.spend(name, (to_s - from_s) * len(here & places) * share)
+            ledger.spend(name, (to_s - from_s) * len(here & places) * share)
         for place in here - places:
             told = any(p == place and a <= from_s < b for p, a, b in run.told)
             lost = "idle" if told else "lost_work"
-            book.spend(lost if place in before or told else "reconfiguration.warmup", to_s - from_s)
+            ledger.spend(
+                lost if place in before or told else "reconfiguration.warmup", to_s - from_s
+            )
 
 
 def _find_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
@@ -157,7 +151,7 @@ def _find_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
     found: dict[str, float] = {}
     for recovery in run.recoveries:
         if begin_s < recovery.at_s + recovery.total_s and recovery.at_s < end_s:
-            for phase in _PHASES:
+            for phase in PHASES:
                 seconds = getattr(recovery, f"{phase}_s")
                 if seconds > 0:
                     name = f"reconfiguration.{phase}"
@@ -248,16 +242,16 @@ def _median(values: Sequence[float]) -> float:
     return median(values) if values else 0.0
 
 
-def _split(total_s: float, recoveries: Sequence[Recovery]) -> MeasuredPhases:
+def _split(total_s: float, recoveries: Sequence[Recovery]) -> Phases:
     """Return `total_s` divided as the job's own stamps divide what they know of it."""
     parts = {
         phase: _median([getattr(recovery, f"{phase}_s") for recovery in recoveries])
-        for phase in _PHASES
+        for phase in PHASES
     }
     whole_s = sum(parts.values())
     if whole_s <= 0:
-        return MeasuredPhases(communicator_s=total_s)
-    return MeasuredPhases(**{f"{name}_s": s * total_s / whole_s for name, s in parts.items()})
+        return Phases(communicator_s=total_s)
+    return Phases(**{f"{name}_s": s * total_s / whole_s for name, s in parts.items()})
 
 
 def find_rates(run: Run) -> tuple[tuple[float, float], ...]:

@@ -5,9 +5,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from perdure.lab.simulation.report import PolicyRow
-
-Seconds = Annotated[float, Meta(ge=0)]
+from perdure.lab.simulation.report import Phases, PolicyRow, Seconds
 
 
 class MadeStep(msgspec.Struct, frozen=True):
@@ -21,28 +19,17 @@ class MadeStep(msgspec.Struct, frozen=True):
     """Where the ranks that made it were."""
 
 
-class MeasuredPhases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Medians of what a change took, by the ledger's accounts."""
-
-    detect_s: Seconds = 0.0
-    decide_s: Seconds = 0.0
-    abort_s: Seconds = 0.0
-    communicator_s: Seconds = 0.0
-    state_s: Seconds = 0.0
-    warmup_s: Seconds = 0.0
-
-
 class MeasuredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What changes cost perdure, measured on live kills and joins."""
+    """What changes cost perdure, measured on live kills and joins: medians."""
 
     source: str
     """What was run where, in a sentence."""
     losses: Annotated[int, Meta(ge=0)]
     """So many kills of a node that trained are behind `loss`."""
     joins: Annotated[int, Meta(ge=0)]
-    loss: MeasuredPhases
-    join: MeasuredPhases
-    announced: MeasuredPhases
+    loss: Phases
+    join: Phases
+    announced: Phases
     start_s: Seconds = 0.0
     """From a node's arrival until it can be taken in, while the others train."""
     steady: Annotated[float, Meta(ge=0, lt=1)] = 0.0

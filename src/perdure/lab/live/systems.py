@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from secrets import token_hex
 from typing import Protocol
@@ -128,16 +128,7 @@ class Perdure:
         for path, content in plan.files.items():
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(content)
-        with open(self._folder / "perdure.out", "ab") as out:
-            self._process = subprocess.Popen(
-                plan.command,
-                env=os.environ | plan.env,
-                cwd=plan.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        self._process = _start(self._folder / "perdure.out", plan.command, plan.env, plan.cwd)
 
     def shape(self, places: Sequence[int], *, keep: bool = False) -> None:
         """Come to exactly these places, without a loss; `keep` what the others' nodes run."""
@@ -238,6 +229,22 @@ class Perdure:
         process.wait()
 
 
+def _start(
+    out: Path, command: Sequence[str], env: Mapping[str, str], cwd: str | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which writes to the end of `out`."""
+    with open(out, "ab") as file:
+        return subprocess.Popen(
+            command,
+            env=os.environ | env,
+            cwd=cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            start_new_session=True,
+        )
+
+
 def _name_targets(places: Sequence[int]) -> dict[str, object]:
     return {"targets": [f"node:{place}" for place in places]}
 
@@ -281,16 +288,8 @@ class Torchrun:
         command += [f"--nproc-per-node={len(self._places)}", "--max-restarts=1000000", "-m", _NAME]
         command += ["ddp", str(self._folder), str(MICRO_BATCHES), str(self._pace_s)]
         command.append(",".join(map(str, sorted(self._places))))
-        env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        with open(self._folder / "torchrun.out", "ab") as out:
-            self._process = subprocess.Popen(
-                command,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self._process = _start(self._folder / "torchrun.out", command, env)
 
     def check(self) -> None:
         """It is started again at the next change, whatever it does."""
@@ -352,15 +351,8 @@ class Torchft:
             self._popen(place, run, env)
 
     def _popen(self, place: int, command: Sequence[str], env: dict[str, str]) -> None:
-        with open(self._folder / "torchft.out", "ab") as out:
-            self._processes[place] = subprocess.Popen(
-                command,
-                env=os.environ | {"RUST_LOG": "warn"} | env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+        env = {"RUST_LOG": "warn"} | env
+        self._processes[place] = _start(self._folder / "torchft.out", command, env)
 
     def check(self) -> None:
         """A group that dies by itself is started again by its torchrun."""

@@ -72,9 +72,7 @@ def find_best_plan(
     for number, interval in enumerate(intervals):
         floor = max(values.values()) - bound
         values = {c: v for c, v in values.items() if v >= floor}
-        left = interval.change.left
-        step = _Step(table, costs, interval.length_s, before - len(left), len(left))
-        step.count(tuple(d.notice_s for d in left))
+        step = _Step(table, costs, interval, before)
         best: dict[_State, float] = {}
         fitting, top = table.find_fitting(len(interval.living)), 0.0
         fitting.sort(key=lambda shape: -table.rates[shape])
@@ -108,10 +106,7 @@ def find_blind_plan(intervals: Sequence[Interval], table: Throughput, costs: Cha
     steps: list[tuple[_Step, Interval, int]] = []
     before = 0
     for interval in intervals:
-        left = interval.change.left
-        step = _Step(table, costs, interval.length_s, before - len(left), len(left))
-        step.count(tuple(d.notice_s for d in left))
-        steps.append((step, interval, before))
+        steps.append((_Step(table, costs, interval, before), interval, before))
         before = len(interval.living)
     after: dict[_State, float] = {}
     for step, interval, nodes in reversed(steps):
@@ -130,16 +125,14 @@ def find_blind_plan(intervals: Sequence[Interval], table: Throughput, costs: Cha
 
 
 class _Step:
-    """One change, and the time until the next."""
+    """The change that an interval begins with, `before` nodes being there, and its time."""
 
     def __init__(
-        self, table: Throughput, costs: ChangeCosts, length_s: float, survivors: int, left: int
+        self, table: Throughput, costs: ChangeCosts, interval: Interval, before: int
     ) -> None:
-        self._table, self._costs, self._length_s = table, costs, length_s
-        self._survivors, self._left = survivors, left
-        self._announced, self._notice_s = 0, 0.0
-
-    def count(self, notices: tuple[float, ...]) -> None:
+        self._table, self._costs, self._length_s = table, costs, interval.length_s
+        notices = [departure.notice_s for departure in interval.change.left]
+        self._survivors, self._left = before - len(notices), len(notices)
         self._announced = sum(notice > 0 for notice in notices)
         self._notice_s = max(notices, default=0.0)
 

@@ -8,31 +8,9 @@ from typing import Literal
 
 import msgspec
 
-from perdure.lab.live.report import MeasuredCosts, MeasuredPhases
+from perdure.lab.live.report import MeasuredCosts
+from perdure.lab.simulation.report import Phases
 from perdure.model.errors import ConfigError
-
-
-class Phases(msgspec.Struct, frozen=True):
-    """What a change takes, by the ledger's accounts. Seconds in which nothing is trained."""
-
-    detect_s: float = 0.0
-    decide_s: float = 0.0
-    abort_s: float = 0.0
-    communicator_s: float = 0.0
-    state_s: float = 0.0
-    warmup_s: float = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """All of it."""
-        return (
-            self.detect_s
-            + self.decide_s
-            + self.abort_s
-            + self.communicator_s
-            + self.state_s
-            + self.warmup_s
-        )
 
 
 class Policy(msgspec.Struct, frozen=True):
@@ -216,16 +194,12 @@ POLICIES: dict[str, Policy] = {
 
 def apply_costs(policy: Policy, costs: MeasuredCosts) -> Policy:
     """Return `policy` with costs that were measured; checkpoints are in its steady one."""
-
-    def read(phases: MeasuredPhases) -> Phases:
-        return msgspec.convert(msgspec.to_builtins(phases), Phases)
-
     return msgspec.structs.replace(
         policy,
         source=f"{costs.source} ({costs.losses} losses, {costs.joins} joins)",
-        loss=read(costs.loss),
-        join=read(costs.join),
-        announced=read(costs.announced),
+        loss=costs.loss,
+        join=costs.join,
+        announced=costs.announced,
         start_s=costs.start_s,
         efficiency=1.0 - costs.steady,
         save_s=0.0,

@@ -58,11 +58,24 @@ def render_time(seconds: float | None) -> str:
 def render_nodes(figures: Availability, counts: Counts, width: int) -> str:
     """Return nodes over time in block characters; each column is a mean."""
     columns = width - 8
-    rows = render_chart(find_means(counts, figures.duration_s, columns), height=6, low=0.0)
-    labels = [f"{figures.nodes_max:6d}", *[" " * 6] * 4, f"{0:6d}"]
-    lines = [f"{label}  {row}".rstrip() for label, row in zip(labels, rows, strict=True)]
-    end = render_time(figures.duration_s)
-    return "\n".join(["nodes over time", *lines, f"{'':8}0{end:>{columns - 1}}"])
+    end_s, most = figures.duration_s, figures.nodes_max
+    lines = render_curve("nodes over time", counts, end_s, columns, most, height=6)
+    return "\n".join([*lines, f"{'':8}0{render_time(end_s):>{columns - 1}}"])
+
+
+def render_curve(
+    title: str,
+    rows: Sequence[tuple[float, float]],
+    end_s: float,
+    columns: int,
+    most: float,
+    *,
+    height: int = 4,
+) -> list[str]:
+    """Return what `rows` (seconds, value from then on) are like in block characters, from 0 on."""
+    chart = render_chart(find_means(rows, end_s, columns), height=height, low=0.0)
+    labels = [f"{most:6.0f}", *[" " * 6] * (len(chart) - 2), f"{0:6d}"]
+    return [title, *(f"{a}  {b}".rstrip() for a, b in zip(labels, chart, strict=True))]
 
 
 def draw_nodes(counts: Counts, end_s: float) -> str:
@@ -85,9 +98,8 @@ def render_page(figures: Availability, counts: Counts) -> str:
         for name, value in describe(figures)
         if value
     )
-    plot = draw_nodes(counts, figures.duration_s)
-    body = (
-        f'<h1>{escape(figures.name)}</h1><h2>Nodes over time</h2><div class="card">{plot}</div>'
-        f'<h2>Figures</h2><div class="card"><table>{rows}</table></div>'
+    sections = (
+        ("Nodes over time", draw_nodes(counts, figures.duration_s)),
+        ("Figures", f"<table>{rows}</table>"),
     )
-    return render_document(figures.name, body)
+    return render_document(figures.name, f"<h1>{escape(figures.name)}</h1>", sections)

@@ -2,14 +2,13 @@
 
 from html import escape
 
-from perdure.dash.lines import find_means, make_stairs, render_lines
+from perdure.dash.lines import make_stairs, render_lines
 from perdure.dash.page import render_document
 from perdure.dash.palette import INKS
 from perdure.dash.svg import render_legend, render_stack
-from perdure.dash.text import render_chart
 from perdure.lab.live.report import ReplayResult, ReplayRow
-from perdure.lab.screens.availability import draw_nodes, render_time
-from perdure.lab.screens.simulation import GROUPS, render_percent, render_rows
+from perdure.lab.screens.availability import draw_nodes, render_curve, render_time
+from perdure.lab.screens.simulation import GROUPS, render_percent, render_rows, render_share
 
 
 def render_replay(result: ReplayResult, width: int) -> str:
@@ -22,8 +21,8 @@ def render_replay(result: ReplayResult, width: int) -> str:
         f"{r.trace}: {render_time(r.duration_s)} played{part}, {r.slot_s / 3600:.2f} slot-hours; "
         f"victims {victims}",
         f"measured samples/s by nodes: {tau}",
-        f"U1 {r.u1:.0f} samples; U2 {_share(r.u2, r.u1)} of it; U2' {_share(r.u2_online, r.u1)} "
-        "(hindsight at perdure's measured cost of a change)",
+        f"U1 {r.u1:.0f} samples; U2 {render_share(r.u2, r.u1)} of it; "
+        f"U2' {render_share(r.u2_online, r.u1)} (hindsight at perdure's measured cost of a change)",
         "",
         *render_rows(
             ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", *GROUPS),
@@ -52,13 +51,12 @@ def _list_costs(r: ReplayResult) -> list[str]:
     if r.costs is None or r.simulated is None:
         return []
     c, live = r.costs, next(row for row in r.systems if row.system == "perdure")
-    loss = sum(getattr(c.loss, name) for name in c.loss.__struct_fields__)
-    join = sum(getattr(c.join, name) for name in c.join.__struct_fields__)
     apart = live.committed / r.simulated.committed - 1 if r.simulated.committed else 0.0
     return [
         "",
-        f"perdure's medians: a loss {loss:.3f} s (of {c.losses}), a join {join:.3f} s (of "
-        f"{c.joins}), a node's start {c.start_s:.2f} s, steady overhead {c.steady:.2%}",
+        f"perdure's medians: a loss {c.loss.total_s:.3f} s (of {c.losses}), a join "
+        f"{c.join.total_s:.3f} s (of {c.joins}), a node's start {c.start_s:.2f} s, steady overhead "
+        f"{c.steady:.2%}",
         f"simulated with these: {r.simulated.fraction_of_u2:.4f} of U2, "
         f"{r.simulated.fraction_of_u2_online:.4f} of U2'; live is {apart:+.2%} from it",
     ]
@@ -79,24 +77,12 @@ def _list_shapes(row: ReplayRow) -> list[str]:
 def render_plots(r: ReplayResult, width: int) -> str:
     """Return nodes, and committed throughput of each system, over time."""
     columns = width - 8
-    lines = _chart("nodes over time", r.counts, r.duration_s, columns, r.nodes_max)
+    lines = render_curve("nodes over time", r.counts, r.duration_s, columns, r.nodes_max)
     top = max(r.throughput.values())
     for row in r.systems:
         name = f"{row.system}: committed samples/s over time"
-        lines += ["", *_chart(name, row.rates, r.duration_s, columns, top)]
+        lines += ["", *render_curve(name, row.rates, r.duration_s, columns, top)]
     return "\n".join([*lines, f"{'':8}0{render_time(r.duration_s):>{columns - 1}}"])
-
-
-def _chart(
-    title: str,
-    rows: tuple[tuple[float, float], ...],
-    end_s: float,
-    columns: int,
-    most: float,
-) -> list[str]:
-    chart = render_chart(find_means(rows, end_s, columns), height=4, low=0.0)
-    labels = [f"{most:6.0f}", *[" " * 6] * (len(chart) - 2), f"{0:6d}"]
-    return [title, *(f"{a}  {b}".rstrip() for a, b in zip(labels, chart, strict=True))]
 
 
 def draw_replay(r: ReplayResult) -> str:
@@ -121,9 +107,4 @@ def render_replay_page(r: ReplayResult) -> str:
         ("Where the slot-seconds went", render_legend(used) + ledgers),
         ("All figures", f"<pre>{escape(render_replay(r, 100))}</pre>"),
     )
-    body = "".join(f'<h2>{t}</h2><div class="card">{content}</div>' for t, content in sections)
-    return render_document(r.trace, f"<h1>{escape(r.trace)}</h1>{body}")
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{part / whole:.4f}" if whole else "-"
+    return render_document(r.trace, f"<h1>{escape(r.trace)}</h1>", sections)

@@ -34,8 +34,8 @@ def render_comparison(comparison: Comparison) -> str:
         f"{c.trace}: {render_time(c.duration_s)}, {c.slot_s / 3600:.1f} slot-hours; "
         f"victims {victims}",
         f"throughput: {c.throughput}; links {c.physics.bytes_per_s * 8e-9:g} Gbit/s",
-        f"U1 {c.u1:.0f} samples; U2 {_share(c.u2, c.u1)} of it; "
-        f"U2' {_share(c.u2_online, c.u1)} (hindsight at perdure's cost of a change)",
+        f"U1 {c.u1:.0f} samples; U2 {render_share(c.u2, c.u1)} of it; "
+        f"U2' {render_share(c.u2_online, c.u1)} (hindsight at perdure's cost of a change)",
     ]
     names = ("policy", "of U1", "of U2", "of U2'", "losses", "back", *GROUPS)
     rows = [
@@ -79,7 +79,8 @@ def _list_sweep(c: Comparison) -> list[str]:
     return lines
 
 
-def _share(part: float, whole: float) -> str:
+def render_share(part: float, whole: float) -> str:
+    """Return a part of a whole; a dash where there is no whole."""
     return f"{part / whole:.4f}" if whole else "-"
 
 
@@ -150,9 +151,4 @@ def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates)
         ("Time to form the communicator", draw_sweep(c)),
         ("All figures", f"<pre>{escape(render_comparison(c))}</pre>"),
     )
-    body = "".join(
-        f'<h2>{title}</h2><div class="card">{content}</div>'
-        for title, content in sections
-        if content
-    )
-    return render_document(c.trace, f"<h1>{escape(c.trace)}</h1>{body}")
+    return render_document(c.trace, f"<h1>{escape(c.trace)}</h1>", sections)

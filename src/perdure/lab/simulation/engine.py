@@ -13,16 +13,15 @@ from typing import Literal
 import msgspec
 
 from perdure.lab.policies.grid import Grid, find_neighbours_lost
-from perdure.lab.policies.policies import Phases, Policy
+from perdure.lab.policies.policies import Policy
 from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.simulation.ledger import Ledger, Work
-from perdure.lab.simulation.report import Physics
+from perdure.lab.simulation.report import PHASES, Phases, Physics
 from perdure.lab.simulation.respond import Responder, Target
 from perdure.lab.traces import AvailabilityTrace, Departure, Interval, find_intervals
 from perdure.lab.traces.transform import delay
 from perdure.plan.interval import daly
 
-_PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 _EPSILON_S = 1e-9
 _Copies = Literal["whole", "snapshot", "none"]
 """Of the state of those that left: as of this step, as of some steps before, or not at all."""
@@ -269,12 +268,12 @@ class Replay:
         self, phases: Phases, move_s: float, detect_s: float, *, saved_s: float = 0.0
     ) -> None:
         """Stand still from now on in the phases of a change; never shorter than before."""
-        times = {name: getattr(phases, f"{name}_s") for name in _PHASES}
+        times = {name: getattr(phases, f"{name}_s") for name in PHASES}
         times |= {"detect": detect_s, "state": max(phases.state_s, move_s)}
         at_s, ends = self.now_s + saved_s, list[tuple[float, str]]()
         if saved_s:
             ends.append((at_s, "checkpoint"))
-        for name in _PHASES:
+        for name in PHASES:
             if times[name] > 0:
                 at_s += times[name]
                 ends.append((at_s, f"reconfiguration.{name}"))

@@ -1,6 +1,30 @@
 """What a simulation of policies on a trace shows. Its JSON is a contract."""
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class Phases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a change takes, by the ledger's accounts. Seconds in which nothing is trained."""
+
+    detect_s: Seconds = 0.0
+    decide_s: Seconds = 0.0
+    abort_s: Seconds = 0.0
+    communicator_s: Seconds = 0.0
+    state_s: Seconds = 0.0
+    warmup_s: Seconds = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, name) for name in self.__struct_fields__))
+
+
+PHASES = tuple(name.removesuffix("_s") for name in Phases.__struct_fields__)
 
 
 class Physics(msgspec.Struct, frozen=True):

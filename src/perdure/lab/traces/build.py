@@ -42,6 +42,12 @@ class Builder:
         self.here[node] = self._now_s
         self._stays.setdefault(node, [])
 
+    def add_new(self) -> str:
+        """Let a node come that was never there; return its name."""
+        node = f"node{len(self._stays)}"
+        self.add(node)
+        return node
+
     def remove(self, node: str, notice_s: float = 0.0) -> None:
         """Let `node` leave. A stay of no length is none."""
         if node not in self.here:
@@ -62,13 +68,11 @@ def from_counts(
     name: str, rows: Sequence[tuple[float, int]], duration_s: float
 ) -> AvailabilityTrace:
     """Return a trace of (seconds, nodes): who leaves is the last that came, who comes is new."""
-    builder, here, born = Builder(), list[str](), 0
+    builder, here = Builder(), list[str]()
     for at_s, count in rows:
         builder.go_to(at_s)
         while len(here) > count:
             builder.remove(here.pop())
         while len(here) < count:
-            here.append(f"node{born}")
-            builder.add(here[-1])
-            born += 1
+            here.append(builder.add_new())
     return builder.finish(name, duration_s, named=False)

@@ -13,11 +13,8 @@ from perdure.lab.traces.figures import AvailabilityModel
 def generate(model: AvailabilityModel, duration_s: float, seed: int) -> AvailabilityTrace:
     """Return `duration_s` of a fleet like `model`; who leaves is any of those that are there."""
     chance, builder = random.Random(seed), Builder()
-    here = [f"node{number}" for number in range(model.nodes_first)]
-    for node in here:
-        builder.add(node)
-    born, now_s = len(here), 0.0
-    came = dict.fromkeys(here, 0.0)
+    here = [builder.add_new() for _ in range(model.nodes_first)]
+    came, now_s = dict.fromkeys(here, 0.0), 0.0
     while True:
         losses_per_s = model.losses_per_node_h * len(here) / 3600
         gains_per_s = model.gains_per_vacancy_h * (model.nodes_max - len(here)) / 3600
@@ -34,10 +31,8 @@ def generate(model: AvailabilityModel, duration_s: float, seed: int) -> Availabi
                 builder.remove(gone, notice_s)
         else:
             for _ in range(min(model.nodes_max - len(here), _draw(chance, model.gain_sizes))):
-                here.append(f"node{born}")
+                here.append(builder.add_new())
                 came[here[-1]] = now_s
-                builder.add(here[-1])
-                born += 1
     trace = builder.finish(f"generated-{seed}", duration_s)
     return replace(trace, nodes=tuple(replace(n, slots=model.slots) for n in trace.nodes))
 
@@ -53,16 +48,13 @@ def draw_victims(trace: AvailabilityTrace, seed: int) -> AvailabilityTrace:
     machine. For traces of counts, which do not know who left.
     """
     chance, builder = random.Random(seed), Builder()
-    here, born = list[str](), 0
+    here: list[str] = []
     for interval in find_intervals(trace):
         builder.go_to(interval.begin_s)
         for departure in interval.change.left:
             gone = here.pop(chance.randrange(len(here)))
             builder.remove(gone, departure.notice_s)
-        for _ in interval.change.joined:
-            here.append(f"node{born}")
-            builder.add(here[-1])
-            born += 1
+        here += [builder.add_new() for _ in interval.change.joined]
     drawn = builder.finish(trace.name, trace.duration_s)
     slots = max((node.slots for node in trace.nodes), default=1)
     return replace(drawn, nodes=tuple(replace(n, slots=slots) for n in drawn.nodes))
