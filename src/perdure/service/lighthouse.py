@@ -21,7 +21,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from secrets import token_hex
 from typing import Any
 
@@ -52,7 +52,6 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PerdureError, PlatformError, ProtocolError
 from perdure.model.events import (
-    AnyEvent,
     KeeperLost,
     QuorumFormed,
     QuorumIdsReserved,
@@ -74,6 +73,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.lighthouse_part import LighthouseFile
+from perdure.service.part import Tasks, find_run_pid, run_part, set_up_log, watch_process
 from perdure.service.ports import Bus, Reply
 from perdure.worker.prctl import set_death_signal
 
@@ -113,11 +113,11 @@ class LighthouseService:
         self._wake = asyncio.Event()
         self._file = LighthouseFile(port=0)
         self._bus: Bus | None = None
-        self._outbox: Outbox | None = None
-        self._unsent: list[AnyEvent] = []
+        subject = subject_events(spec.name, LIGHTHOUSE)
+        self._outbox = Outbox(None, subject, node=-1, source=incarnation)
         self._hold_number = -1
         self._noted: tuple[float, int] = (0.0, -1)
-        self._tasks: set[asyncio.Future[None]] = set()
+        self.tasks = Tasks()
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -141,7 +141,7 @@ class LighthouseService:
             self.machine.silences.long.extend(known.silences)
         until = self.machine.next_id + IDS
         self._keep(msgspec.structs.replace(known or self._file, port=port, ids_until=until))
-        self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
+        self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
         return port
 
     async def run(self) -> None:
@@ -163,23 +163,15 @@ class LighthouseService:
     async def join(self, bus: Bus) -> None:
         """Hear and tell over `bus`, which keeps itself connected."""
         job = self._spec.name
-        self._bus = bus
-        self._outbox = Outbox(
-            bus, subject_events(job, LIGHTHOUSE), node=-1, source=self._incarnation
-        )
-        self._spawn(self._outbox.run())
-        for event in self._unsent:
-            self._outbox.put(event)
-        self._unsent.clear()
+        self._bus = self._outbox.bus = bus
+        self.tasks.spawn(self._outbox.run())
         await bus.subscribe(subject_orders(job, LIGHTHOUSE), self._take_order)
         await bus.serve_each(subject_events(job, "*"), self._take_events)
         await bus.serve_each(subject_beats(job, "*"), self._take_beat)
 
     async def close(self) -> None:
         """Hang up."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.tasks.end()
         await self._server.close()
 
     # --- in -----------------------------------------------------------------------------------
@@ -301,7 +293,7 @@ class LighthouseService:
                     self._fence(output)
                 case Seen(replica=replica, group=group, generation=generation):
                     log.info("%s of group %d, generation %d asks", replica, group, generation)
-                    self._emit(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
+                    self._outbox.put(ReplicaSeen(replica=replica, group=group, at_s=self._clock()))
                 case Late():
                     self._tell_late(output)
                 case LeftOut():
@@ -311,14 +303,14 @@ class LighthouseService:
                     stands = ReplicaSeen(
                         replica=replica, group=group, at_s=now, held=True, hold=hold, step=step
                     )
-                    self._emit(stands)
+                    self._outbox.put(stands)
 
     def _form(self, formed: Formed) -> None:
         """Keep it on disk before anybody is answered, and tell of it."""
         until = self._file.ids_until
         if formed.quorum_id + IDS // 2 > until:
             until = formed.quorum_id + IDS
-            self._emit(QuorumIdsReserved(until=until, at_s=self._clock()))
+            self._outbox.put(QuorumIdsReserved(until=until, at_s=self._clock()))
         self._keep(
             msgspec.structs.replace(
                 self._file,
@@ -332,7 +324,7 @@ class LighthouseService:
         names = tuple(member.replica for member in formed.members)
         log.info("quorum %d at step %d: %s", formed.quorum_id, formed.step, ", ".join(names))
         self._noted = (self._clock(), formed.step)
-        self._emit(
+        self._outbox.put(
             QuorumFormed(
                 quorum_id=formed.quorum_id,
                 step=formed.step,
@@ -346,7 +338,7 @@ class LighthouseService:
         machine, (at_s, step) = self.machine, self._noted
         if machine.step > step and self._clock() - at_s >= NOTE_S:
             self._noted = (self._clock(), machine.step)
-            self._emit(
+            self._outbox.put(
                 QuorumFormed(
                     quorum_id=machine.quorum_id,
                     step=machine.step,
@@ -363,11 +355,11 @@ class LighthouseService:
         data = encode(NodeOrder(controller=self._incarnation, orders=(order,)))
         for group in fenced.groups:  # Each group is the node of its number.
             subject = subject_orders(self._spec.name, group)
-            self._spawn(self._bus.publish(subject, data))
+            self.tasks.spawn(self._bus.publish(subject, data))
 
     def _tell_left_out(self, left: LeftOut) -> None:
         log.warning("%s of group %d is left out: %s", left.replica, left.group, left.reason)
-        self._emit(
+        self._outbox.put(
             ReplicaSeen(
                 replica=left.replica,
                 group=left.group,
@@ -390,17 +382,11 @@ class LighthouseService:
             reason=late.reason,
             over=late.over,
         )
-        self._emit(event)
+        self._outbox.put(event)
         if late.over:
             self._keep(
                 msgspec.structs.replace(self._file, silences=tuple(self.machine.silences.long))
             )
-
-    def _emit(self, event: AnyEvent) -> None:
-        if self._outbox is None:
-            self._unsent.append(event)
-        else:
-            self._outbox.put(event)
 
     def _keep(self, file: LighthouseFile) -> None:
         self._file = file
@@ -409,20 +395,13 @@ class LighthouseService:
         except PlatformError as error:
             log.error("%s: ids stay unique, but a restart will not know the members", error)
 
-    def _spawn(self, work: Awaitable[None]) -> None:
-        task: asyncio.Future[None] = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
 
 # --- the process --------------------------------------------------------------------------------
 
 
 def main(job: str) -> int:
     """Run the lighthouse of `job` as a process; return its exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
+    set_up_log()
     try:
         paths = paths_of(resolve_home(), job)
         spec = load_spec(paths)
@@ -469,40 +448,23 @@ def _serve(spec: JobSpec, path: str) -> int:
 
         setproctitle.setproctitle(f"perdure lighthouse {spec.name}: serving")
     try:
-        asyncio.run(_main(spec, path))
-    except asyncio.CancelledError:
-        log.info("SIGTERM: leaving")
-        return 128 + signal.SIGTERM
-    except PerdureError as error:
-        log.error("%s (%s)", error.message, error.hint)
-        return error.exit_code
+        return run_part(_main(spec, path), log, "")
     except BaseException:
         log.exception("the lighthouse has failed")
         return 1
-    return 0
 
 
 async def _main(spec: JobSpec, path: str) -> None:
     endpoint = load_endpoint(paths_of(resolve_home(), spec.name), LIGHTHOUSE)
     offset_s = endpoint.clock_offset_s
-
-    def clock() -> float:
-        return time.monotonic() + offset_s
-
     task = asyncio.current_task()
     assert task is not None
-    loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
-    if run_pid:
-        try:
-            loop.add_reader(os.pidfd_open(run_pid), task.cancel)
-        except ProcessLookupError:
-            task.cancel()
-    incarnation = f"l{os.getpid()}-{token_hex(3)}"
-    service = LighthouseService(spec, path, clock=clock, incarnation=incarnation)
-    port = await service.start()
-    log.info("listening on port %d", port)
+    service = LighthouseService(
+        spec,
+        path,
+        clock=lambda: time.monotonic() + offset_s,
+        incarnation=f"l{os.getpid()}-{token_hex(3)}",
+    )
 
     async def connect() -> None:
         # Its import takes longer than all the rest: replicas are served meanwhile.
@@ -510,12 +472,13 @@ async def _main(spec: JobSpec, path: str) -> None:
         name = f"perdure lighthouse {spec.name}"
         await service.join(await nats.NatsBus.connect(endpoint, name=name))
 
-    connecting = asyncio.create_task(connect())
-    try:
-        await service.run()
-    finally:
-        connecting.cancel()
-        await service.close()
+    with watch_process(find_run_pid(), task.cancel):
+        log.info("listening on port %d", await service.start())
+        service.tasks.spawn(connect())
+        try:
+            await service.run()
+        finally:
+            await service.close()
 
 
 def _become_stock(spec: JobSpec, path: str) -> None:

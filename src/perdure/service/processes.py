@@ -149,6 +149,13 @@ def _list_pids() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield pid and `/proc/PID/name` of each process that lets us read it."""
+    for pid in _list_pids():
+        with contextlib.suppress(OSError):
+            yield pid, Path(f"/proc/{pid}/{name}").read_bytes()
+
+
 def find_descendants(pid: int) -> list[int]:
     """Return the living descendants of `pid`, zombies left out."""
     children: dict[int, list[tuple[int, str]]] = {}
@@ -175,11 +182,7 @@ def find_marked(job: str, home: str) -> list[int]:
         spared.add(pid)
         pid = stat[0]
     found = []
-    for other in _list_pids():
-        try:
-            environ = Path(f"/proc/{other}/environ").read_bytes()
-        except OSError:
-            continue
+    for other, environ in _read_all("environ"):
         if other not in spared and marks <= set(environ.split(b"\0")):
             stat = _read_stat(other)
             if stat is not None and stat[1] not in ("Z", "X"):
@@ -237,23 +240,14 @@ def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:
 
 def find_by_argument(argument: str) -> list[int]:
     """Return the processes with exactly this argument in their command line."""
-    found = []
-    for pid in _list_pids():
-        with contextlib.suppress(OSError):
-            if argument.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
-                found.append(pid)
-    return found
+    return [pid for pid, line in _read_all("cmdline") if argument.encode() in line.split(b"\0")]
 
 
 def find_by_title(title: str) -> list[int]:
     """Return the processes that call themselves `title`, to the end of a word."""
-    found = []
-    for pid in _list_pids():
-        with contextlib.suppress(OSError):
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-            if f"{line} ".startswith(f"{title} "):
-                found.append(pid)
-    return found
+    wanted = f"{title} ".encode()
+    lines = _read_all("cmdline")
+    return [pid for pid, line in lines if (line.replace(b"\0", b" ") + b" ").startswith(wanted)]
 
 
 def reap_adopted(known: set[int]) -> None:
@@ -288,6 +282,6 @@ def end_family(job: str, home: str, *, spare: frozenset[int], timeout_s: float =
 
 def find_start_s() -> float:
     """Return when this process was started, by the monotonic clock (to 10 ms)."""
-    fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    started_s = read_start_time(os.getpid()) / os.sysconf("SC_CLK_TCK")
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     return time.monotonic() - max(0.0, age_s)

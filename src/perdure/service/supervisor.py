@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -48,6 +48,7 @@ from perdure.service.jobfiles import (
     write_document,
 )
 from perdure.service.lighthouse_part import find_torchft, needs_lighthouse
+from perdure.service.part import Tasks
 from perdure.service.placement import HERE, Placement
 from perdure.service.processes import (
     Child,
@@ -160,10 +161,9 @@ class Supervisor:
         self._ended: JobEnded | None = None
         self._failure: PerdureError | None = None
         self._signals: list[signal.Signals] = []
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._outbox: Outbox | None = None
-        self._losses: list[ControllerLost] = []
-        """Seen before there was an outbox."""
+        self._tasks = Tasks()
+        subject, source = subject_events(spec.name, RUN), f"run-{os.getpid()}"
+        self._outbox = Outbox(None, subject, node=-1, source=source)
         self._bus: NatsBus | None = None
         self._tails = RankTails(spec.log_dir or os.path.join(self._paths.logs, "ranks"))
         self._shown, self._torchft = -1, dict[str, str]()
@@ -179,15 +179,13 @@ class Supervisor:
     async def run(self) -> int:
         """Start everything, wait for the end, leave nothing behind; return the exit code."""
         self._catch_signals()
-        watch = self._start_watch()
+        self._start_watch()
         try:
             await self._start_or_fail()
             await self._over.wait()
             await self._let_go()
         finally:
-            for task in (*self._tasks, watch):
-                task.cancel()
-            await asyncio.gather(*self._tasks, watch, return_exceptions=True)
+            await self._tasks.end()
             if self._bus is not None:
                 await self._bus.close()
             left = self._end_all()
@@ -239,14 +237,13 @@ class Supervisor:
             self._start_part(f"agent {node}")
         self._write_parts()
         self._bus = await NatsBus.connect(endpoint, name=f"perdure run {self._spec.name}")
-        subject, source = subject_events(self._spec.name, RUN), f"run-{os.getpid()}"
-        self._outbox = Outbox(self._bus, subject, node=-1, source=source)
-        for lost in self._losses:
-            self._outbox.put(lost)
-        self._spawn(self._outbox.run())
+        self._outbox.bus = self._bus
+        self._tasks.spawn(self._outbox.run())
         for args in self._invited:
-            self._spawn(self._order("invite", "the run before", args))
-        self._spawn(watch_room(self._spec, self._paths, self._now, self._note, self._outbox.put))
+            self._tasks.spawn(self._order("invite", "the run before", args))
+        self._tasks.spawn(
+            watch_room(self._spec, self._paths, self._now, self._note, self._outbox.put)
+        )
 
     async def _wait_servers(self) -> None:
         deadline = time.monotonic() + _NATS_READY_S
@@ -330,10 +327,10 @@ class Supervisor:
         if self._over.is_set():
             return
         if child.part.startswith("controller"):
-            self._spawn(self._look_for_end(child, cause, at_s))
+            self._tasks.spawn(self._look_for_end(child, cause, at_s))
             return
         if child.part.startswith("agent") and status == 0:
-            self._spawn(self._restart_later(child, at_s))
+            self._tasks.spawn(self._restart_later(child, at_s))
             return
         self._restart(child, cause, at_s)
 
@@ -382,10 +379,7 @@ class Supervisor:
         lost = ControllerLost(
             part=child.part, at_s=at_s, pid=child.pid, cause=cause, restarted_s=restarted_s
         )
-        if self._outbox is None:
-            self._losses.append(lost)
-        else:
-            self._outbox.put(lost)
+        self._outbox.put(lost)
 
     def _fail(self, error: PerdureError) -> None:
         self._failure = error
@@ -423,16 +417,16 @@ class Supervisor:
         match len(self._signals):
             case 1:
                 self._note(f"{number.name}: stopping; once more ends it at once")
-                self._spawn(self._order("stop", number.name))
+                self._tasks.spawn(self._order("stop", number.name))
             case 2:
                 self._note(f"{number.name} again: killing the ranks")
-                self._spawn(self._order("kill", number.name))
+                self._tasks.spawn(self._order("kill", number.name))
                 asyncio.get_running_loop().call_later(_KILL_S, self._over.set)
             case _:
                 self._over.set()
 
     def _checkpoint(self) -> None:
-        self._spawn(self._order("checkpoint", "SIGUSR1"))
+        self._tasks.spawn(self._order("checkpoint", "SIGUSR1"))
 
     async def _order(self, kind: str, who: str, args: dict[str, Any] | None = None) -> None:
         """Repeat a command until the controller has answered it."""
@@ -454,16 +448,14 @@ class Supervisor:
 
     # --- what is shown ------------------------------------------------------------------------
 
-    def _start_watch(self) -> asyncio.Task[None]:
+    def _start_watch(self) -> None:
         """Watch files; should that ever end by itself, say so."""
 
-        def tell(watch: asyncio.Task[None]) -> None:
+        def tell(watch: asyncio.Future[None]) -> None:
             if not watch.cancelled():
                 self._note(f"what is shown here is out of date from now on: {watch.exception()!r}")
 
-        watch = asyncio.create_task(self._watch_files())
-        watch.add_done_callback(tell)
-        return watch
+        self._tasks.spawn(self._watch_files()).add_done_callback(tell)
 
     async def _watch_files(self) -> None:
         """Show new lines and pictures, and reap orphans, ten times a second."""
@@ -528,8 +520,3 @@ class Supervisor:
             self._on_line(line)
         except OSError:
             self._on_line = lambda line: None
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)

@@ -72,9 +72,12 @@ class _Queued:
 class Outbox:
     """One queue for all sources, so that the order in which things happened is kept."""
 
-    def __init__(self, bus: Bus, subject: str, *, node: int, source: str) -> None:
-        """Send to `subject`; the agent's own events carry `source`."""
-        self._bus, self._subject, self._node, self._source = bus, subject, node, source
+    def __init__(self, bus: Bus | None, subject: str, *, node: int, source: str) -> None:
+        """Send to `subject`; the agent's own events carry `source`.
+
+        Events may be put before there is a bus, and `run` needs one.
+        """
+        self.bus, self._subject, self._node, self._source = bus, subject, node, source
         self._queue: deque[_Queued] = deque()
         self._queued: dict[str, int] = {}
         """Source -> number of its newest event; who was heard last comes last."""
@@ -156,8 +159,9 @@ class Outbox:
             await asyncio.sleep(_COMPANY_S)
 
     async def _send(self) -> bool:
+        assert self.bus is not None
         batches: list[EventBatch] = []
-        sent = self._select()
+        sent = self._select(self.bus.payload_max)
         for source, seq, event, skipped in ((q.source, q.seq, q.event, q.skipped) for q in sent):
             last = batches[-1] if batches else None
             follows = last and last.source == source and last.first_seq + len(last.events) == seq
@@ -168,9 +172,7 @@ class Outbox:
                 batches.append(EventBatch(source, seq, (event,), skipped))
         message = EventMessage(node=self._node, batches=tuple(batches))
         try:
-            answer = await self._bus.request(
-                self._subject, encode(message), timeout_s=ACK_TIMEOUT_S
-            )
+            answer = await self.bus.request(self._subject, encode(message), timeout_s=ACK_TIMEOUT_S)
             ack: EventAck = decode(answer, EventAck)
         except RequestError:
             return False  # Nobody there now; the same again.
@@ -184,9 +186,9 @@ class Outbox:
         self._events_max = min(2 * self._events_max, _EVENTS_MAX)
         return self._settle(ack.seqs)
 
-    def _select(self) -> list[_Queued]:
+    def _select(self, bytes_max: int) -> list[_Queued]:
         """Return the next events that fit into a message, and at least one, made to fit."""
-        room = self._bus.payload_max - _ENVELOPE
+        room = bytes_max - _ENVELOPE
         head = self._queue[0]
         if head.size + _BATCH > room:
             log.error("event %d of %s: %d bytes are cut", head.seq, head.source, head.size)

@@ -9,8 +9,7 @@ asked was not measured, which is said and proves nothing of the network between 
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import Callable
 
 from perdure.adapters.transfer import Door, Transfer, run_arithmetic, run_transfer
 from perdure.agent.probe import ProbePart, ProbeParts
@@ -20,6 +19,7 @@ from perdure.model.events import ProbeEnded
 from perdure.model.orders import RunProbe
 from perdure.model.signals.links import PairProbe
 from perdure.model.signals.probing import ProbeAsk, ProbeDoor, subject_probe
+from perdure.service.part import Tasks
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.agent")
@@ -49,7 +49,7 @@ class Prober:
         self._bus, self._job, self._node = bus, job, node
         self._address, self._report, self._now = address, report, now
         self._parts = ProbeParts(node)
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._doors = 0
 
     async def start(self) -> None:
@@ -60,18 +60,11 @@ class Prober:
         """Carry out this node's part of `order`, once."""
         part = self._parts.take(order)
         if part is not None:
-            self._start(self._run(part))
+            self._tasks.spawn(self._run(part))
 
     async def close(self) -> None:
         """Drop what is under way; threads end by their deadlines."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        await self._tasks.end()
 
     # --- sending ------------------------------------------------------------------------------
 
@@ -127,7 +120,7 @@ class Prober:
     # --- receiving ----------------------------------------------------------------------------
 
     def _take_ask(self, data: bytes, reply: Reply) -> None:
-        self._start(self._open(data, reply))
+        self._tasks.spawn(self._open(data, reply))
 
     async def _open(self, data: bytes, reply: Reply) -> None:
         try:

@@ -6,12 +6,11 @@ ring is read, and the event is in the outbox.
 """
 
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from secrets import token_hex
 from typing import Any, assert_never
 
@@ -60,7 +59,7 @@ from perdure.model.bus.wire import (
     subject_orders,
 )
 from perdure.model.codec import encode
-from perdure.model.errors import PerdureError, PlatformError, ProtocolError
+from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.events import GenerationStopped, RankExited, TimerFired
 from perdure.model.fitting import fit_beat
 from perdure.model.job import JobSpec
@@ -83,6 +82,7 @@ from perdure.service.jobfiles import (
     write_steering,
 )
 from perdure.service.neighbours import MINE, check_spoken
+from perdure.service.part import Tasks, find_run_pid, run_part, watch_process
 from perdure.service.placement import find_address, find_gloo_interface
 from perdure.service.ports import Bus
 from perdure.worker.native.nccl import build_nccl_plugin, find_nccl_plugin
@@ -163,7 +163,7 @@ class AgentService:
             heard=lambda: self.take(KeeperHeard()),
             asides=self._asides,
         )
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks()
         self._dumping: set[tuple[int, int]] = set()
         self._nccl_plugin, self._told_exit = find_plugin() if has_nvidia_gpu() else "", False
         self._left = asyncio.Event()
@@ -202,9 +202,7 @@ class AgentService:
             await self._outbox.flush(_FLUSH_S)
         finally:
             await self._workers.close()
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._tasks.end()
             await self._prober.close()
             self._keeper.close()
             self._links.close()
@@ -312,12 +310,9 @@ class AgentService:
             self._do(request)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._note_done)
+        self._tasks.spawn(work).add_done_callback(self._note_done)
 
-    def _note_done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+    def _note_done(self, task: asyncio.Future[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             # A bug of ours: the next agent takes over; silence would be worse.
             self._failed = error
@@ -438,19 +433,8 @@ def find_plugin() -> str:
 
 def main(job: str, node: int) -> int:
     """Run the agent of `node` of `job` as a process; return its exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
     logging.getLogger("asyncio").setLevel(logging.ERROR)
-    try:
-        asyncio.run(_main(job, node))
-    except asyncio.CancelledError:
-        log.info("SIGTERM: leaving; the keeper and its ranks go on")
-        return 128 + signal.SIGTERM
-    except PerdureError as error:
-        log.error("%s (%s)", error.message, error.hint)
-        return error.exit_code
-    return 0
+    return run_part(_main(job, node), log, "; the keeper and its ranks go on")
 
 
 async def _main(job: str, node: int) -> None:
@@ -458,12 +442,9 @@ async def _main(job: str, node: int) -> None:
     paths = paths_of(home, job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, f"agent-{node}")
     check_spoken(endpoint.speaks, f"the job {job}")
-    task = asyncio.current_task()
-    assert task is not None
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGTERM, task.cancel)
     loop.add_signal_handler(signal.SIGINT, lambda: None)
-    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0") or 0)
+    run_pid = find_run_pid()
     bus = await _connect(endpoint, f"perdure agent {job} {node}", run_pid, node)
     if bus is None:
         log.error("`perdure run` (pid %d) is gone", run_pid)
@@ -498,29 +479,6 @@ async def _connect(endpoint: Endpoint, name: str, run_pid: int, near: int) -> Na
             if run_pid and read_state(run_pid) in "XZ":
                 return None
             await asyncio.sleep(0.1)
-
-
-@contextlib.contextmanager
-def watch_process(pid: int, gone: Callable[[], None]):  # type: ignore[no-untyped-def]
-    """Call `gone` when process `pid` has ended; with pid 0, never."""
-    loop, fd = asyncio.get_running_loop(), -1
-
-    def call() -> None:
-        loop.remove_reader(fd)
-        gone()
-
-    if pid:
-        try:
-            fd = os.pidfd_open(pid)
-            loop.add_reader(fd, call)
-        except ProcessLookupError:
-            loop.call_soon(gone)
-    try:
-        yield
-    finally:
-        if fd >= 0:
-            loop.remove_reader(fd)
-            os.close(fd)
 
 
 def _make_base(spec: JobSpec, node: int, env: Mapping[str, str]) -> dict[str, str]:

@@ -11,6 +11,7 @@ from perdure.model.paths import JobPaths
 from perdure.service.controller.arbiter import open_register
 from perdure.service.controller.lease import LeaseLoop
 from perdure.service.jobfiles import load_endpoint
+from perdure.service.part import Tasks
 
 T = TypeVar("T")
 
@@ -25,18 +26,16 @@ async def lead(
         return
     async with open_register(spec, bus) as register:
         loop = LeaseLoop(register, me, spec.bus.lease_s)
-        tasks = [asyncio.create_task(loop.run())]
+        tasks = Tasks()
         if not (spec.nats.url or spec.bus.arbiter):
-            tasks.append(asyncio.create_task(_watch_elections(spec, paths, node)))
-        won = asyncio.create_task(loop.won.wait())
+            tasks.spawn(_watch_elections(spec, paths, node))
+        first = (tasks.spawn(loop.run()), tasks.spawn(loop.won.wait()))
         try:
-            await asyncio.wait((tasks[0], won), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
             loop.check()
             yield loop
         finally:
-            for task in (*tasks, won):
-                task.cancel()
-            await asyncio.gather(*tasks, won, return_exceptions=True)
+            await tasks.end()
             await loop.give_back()
 
 

@@ -4,7 +4,6 @@ It leaves with 0 once `JobEnded` is in the journal, and on SIGTERM; whoever kill
 loses nothing. When `perdure run` itself is gone it ends the job, since nobody is left to clean up.
 """
 
-import asyncio
 import contextlib
 import itertools
 import logging
@@ -13,14 +12,14 @@ import signal
 import ssl
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
+from functools import partial
 from secrets import token_hex
 
 from perdure.adapters.exporters import PrometheusServer
 from perdure.adapters.host import read_state
 from perdure.adapters.nats import NatsBus, NatsStream, server_config
 from perdure.model.bus.wire import Command
-from perdure.model.errors import PerdureError, PlatformError
-from perdure.model.events import JobEnded
+from perdure.model.errors import PlatformError
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.report import Snapshot
@@ -42,6 +41,7 @@ from perdure.service.jobfiles import (
     resolve_home,
     write_document,
 )
+from perdure.service.part import Tasks, find_run_pid, run_part, watch_process
 from perdure.service.processes import find_by_argument, find_marked
 from perdure.telemetry.fate import RUN_LOST
 
@@ -53,31 +53,15 @@ _FLUSH_S = 5.0
 
 def main(job: str, node: int = 0) -> int:
     """Run the controller of `job` as a process, on `node`; return its exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
-    )
-    try:
-        ended = asyncio.run(_main(job, node))
-    except asyncio.CancelledError:
-        log.info("SIGTERM: leaving; the journal has everything")
-        return 128 + signal.SIGTERM
-    except PerdureError as error:
-        log.error("%s (%s)", error.message, error.hint)
-        return error.exit_code
-    log.info("the job has ended: %s, %s", ended.status, ended.reason)
-    return 0
+    return run_part(_main(job, node), log, "; the journal has everything")
 
 
-async def _main(job: str, node: int) -> JobEnded:
+async def _main(job: str, node: int) -> None:
     paths = paths_of(resolve_home(), job)
     spec, endpoint = load_spec(paths), load_endpoint(paths, "controller")
     parts = load_parts(paths)
     offset_s = endpoint.clock_offset_s
     incarnation = f"c{node}-{os.getpid()}-{token_hex(3)}"
-
-    def clock() -> float:
-        return time.monotonic() + offset_s
-
     newest: list[Snapshot] = []
 
     def show(snapshot: Snapshot) -> None:
@@ -87,9 +71,6 @@ async def _main(job: str, node: int) -> JobEnded:
         except PlatformError as error:
             log.warning("%s", error)
 
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with contextlib.AsyncExitStack() as stack:
         name = f"perdure controller {job}"
         bus = await NatsBus.connect(endpoint, name=name, near=node)
@@ -112,9 +93,9 @@ async def _main(job: str, node: int) -> JobEnded:
                 if isinstance(stream, NatsStream)
                 else None,
             ),
-            clock=clock,
+            clock=lambda: time.monotonic() + offset_s,
             incarnation=incarnation,
-            submitted_s=parts.started_s if parts else clock(),
+            submitted_s=parts.started_s if parts else time.monotonic() + offset_s,
             show=show,
             note=alerter.note,
             snapshots=SnapshotFiles(paths.snapshots),
@@ -123,10 +104,11 @@ async def _main(job: str, node: int) -> JobEnded:
         )
         service.inbox.admit = lambda node: find_admission(spec, paths, node)
         async with _reach_out(spec, paths, service, alerter):
-            with _serve_metrics(spec, newest), _watch_run(service):
+            gone = partial(_end_job, service)
+            with _serve_metrics(spec, newest), watch_process(find_run_pid(), gone):
                 ended = await run_while(lease, service.run())
     _end_orphans(spec, paths)
-    return ended
+    log.info("the job has ended: %s, %s", ended.status, ended.reason)
 
 
 @contextlib.asynccontextmanager
@@ -134,9 +116,11 @@ async def _reach_out(
     spec: JobSpec, paths: JobPaths, service: ControllerService, alerter: Alerter
 ) -> AsyncIterator[None]:
     """Serve the webhook, watch pods and send alerts meanwhile; none can end the controller."""
-    tasks = [asyncio.create_task(alerter.run())] if alerter.wanted else []
+    tasks = Tasks()
+    if alerter.wanted:
+        tasks.spawn(alerter.run())
     if (pods := open_watch(service.command)) is not None:
-        tasks.append(asyncio.create_task(pods.run()))
+        tasks.spawn(pods.run())
     config = spec.notify
     if config.webhook_port:
         try:
@@ -146,8 +130,7 @@ async def _reach_out(
                 tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
                 tls.load_cert_chain(spec.nats.tls_cert, spec.nats.tls_key)
             host, port = config.webhook_host, config.webhook_port
-            webhook = Webhook(service.inbox, host, port, token, tls=tls)
-            tasks.append(asyncio.create_task(webhook.run()))
+            tasks.spawn(Webhook(service.inbox, host, port, token, tls=tls).run())
         except (PlatformError, OSError) as error:
             log.error("no webhook: %s", error)
     try:
@@ -155,9 +138,7 @@ async def _reach_out(
         if alerter.wanted:
             await alerter.flush(_FLUSH_S)
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await tasks.end()
 
 
 @contextlib.contextmanager
@@ -181,31 +162,11 @@ def _serve_metrics(spec: JobSpec, newest: list[Snapshot]) -> Iterator[None]:
             server.close()
 
 
-@contextlib.contextmanager
-def _watch_run(service: ControllerService) -> Iterator[None]:
-    """End the job when `perdure run` is gone: nobody is left to show it, or to clean up."""
-    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
-    loop = asyncio.get_running_loop()
-    fd = -1
-
-    def end() -> None:
-        if fd >= 0:
-            loop.remove_reader(fd)
-        log.error("`perdure run` (pid %d) is gone: ending the job", run_pid)
-        service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who=RUN_LOST))
-
-    if run_pid:
-        try:
-            fd = os.pidfd_open(run_pid)
-            loop.add_reader(fd, end)
-        except ProcessLookupError:
-            end()
-    try:
-        yield
-    finally:
-        if fd >= 0:
-            loop.remove_reader(fd)
-            os.close(fd)
+def _end_job(service: ControllerService) -> None:
+    """End the job, as `perdure run` is gone: nobody is left to show it, or to clean up."""
+    run_pid = find_run_pid()
+    log.error("`perdure run` (pid %d) is gone: ending the job", run_pid)
+    service.command(Command(id=f"run-{run_pid}-gone", kind="kill", who=RUN_LOST))
 
 
 async def restart_server(spec: JobSpec, paths: JobPaths, stream: NatsStream) -> None:
@@ -245,7 +206,7 @@ def _end_orphans(spec: JobSpec, paths: JobPaths) -> None:
     Those are the nats-servers; and before them the controllers that stand by, which would wait for
     the lease of a job without a server.
     """
-    run_pid = int(os.environ.get("PERDURE_RUN_PID", "0"))
+    run_pid = find_run_pid()
     if not run_pid or read_state(run_pid) not in "XZ":
         return
     for pid in set(find_marked(spec.name, resolve_home())) & set(find_by_argument("controller")):

@@ -1,0 +1,95 @@
+"""What the parts of a job have in common as processes: log, signals, exit code, tasks.
+
+A part is cancelled by SIGTERM, and told when the `perdure run` that it belongs to is gone.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from typing import Any
+
+from perdure.model.errors import PerdureError
+
+
+class Tasks:
+    """Work beside the loop: kept until it has ended, and cancelled at the end."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._running: set[asyncio.Future[Any]] = set()
+
+    def spawn(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
+        """Begin `work`."""
+        task = asyncio.ensure_future(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def end(self) -> None:
+        """Cancel what has not ended, and wait for it; how it ends is nobody's concern any more."""
+        running = tuple(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def set_up_log() -> None:
+    """Have what is logged go to standard error, which is the part's log file."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname).1s %(name)s: %(message)s"
+    )
+
+
+def run_part(work: Coroutine[Any, Any, None], log: logging.Logger, leaving: str) -> int:
+    """Do `work` as a process until it ends, or SIGTERM cancels it; return the exit code.
+
+    `leaving` is said on SIGTERM: what goes on without this part.
+    """
+    set_up_log()
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await work
+
+    try:
+        asyncio.run(run())
+    except asyncio.CancelledError:
+        log.info("SIGTERM: leaving%s", leaving)
+        return 128 + signal.SIGTERM
+    except PerdureError as error:
+        log.error("%s (%s)", error.message, error.hint)
+        return error.exit_code
+    return 0
+
+
+def find_run_pid() -> int:
+    """Return the pid of the `perdure run` that this part belongs to; 0 where there is none."""
+    return int(os.environ.get("PERDURE_RUN_PID") or 0)
+
+
+@contextlib.contextmanager
+def watch_process(pid: int, gone: Callable[[], object]) -> Iterator[None]:
+    """Call `gone` when process `pid` has ended; with pid 0, never."""
+    loop, fd = asyncio.get_running_loop(), -1
+
+    def call() -> None:
+        loop.remove_reader(fd)
+        gone()
+
+    if pid:
+        try:
+            fd = os.pidfd_open(pid)
+            loop.add_reader(fd, call)
+        except ProcessLookupError:
+            loop.call_soon(gone)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            loop.remove_reader(fd)
+            os.close(fd)
