@@ -1,6 +1,7 @@
 """A certificate of a day's need: made at a server's start, trusted by the job's own parts alone.
 
-`openssl` makes it, since no library that perdure depends on can. The key never leaves its file,
+`openssl` makes it: a library that can is a compiled one of its own, for one call that a job on
+loopback never needs. The key never leaves its file,
 which only its owner can read; clients get the certificate itself as their only authority.
 """
 
