@@ -4,7 +4,8 @@ import os
 
 import pytest
 
-from perdure.adapters.devices import Nvml, find_parents, list_gpus
+from perdure.adapters.devices import Nvml, list_gpus
+from perdure.adapters.host import find_parents
 
 pytestmark = pytest.mark.gpu
 

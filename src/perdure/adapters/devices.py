@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from perdure.adapters.host import read_text
 from perdure.model.job import JobSpec
 from perdure.model.signals.devices import DeviceSample, Xid, share_devices
 
@@ -308,28 +309,7 @@ def _list_nodes(folder: str = "/dev") -> list[str]:
 
 def find_machine_id() -> str:
     """Return eight digits that stay the same for this machine, through reboots where it can."""
-    text = ""
-    for path in ("/etc/machine-id", "/var/lib/dbus/machine-id", "/proc/sys/kernel/random/boot_id"):
-        try:
-            with open(path) as file:
-                text = file.read().strip()
-        except OSError:
-            continue
-        if text:
-            break
+    paths = ("/etc/machine-id", "/var/lib/dbus/machine-id", "/proc/sys/kernel/random/boot_id")
+    text = next((text for path in paths if (text := read_text(path).strip())), "")
     # Containers made of one image have its machine id in common, and only their names differ.
     return hashlib.sha256(f"{text}@{os.uname().nodename}".encode()).hexdigest()[:8]
-
-
-def find_parents(pid: int) -> list[int]:
-    """Return the ancestors of a process, nearest first."""
-    found: list[int] = []
-    while pid > 1 and len(found) < 16:
-        try:
-            with open(f"/proc/{pid}/stat", "rb") as file:
-                text = file.read()
-        except OSError:
-            break
-        pid = int(text[text.rfind(b")") + 2 :].split()[1])
-        found.append(pid)
-    return found

@@ -11,6 +11,7 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 
 from perdure.adapters.devices import list_gpus
+from perdure.adapters.host import read_text
 from perdure.adapters.stacks import find_py_spy
 from perdure.model.platforms.health import Check
 from perdure.model.platforms.supported import TESTED_TORCH, read_version
@@ -111,13 +112,8 @@ def check_state_directory(home: str) -> Check:
 def find_filesystem(path: str, mounts: str = "/proc/self/mounts") -> str:
     """Return the type of the file system that holds `path`; empty where it cannot be told."""
     best, kind = "", ""
-    try:
-        with open(mounts) as file:
-            rows = [line.split() for line in file]
-    except OSError:
-        return ""
     real = os.path.realpath(path)
-    for row in rows:
+    for row in map(str.split, read_text(mounts).splitlines()):
         mount = row[1].replace("\\040", " ")
         inside = real == mount or real.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(best):
@@ -152,7 +148,7 @@ def check_stacks() -> Check:
             evidence="py-spy is not installed: verdicts come without stacks",
             mend="pip install py-spy",
         )
-    scope = _read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
+    scope = read_text("/proc/sys/kernel/yama/ptrace_scope").strip()
     capable = os.geteuid() == 0 or _has_capability(19)
     if capable or scope in ("", "0"):
         return Check(name=name, state="ok", evidence=f"py-spy, ptrace_scope {scope or 'absent'}")
@@ -187,7 +183,7 @@ def check_links() -> Check:
 
 def check_oom() -> Check:
     """Return whether a kill by the kernel for lack of memory can be told from another SIGKILL."""
-    for line in _read_text("/proc/self/cgroup").splitlines():
+    for line in read_text("/proc/self/cgroup").splitlines():
         number, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         root = "/sys/fs/cgroup" + ("" if number == "0" else f"/{controllers}")
         counter = os.path.join(
@@ -264,15 +260,7 @@ def check_namespaces() -> Check:
 
 
 def _has_capability(number: int) -> bool:
-    for line in _read_text("/proc/self/status").splitlines():
+    for line in read_text("/proc/self/status").splitlines():
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)
     return False
-
-
-def _read_text(path: str) -> str:
-    try:
-        with open(path) as file:
-            return file.read()
-    except OSError:
-        return ""

@@ -9,8 +9,9 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from perdure.model.signals.progress import ProcSample
 
@@ -148,11 +149,8 @@ class CoreMeter:
 
 def _read_pressure() -> float:
     """Return for how long something has waited for a CPU since boot, in seconds; -1 if unknown."""
-    try:
-        with open("/proc/pressure/cpu", "rb") as file:
-            return int(file.readline().rpartition(b"total=")[2]) / 1e6
-    except (OSError, ValueError):
-        return -1.0
+    total_us = read_text("/proc/pressure/cpu").partition("\n")[0].rpartition("total=")[2]
+    return int(total_us) / 1e6 if total_us.isdigit() else -1.0
 
 
 def _open(path: str) -> int:
@@ -234,16 +232,47 @@ class ProcSampler:
                     watched.below[pid] = ProcStat(pid)
 
 
+def read_all(name: str) -> Iterator[tuple[int, bytes]]:
+    """Yield pid and `/proc/PID/name` of each process that lets us read it."""
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
+            with contextlib.suppress(OSError):
+                with open(f"/proc/{pid}/{name}", "rb") as file:
+                    data = file.read()
+                yield int(pid), data
+
+
+def read_stats() -> dict[int, tuple[str, int]]:
+    """Return pid -> (state, parent's pid) of every process, by one look at the process table."""
+    words = ((pid, _split_stat(text)) for pid, text in read_all("stat"))
+    return {pid: (stat[0].decode(), int(stat[1])) for pid, stat in words if stat}
+
+
 def list_parents() -> dict[int, int]:
-    """Return pid -> parent's pid of every process, by one look at the process table."""
-    parents: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            with contextlib.suppress(OSError, ValueError, IndexError):
-                with open(f"/proc/{name}/stat", "rb") as file:
-                    text = file.read()
-                parents[int(name)] = int(text[text.rfind(b")") + 2 :].split()[1])
-    return parents
+    """Return pid -> parent's pid of every process."""
+    return {pid: parent for pid, (_, parent) in read_stats().items()}
+
+
+def find_parents(pid: int) -> list[int]:
+    """Return the ancestors of a process, nearest first."""
+    found: list[int] = []
+    while pid > 1 and (stat := _read_stat(pid)):
+        pid = int(stat[1])
+        found.append(pid)
+    return found
+
+
+def _read_stat(pid: int) -> list[bytes]:
+    """Return what the kernel says of a process, from its state on; nothing where it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return _split_stat(file.read())
+    except OSError:
+        return []
+
+
+def _split_stat(text: bytes) -> list[bytes]:
+    return text[text.rfind(b")") + 2 :].split()
 
 
 def list_children(pid: int) -> set[int]:
@@ -277,23 +306,14 @@ def read_start_time(pid: int) -> int:
     """Return the start time of a process in ticks since boot, which tells it from a later one
     with the same pid; 0 if it is gone (or a zombie).
     """  # noqa: D205
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return 0
-    words = text[text.rfind(b")") + 2 :].split()
-    return 0 if words[0] in (b"Z", b"X") else int(words[19])
+    stat = _read_stat(pid)
+    return int(stat[19]) if stat and stat[0] not in (b"Z", b"X") else 0
 
 
 def read_state(pid: int) -> str:
     """Return the state letter of a process, X if it is gone."""
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            text = file.read()
-    except OSError:
-        return "X"
-    return text[text.rfind(b")") + 2 :][:1].decode()
+    stat = _read_stat(pid)
+    return stat[0].decode() if stat else "X"
 
 
 def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
@@ -303,16 +323,9 @@ def find_marked(marks: Mapping[str, str]) -> dict[int, int]:
     keeper's. The caller itself is left out, and so is who cannot be looked at (other users).
     """
     wanted = {f"{name}={value}".encode() for name, value in marks.items()}
-    found: dict[int, int] = {}
-    for name in os.listdir("/proc"):
-        if not name.isdigit() or int(name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            with open(f"/proc/{name}/environ", "rb") as file:
-                variables = set(file.read().split(b"\0"))
-            if wanted <= variables and (start := read_start_time(int(name))):
-                found[int(name)] = start
-    return found
+    marked = [pid for pid, data in read_all("environ") if wanted <= set(data.split(b"\0"))]
+    starts = {pid: read_start_time(pid) for pid in marked if pid != os.getpid()}
+    return {pid: start for pid, start in starts.items() if start}
 
 
 def kill_process(pid: int, start: int) -> bool:
@@ -364,9 +377,14 @@ def pick_free_port(host: str) -> int:
 
 def read_boot_id() -> str:
     """Return the id of this boot; empty where the kernel does not tell."""
+    return read_text("/proc/sys/kernel/random/boot_id").strip()
+
+
+def read_text(path: str | Path) -> str:
+    """Return what is in a small file; empty where it cannot be read."""
     try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
+        with open(path, errors="replace") as file:
+            return file.read()
     except OSError:
         return ""
 

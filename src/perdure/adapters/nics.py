@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
+from perdure.adapters.host import read_text
 from perdure.model.signals.links import NicSample
 
 _ETHERNET_ERRORS = ("rx_errors", "tx_errors", "rx_dropped", "tx_dropped", "tx_carrier_errors")
@@ -59,14 +60,14 @@ class NicReader:
     def _look_ethernet(self, name: str) -> tuple[str, Literal["ethernet", "rdma"], bool, _Counters]:
         base = self._root / "class/net" / name
         counters = base / "statistics"
-        up = _read_text(base / "operstate") in ("up", "unknown")  # Loopback says `unknown`.
+        up = read_text(base / "operstate").strip() in ("up", "unknown")  # Loopback says `unknown`.
         sent, received = (_read_number(counters / f"{way}_bytes") for way in ("tx", "rx"))
         errors = sum(_read_number(counters / error) for error in _ETHERNET_ERRORS)
         return name, "ethernet", up, (sent, received, errors)
 
     def _look_rdma(self, port: Path) -> tuple[str, Literal["ethernet", "rdma"], bool, _Counters]:
         name = f"{port.parent.parent.name}/{port.name}"
-        up = _read_text(port / "state").endswith("ACTIVE")
+        up = read_text(port / "state").strip().endswith("ACTIVE")
         words = [_read_number(port / f"counters/port_{way}_data") for way in ("xmit", "rcv")]
         errors = sum(_read_number(port / error) for error in _RDMA_ERRORS)
         return name, "rdma", up, (words[0] * _RDMA_WORD, words[1] * _RDMA_WORD, errors)
@@ -76,16 +77,9 @@ class NicReader:
         return sorted(devices.glob("*/ports/*")) if os.path.isdir(devices) else []
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return ""
-
-
 def _read_number(path: Path) -> int:
     """Return a counter; 0 where this device does not have it."""
     try:
-        return int(_read_text(path))
+        return int(read_text(path))
     except ValueError:
         return 0

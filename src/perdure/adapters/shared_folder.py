@@ -121,7 +121,7 @@ class NumberedFiles:
                 if path.read_bytes() != data:
                     return False
             if self._synced:
-                sync_directory(self.folder)
+                sync_path(self.folder)
         finally:
             with contextlib.suppress(FileNotFoundError):
                 temporary.unlink()
@@ -263,9 +263,9 @@ def make_run_folder(base: str, name: str) -> str:
     return folder
 
 
-def sync_directory(path: Path) -> None:
-    """Bring a directory's names to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+def sync_path(path: str | Path) -> None:
+    """Bring a file's contents, or a directory's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     finally:

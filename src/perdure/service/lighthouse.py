@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from perdure.adapters.host import pick_free_port
 from perdure.adapters.lighthouse import LighthouseServer
 from perdure.control.groups.outputs import (
     Answered,
@@ -493,8 +493,7 @@ def _become_stock(spec: JobSpec, path: str) -> None:
     known = read_document(path, LighthouseFile)
     port = known.port if known else 0
     if not port:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = pick_free_port("127.0.0.1")
     write_document(path, LighthouseFile(port=port))
     os.execv(program, [program, *make_stock_words(spec, port)])
 

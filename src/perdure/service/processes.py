@@ -18,7 +18,15 @@ from pathlib import Path
 from secrets import token_hex
 from typing import BinaryIO
 
-from perdure.adapters.host import list_children, read_start_time
+from perdure.adapters import host
+from perdure.adapters.host import (
+    find_parents,
+    list_children,
+    read_all,
+    read_start_time,
+    read_state,
+    read_stats,
+)
 from perdure.worker.prctl import set_death_signal
 
 
@@ -60,14 +68,9 @@ class StopWatch:
 
     def find(self, children: Iterable[Child]) -> list[Child]:
         """Look once; return those that have been stopped for long enough, each once."""
-        stopped = [c for c in children if c.pidfd >= 0 and _is_stopped(c.pid)]
+        stopped = [c for c in children if c.pidfd >= 0 and read_state(c.pid) == "T"]
         self._seen = {c.pid: self._seen.get(c.pid, 0) + 1 for c in stopped}
         return [c for c in stopped if self._seen[c.pid] == self._sightings]
-
-
-def _is_stopped(pid: int) -> bool:
-    stat = _read_stat(pid)
-    return stat is not None and stat[1] == "T"
 
 
 def part_command(*words: str) -> list[str]:
@@ -136,33 +139,11 @@ def describe_exit(status: int) -> str:
     return f"signal {-status}"
 
 
-def _read_stat(pid: int) -> tuple[int, str] | None:
-    """Return (parent, state) of a process."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return None
-    return int(fields[1]), fields[0].decode()
-
-
-def _list_pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
-
-
-def _read_all(name: str) -> Iterator[tuple[int, bytes]]:
-    """Yield pid and `/proc/PID/name` of each process that lets us read it."""
-    for pid in _list_pids():
-        with contextlib.suppress(OSError):
-            yield pid, Path(f"/proc/{pid}/{name}").read_bytes()
-
-
 def find_descendants(pid: int) -> list[int]:
     """Return the living descendants of `pid`, zombies left out."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for other in _list_pids():
-        stat = _read_stat(other)
-        if stat is not None:
-            children.setdefault(stat[0], []).append((other, stat[1]))
+    for other, (state, parent) in read_stats().items():
+        children.setdefault(parent, []).append((other, state))
     found: list[int] = []
     queue = [pid]
     while queue:
@@ -175,19 +156,9 @@ def find_descendants(pid: int) -> list[int]:
 
 def find_marked(job: str, home: str) -> list[int]:
     """Return the processes of this user that carry the job's mark, but for our own ancestors."""
-    marks = {f"PERDURE_JOB={job}".encode(), f"PERDURE_HOME={home}".encode()}
-    spared: set[int] = set()
-    pid = os.getpid()
-    while pid > 1 and (stat := _read_stat(pid)) is not None:
-        spared.add(pid)
-        pid = stat[0]
-    found = []
-    for other, environ in _read_all("environ"):
-        if other not in spared and marks <= set(environ.split(b"\0")):
-            stat = _read_stat(other)
-            if stat is not None and stat[1] not in ("Z", "X"):
-                found.append(other)
-    return found
+    spared = find_parents(os.getpid())
+    marked = host.find_marked({"PERDURE_JOB": job, "PERDURE_HOME": home})
+    return [pid for pid in marked if pid not in spared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +186,9 @@ def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:
     found: dict[str, list[Leftover]] = {}
     watched: set[str] = set()
     now_s = time.clock_gettime(time.CLOCK_BOOTTIME)
-    for pid in _list_pids():
-        try:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
-        except OSError:
-            continue
+    commands = dict(read_all("cmdline"))
+    for pid, data in read_all("environ"):
+        environ, command = data.split(b"\0"), commands.get(pid, b"").replace(b"\0", b" ")
         start = read_start_time(pid)
         marks = dict(item.partition(b"=")[::2] for item in environ)
         job = os.fsdecode(marks.get(b"PERDURE_JOB", b""))
@@ -240,13 +208,13 @@ def find_leftovers(home: str, is_run: Callable[[str], bool]) -> list[Leftover]:
 
 def find_by_argument(argument: str) -> list[int]:
     """Return the processes with exactly this argument in their command line."""
-    return [pid for pid, line in _read_all("cmdline") if argument.encode() in line.split(b"\0")]
+    return [pid for pid, line in read_all("cmdline") if argument.encode() in line.split(b"\0")]
 
 
 def find_by_title(title: str) -> list[int]:
     """Return the processes that call themselves `title`, to the end of a word."""
     wanted = f"{title} ".encode()
-    lines = _read_all("cmdline")
+    lines = read_all("cmdline")
     return [pid for pid, line in lines if (line.replace(b"\0", b" ") + b" ").startswith(wanted)]
 
 
@@ -255,8 +223,7 @@ def reap_adopted(known: set[int]) -> None:
     try:
         pids = list_children(os.getpid())
     except OSError:
-        stats = ((pid, _read_stat(pid)) for pid in _list_pids())
-        pids = {pid for pid, stat in stats if stat is not None and stat[0] == os.getpid()}
+        pids = {pid for pid, (_, parent) in read_stats().items() if parent == os.getpid()}
     for pid in pids:
         if pid not in known:
             with contextlib.suppress(ChildProcessError):

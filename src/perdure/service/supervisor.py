@@ -448,14 +448,16 @@ class Supervisor:
 
     # --- what is shown ------------------------------------------------------------------------
 
-    def _start_watch(self) -> None:
+    def _start_watch(self) -> asyncio.Future[None]:
         """Watch files; should that ever end by itself, say so."""
 
         def tell(watch: asyncio.Future[None]) -> None:
             if not watch.cancelled():
                 self._note(f"what is shown here is out of date from now on: {watch.exception()!r}")
 
-        self._tasks.spawn(self._watch_files()).add_done_callback(tell)
+        watch = self._tasks.spawn(self._watch_files())
+        watch.add_done_callback(tell)
+        return watch
 
     async def _watch_files(self) -> None:
         """Show new lines and pictures, and reap orphans, ten times a second."""

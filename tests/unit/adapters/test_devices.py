@@ -3,7 +3,8 @@ import os
 import pytest
 from tests.unit.adapters.fake_nvml import FakeNvml
 
-from perdure.adapters.devices import Nvml, find_machine_id, find_parents, list_device_ids
+from perdure.adapters.devices import Nvml, find_machine_id, list_device_ids
+from perdure.adapters.host import find_parents
 from perdure.model.job import JobSpec
 
 

@@ -7,6 +7,7 @@ replaced, and an announcement that is taken back, need nothing of their own.
 from collections.abc import Mapping
 from pathlib import Path
 
+from perdure.adapters.host import read_text
 from perdure.adapters.notices.aws import AwsNotices
 from perdure.adapters.notices.azure import AzureNotices
 from perdure.adapters.notices.file import FileNotices
@@ -28,10 +29,7 @@ def detect_platform(dmi: Path = DMI) -> str:
     """
 
     def read(name: str) -> str:
-        try:
-            return (dmi / name).read_text(errors="replace").strip()
-        except OSError:
-            return ""
+        return read_text(dmi / name).strip()
 
     if "Amazon EC2" in (read("sys_vendor"), read("bios_vendor")):
         return "aws"

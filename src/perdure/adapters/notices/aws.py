@@ -8,10 +8,7 @@ interruption notices", "EC2 instance rebalance recommendations", "Use IMDSv2".)
 from datetime import datetime
 from typing import Any
 
-import msgspec
-
-from perdure.adapters.notices.http import Answer, MetadataService
-from perdure.model.errors import PlatformError
+from perdure.adapters.notices.http import Answer, MetadataService, parse_answer
 from perdure.model.notices import Announced
 
 _URL = "http://169.254.169.254"
@@ -69,20 +66,14 @@ class AwsNotices:
             answer = await self._ask(path)
         if answer.status == 404:
             return None
-        if answer.status != 200:
-            raise PlatformError(f"{self._service.url}{path} answers {answer.status}")
-        try:
-            return msgspec.json.decode(answer.body, type=dict[str, Any])
-        except msgspec.MsgspecError as error:
-            raise PlatformError(f"{self._service.url}{path}: {error}") from None
+        body = self._service.check(path, answer).body
+        return parse_answer(f"{self._service.url}{path}", body, dict[str, Any])
 
     async def _ask(self, path: str) -> Answer:
         if not self._token:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(_TTL_S)}
             granted = await self._service.ask(_TOKEN, ttl, method="PUT")
-            if granted.status != 200:
-                raise PlatformError(f"{self._service.url}{_TOKEN} answers {granted.status}")
-            self._token = granted.text
+            self._token = self._service.check(_TOKEN, granted).text
         return await self._service.ask(path, {"X-aws-ec2-metadata-token": self._token})
 
 

@@ -10,7 +10,7 @@ from email.utils import parsedate_to_datetime
 
 import msgspec
 
-from perdure.adapters.notices.http import MetadataService
+from perdure.adapters.notices.http import MetadataService, parse_answer
 from perdure.model.errors import PlatformError
 from perdure.model.notices import Announced
 
@@ -55,10 +55,7 @@ class AzureNotices:
         """
         if not self._me:
             self._me = (await self._get(_NAME)).decode(errors="replace").strip()
-        try:
-            listed = msgspec.json.decode(await self._get(_EVENTS), type=_Events)
-        except msgspec.MsgspecError as error:
-            raise PlatformError(f"{self._service.url}{_EVENTS}: {error}") from None
+        listed = parse_answer(f"{self._service.url}{_EVENTS}", await self._get(_EVENTS), _Events)
         mine = [e for e in listed.events if e.event_type in _GOING and self._me in e.resources]
         return tuple(_tell(event) for event in mine)
 
@@ -70,14 +67,10 @@ class AzureNotices:
         """
         body = msgspec.json.encode({"StartRequests": [{"EventId": id_}]})
         answer = await self._service.ask(_EVENTS, _HEADERS, method="POST", body=body)
-        if answer.status != 200:
-            raise PlatformError(f"{self._service.url}{_EVENTS} answers {answer.status}")
+        self._service.check(_EVENTS, answer)
 
     async def _get(self, path: str) -> bytes:
-        answer = await self._service.ask(path, _HEADERS)
-        if answer.status != 200:
-            raise PlatformError(f"{self._service.url}{path} answers {answer.status}")
-        return answer.body
+        return self._service.check(path, await self._service.ask(path, _HEADERS)).body
 
 
 def _tell(event: _Event) -> Announced:

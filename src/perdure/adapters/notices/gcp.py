@@ -10,7 +10,6 @@ attached GPUs an hour.)
 from urllib.parse import quote
 
 from perdure.adapters.notices.http import TIMEOUT_S, MetadataService
-from perdure.model.errors import PlatformError
 from perdure.model.notices import Announced
 
 _URL = "http://metadata.google.internal"
@@ -41,11 +40,10 @@ class _Value:
             path += f"?wait_for_change=true&timeout_sec={_WAIT_S}&last_etag={quote(self._etag)}"
             timeout_s += _WAIT_S
         answer = await self._service.ask(path, _HEADERS, timeout_s=timeout_s)
-        if answer.status != 200:
-            self._etag = ""
-            raise PlatformError(f"{self._service.url}{path} answers {answer.status}")
+        self._etag = ""
+        text = self._service.check(path, answer).text
         self._etag = answer.headers.get("ETag", "")
-        return self._tell(answer.text)
+        return self._tell(text)
 
     async def acknowledge(self, id_: str) -> None:
         """Do nothing: Compute Engine takes no answer."""

@@ -11,11 +11,14 @@ import io
 import ssl
 from collections.abc import Mapping
 from http.client import HTTPMessage, parse_headers
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
 from perdure.model.errors import ConfigError, PlatformError
+
+T = TypeVar("T")
 
 _BYTES_MAX = 1 << 22
 """Of an answer: some hundred pods."""
@@ -33,6 +36,18 @@ class Answer(msgspec.Struct, frozen=True):
     def text(self) -> str:
         """Return the body in words."""
         return self.body.decode(errors="replace").strip()
+
+
+def parse_answer(place: str, body: bytes, type_: type[T]) -> T:
+    """Return the JSON that was found at `place`.
+
+    Raises:
+        PlatformError: it makes no sense.
+    """
+    try:
+        return msgspec.json.decode(body, type=type_)
+    except msgspec.MsgspecError as error:
+        raise PlatformError(f"{place}: {error}") from None
 
 
 class MetadataService:
@@ -53,6 +68,16 @@ class MetadataService:
         self.url, self._host, self._port = url, parts.hostname, parts.port or 80
         self._context = context
         self._host_header, self._prefix = parts.netloc, parts.path.rstrip("/")
+
+    def check(self, path: str, answer: Answer, *, hint: str = "") -> Answer:
+        """Return the `answer` to a request for `path`, which has to be there.
+
+        Raises:
+            PlatformError: it is another status than 200.
+        """
+        if answer.status != 200:
+            raise PlatformError(f"{self.url}{path} answers {answer.status}", hint=hint)
+        return answer
 
     async def ask(
         self,

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from perdure.adapters.notices.http import TIMEOUT_S, MetadataService
+from perdure.adapters.notices.http import TIMEOUT_S, MetadataService, parse_answer
 from perdure.model.errors import PlatformError
 from perdure.model.notices import Announced
 
@@ -80,12 +80,8 @@ class ApiServer:
             raise PlatformError(f"{self._token}: {error.strerror}") from None
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         answer = await self._service.ask(path, headers, timeout_s=2 * TIMEOUT_S)
-        if answer.status != 200:
-            raise PlatformError(
-                f"{self._service.url}{path} answers {answer.status}",
-                hint=f"the service account has to be allowed to {right}",
-            )
-        return answer.body
+        hint = f"the service account has to be allowed to {right}"
+        return self._service.check(path, answer, hint=hint).body
 
 
 class KubernetesPods:
@@ -129,11 +125,8 @@ class KubernetesPods:
         return tuple(found["items"])
 
     async def _get(self, path: str, right: str) -> Any:
-        body = await self._server.get(f"{self._path}{path}", right)
-        try:
-            return msgspec.json.decode(body)
-        except msgspec.DecodeError as error:
-            raise PlatformError(f"{self._path}{path}: {error}") from None
+        path = f"{self._path}{path}"
+        return parse_answer(path, await self._server.get(path, right), dict[str, Any])
 
 
 class KubernetesNode:
@@ -160,10 +153,7 @@ class KubernetesNode:
             PlatformError: the server cannot be reached, or does not let this pod read its node.
         """
         body = await self._server.get(self._path, "get nodes")
-        try:
-            taints = msgspec.json.decode(body, type=_Node).spec.taints
-        except msgspec.MsgspecError as error:
-            raise PlatformError(f"{self._path}: {error}") from None
+        taints = parse_answer(self._path, body, _Node).spec.taints
         known = _GOING | _RISK
         return tuple(
             Announced(

@@ -7,7 +7,6 @@ places: who has left is dead already, or (perdure) has been told of its leaving.
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ from typing import Protocol
 
 import msgspec
 
+from perdure.adapters.host import pick_free_port
 from perdure.lab.live.places import Gates, kill_nodes, kill_tree
 from perdure.lab.live.report import MadeStep
 from perdure.launch.local import render
@@ -313,8 +313,7 @@ class Torchft:
         self.trail, self._folder = Trail(folder), folder
         self._count, self._pace_s = count, pace_s
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self._port = free.getsockname()[1]
+        self._port = pick_free_port("127.0.0.1")
 
     def start(self, places: Sequence[int]) -> None:
         """Begin with a lighthouse (-1) and these groups."""

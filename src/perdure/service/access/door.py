@@ -18,6 +18,7 @@ from dataclasses import replace
 import msgspec
 
 from perdure.adapters.nats import NatsServer, make_certificate
+from perdure.adapters.shared_folder import sync_path
 from perdure.model.errors import PlatformError
 from perdure.service.jobfiles import read_document, write_atomic, write_document
 
@@ -113,9 +114,5 @@ def _write_synced(path: str, door: Door) -> None:
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o700, exist_ok=True)
     write_document(path, door, mode=0o600)
-    for place in (path, folder):
-        fd = os.open(place, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    sync_path(path)
+    sync_path(folder)

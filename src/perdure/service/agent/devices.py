@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from perdure.adapters.devices import Nvml, find_parents
+from perdure.adapters.devices import Nvml
+from perdure.adapters.host import find_parents
 from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.progress import NodeBeat
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from perdure.adapters.host import read_boot_id, read_start_time
-from perdure.adapters.shared_folder import sync_directory
+from perdure.adapters.shared_folder import sync_path
 from perdure.control.queue import Book
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
@@ -108,7 +108,7 @@ class Writer:
                 file.write(b"".join(encode(record) + b"\n" for record in records))
                 file.flush()
                 os.fsync(file.fileno())
-            sync_directory(self._store.root)
+            sync_path(self._store.root)
         except OSError as error:
             raise _explain(error, path) from error
         self.book = self._store.read()
@@ -228,7 +228,7 @@ def create_once(path: Path, value: Any) -> bool:
         return False
     finally:
         os.unlink(temporary)
-    sync_directory(path.parent)
+    sync_path(path.parent)
     return True
 
 
