@@ -302,15 +302,7 @@ class NatsBus:
         handler: Callable[[bytes, Callable[[bytes], Awaitable[None]]], None],
     ) -> None:
         """Call `handler` with each request and the means to answer it."""
-
-        async def receive(message: Msg) -> None:
-            async def reply(data: bytes) -> None:
-                if message.reply:
-                    await self.publish(message.reply, data)
-
-            handler(message.data, reply)
-
-        await self._listen(subject, receive)
+        await self.serve_each(subject, lambda _, data, reply: handler(data, reply))
 
     async def serve_each(
         self,

@@ -17,7 +17,6 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-import nats.errors
 import nats.js.errors
 from nats.aio.msg import Msg
 from nats.js.api import KeyValueConfig, StorageType
@@ -25,13 +24,12 @@ from nats.js.kv import KeyValue
 
 from perdure.adapters.nats.bus import NatsBus
 from perdure.adapters.nats.server import ACCOUNT
+from perdure.adapters.nats.stream import LOST, WRONG_LAST_SEQUENCE
 from perdure.model.bus.wire import KEY_LEASE, bucket_lease
 from perdure.model.errors import PlatformError
 
 log = logging.getLogger("perdure.nats")
 
-_LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
-_WRONG_LAST_SEQUENCE = (10071, 10164)
 _ANSWER_S = 0.5
 _LOOK_S = 0.3
 _STATES_S = 0.3
@@ -69,7 +67,7 @@ class NatsLease:
         except nats.js.errors.BadRequestError as error:
             if error.err_code != 10058:  # It is there.
                 raise PlatformError(f"cannot make the lease: {error}") from error
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot make the lease: {error!r}") from error
 
     def _bucket(self) -> KeyValue:
@@ -87,7 +85,7 @@ class NatsLease:
             entry = await self._bus.unless_lost(self._bucket().get(KEY_LEASE))
         except nats.js.errors.KeyNotFoundError:
             return 0, ""
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot read the lease: {error!r}") from error
         return int(entry.revision or 0), (entry.value or b"").decode()
 
@@ -103,10 +101,10 @@ class NatsLease:
         except nats.js.errors.KeyWrongLastSequenceError:
             return None
         except nats.js.errors.APIError as error:
-            if error.err_code in _WRONG_LAST_SEQUENCE:
+            if error.err_code in WRONG_LAST_SEQUENCE:
                 return None
             raise PlatformError(f"cannot write the lease: {error}") from error
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot write the lease: {error!r}") from error
 
 
@@ -133,7 +131,7 @@ class ElectionWatch:
                     await self._elect(late)
                     missed.clear()
                     await asyncio.sleep(_ELECT_S)
-            except _LOST:
+            except LOST:
                 missed.clear()
 
     async def _find_leaderless(self) -> dict[str, int]:

@@ -26,10 +26,10 @@ from perdure.adapters.nats.bus import NatsBus
 from perdure.model.bus.wire import stream_journal, subject_journal
 from perdure.model.errors import FencedError, PlatformError
 
-_WRONG_LAST_SEQUENCE = (10071, 10164)
+WRONG_LAST_SEQUENCE = (10071, 10164)
 _ID = "Nats-Msg-Id"
 _LAST = "Nats-Expected-Last-Sequence"
-_LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
+LOST = (nats.errors.Error, nats.js.errors.Error, OSError, asyncio.TimeoutError)
 _BATCH = 500
 _DIRECT_S = 0.5
 """For one batch from one replica."""
@@ -86,7 +86,7 @@ class NatsStream:
         except nats.js.errors.BadRequestError as error:
             if error.err_code != 10058:  # it is there, with other settings: somebody's choice
                 raise PlatformError(f"cannot make the journal: {error}") from error
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot open the journal: {error!r}") from error
         return stream
 
@@ -100,7 +100,7 @@ class NatsStream:
             last = await self._bus.unless_lost(self._js.get_last_msg(self._name, self._subject))
         except nats.js.errors.NotFoundError:
             return None
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return last.data
 
@@ -108,7 +108,7 @@ class NatsStream:
         """Return the name of the server that writes the journal; empty where nobody says so."""
         try:
             info = await self._bus.unless_lost(self._js.stream_info(self._name))
-        except _LOST:
+        except LOST:
             return ""
         return (info.cluster.leader if info.cluster is not None else None) or ""
 
@@ -142,7 +142,7 @@ class NatsStream:
                     number = message.metadata.sequence.stream
                     messages.append(message.data)
             await pull.unsubscribe()
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         return messages
 
@@ -196,10 +196,10 @@ class NatsStream:
                 self._js.publish(self._subject, data, stream=self._name, headers=headers)
             )
         except nats.js.errors.APIError as error:
-            if error.err_code in _WRONG_LAST_SEQUENCE:
+            if error.err_code in WRONG_LAST_SEQUENCE:
                 return await self._find_own(message_id, expected_last)
             raise PlatformError(f"cannot append to the journal: {error}") from error
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot append to the journal: {error!r}") from error
         return int(ack.seq)
 
@@ -207,7 +207,7 @@ class NatsStream:
         """Return the newest message's number if it is ours after all."""
         try:
             last = await self._bus.unless_lost(self._js.get_last_msg(self._name, self._subject))
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot read the journal: {error!r}") from error
         if (last.headers or {}).get(_ID) == message_id and last.seq is not None:
             return int(last.seq)
@@ -222,5 +222,5 @@ class NatsStream:
             await self._js.delete_stream(self._name)
         except nats.js.errors.NotFoundError:
             return
-        except _LOST as error:
+        except LOST as error:
             raise PlatformError(f"cannot remove the old journal: {error!r}") from error

@@ -13,7 +13,6 @@ import os
 import secrets
 import socket
 import time
-from dataclasses import replace
 
 import msgspec
 
@@ -59,10 +58,7 @@ def keep_door(server: NatsServer, path: str, *, certificate: bool) -> None:
         door = msgspec.structs.replace(door, port=_choose_port(server.host))
     _write_synced(path, door)
     server.port = door.port
-    server.users = tuple(
-        replace(user, password=door.password) if user.name == JOINER else user
-        for user in server.users
-    )
+    server.set_password(JOINER, door.password)
     if certificate:
         paths = [os.path.join(server.folder, name) for name in ("tls.crt", "tls.key")]
         for file, text in zip(paths, (door.certificate, door.key), strict=True):
