@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.errors import FencedError, PlatformError, RequestError
+from perdure.model.events import AnyEvent, Decision, JournalEntry
 from perdure.model.notices import Announced
+from perdure.service.controller.journal import Journal
 from perdure.service.ports import OnEach, OnMessage, OnRequest
 
 
@@ -181,3 +183,11 @@ class FakeNotices:
     async def acknowledge(self, id_: str) -> None:
         """Note it."""
         self.acknowledged.append(id_)
+
+
+def number_entries(
+    journal: Journal, bodies: Sequence[AnyEvent | Decision], *, at_s: float
+) -> list[JournalEntry]:
+    """Return `bodies` as the next entries of `journal`; they count once they were appended."""
+    first = journal.last_seq + 1
+    return [JournalEntry(seq=n, at_s=at_s, body=body) for n, body in enumerate(bodies, first)]

@@ -23,7 +23,7 @@ from perdure.service.jobfiles import (
 )
 from perdure.service.ports import JournalStream
 from tests.contract.test_bus import Server
-from tests.fakes import FakeStream
+from tests.fakes import FakeStream, number_entries
 
 
 @pytest.fixture
@@ -49,7 +49,9 @@ async def stream(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 def entries(journal: Journal, *words: str) -> list[JournalEntry]:
-    return journal.number([Decision(action="A", summary=w, reason="r") for w in words], at_s=1.0)
+    return number_entries(
+        journal, [Decision(action="A", summary=w, reason="r") for w in words], at_s=1.0
+    )
 
 
 async def test_messages_are_numbered_and_read_in_order(stream: JournalStream) -> None:

@@ -13,7 +13,7 @@ log = logging.getLogger("perdure.aside")
 
 EVERY_S = 60.0
 """Between two entries about the same door and source; the first comes at once."""
-SOURCES_MAX = 64
+TOLD_APART_MAX = 64
 """Sources told apart; what comes from more of them is counted together."""
 _OTHERS = "others"
 
@@ -41,7 +41,7 @@ class Asides:
         """Count one message from `source`; the first is logged, with the beginning of `data`."""
         self.total += 1
         key = (door, make_plain(source, 64))
-        if key not in self._counts and len(self._counts) >= SOURCES_MAX:
+        if key not in self._counts and len(self._counts) >= TOLD_APART_MAX:
             key = (door, _OTHERS)
         entry = self._counts.setdefault(key, _Count())
         entry.count += 1

@@ -246,10 +246,10 @@ async def test_sources_that_have_nothing_to_tell_are_forgotten() -> None:
     task = asyncio.create_task(outbox.run())
     done: list[int] = []
     try:
-        for number in range(2 * agent_outbox.SOURCES_MAX):
+        for number in range(2 * agent_outbox.SOURCES_KEPT):
             outbox.put_from(f"g0-r0-p{number}", 1, joined(0), lambda: done.append(1))
         assert await outbox.flush(20)
-        assert len(outbox._queued) <= agent_outbox.SOURCES_MAX
+        assert len(outbox._queued) <= agent_outbox.SOURCES_KEPT
         assert outbox._taken.keys() <= outbox._queued.keys()
         outbox.put_from("g0-r0-p0", 1, joined(0), lambda: done.append(0))
         outbox.put_from("g0-r0-p0", 2, joined(1), lambda: done.append(2))
@@ -257,5 +257,5 @@ async def test_sources_that_have_nothing_to_tell_are_forgotten() -> None:
         assert await outbox.flush(5)
     finally:
         task.cancel()
-    assert done == [*[1] * (2 * agent_outbox.SOURCES_MAX), 0, 2]
-    assert len(journal.got) == 2 * agent_outbox.SOURCES_MAX + 2, "a repeated event is not doubled"
+    assert done == [*[1] * (2 * agent_outbox.SOURCES_KEPT), 0, 2]
+    assert len(journal.got) == 2 * agent_outbox.SOURCES_KEPT + 2, "a repeated event is not doubled"

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 import pytest
-from tests.fakes import FakeBus, FakeServer, FakeStream
+from tests.fakes import FakeBus, FakeServer, FakeStream, number_entries
 
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import (
@@ -334,7 +334,9 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
         stuck.append(1)
 
     journal = Journal(stream, writer="c", on_stuck=note)
-    entries = journal.number([Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0)
+    entries = number_entries(
+        journal, [Decision(action="a", summary="x" * 5000, reason="")], at_s=0.0
+    )
     stream.bytes_max = 1000
     appending = asyncio.create_task(journal.append(entries))
     await asyncio.sleep(0.1)
@@ -342,7 +344,9 @@ async def test_nobody_is_killed_for_a_group_that_is_too_large(
     stream.bytes_max = 10_000
     await asyncio.wait_for(appending, 5)
     stream.failures = [(PlatformError("full"), False)] * 3
-    await journal.append(journal.number([Decision(action="a", summary="", reason="")], at_s=0.0))
+    await journal.append(
+        number_entries(journal, [Decision(action="a", summary="", reason="")], at_s=0.0)
+    )
     assert stuck
 
 

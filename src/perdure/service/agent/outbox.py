@@ -41,7 +41,7 @@ _EVENTS_MAX = 32
 """In a message."""
 QUEUE_BYTES_MAX = 32 << 20
 """Above it the oldest metrics are dropped, and counted; facts never are."""
-SOURCES_MAX = 1024
+SOURCES_KEPT = 1024
 """Sources whose numbers are remembered; of more, those that have nothing queued are forgotten, the
 oldest first. The controller knows their numbers, too."""
 _ENVELOPE = 1024
@@ -226,7 +226,7 @@ class Outbox:
                 settled.done()
         while self._metrics and self._metrics[0].seq <= self._taken.get(self._metrics[0].source, 0):
             self._metrics.popleft()
-        if len(self._queued) > SOURCES_MAX + len(self._queue):
+        if len(self._queued) > SOURCES_KEPT + len(self._queue):
             self._forget()
         return self._skip_missing(seqs) or progress
 
@@ -234,7 +234,7 @@ class Outbox:
         """Forget sources that have nothing queued, until half as many are left as may be."""
         kept = {queued.source for queued in self._queue} | {self._source}
         idle = [source for source in self._queued if source not in kept]
-        for source in idle[: len(self._queued) - SOURCES_MAX // 2]:
+        for source in idle[: len(self._queued) - SOURCES_KEPT // 2]:
             del self._queued[source]
             self._taken.pop(source, None)
 

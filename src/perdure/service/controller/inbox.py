@@ -50,6 +50,7 @@ from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.aside import Asides
 from perdure.service.neighbours import MINE
+from perdure.service.part import Tasks
 from perdure.service.ports import Bus, Reply
 
 log = logging.getLogger("perdure.controller")
@@ -100,7 +101,7 @@ class Inbox:
         """What a machine that was given the place of a node has to know."""
         self._spec, self._wake, self._clock = spec, wake, clock
         self._arrived = Arrived()
-        self._answers: set[asyncio.Task[None]] = set()
+        self._answers = Tasks()
         self._said_at_s, self._unsaid = -_QUIET_S, 0
         nproc = spec.nproc
         self._notes = _Allowance(_NOTES_MAX, _NOTES_A_S, clock)
@@ -212,18 +213,16 @@ class Inbox:
         who = describe_sender(sender)
         try:
             beat: NodeBeat = decode(data, NodeBeat)
+            if not 0 <= beat.node < self._spec.num_nodes:
+                raise ProtocolError(f"there is no node {beat.node}")
+            if str(beat.node) != sender:
+                raise ProtocolError(f"it says that it is node {beat.node}")
+            ranks = count_numbers(self._spec)
+            if any(not 0 <= progress.rank < ranks for progress in beat.ranks):
+                raise ProtocolError("ranks that there are not")
         except ProtocolError as error:
-            self._refuse_beat(who, str(error), data)
-            return
-        ranks = count_numbers(self._spec)
-        if not 0 <= beat.node < self._spec.num_nodes:
-            self._refuse_beat(who, f"there is no node {beat.node}", data)
-            return
-        if str(beat.node) != sender:
-            self._refuse_beat(who, f"it says that it is node {beat.node}", data)
-            return
-        if any(not 0 <= progress.rank < ranks for progress in beat.ranks):
-            self._refuse_beat(who, "ranks that there are not", data)
+            self.asides.note("heartbeat", who, error, data)
+            self._refuse(f"heartbeat of {who}: {error}")
             return
         self._arrived.beats.setdefault(beat.node, deque(maxlen=BACKLOG_MAX)).append(beat)
         self._wake.set()
@@ -280,10 +279,6 @@ class Inbox:
             self._refuse(f"{name}: {error}", reply, "")
             return None
 
-    def _refuse_beat(self, source: str, why: str, data: bytes) -> None:
-        self.asides.note("heartbeat", source, why, data)
-        self._refuse(f"heartbeat of {source}: {why}")
-
     def _refuse(self, why: str, reply: Reply | None = None, id_: str = "") -> None:
         self.refused += 1
         now = self._clock()
@@ -297,9 +292,7 @@ class Inbox:
             self._answer(reply, CommandReply(id=id_, ok=False, reason=f"refused: {why}"[:500]))
 
     def _answer(self, reply: Reply, answer: CommandReply | EventAck) -> None:
-        task = asyncio.ensure_future(reply(encode(answer)))
-        self._answers.add(task)
-        task.add_done_callback(self._answers.discard)
+        self._answers.spawn(reply(encode(answer)))
 
 
 class _Allowance:

@@ -29,7 +29,7 @@ from perdure.adapters.shared_folder import open_journal
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, FencedError, PerdureError, PlatformError
-from perdure.model.events import AnyEvent, Decision, JobEnded, JournalEntry
+from perdure.model.events import JobEnded, JournalEntry
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.jobfiles import (
@@ -266,13 +266,6 @@ class Journal:
     def body_max(self) -> int:
         """How many bytes an entry's body may have, so that the entry is one message."""
         return min(self._stream.bytes_max, _ENTRY_BYTES) - _ENTRY_ROOM
-
-    def number(self, bodies: Sequence[AnyEvent | Decision], *, at_s: float) -> list[JournalEntry]:
-        """Return `bodies` as the next entries; they count once they were appended."""
-        return [
-            JournalEntry(seq=self.last_seq + 1 + index, at_s=at_s, body=body)
-            for index, body in enumerate(bodies)
-        ]
 
     async def append(self, entries: Sequence[JournalEntry]) -> None:
         """Return when `entries` are on disk, however long that takes.

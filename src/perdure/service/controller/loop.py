@@ -165,7 +165,7 @@ class ControllerService:
                 raise FencedError(
                     f"the journal is in term {self._memory.term}, this lease in {self._term}"
                 )
-            await self._serve()
+            await self.inbox.serve(self._bus)
             await self._begin(first=not self._memory.seq)
         while self._ended is None:
             await self._pause()
@@ -208,9 +208,6 @@ class ControllerService:
             self._judged = spec
             self._detector.reconfigure(spec.detect)
             self._devices.reconfigure(spec.detect)
-
-    async def _serve(self) -> None:
-        await self.inbox.serve(self._bus)
 
     async def _begin(self, *, first: bool) -> None:
         turn = _Turn(self._clock())
