@@ -84,41 +84,46 @@ def add(
     }
     options = {key: value for key, value in given.items() if value is not None}
     items = [_complete(planned) for planned in _plan(words, options)]
-    store = QueueStore(resolve_home(), queue)
+    changes, differing = _put(QueueStore(resolve_home(), queue), items, prune)
+    for item_name, state in differing.items():
+        note(f"{item_name} is {state} and stays as it was; its description differs")
+    counts = [f"{len(changes[k])} {k}" for k in ("added", "updated", "removed") if changes[k]]
+    text = f"queue {queue}: {', '.join(counts) or 'nothing to change'}"
+    answer({"queue": queue, **changes}, text, as_json=as_json)
+
+
+def _put(
+    store: QueueStore, items: list[Item], prune: bool
+) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """Return what became of which items, and the states of those whose new description is late."""
     now = time.time()
     with store.writing() as writer:
-        book = writer.book
-        old = {n: line for n, line in book.lines.items() if any(i.name == n for i in items)}
-        _check_needs(items, book)
-        stopping = next((n for n, line in old.items() if line.removed), "")
+        lines = writer.book.lines
+        old = {item.name: lines[item.name] for item in items if item.name in lines}
+        _check_needs(items, writer.book)
+        stopping = next((name for name, line in old.items() if line.removed), "")
         if stopping:
             raise SafetyError(
                 f"`{stopping}` was taken out, and its attempt is being stopped",
                 hint="add it once `perdure queue ls` does not show it",
             )
         kept = {n: line.state for n, line in old.items() if line.state in ("running", "done")}
-        changed = [i for i in items if i.name in kept and i != old[i.name].item]
-        fresh = [
-            i for i in items if i.name not in kept and (i.name not in old or i != old[i.name].item)
-        ]
+        new = [i for i in items if i.name not in old or i != old[i.name].item]
+        fresh = [item for item in new if item.name not in kept]
         names = {item.name for item in items}
         gone = [
-            n
-            for n, line in book.lines.items()
-            if prune and n not in names and line.state in ("waiting", "failed")
+            name
+            for name, line in lines.items()
+            if prune and name not in names and line.state in ("waiting", "failed")
         ]
         writer.append(*(Put(now, item) for item in fresh), *(Removed(now, n) for n in gone))
     changes = {
         "added": [item.name for item in fresh if item.name not in old],
         "updated": [item.name for item in fresh if item.name in old],
-        "kept": [i.name for i in items if i not in fresh],
+        "kept": [item.name for item in items if item not in fresh],
         "removed": gone,
     }
-    for item in changed:
-        note(f"{item.name} is {kept[item.name]} and stays as it was; its description differs")
-    counts = [f"{len(changes[k])} {k}" for k in ("added", "updated", "removed") if changes[k]]
-    text = f"queue {queue}: {', '.join(counts) or 'nothing to change'}"
-    answer({"queue": queue, **changes}, text, as_json=as_json)
+    return changes, {item.name: kept[item.name] for item in new if item.name in kept}
 
 
 def _plan(words: list[str], options: dict[str, Any]) -> tuple[Planned, ...]:

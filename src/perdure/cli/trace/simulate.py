@@ -49,6 +49,17 @@ CostsIn = Annotated[
 ]
 SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 
+Tau = Annotated[
+    str,
+    typer.Option(
+        "--tau",
+        metavar="TABLE",
+        help="Samples a second by shape: FILE, FILE:MODEL, plan:PROFILE:BATCH:MEMORY, or "
+        + " or ".join(MODELS)
+        + ".",
+    ),
+]
+
 
 @app.command()
 def simulate(
@@ -56,16 +67,7 @@ def simulate(
     policy: Annotated[
         str, typer.Option("--policy", metavar="NAMES", help="all, or of " + ", ".join(POLICIES))
     ] = "all",
-    tau: Annotated[
-        str,
-        typer.Option(
-            "--tau",
-            metavar="TABLE",
-            help="Samples a second by shape: FILE, FILE:MODEL, plan:PROFILE:BATCH:MEMORY, or "
-            + " or ".join(MODELS)
-            + ".",
-        ),
-    ] = "linear",
+    tau: Tau = "linear",
     settings: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="POLICY.FIELD=VALUE", help="Change a parameter; repeated."),
