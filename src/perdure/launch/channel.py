@@ -224,8 +224,10 @@ class Channel:
         try:
             return msgspec.json.decode(lines[-1][len(ANSWER) :], type=type_)
         except (msgspec.DecodeError, UnicodeError) as error:
-            raise ProtocolError(f"{self.name} answers what is no answer: {error}",
-                                hint="is it the same perdure there?") from error  # fmt: skip
+            raise ProtocolError(
+                f"{self.name} answers what is no answer: {error}",
+                hint="is it the same perdure there?",
+            ) from error
 
     @contextlib.contextmanager
     def hold(self, source: bytes, *argv: str) -> Iterator[Any]:
@@ -246,9 +248,12 @@ class Channel:
         if self.host:
             command = [*self.ssh(shared=False), self.host, f"exec sh -c {shlex.quote(wrap(words))}"]
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             start_new_session=not self.host,
-        )  # fmt: skip
+        )
         assert process.stdin is not None
         try:
             yield self._read_answer(process, source)

@@ -76,8 +76,10 @@ def check_target(target: Path, names: Iterable[str]) -> None:
         while path not in checked:
             checked.add(path)
             if path.is_symlink():
-                raise SafetyError(f"{path} is a link: nothing is written through it",
-                                  hint="remove it, or pull to another directory")  # fmt: skip
+                raise SafetyError(
+                    f"{path} is a link: nothing is written through it",
+                    hint="remove it, or pull to another directory",
+                )
             path = path.parent
 
 

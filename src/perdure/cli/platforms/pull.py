@@ -181,8 +181,11 @@ def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, 
     text = f"{size / 1e9:.1f} GB on the box were not named as results"
     if is_terminal() and input(f"{text}; bring them? [y/N] ").strip().lower() in ("y", "yes"):
         return
-    raise SafetyError(f"not pulled: {text}", hint="--yes brings them, --leave PATTERN leaves some "
-                      "of them there, --up-to GB sets the bound")  # fmt: skip
+    raise SafetyError(
+        f"not pulled: {text}",
+        hint="--yes brings them, --leave PATTERN leaves some "
+        "of them there, --up-to GB sets the bound",
+    )
 
 
 def wait_over(box: LaunchRecord, place: Here, for_s: float) -> BoxState:
@@ -211,8 +214,10 @@ def mark_gone(record: LaunchRecord, hosts: list[str]) -> LaunchRecord:
     )
     record = msgspec.structs.replace(first, others=tuple(others))
     if not record.boxes:
-        raise ConfigError("--gone: nothing is left to pull from", hint="perdure teardown "
-                          f"{record.job} --box-is-gone closes the record")  # fmt: skip
+        raise ConfigError(
+            "--gone: nothing is left to pull from",
+            hint=f"perdure teardown {record.job} --box-is-gone closes the record",
+        )
     return record
 
 
@@ -230,8 +235,9 @@ def verify_pulled(
     if found is not None:
         problems = list(found.problems)
         if not problems and not found.tensors and not nothing_to_keep:
-            problems = ["no file that was pulled has a tensor in it; --nothing-to-keep, if that "
-                        "is right"]  # fmt: skip
+            problems = [
+                "no file that was pulled has a tensor in it; --nothing-to-keep, if that is right"
+            ]
     proof = None
     if found is not None and not problems:
         proof = write_verified(
@@ -256,9 +262,11 @@ def verify_pulled(
     elif found is not None:
         if manifest.changed:
             print(f"{describe_changed(manifest.changed)} while the job ran: here as they arrived")
-        print(f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
-              f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
-              "checkpoints load with weights_only")  # fmt: skip
+        print(
+            f"ok: {len(manifest.files)} files, {size / 1e6:.1f} MB, none missing and none too "
+            f"many, SHA-256 equal; {found.tensors} tensors in {found.loaded} files and "
+            "checkpoints load with weights_only"
+        )
     return 3 if problems else 0
 
 
@@ -270,8 +278,10 @@ def find_record(home: str, job: str) -> LaunchRecord:
     """
     record = read_record(home, job)
     if record is None:
-        raise ConfigError(f"job `{job}` was not launched from here",
-                          hint="perdure ps lists the jobs of this machine")  # fmt: skip
+        raise ConfigError(
+            f"job `{job}` was not launched from here",
+            hint="perdure ps lists the jobs of this machine",
+        )
     if record.torn_down_s:
         raise ConfigError(f"job `{job}` was torn down already")
     return record

@@ -103,8 +103,10 @@ def _attach_there(record: LaunchRecord, as_json: bool) -> int:
         return 130
     note(describe_state(record, state))
     if state.state != "ended":
-        raise PlatformError(f"job `{record.job}` has not ended by itself: {state.reason}",
-                            hint="the same `perdure launch` resumes it")  # fmt: skip
+        raise PlatformError(
+            f"job `{record.job}` has not ended by itself: {state.reason}",
+            hint="the same `perdure launch` resumes it",
+        )
     return 128 + state.signal if state.signal else state.code
 
 

@@ -233,20 +233,26 @@ def forget(
     for box in record.boxes:
         answers, said = _hear(box, place)
         if answers:
-            raise SafetyError(f"not forgotten: {box.box} {said}",
-                              hint=f"perdure pull {job} DIR, then perdure teardown {job}; "
-                              "--box-is-gone --nothing-to-keep lets all of it go")  # fmt: skip
+            raise SafetyError(
+                f"not forgotten: {box.box} {said}",
+                hint=f"perdure pull {job} DIR, then perdure teardown {job}; "
+                "--box-is-gone --nothing-to-keep lets all of it go",
+            )
         if said and not box_is_gone:
             raise SafetyError(f"not forgotten: {box.box} {said}", hint=_IS_IT_GONE)
     denials, remains = [], []
     for box in () if box_is_gone else (record, *record.others):
         answer = ask_gone(box)
         if answer is None:
-            remains.append(f"nobody has said that {box.box} is gone: what runs there in "
-                           f"{box.place} may go on, and be billed on")  # fmt: skip
+            remains.append(
+                f"nobody has said that {box.box} is gone: what runs there in "
+                f"{box.place} may go on, and be billed on"
+            )
         elif not answer.gone:
-            denials.append(f"{box.profile.platform} does not say that {box.box} is gone, which may "
-                           f"be billed on: {answer.said or 'it says nothing'}")  # fmt: skip
+            denials.append(
+                f"{box.profile.platform} does not say that {box.box} is gone, which may "
+                f"be billed on: {answer.said or 'it says nothing'}"
+            )
     lines = [*denials, *remains, *describe_lost(record)]
     if not as_json:
         for line in lines:
@@ -296,14 +302,17 @@ def describe_lost(record: LaunchRecord) -> list[str]:
         size = sum(file.bytes for file in pulled.files)
         at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(pulled.pulled_s))
         proof = "verified" if read_verified(Path(record.pulled_to)) else "never verified"
-        lines = [f"whatever was written after the pull of {at} is lost; in {record.pulled_to} are "
-                 f"{len(pulled.files)} files, {size / 1e6:.1f} MB, {proof}"]  # fmt: skip
+        lines = [
+            f"whatever was written after the pull of {at} is lost; in {record.pulled_to} are "
+            f"{len(pulled.files)} files, {size / 1e6:.1f} MB, {proof}"
+        ]
         if pulled.left:
             size = sum(file.bytes for file in pulled.left)
             lines.append(f"left there were {len(pulled.left)} files, {size / 1e6:.1f} MB")
     if not record.profile.ends_by_itself:
-        lines.append(f"this stops no meter: {_how(record)}; still billed, if you have any: "
-                     f"{_left(record)}")  # fmt: skip
+        lines.append(
+            f"this stops no meter: {_how(record)}; still billed, if you have any: {_left(record)}"
+        )
     return lines
 
 
@@ -399,9 +408,10 @@ def _look_for_others(record: LaunchRecord) -> list[Finding]:
             continue
         with contextlib.suppress(UnreachedError):  # Which is an obstacle already.
             told = Channel(box.profile.launch).query(
-                "python3 - others -", dict[str, list[str]],
+                "python3 - others -",
+                dict[str, list[str]],
                 stdin=read_program("box.py").encode(),
-            )["others"]  # fmt: skip
+            )["others"]
             found += [Finding("error", f"{box.box}: {other}", "--others-agree, once it may go with "
                               "the box", "GEN1") for other in told]  # fmt: skip
     return found
@@ -423,8 +433,9 @@ def _hold(record: LaunchRecord, waived: Waived, *, by_hand: bool) -> Iterator[No
             holding = Channel(box.profile.launch).hold(source, "hold", f"{box.place}/launch")
             told = stack.enter_context(holding)
             if not told["held"]:
-                raise SafetyError(f"not torn down: {box.box}: {told['why']}",
-                                  hint=f"perdure status {record.job}")  # fmt: skip
+                raise SafetyError(
+                    f"not torn down: {box.box}: {told['why']}", hint=f"perdure status {record.job}"
+                )
         yield
 
 
@@ -442,14 +453,18 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
         for box in jobs[name].boxes if name in jobs else ():
             state = find_state(box, place)
             if not state.over:
-                raise SafetyError(f"not torn down: meanwhile `{name}` is {state.state}: "
-                                  f"{state.reason}", hint=f"perdure stop {name}")  # fmt: skip
+                raise SafetyError(
+                    f"not torn down: meanwhile `{name}` is {state.state}: {state.reason}",
+                    hint=f"perdure stop {name}",
+                )
         with open_sources(jobs[name], place) as sources:
             now = find_roster(jobs[name], sources, leave=roster.leave, hashes=False)
         changed = [] if waived.nothing_to_keep else find_changes(roster, now)
         if changed:
-            raise SafetyError(f"not torn down: written meanwhile: {name_first(changed, 1)}",
-                              hint=f"perdure pull {name} {jobs[name].pulled_to}")  # fmt: skip
+            raise SafetyError(
+                f"not torn down: written meanwhile: {name_first(changed, 1)}",
+                hint=f"perdure pull {name} {jobs[name].pulled_to}",
+            )
     others = [] if waived.others_agree else _look_for_others(record)
     if others:
         raise SafetyError(f"not torn down: {others[0].text}", hint=others[0].hint)
@@ -532,8 +547,9 @@ def _ask_platform(record: LaunchRecord, place: Here, waived: Waived) -> None:
         answer = ask_gone(box)
         if answer is None:
             continue
-        place.tell(f"{box.profile.platform} says of {box.profile.teardown.id or box.box}: "
-                   f"{answer.said}")  # fmt: skip
+        place.tell(
+            f"{box.profile.platform} says of {box.profile.teardown.id or box.box}: {answer.said}"
+        )
         if answer.gone and not waived.box_is_gone and not record.stop_asked_s and not box.gone:
             raise SafetyError(
                 f"not torn down: {box.box} answers, and {box.profile.platform} says that there is "

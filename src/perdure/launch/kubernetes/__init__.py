@@ -170,8 +170,10 @@ def submit(plan: Plan, here: Here) -> LaunchRecord:
     client, name = Client(plan.profile.kubernetes), plan.settings["name"]
     job = client.look(name)[0]
     if job.state in ("waiting", "running"):
-        raise ConfigError(f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
-                          hint="perdure stop, or kubectl delete job")  # fmt: skip
+        raise ConfigError(
+            f"job `{plan.job}` is there: {job.state} {job.reason}".rstrip(),
+            hint="perdure stop, or kubectl delete job",
+        )
     packed = b""
     if project := plan.settings["project"]:
         packed = pack(Path(project), plan.settings["exclude"])
@@ -267,8 +269,10 @@ def _run_once(record: LaunchRecord, argv: Sequence[str], here: Here) -> int:
         words += ["--previous"] if _is_restarted(pod) else []
         return show_lines(client.command(*words), SILENCE_S)
     if job.state == "waiting":
-        raise PlatformError(f"no pod of job `{record.job}` runs: {job.state}: {job.reason}",
-                            hint="what it wrote is on its volume")  # fmt: skip
+        raise PlatformError(
+            f"no pod of job `{record.job}` runs: {job.state}: {job.reason}",
+            hint="what it wrote is on its volume",
+        )
     with open_pod(record, here) as there:
         words = ["env", f"PERDURE_HOME={record.home}", record.python, "-P", "-m", "perdure"]
         command = there.enter(*words, *argv, stdin=False)

@@ -72,8 +72,10 @@ class Client:
         if code and "NotFound" in err:
             return None
         if code:
-            raise UnreachedError(f"kubectl get {words[0]}: {last_line(err)}",
-                                 hint="ask again: this says nothing of the job")  # fmt: skip
+            raise UnreachedError(
+                f"kubectl get {words[0]}: {last_line(err)}",
+                hint="ask again: this says nothing of the job",
+            )
         return cast(Object, json.loads(out))
 
     def read_version(self) -> str:
@@ -87,8 +89,9 @@ class Client:
 
     def find_refusal(self, manifest: str) -> str:
         """Return why the server would refuse a manifest; empty where it would take it."""
-        code, _, err = self.call("create", "--dry-run=server", "-o", "name", "-f", "-",
-                                 stdin=manifest)  # fmt: skip
+        code, _, err = self.call(
+            "create", "--dry-run=server", "-o", "name", "-f", "-", stdin=manifest
+        )
         lines = [line for line in err.splitlines() if "AlreadyExists" not in line]
         refused = [line for line in lines if not line.startswith("Warning:")]
         return "; ".join(refused) if code else ""

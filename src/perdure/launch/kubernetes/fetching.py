@@ -106,8 +106,10 @@ def _receive(
     ]
     process = subprocess.Popen(
         channel.enter(channel.python, "-c", _SENDER),
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdin is not None
     assert process.stdout is not None
     moved, lacking = 0, False

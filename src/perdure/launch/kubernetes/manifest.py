@@ -257,8 +257,11 @@ def make_reader(record: LaunchRecord, name: str) -> Document:
     container["command"] = [profile.launch.python, "-c", f"import time; time.sleep({READER_S})"]
     container["resources"] = {"requests": {"cpu": "100m"}}
     pod["volumes"] = [volume for volume in pod["volumes"] if volume["name"] in kept]
-    pod |= {"activeDeadlineSeconds": READER_S, "terminationGracePeriodSeconds": 1,
-            "restartPolicy": "Never"}  # fmt: skip
+    pod |= {
+        "activeDeadlineSeconds": READER_S,
+        "terminationGracePeriodSeconds": 1,
+        "restartPolicy": "Never",
+    }
     pod.pop("subdomain", None)
     head = _head("v1", "Pod", name, spec, section)
     head["metadata"]["labels"] = {**section.labels, READER_LABEL: record.id}

@@ -60,8 +60,10 @@ class _Scaler:
         config = self.client.get("configmap", record.id)
         job, self.pods = self.client.look(record.id)
         if config is None or job.state not in ("waiting", "running"):
-            raise ConfigError(f"job `{record.job}` is {job.state}: {job.reason}",
-                              hint="the same `perdure launch` resumes it")  # fmt: skip
+            raise ConfigError(
+                f"job `{record.job}` is {job.state}: {job.reason}",
+                hint="the same `perdure launch` resumes it",
+            )
         self.spec = msgspec.json.decode(config["data"]["job.json"], type=JobSpec)
         self.first = job.pod
         jobs = self.client.get_all("jobs", "-l", f"{JOB_LABEL}={record.id}")
@@ -96,17 +98,22 @@ class _Scaler:
     def ask_depth(self) -> str:
         """Return the depth of the job, by its own word, once it trains."""
         if not self.first:
-            raise PlatformError(f"no first pod of job `{self.record.job}` runs",
-                                hint=f"perdure status {self.record.job}")  # fmt: skip
+            raise PlatformError(
+                f"no first pod of job `{self.record.job}` runs",
+                hint=f"perdure status {self.record.job}",
+            )
         told = self.in_first("status", self.record.job, "--json")
         try:
             snapshot = msgspec.json.decode(told, type=Snapshot)
         except msgspec.MsgspecError as error:
-            raise PlatformError(f"pod {self.first} does not say how the job is: {told[-200:]}",
-                                hint="ask again") from error  # fmt: skip
+            raise PlatformError(
+                f"pod {self.first} does not say how the job is: {told[-200:]}", hint="ask again"
+            ) from error
         if snapshot.depth == "supervised" and snapshot.state != "running":
-            raise PlatformError(f"job `{self.record.job}` does not train yet: {snapshot.state}",
-                                hint="ask again: its depth is not known before")  # fmt: skip
+            raise PlatformError(
+                f"job `{self.record.job}` does not train yet: {snapshot.state}",
+                hint="ask again: its depth is not known before",
+            )
         return snapshot.depth
 
     def in_first(self, *argv: str) -> str:

@@ -50,8 +50,10 @@ def render_metadata(spec: JobSpec, profile: Profile) -> str:
     """
     section, slug = profile.notebook, find_slug(spec.name)
     if len(slug) > 50:
-        raise ConfigError(f"{slug} has {len(slug)} characters, a title on Kaggle at most 50",
-                          hint="a shorter `name`")  # fmt: skip
+        raise ConfigError(
+            f"{slug} has {len(slug)} characters, a title on Kaggle at most 50",
+            hint="a shorter `name`",
+        )
     identity = f"{section.owner or 'OWNER'}/{slug}"
     document: dict[str, Any] = {
         "id": identity,
@@ -149,8 +151,9 @@ def find_state(record: LaunchRecord, here: Here) -> BoxState:
     if left.get("next") == "requeue":
         reason += "; the same `perdure launch` goes on"
     failed = left.get("state") not in ("done", "stopped")
-    return BoxState(state="ended", code=int(failed), reason=reason,
-                    attempt=int(left.get("session", 0)))  # fmt: skip
+    return BoxState(
+        state="ended", code=int(failed), reason=reason, attempt=int(left.get("session", 0))
+    )
 
 
 def fetch(record: LaunchRecord, here: Here) -> None:
@@ -200,8 +203,10 @@ def call(here: Here, *words: str, timeout_s: float = _CALL_S) -> tuple[int, str]
             ["kaggle", "kernels", *words], name="kaggle", env=here.environ, timeout_s=timeout_s
         )
     except FileNotFoundError as error:
-        raise PlatformError("no `kaggle` here", hint="pip install kaggle six, and an API token "
-                            "from kaggle.com/settings") from error  # fmt: skip
+        raise PlatformError(
+            "no `kaggle` here",
+            hint="pip install kaggle six, and an API token from kaggle.com/settings",
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise PlatformError(f"kaggle: no answer in {timeout_s:g} s", hint="ask again") from error
     return done.returncode, (done.stdout + done.stderr).decode(errors="replace").strip()
@@ -215,5 +220,6 @@ def _ask(identity: str, here: Here) -> tuple[str, str]:
     # Kaggle does not tell a notebook that is not there from one that is not yours.
     if "404" in out or "Cannot access kernel" in out:
         return "", ""
-    raise PlatformError(f"kaggle kernels status: {last_line(out, 'it said nothing') or code}",
-                        hint=_NOTHING_SAID)  # fmt: skip
+    raise PlatformError(
+        f"kaggle kernels status: {last_line(out, 'it said nothing') or code}", hint=_NOTHING_SAID
+    )

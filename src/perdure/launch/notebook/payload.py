@@ -60,8 +60,10 @@ def read_project(project: Path, exclude: Sequence[str]) -> dict[str, bytes]:
     for name in list_files(project, exclude):
         path = project / name
         if not path.is_file():
-            raise ConfigError(f"{path} is a link to a folder, or to nothing: it cannot go along",
-                              hint="the file itself, or launch.exclude")  # fmt: skip
+            raise ConfigError(
+                f"{path} is a link to a folder, or to nothing: it cannot go along",
+                hint="the file itself, or launch.exclude",
+            )
         size += path.stat().st_size
         if size > PROJECT_MAX:
             raise ConfigError(

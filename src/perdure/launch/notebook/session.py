@@ -279,8 +279,10 @@ class Session:
     def tell(self) -> str:
         """Say what follows this session."""
         status = read_status(self.durable)
-        follows = {"requeue": "run all cells in another session: it goes on from there",
-                   "leave": "nothing follows"}  # fmt: skip
+        follows = {
+            "requeue": "run all cells in another session: it goes on from there",
+            "leave": "nothing follows",
+        }
         step = f"newest checkpoint at step {status.get('checkpoint', -1)}"
         return f"{step}; {follows.get(status.get('next', ''), status.get('reason', 'unknown'))}"
 

@@ -155,7 +155,8 @@ def run(words: tuple[str, ...]) -> None:
     try:
         done = subprocess.run(words, timeout=STOP_S, env=dict(os.environ), check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise PlatformError(f"the stop command did not run to its end: {error}",
-                            hint=hint) from error  # fmt: skip
+        raise PlatformError(
+            f"the stop command did not run to its end: {error}", hint=hint
+        ) from error
     if done.returncode:
         raise PlatformError(f"the stop command ended with {done.returncode}", hint=hint)

@@ -98,9 +98,12 @@ def find_roster(
     """
     owners = find_owners(record)
     told = msgspec.structs.replace(
-        _NOTHING, job=record.job, pulled_s=time.time(), leave=tuple(leave),
+        _NOTHING,
+        job=record.job,
+        pulled_s=time.time(),
+        leave=tuple(leave),
         host=", ".join(sources[box.box].channel.name for box in record.boxes),
-    )  # fmt: skip
+    )
     for box in record.boxes:
         mine = {label: name for label, (owner, name) in owners.items() if owner is box}
         roots = {label: box.roots[name] for label, name in mine.items() if name in box.roots}
@@ -335,8 +338,9 @@ def _make_room(target: Path, manifest: PullManifest, tell: Callable[[str], None]
     tops = {label.split("/")[0] for label in manifest.roots}
     others = sorted({path.name for path in target.glob("*")} - tops)
     if before is None and others:
-        raise ConfigError(f"{target} holds something else: {others[0]}",
-                          hint="name a new or an empty directory")  # fmt: skip
+        raise ConfigError(
+            f"{target} holds something else: {others[0]}", hint="name a new or an empty directory"
+        )
     if before is not None and before.job != manifest.job:
         raise ConfigError(f"{target} holds job `{before.job}`", hint="name another directory")
     (target / PULL_VERIFIED).unlink(missing_ok=True)

@@ -149,8 +149,11 @@ def place_nodes(spec: JobSpec, folder: Path, chain: Chain, notice: Path) -> list
     listed = os.environ["SLURM_JOB_NODELIST"]
     hosts = subprocess.run(
         ["scontrol", "show", "hostnames", listed],
-        capture_output=True, text=True, timeout=_CALL_S, check=True,
-    ).stdout.split()  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=_CALL_S,
+        check=True,
+    ).stdout.split()
     addresses = find_addresses(hosts)
     here = all(_is_loopback(address) for address in addresses)
     step = ["srun", "--nodes=1", "--ntasks=1", "--relative={node}", "--overlap",
@@ -198,8 +201,11 @@ def find_address(host: str) -> str:
     if not answers or all(_is_loopback(answer) for answer in answers):
         done = subprocess.run(
             ["scontrol", "-o", "show", "node", host],
-            capture_output=True, text=True, timeout=_CALL_S, check=False,
-        )  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=_CALL_S,
+            check=False,
+        )
         fields = dict(word.partition("=")[::2] for word in done.stdout.split() if "=" in word)
         answers += resolve(fields.get("NodeAddr", ""))
     return min(answers, key=_is_loopback, default="")

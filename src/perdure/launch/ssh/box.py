@@ -160,8 +160,11 @@ def find_state(folder: str) -> dict[str, Any]:
     if start_time(start["pid"]) == start["pid_start"]:
         return {**told, "state": "running", "reason": f"supervisor {start['pid']} lives"}
     if start_time(start.get("child", 0)) == start.get("child_start", -1):
-        return {**told, "state": "orphaned",
-                "reason": "the supervisor is gone, `perdure run` goes on"}  # fmt: skip
+        return {
+            **told,
+            "state": "orphaned",
+            "reason": "the supervisor is gone, `perdure run` goes on",
+        }
     reason = "supervisor and `perdure run` are gone, and neither wrote down why: killed"
     reason += tell_memory(count_kills(folder))
     return {**told, "state": "killed", "reason": reason}
@@ -369,8 +372,9 @@ def find_logins(parents: dict[str, str], mine: set[str]) -> list[str]:
             continue
         froms = {find_address(child) for child in children.get(pid, ())} - {""}
         if terminal != "notty" or froms - {asking}:
-            found.append(f"{user} is logged in from {', '.join(sorted(froms)) or 'somewhere'} "
-                         f"({terminal})")  # fmt: skip
+            found.append(
+                f"{user} is logged in from {', '.join(sorted(froms)) or 'somewhere'} ({terminal})"
+            )
     return found
 
 

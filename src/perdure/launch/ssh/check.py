@@ -158,8 +158,9 @@ def refuse_proxy(section: LaunchSection) -> None:
         config = ["-F", os.path.expanduser(section.ssh_config)] if section.ssh_config else []
         done = subprocess.run(["ssh", *config, "-G", host], capture_output=True, text=True,
                               timeout=10, stdin=subprocess.DEVNULL)  # fmt: skip
-        names += [line.split()[1] for line in done.stdout.splitlines()
-                  if line.startswith("hostname ")]  # fmt: skip
+        names += [
+            line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")
+        ]
     if any(name.rpartition("@")[2].lower() == RUNPOD_PROXY for name in names):
         raise ConfigError(
             f"{host} is RunPod's proxy ({RUNPOD_PROXY}): it carries a terminal, but no files and "

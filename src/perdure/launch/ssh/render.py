@@ -274,10 +274,12 @@ def _list_steps(spec: JobSpec, profile: Profile, job_dir: str, relaunch: bool) -
     steps = [
         Step("look at the box", (*ssh, "python3", "-", "probe"), "box.py"),
         Step("send the project", (*rsync, f"{spec.launch.project}/", f"{at}/project/")),
-        Step("mend scripts", (*ssh, "python3", f"{job_dir}/launch/results.py", "repair",
-                              f"{job_dir}/project")),
+        Step(
+            "mend scripts",
+            (*ssh, "python3", f"{job_dir}/launch/results.py", "repair", f"{job_dir}/project"),
+        ),
         Step("find or make the environment", (*ssh, "sh", f"{job_dir}/launch/setup.sh")),
-    ]  # fmt: skip
+    ]
     if spec.launch.secrets:
         target = f"{profile.overrides.CRED_FILE}-{spec.name}"
         names = ", ".join(spec.launch.secrets)

@@ -154,8 +154,9 @@ def is_seen(real: str, seen: list[str], unseen: list[str]) -> bool:
     >>> is_seen("/d/.cache/w.pt", ["/d"], ["/d/.cache"]), is_seen("/d/w.pt", ["/d"], ["/d/.cache"])
     (False, True)
     """
-    depths = [max([len(one) for one in ones if is_below(real, one)] or [0])
-              for ones in (seen, unseen)]  # fmt: skip
+    depths = [
+        max([len(one) for one in ones if is_below(real, one)] or [0]) for ones in (seen, unseen)
+    ]
     return depths[0] > depths[1]
 
 
@@ -262,8 +263,9 @@ def is_newer(path: str, since_s: float) -> bool:
     except OSError:
         return False
     inside = os.walk(os.path.realpath(path)) if os.path.isdir(path) else ()
-    return any(is_newer(os.path.join(one, name), since_s)
-               for one, _, names in inside for name in names)  # fmt: skip
+    return any(
+        is_newer(os.path.join(one, name), since_s) for one, _, names in inside for name in names
+    )
 
 
 def find_named(roots: dict[str, str]) -> set[str]:

@@ -188,10 +188,12 @@ _POD_REASONS: dict[str, State] = {
 """`status.reason` of a pod that failed: set where the container itself may not be told of."""
 
 _DISRUPTIONS: dict[str, State] = {
-    "PreemptionByScheduler": "preempted", "EvictionByEvictionAPI": "preempted",
-    "TerminationByKubelet": "evicted", "DeletionByTaintManager": "node failed",
+    "PreemptionByScheduler": "preempted",
+    "EvictionByEvictionAPI": "preempted",
+    "TerminationByKubelet": "evicted",
+    "DeletionByTaintManager": "node failed",
     "DeletionByPodGC": "node failed",
-}  # fmt: skip
+}
 """Reason of the condition DisruptionTarget. The eviction API is `kubectl drain`, and an
 autoscaler that takes a node away; the kubelet's own is pressure on the node."""
 
@@ -323,11 +325,13 @@ def explain_job(
     if failed.get("status") == "True":
         return _explain_failed(failed, [state for _, state in states], attempt)
     if spec.get("suspend"):
-        return JobState(state="waiting", reason="suspended: it goes on once suspend is false",
-                        attempt=attempt)  # fmt: skip
+        return JobState(
+            state="waiting", reason="suspended: it goes on once suspend is false", attempt=attempt
+        )
     if spec.get("parallelism") == 0:
-        return JobState(state="waiting", reason="scaled down to no pod; the Job is there",
-                        attempt=attempt)  # fmt: skip
+        return JobState(
+            state="waiting", reason="scaled down to no pod; the Job is there", attempt=attempt
+        )
     # Beside a Job without numbers stands one for the other nodes, whose pods are looked at too.
     own = job.get("metadata", {}).get("name", "")
     mine = [
