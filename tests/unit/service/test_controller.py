@@ -161,7 +161,8 @@ async def test_a_crash_is_answered_in_the_turn_that_hears_of_it(rig: Rig) -> Non
     await rig.send(exited(1, signal=9))
     assert rig.assigned()[-1] == ("store", 1)
     assert len(rig.stream.messages) == groups + 1  # one sync for the event and what it led to
-    assert [type(b).__name__ for b in rig.bodies()[-2:]] == ["RankExited", "Decision"]
+    told = [type(body).__name__ for body in rig.bodies()[-3:]]
+    assert told == ["RankExited", "FailureDecided", "Decision"]
 
 
 async def test_repeated_events_are_taken_once_and_gaps_are_not_skipped(rig: Rig) -> None:
