@@ -28,7 +28,6 @@ from perdure.model.events import (
     AnyEvent,
     CheckpointSaved,
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
@@ -42,6 +41,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

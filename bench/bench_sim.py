@@ -17,7 +17,6 @@ from perdure.detect import Detector
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
-    ExitRecord,
     GenerationStopped,
     JobSubmitted,
     NodeRegistered,
@@ -25,6 +24,7 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import (
     CommProgress,

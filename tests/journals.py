@@ -10,7 +10,6 @@ from perdure.model.events import (
     CheckpointSaved,
     ControllerLost,
     Decision,
-    ExitRecord,
     GenerationStepping,
     GenerationStopped,
     JobEnded,
@@ -24,6 +23,7 @@ from perdure.model.events import (
     StoreReady,
     VerdictReached,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

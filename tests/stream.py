@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
+from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import (
     FromWorker,
     ToWorker,
@@ -18,7 +19,6 @@ from perdure.model.events import (
     Decision,
     GenerationStopped,
     JournalEntry,
-    MessagesSetAside,
     NodeRegistered,
     RanksStarted,
     StoreReady,

@@ -19,13 +19,13 @@ from perdure.adapters.nats import NatsBus
 from perdure.model.bus.wire import NodeOrder, subject_events, subject_orders
 from perdure.model.codec import decode
 from perdure.model.events import (
-    ExitRecord,
     GenerationStopped,
     NodeRegistered,
     RankExited,
     RanksStarted,
     StoreReady,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import RankAccount

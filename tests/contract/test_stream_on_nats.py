@@ -6,13 +6,9 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsStream
-from perdure.model.events import (
-    ExitRecord,
-    MessagesSetAside,
-    MetricsLogged,
-    RankExited,
-    RankJoined,
-)
+from perdure.model.aside import MessagesSetAside
+from perdure.model.events import MetricsLogged, RankExited, RankJoined
+from perdure.model.exits import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from tests.contract.test_bus import Server
 from tests.stream import open_stream

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes
+from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     AnyEvent,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
@@ -31,8 +31,8 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
     TimerFired,
-    WorldReformed,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
 from perdure.model.orders import ReformWorld, ResumeRanks, SendBoundary
 from perdure.model.settings import Steering as Past

@@ -24,9 +24,11 @@ from perdure.model import actions as a
 from perdure.model import events as e
 from perdure.model import orders as o
 from perdure.model.bus.wire import KeeperState, NodeOrder
+from perdure.model.exits import ExitRecord
 from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import RankAccount
+from perdure.model.steering import JobPaused, JobResumed, SettingsChanged
 
 ACTS = {
     o.SendBoundary, o.ResumeRanks, a.RestoreNode, a.NoteDraining, o.EvictReplica, o.FenceAbort,
@@ -44,7 +46,7 @@ ADDRESS = {"controller", "term", "register", "agent", "assignment", "orders"}
 
 A_PERSONS = {
     e.CommandReceived, e.NodeAsked, e.NodeRestored, InvitationMade, InvitationUsed,
-    InvitationRevoked, e.JobPaused, e.JobResumed, e.SettingsChanged,
+    InvitationRevoked, JobPaused, JobResumed, SettingsChanged,
 }  # fmt: skip
 """What only follows from somebody's command, or from a signal that somebody sent."""
 BEGINS = {e.JobSubmitted, e.JobEnded}
@@ -290,7 +292,7 @@ def test_by_itself_an_agent_ends_and_asks_for_nothing(seed: int) -> None:
     now = 0.0
     for _ in range(20):
         now += random.choice((0.1, 5.0, 100.0))
-        record = e.ExitRecord(rank=random.randrange(2), generation=0, pid=10, at_s=now, signal=9)
+        record = ExitRecord(rank=random.randrange(2), generation=0, pid=10, at_s=now, signal=9)
         told: dict[type, Any] = {
             m.KeeperSilent: m.KeeperSilent(
                 pid=7, state=random.choice("TSD"), silent_s=random.choice((2.5, 500.0))

@@ -21,20 +21,16 @@ from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
-    BoundaryAnswered,
-    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
     NodeLost,
     NodeRegistered,
-    PreemptionNoticed,
     ProgressNoted,
     RankExited,
     RankJoined,
@@ -42,9 +38,12 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
+from perdure.model.notices import PreemptionNoticed
 from perdure.model.orders import Assignment, ResumeRanks, SendBoundary
 from perdure.model.signals.progress import RankAccount
+from perdure.model.steering import BoundaryAnswered, BoundaryReached
 
 SPEC = JobSpec(
     name="j", script="x", nodes=2, spares=2,

@@ -83,11 +83,11 @@ from perdure.control.steering.moves import (
 )
 from perdure.control.steering.pauses import note_pause
 from perdure.model.actions import AnyAction, AssignNodes
+from perdure.model.aside import MessagesSetAside
+from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
-    BoundaryAnswered,
-    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
@@ -96,23 +96,13 @@ from perdure.model.events import (
     ControllerLost,
     ControllerStarted,
     DeviceReported,
-    FailureDecided,
     FaultInjected,
     GenerationStepping,
     GenerationStopped,
-    InvitationMade,
-    InvitationRevoked,
-    InvitationUsed,
     JobEnded,
-    JobPaused,
-    JobResumed,
     JobSubmitted,
     KeeperLost,
-    KeysDeclared,
     LinksNoted,
-    MachineReported,
-    MemberReady,
-    MessagesSetAside,
     MetricsLogged,
     NodeAsked,
     NodeCordoned,
@@ -120,8 +110,6 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     NodeRestored,
-    PreemptionNoticed,
-    PreemptionWithdrawn,
     ProbeEnded,
     ProbeJudged,
     ProgressNoted,
@@ -133,25 +121,33 @@ from perdure.model.events import (
     ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
-    RoomNoted,
-    SettingsChanged,
     StacksTaken,
     StoreReady,
     TimerFired,
     VerdictReached,
     VerdictWithdrawn,
-    WorldBroken,
-    WorldReformed,
 )
 from perdure.model.failures import (
     Cause,
+    FailureDecided,
     explain_exit,
     explain_node,
     explain_verdict,
     find_early,
     name_preemption,
 )
+from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
+from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.orders import InterruptCollectives
+from perdure.model.room import RoomNoted
+from perdure.model.steering import (
+    BoundaryAnswered,
+    BoundaryReached,
+    JobPaused,
+    JobResumed,
+    KeysDeclared,
+    SettingsChanged,
+)
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 

@@ -20,17 +20,16 @@ from typing import Any
 from perdure.control.job import JobState
 from perdure.control.machine import Controller
 from perdure.model.actions import AnyAction
+from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
     ControllerStarted,
     Decision,
     DeviceReported,
-    FailureDecided,
     JobSubmitted,
     JournalEntry,
     LinksNoted,
-    MessagesSetAside,
     MetricsLogged,
     NodeCordoned,
     NodeLost,
@@ -46,6 +45,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
+from perdure.model.failures import FailureDecided
 from perdure.model.job import JobSpec
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 

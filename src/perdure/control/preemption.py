@@ -20,13 +20,9 @@ from perdure.control.recovery.placement import cordon, release
 from perdure.control.steering.boundary import open_boundary
 from perdure.control.steering.moves import restore_move
 from perdure.model.actions import AnyAction, NoteDraining
-from perdure.model.events import (
-    ExitRecord,
-    NodeRegistered,
-    PreemptionNoticed,
-    PreemptionWithdrawn,
-)
-from perdure.model.notices import is_explained
+from perdure.model.events import NodeRegistered
+from perdure.model.exits import ExitRecord
+from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn, is_explained
 from perdure.model.steering import LEAVE_DEADLINE_S
 from perdure.policy import HandOver, Outlook, decide_hand_over
 

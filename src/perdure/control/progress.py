@@ -31,16 +31,15 @@ from perdure.control.steering.pauses import (
 )
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
-    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     GenerationStepping,
-    KeysDeclared,
     ProgressNoted,
     RankJoined,
 )
 from perdure.model.orders import SendBoundary
+from perdure.model.steering import BoundaryReached, KeysDeclared
 from perdure.plan.interval import daly
 from perdure.policy import decide_checkpoint_interval
 

@@ -8,7 +8,8 @@ of a world; `docs/phases.md` draws it.
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.model.events import ExitRecord, StoreReady
+from perdure.model.events import StoreReady
+from perdure.model.exits import ExitRecord
 from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure

@@ -14,7 +14,7 @@ import msgspec
 from perdure.adapters.rings import open_regular
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
-from perdure.model.events import ExitRecord
+from perdure.model.exits import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
 from perdure.worker.start.failure import RESERVED_BYTES
 

@@ -7,42 +7,27 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.model.aside import MessagesSetAside as MessagesSetAside
+from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.version import Spoken
-from perdure.model.elastic import MemberReady as MemberReady
-from perdure.model.elastic import WorldBroken as WorldBroken
-from perdure.model.elastic import WorldReformed as WorldReformed
-from perdure.model.event import Event as Event
-from perdure.model.exits import ExitRecord as ExitRecord
-from perdure.model.failures import FailureDecided as FailureDecided
-from perdure.model.invitations import InvitationMade as InvitationMade
-from perdure.model.invitations import InvitationRevoked as InvitationRevoked
-from perdure.model.invitations import InvitationUsed as InvitationUsed
+from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
+from perdure.model.event import Event
+from perdure.model.exits import ExitRecord
+from perdure.model.failures import FailureDecided
+from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
 from perdure.model.job import JobSpec
-from perdure.model.notices import MachineReported as MachineReported
-from perdure.model.notices import PreemptionNoticed as PreemptionNoticed
-from perdure.model.notices import PreemptionWithdrawn as PreemptionWithdrawn
-from perdure.model.room import RoomNoted as RoomNoted
+from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.room import RoomNoted
 from perdure.model.signals.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.signals.progress import CommProgress, JobHabits, RankAccount
 from perdure.model.steering import (
-    BoundaryAnswered as BoundaryAnswered,
-)
-from perdure.model.steering import (
-    BoundaryReached as BoundaryReached,
-)
-from perdure.model.steering import (
-    JobPaused as JobPaused,
-)
-from perdure.model.steering import (
-    JobResumed as JobResumed,
-)
-from perdure.model.steering import (
-    KeysDeclared as KeysDeclared,
-)
-from perdure.model.steering import Pace, Verb
-from perdure.model.steering import (
-    SettingsChanged as SettingsChanged,
+    BoundaryAnswered,
+    BoundaryReached,
+    JobPaused,
+    JobResumed,
+    KeysDeclared,
+    Pace,
+    SettingsChanged,
+    Verb,
 )
 from perdure.model.verdicts import Verdict
 

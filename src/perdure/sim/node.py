@@ -38,7 +38,8 @@ from perdure.model.bus.wire import (
     WorkerHello,
     WorkerQuery,
 )
-from perdure.model.events import AnyEvent, ExitRecord, RankExited, RankJoined
+from perdure.model.events import AnyEvent, RankExited, RankJoined
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import Order
 from perdure.model.signals.progress import (

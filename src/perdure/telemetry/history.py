@@ -8,27 +8,27 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
+from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     CheckpointRestored,
     CheckpointSaved,
     ControllerLost,
     Decision,
-    ExitRecord,
-    FailureDecided,
     GenerationStepping,
     GenerationStopped,
     JobEnded,
     JobSubmitted,
     JournalEntry,
-    MachineReported,
     ProgressNoted,
     RankExited,
     RankJoined,
     RanksStarted,
-    WorldReformed,
 )
+from perdure.model.exits import ExitRecord
+from perdure.model.failures import FailureDecided
 from perdure.model.job import JobSpec
+from perdure.model.notices import MachineReported
 from perdure.model.report import WithheldRow
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.machines import MachineFold

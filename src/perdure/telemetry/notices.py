@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from perdure.model.events import ExitRecord, PreemptionNoticed, PreemptionWithdrawn
-from perdure.model.notices import LATE_S, is_explained
+from perdure.model.exits import ExitRecord
+from perdure.model.notices import LATE_S, PreemptionNoticed, PreemptionWithdrawn, is_explained
 
 
 @dataclass(slots=True)

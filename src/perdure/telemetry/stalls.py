@@ -8,7 +8,8 @@ down to the phases, so that nothing is counted twice.
 
 import msgspec
 
-from perdure.model.events import FailureDecided, WorldReformed
+from perdure.model.elastic import WorldReformed
+from perdure.model.failures import FailureDecided
 from perdure.telemetry.segments import RECONFIGURATION
 
 

@@ -35,7 +35,6 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.events import (
     AnyEvent,
-    ExitRecord,
     GenerationStopped,
     KeeperLost,
     NodeRegistered,
@@ -45,6 +44,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, TakeStacks
 from perdure.model.signals.progress import RankAccount

@@ -7,9 +7,7 @@ from msgspec import convert
 from perdure.control import Controller
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
-    BoundaryAnswered,
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
@@ -20,9 +18,11 @@ from perdure.model.events import (
     StoreReady,
     VerdictReached,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
+from perdure.model.steering import BoundaryAnswered
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -7,7 +7,6 @@ from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import (
     AnyEvent,
     CommandReceived,
-    ExitRecord,
     GenerationStopped,
     JobSubmitted,
     NodeRegistered,
@@ -17,6 +16,7 @@ from perdure.model.events import (
     ReplicaSeen,
     StoreReady,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

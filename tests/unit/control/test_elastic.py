@@ -3,9 +3,9 @@
 from perdure.control import Controller
 from perdure.control.elastic.reform import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
 from perdure.model.actions import AnyAction, AssignNodes
+from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (
     ControllerStarted,
-    ExitRecord,
     GenerationStopped,
     JobSubmitted,
     NodeRegistered,
@@ -15,9 +15,8 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
     VerdictReached,
-    WorldBroken,
-    WorldReformed,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount

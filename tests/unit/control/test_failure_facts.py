@@ -6,14 +6,8 @@ from tests.unit.control.driver import Driver, started
 
 from perdure.control.failures import FailureBook
 from perdure.control.memory import Memory, decode_memory, encode_memory
-from perdure.model.events import (
-    ControllerStarted,
-    FailureDecided,
-    JournalEntry,
-    KeeperLost,
-    NodeLost,
-)
-from perdure.model.failures import Cause
+from perdure.model.events import ControllerStarted, JournalEntry, KeeperLost, NodeLost
+from perdure.model.failures import Cause, FailureDecided
 
 
 def facts(driver: Driver) -> list[FailureDecided]:

@@ -9,7 +9,6 @@ from tests.unit.control.test_group_settings import reach, say, sent
 from perdure.control.groups.saving import find_save_deadline
 from perdure.model.actions import AnswerCommand
 from perdure.model.events import (
-    BoundaryAnswered,
     CheckpointFailed,
     CheckpointSaved,
     ControllerStarted,
@@ -18,6 +17,7 @@ from perdure.model.events import (
 )
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import SendBoundary
+from perdure.model.steering import BoundaryAnswered
 
 
 def saving(lighthouse: str = "perdure", spares: int = 0, **config: Any) -> Lab:

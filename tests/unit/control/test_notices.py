@@ -8,12 +8,8 @@ from tests.unit.control.test_placement import start
 
 from perdure.control.records import find_record
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, CordonNode, RecordEvent
-from perdure.model.events import (
-    CommandReceived,
-    DeviceReported,
-    PreemptionNoticed,
-    VerdictReached,
-)
+from perdure.model.events import CommandReceived, DeviceReported, VerdictReached
+from perdure.model.notices import PreemptionNoticed
 
 
 def notify(driver: Driver, **args: Any) -> tuple[AnswerCommand, list[AnyAction]]:

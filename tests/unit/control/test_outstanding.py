@@ -5,19 +5,19 @@ from tests.unit.control.driver import Driver, agree, one, started, verdict
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
-    BoundaryReached,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
-    ExitRecord,
     GenerationStopped,
     RankExited,
     StacksTaken,
     TimerFired,
     VerdictWithdrawn,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
+from perdure.model.steering import BoundaryReached
 
 
 def replayed(driver: Driver) -> Controller:

@@ -15,15 +15,14 @@ from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, Re
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     NodeCordoned,
     NodeLost,
-    PreemptionNoticed,
-    PreemptionWithdrawn,
     RankExited,
     TimerFired,
 )
+from perdure.model.exits import ExitRecord
+from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

@@ -6,7 +6,6 @@ import pytest
 from perdure.detect import Detector
 from perdure.model.events import (
     ControllerStarted,
-    ExitRecord,
     GenerationStepping,
     NodeLost,
     NodeRegistered,
@@ -14,6 +13,7 @@ from perdure.model.events import (
     RankExited,
     VerdictWithdrawn,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import NodeBeat, ProcSample, RankAccount, RankProgress
 

@@ -2,7 +2,8 @@
 
 from perdure.lab.live.live import find_shapes
 from perdure.lab.live.report import FormedShape
-from perdure.model.events import JournalEntry, WorldReformed
+from perdure.model.elastic import WorldReformed
+from perdure.model.events import JournalEntry
 
 
 def make(*rows: tuple[int, int, float, str, bool]) -> list[JournalEntry]:

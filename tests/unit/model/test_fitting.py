@@ -5,13 +5,13 @@ import pytest
 from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
-    ExitRecord,
     MetricsLogged,
     NodeRegistered,
     RankExited,
     StacksTaken,
     VerdictReached,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from tests.fakes import FakeBus, FakeServer, FakeStream, number_entries
 
+from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import (
     Command,
@@ -25,16 +26,15 @@ from perdure.model.errors import FencedError, PlatformError
 from perdure.model.events import (
     AnyEvent,
     Decision,
-    ExitRecord,
     GenerationStopped,
     JobEnded,
-    MessagesSetAside,
     MetricsLogged,
     NodeRegistered,
     RankExited,
     RanksStarted,
     StoreReady,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount

@@ -4,13 +4,13 @@ from typing import Any
 
 from perdure.model.events import (
     AnyEvent,
-    ExitRecord,
     JournalEntry,
     QuorumFormed,
     RankExited,
     RanksStarted,
     ReplicaSeen,
 )
+from perdure.model.exits import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress

@@ -2,7 +2,7 @@ import msgspec
 from tests.journals import Story, tell
 
 from perdure.model import codec
-from perdure.model.events import BoundaryReached, CommandReceived, KeysDeclared, SettingsChanged
+from perdure.model.events import CommandReceived
 from perdure.model.report import Snapshot
 from perdure.model.settings import Change, KeySpec
 from perdure.model.signals.progress import (
@@ -12,6 +12,7 @@ from perdure.model.signals.progress import (
     RankAccount,
     RankProgress,
 )
+from perdure.model.steering import BoundaryReached, KeysDeclared, SettingsChanged
 from perdure.telemetry import SnapshotFold, make_series
 
 

@@ -28,14 +28,8 @@ from perdure.control.observing import is_observed
 from perdure.control.outcome import Outcome
 from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction
-from perdure.model.events import (
-    MemberReady,
-    NodeRegistered,
-    RankExited,
-    RankJoined,
-    WorldBroken,
-    WorldReformed,
-)
+from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
+from perdure.model.events import NodeRegistered, RankExited, RankJoined
 from perdure.model.failures import explain_break
 from perdure.model.orders import ReformWorld
 from perdure.model.verdicts import Verdict

@@ -32,9 +32,9 @@ from perdure.control.steering.changes import (
 from perdure.control.steering.steer import draw_change, find_values, set_alone
 from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
-from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
 from perdure.model.orders import SendBoundary
 from perdure.model.settings import is_kept_elsewhere
+from perdure.model.steering import BoundaryAnswered, BoundaryReached, KeysDeclared
 
 _ANSWER_TIMEOUT_S = 5.0
 _TRIES_MAX = 12

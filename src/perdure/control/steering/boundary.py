@@ -24,10 +24,9 @@ from perdure.control.job import JobState
 from perdure.control.steering.changes import commit_open, note_high, plan_change, refuse_change
 from perdure.control.steering.pauses import commit_pause
 from perdure.model.actions import AnyAction
-from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import SendBoundary
 from perdure.model.settings import Change
-from perdure.model.steering import Pace
+from perdure.model.steering import BoundaryAnswered, BoundaryReached, Pace
 
 _ANSWER_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 600.0

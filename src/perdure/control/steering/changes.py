@@ -21,8 +21,8 @@ from perdure.control.answers import answer_open
 from perdure.control.job import JobState
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
-from perdure.model.events import BoundaryReached, KeysDeclared, SettingsChanged
 from perdure.model.settings import Change, KeySpec, Value, is_kept_elsewhere
+from perdure.model.steering import BoundaryReached, KeysDeclared, SettingsChanged
 from perdure.plan.settings import apply_spec, find_own_keys
 
 CHANGES_MAX = 100

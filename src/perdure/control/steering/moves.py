@@ -21,13 +21,9 @@ from perdure.control.recovery.placement import bar, cordon, find_shortage
 from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.control.steering.pauses import stands
 from perdure.model.actions import AnyAction, NoteDraining
-from perdure.model.events import (
-    BoundaryReached,
-    CheckpointFailed,
-    CheckpointSaved,
-    RankExited,
-)
+from perdure.model.events import CheckpointFailed, CheckpointSaved, RankExited
 from perdure.model.orders import ResumeRanks
+from perdure.model.steering import BoundaryReached
 
 _ALIVE = ("forming", "starting", "running")
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from perdure.model.elastic import WorldBroken
 from perdure.model.errors import PlatformError
-from perdure.model.events import AnyEvent, RankJoined, WorldBroken
+from perdure.model.events import AnyEvent, RankJoined
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.model.settings import Steering
 from perdure.worker.attach import Attachment
