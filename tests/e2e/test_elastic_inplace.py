@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from perdure.control.elastic.reform import REFORM_TIMEOUT_S
+from perdure.control.membership.elastic import REFORM_TIMEOUT_S
 from tests.e2e.harness import SCRIPTS, Job
 
 STEPS = 120

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.lighthouse import encode_request, make_member
 
-from perdure.control.groups.outputs import (
+from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
     Formed,
@@ -19,7 +19,7 @@ from perdure.control.groups.outputs import (
     Output,
     QuorumConfig,
 )
-from perdure.control.groups.quorum import Quorums
+from perdure.control.lighthouse.quorum import Quorums
 from perdure.model.bus.lighthouse import Member, parse_request
 from perdure.model.orders import ReplicaGroup
 

@@ -36,6 +36,7 @@ COMMANDS = {
     "inject": "steering.act",
     "checkpoint": "steering.act",
     "stop": "steering.act",
+    "note": "steering.act",
     "set": "steering.steer",
     "pause": "steering.steer",
     "resume": "steering.steer",

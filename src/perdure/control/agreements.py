@@ -3,8 +3,13 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.model.settings import Change, KeySpec, Value
+from perdure.model.settings import Change, KeySpec, Steering, Value, is_kept_elsewhere
 from perdure.model.steering import Pace
+
+ANSWER_TIMEOUT_S = 5.0
+"""How long a try waits for its answers."""
+TRIES_MAX = 12
+"""Each asks for a later step."""
 
 
 @dataclass(slots=True)
@@ -132,3 +137,12 @@ class SteeringState:
     def resuming(self) -> Resume | None:
         """Return the pause that is over, and that not every rank has gone on from."""
         return None if self.resume is None or self.resume.done else self.resume
+
+
+def find_steering(steering: SteeringState) -> Steering:
+    """Return what the ranks of the next generation have to know before their first step."""
+    pause = steering.pause
+    ranks = tuple(c for c in steering.changes if not all(map(is_kept_elsewhere, c.values)))
+    if pause is None or pause.hold:  # Replica groups are held at the lighthouse.
+        return Steering(changes=ranks)
+    return Steering(changes=ranks, pause=pause.id, pause_step=pause.step)

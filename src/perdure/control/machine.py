@@ -7,11 +7,26 @@ replayed from the journal after a crash; `ControllerStarted` then issues again w
 from typing import assert_never
 
 from perdure.control import preemption
+from perdure.control.agreement.boundary import (
+    abort_boundary,
+    answer_boundary,
+    retry_boundary,
+    send_boundary,
+)
+from perdure.control.agreement.changes import note_change, note_high
+from perdure.control.agreement.pace import note_pace
+from perdure.control.agreement.pauses import note_pause
 from perdure.control.answers import answer
-from perdure.control.elastic import reform
-from perdure.control.groups.replicas import advance_groups, find_group_deadline, react_to_groups
 from perdure.control.invitations import note_invitation
 from perdure.control.job import JobState, OpenNotice
+from perdure.control.membership import membership_of
+from perdure.control.membership.elastic import (
+    free_slot,
+    is_elastic,
+    is_outside,
+    leave_outside,
+    note_world,
+)
 from perdure.control.observing import is_observed, note_withheld, withhold_verdict
 from perdure.control.progress import (
     after_boundary,
@@ -59,14 +74,7 @@ from perdure.control.recovery.response import (
     weigh_verdict,
 )
 from perdure.control.reissue import issue_again
-from perdure.control.steering.boundary import (
-    abort_boundary,
-    answer_boundary,
-    note_pace,
-    retry_boundary,
-    send_boundary,
-)
-from perdure.control.steering.changes import note_change, note_high
+from perdure.control.replicas import advance_groups, find_group_deadline, react_to_groups
 from perdure.control.steering.commands import (
     find_reached_stop,
     finish_job,
@@ -81,7 +89,6 @@ from perdure.control.steering.moves import (
     moves_deadline,
     note_left,
 )
-from perdure.control.steering.pauses import note_pause
 from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.aside import MessagesSetAside
 from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
@@ -146,6 +153,7 @@ from perdure.model.steering import (
     JobPaused,
     JobResumed,
     KeysDeclared,
+    OperatorNoted,
     SettingsChanged,
 )
 from perdure.model.verdicts import Verdict
@@ -153,6 +161,13 @@ from perdure.policy import Failure, decide_recovery
 
 _CHANGES = (NodeRegistered, NodeRestored, CheckpointSaved, ProgressNoted)
 """Events that may change what is worth doing about a slowness that stands."""
+
+_NOTHING_FOLLOWS = (
+    MetricsLogged | ControllerLost | NodeDraining | LinksNoted | RoomNoted | MessagesSetAside
+    | ProbeJudged | CollectivesInterrupted | MachineReported | ActionWithheld | FailureDecided
+    | QuorumIdsReserved | ReplicaWaiting | ReplicaLate | OperatorNoted | JobSubmitted
+)  # fmt: skip
+"""Events that are told to others: the detector, the folds, whoever reads."""
 
 
 class Controller:
@@ -172,7 +187,7 @@ class Controller:
         times += [
             moves_deadline(state),
             preemption.notices_deadline(state),
-            reform.elastic_deadline(state),
+            membership_of(state).deadline(state),
         ]
         if state.boundary is not None:
             times[2] = state.boundary.deadline_s
@@ -216,6 +231,8 @@ class Controller:
         return () if state.of_replicas or not state.world.elastic.members else state.asked
 
     def _react(self, now: float, event: AnyEvent) -> list[AnyAction]:
+        if isinstance(event, _NOTHING_FOLLOWS):
+            return []
         match event:
             case ControllerStarted():
                 self.state.book.begin(event)
@@ -240,12 +257,6 @@ class Controller:
                 return note_change(self.state, event)
             case JobPaused() | JobResumed():
                 return note_pause(self.state, event)
-            case MetricsLogged() | ControllerLost() | NodeDraining() | LinksNoted() | ReplicaLate():
-                return []
-            case MessagesSetAside() | ProbeJudged() | CollectivesInterrupted() | RoomNoted():
-                return []
-            case JobSubmitted() | ActionWithheld() | QuorumIdsReserved() | ReplicaWaiting():
-                return []
             case _ if self.state.of_replicas:
                 return react_to_groups(self.state, now, event)
             case NodeRegistered():
@@ -280,8 +291,8 @@ class Controller:
             case KeysDeclared():
                 return note_keys(self.state, now, event)
             case WorldBroken() | WorldReformed() | MemberReady():
-                return reform.note_world(self.state, now, event)
-            case QuorumFormed() | ReplicaSeen() | MachineReported() | FailureDecided():
+                return note_world(self.state, now, event)
+            case QuorumFormed() | ReplicaSeen():
                 return []
             case _:
                 assert_never(event)
@@ -300,7 +311,7 @@ class Controller:
             if not has_enough(state):
                 return freed
             return form_world(state, now, f"{len(state.nodes)} nodes are there")
-        returned = reform.return_node(state, event)
+        returned = membership_of(state).come_back(state, event)
         if returned.broken:
             why = returned.broken
             found = explain_node(event.node, "keeper lost", -1, now, now, why)
@@ -334,8 +345,8 @@ class Controller:
         state.world.exits[record.rank] = record
         state.step = max(state.step, event.account.step)
         state.mark = max(state.mark, event.account.step)
-        if reform.is_outside(state, record.rank):
-            return reform.leave_outside(state, now, record.rank)
+        if is_outside(state, record.rank):
+            return leave_outside(state, now, record.rank)
         if record.failed and not record.asked:
             culprit, cause = f"rank {record.rank}", record.cause
             left = [r for r, e in sorted(state.world.exits.items()) if not e.failed and not e.asked]
@@ -357,10 +368,10 @@ class Controller:
                 taken=taken,
                 found=found,
             )
-        left_well = reform.leave_world(state, now, event)
+        left_well = membership_of(state).leave(state, now, event)
         if left_well.broken:
             return self._fail(now, f"rank {record.rank}", left_well.broken)
-        if not reform.has_ended(state):
+        if not membership_of(state).has_ended(state):
             return left_well.actions
         return finish_job(state, now)
 
@@ -375,7 +386,7 @@ class Controller:
             if event.generation != state.world.generation or not state.world.has_ranks:
                 return []
             why = f"keeper died: it {event.cause}" if event.cause else "keeper died"
-            lost = reform.lose_ranks(state, event.node, why, event.begun)
+            lost = membership_of(state).lose(state, event.node, why, event.begun)
             if not lost.broken:
                 return lost.actions
             return self._fail(
@@ -404,10 +415,10 @@ class Controller:
                 would=would,
                 first_seen_s=event.at_s,
             )
-        lost = reform.lose_ranks(state, event.node, why)
+        lost = membership_of(state).lose(state, event.node, why)
         if not lost.broken:
             return lost.actions
-        if event.node not in state.world.placement and not reform.is_elastic(state):
+        if event.node not in state.world.placement and not is_elastic(state):
             return []
         if taken is None:
             state.blames[event.node] = state.blames.get(event.node, 0) + 1
@@ -474,7 +485,7 @@ class Controller:
             return end_job(state, now, "failed", 1, reaction.reason)
         actions, node = blame(state, now, verdict, reaction)
         cause = f"{verdict.kind} ({verdict.activity})"
-        ended = reform.end_hung_rank(state, verdict)
+        ended = membership_of(state).end_hung(state, verdict)
         if ended:
             if verdict.culprit.rank in state.world.elastic.members:
                 found, epoch = explain_verdict(verdict), state.world.elastic.epoch + 1
@@ -482,7 +493,7 @@ class Controller:
                     found, "reform", state.world.generation, state.world.placement, epoch=epoch
                 )
             return [*actions, *ended]
-        freed = reform.free_slot(state, verdict)
+        freed = free_slot(state, verdict)
         hangs = verdict.kind in STACKS_FOR and not freed
         interrupt_s = state.the_spec().policy.interrupt_s if hangs else 0.0
         if interrupt_s:
@@ -557,7 +568,7 @@ class Controller:
             state.book.decide(found, "give up", world, nodes)
             return self._end_observed(now, failure, decision.rung, reason, code or 1, exit_s)
         if decision.rung != "give up":
-            in_place = reform.reform_world(state, now, reason, freed=freed)
+            in_place = membership_of(state).stand_in(state, now, reason, freed=freed)
             state.world.failed_s = (
                 state.world.failed_s if freed else now
             )  # Nobody stands still for a slot.
@@ -601,7 +612,7 @@ class Controller:
         due_s = state.deadline_s if state.phase == "pending" else state.world.deadline_s
         if due_s is not None and now >= due_s:
             return self._phase_overdue(now)
-        due_elastic = reform.fire_elastic(state, now, event.busy)
+        due_elastic = membership_of(state).fire(state, now, event.busy)
         if due_elastic.broken:
             return self._fail(now, "the job", due_elastic.broken, code=1)
         if due_elastic.actions:

@@ -47,10 +47,11 @@ from perdure.model.events import (
 )
 from perdure.model.failures import FailureDecided
 from perdure.model.job import JobSpec
+from perdure.model.steering import OperatorNoted
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2
-_UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | TimerFired
+_UNHEARD = Decision | FailureDecided | MetricsLogged | MessagesSetAside | OperatorNoted | TimerFired
 _OF_A_KIND = 16
 """Events kept of one kind, of those that may come without end."""
 _NOTES = 4

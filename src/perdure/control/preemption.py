@@ -11,13 +11,13 @@ away: that is no failure, and counts against nobody.
 
 import math
 
-from perdure.control.elastic.leaving import end_spares, find_leavers
-from perdure.control.elastic.members import fill_slots, find_living, find_spares
-from perdure.control.elastic.reform import is_elastic
+from perdure.control.agreement.boundary import open_boundary
 from perdure.control.job import JobState, OpenMove, OpenNotice
+from perdure.control.membership.elastic import is_elastic
+from perdure.control.membership.members import fill_slots, find_living, find_spares
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.placement import cordon, release
-from perdure.control.steering.boundary import open_boundary
+from perdure.control.steering.leaving import end_spares, find_leavers
 from perdure.control.steering.moves import restore_move
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import NodeRegistered

@@ -1,11 +1,6 @@
 """How far training is, and when the next checkpoint of the controller's own is due."""
 
-from perdure.control.agreements import OpenBoundary
-from perdure.control.answers import answer
-from perdure.control.elastic.leaving import leave_together
-from perdure.control.elastic.reform import admit, note_ready
-from perdure.control.job import JobState
-from perdure.control.steering.boundary import (
+from perdure.control.agreement.boundary import (
     close_boundary,
     commit_boundary,
     open_boundary,
@@ -13,22 +8,27 @@ from perdure.control.steering.boundary import (
     release_boundary,
     send_boundary,
 )
-from perdure.control.steering.changes import (
+from perdure.control.agreement.changes import (
     close_changes,
     declare_keys,
     note_high,
     reach_change,
     settle_changes,
 )
-from perdure.control.steering.commands import inject_again, start_waiting_command
-from perdure.control.steering.moves import note_held, note_saved
-from perdure.control.steering.pauses import (
+from perdure.control.agreement.pauses import (
     answer_pause,
     close_resume,
     reach_pause,
     reach_resume,
     settle_resume,
 )
+from perdure.control.agreements import OpenBoundary
+from perdure.control.answers import answer
+from perdure.control.job import JobState
+from perdure.control.membership.elastic import admit, note_ready
+from perdure.control.steering.commands import inject_again, start_waiting_command
+from perdure.control.steering.leaving import leave_together
+from perdure.control.steering.moves import note_held, note_saved
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
     CheckpointFailed,

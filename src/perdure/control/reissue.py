@@ -3,19 +3,18 @@
 Everything here is a level, so that whoever has heard it before does nothing.
 """
 
-from perdure.control.elastic.reform import reissue
-from perdure.control.groups.agreement import agreement_again
-from perdure.control.groups.holds import hold_groups
+from perdure.control.agreement.boundary import send_boundary_again
+from perdure.control.agreement.changes import changes_again
+from perdure.control.agreement.groups import agreement_again
+from perdure.control.agreement.pauses import pauses_again
 from perdure.control.job import JobState
+from perdure.control.membership import membership_of
 from perdure.control.recovery.evidence import ask_stacks_again
 from perdure.control.recovery.formation import assign_again, close_job
 from perdure.control.recovery.placement import cordon_again
 from perdure.control.recovery.probing import probe_again
-from perdure.control.steering.boundary import send_boundary_again
-from perdure.control.steering.changes import changes_again
 from perdure.control.steering.commands import inject_again
 from perdure.control.steering.moves import moves_again
-from perdure.control.steering.pauses import pauses_again
 from perdure.model.actions import AnyAction
 
 
@@ -32,8 +31,5 @@ def issue_again(state: JobState, now: float, reason: str) -> list[AnyAction]:
         actions += [*send_boundary_again(state, reason), *ask_stacks_again(state, reason)]
     actions += [*cordon_again(state), *moves_again(state)]
     actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
-    if state.of_replicas:
-        actions += [hold_groups(state, reason)] if state.worlds and not state.over else []
-    else:
-        actions += reissue(state, reason)
+    actions += membership_of(state).again(state, reason)
     return actions + inject_again(state, reason)

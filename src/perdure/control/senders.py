@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from perdure.control.elastic.members import find_home
 from perdure.control.job import JobState
+from perdure.control.membership.members import find_home
 from perdure.model.bus.access import BROUGHT_BY, Sender
 from perdure.model.bus.wire import RUN
 from perdure.model.events import (

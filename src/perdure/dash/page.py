@@ -13,16 +13,16 @@ from perdure.dash.svg import (
     render_stack,
     render_timeline,
 )
-from perdure.dash.text import PHASES
+from perdure.dash.text import PHASES, name_step
 from perdure.dash.verdicts import describe_grounds, render_waits
 from perdure.model.plain import show_controls
-from perdure.model.report import Recovery, Report, Snapshot
+from perdure.model.report import NoteRow, Recovery, Report, Snapshot
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.links import DelayMatrix
 from perdure.telemetry.series import Series
 from perdure.telemetry.stacks import render_stacks
 
-_FAILURE, _PART = "#d1495b", "#8d99ae"
+_FAILURE, _PART, _NOTE = "#d1495b", "#8d99ae", "#7b5ea7"
 
 _STYLE = """
 :root{--bg:#fbfbfa;--fg:#1c2024;--soft:#667;--card:#fff;--edge:#e2e2df;--curve:#1f6feb}
@@ -59,6 +59,7 @@ def render_html(
         ("Curves", _render_curves(report, series)),
         ("Ranks over time", _render_ranks(report, series)),
         ("Incidents", _render_recoveries(report, series)),
+        ("Remarks", _render_notes(report, series) if report.notes else ""),
         (
             "Verdicts and their evidence",
             "".join(_render_verdict(v, series.start_s) for v in series.verdicts),
@@ -141,6 +142,7 @@ def _render_curves(report: Report, series: Series) -> str:
         for r in report.recoveries
         if r.at_step >= 0 and r.failed
     ]
+    marks += [Mark(n.step, _describe_note(n), _NOTE) for n in report.notes if n.step >= 0]
     names = sorted(series.metrics, key=lambda name: ("loss" not in name, name))
     plots = []
     for name in names[:6]:
@@ -154,9 +156,27 @@ def _render_curves(report: Report, series: Series) -> str:
             Mark(r.at_s - series.start_s, f"{r.culprit}: {r.cause}", _FAILURE)
             for r in report.recoveries
         ]
+        times += [Mark(n.at_s - series.start_s, _describe_note(n), _NOTE) for n in report.notes]
         plot = render_curve(rows, x_label="seconds", y_label="steps", marks=times)
         plots += [f"<p><b>steps committed</b></p>{plot}"] if plot else []
     return "".join(plots)
+
+
+def _describe_note(note: NoteRow) -> str:
+    return f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
+
+
+def _render_notes(report: Report, series: Series) -> str:
+    rows = "".join(
+        f'<tr><td class="n">{_seconds(note.at_s - series.start_s)}</td>'
+        f"<td>{escape(note.who or 'an operator')}</td>"
+        f'<td class="n">{note.step if note.step >= 0 else ""}</td><td>{escape(note.text)}</td></tr>'
+        for note in report.notes
+    )
+    return (
+        f'<table><tr><th class="n">at</th><th>who</th><th class="n">step</th><th>remark</th></tr>'
+        f"{rows}</table>"
+    )
 
 
 def _render_ranks(report: Report, series: Series) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from perdure.dash.svg import clip_value
 from perdure.dash.verdicts import render_withheld
-from perdure.model.plain import REASON_MAX, shorten_line
+from perdure.model.plain import REASON_MAX, shorten_line, show_controls
 from perdure.model.report import Recovery, Report
 from perdure.telemetry.series import Series
 
@@ -16,6 +16,7 @@ PHASES = ("detect", "decide", "abort", "communicator", "state", "warmup")
 def render_text(report: Report, series: Series | None = None, width: int = 100) -> str:
     """Return incidents by phase, the loss curve and the ledger, `width` columns wide."""
     parts = [_render_head(report), _render_recoveries(report, series, width)]
+    parts.append(_render_notes(report, series, width))
     if series is not None:
         parts.append(_render_loss(report, series, width))
     parts.append(_render_ledger(report, width))
@@ -44,7 +45,7 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
     start_s = series.start_s if series is not None else min(r.at_s for r in report.recoveries)
     lines = ["Incidents (seconds of wall time by phase)"]
     for number, r in enumerate(report.recoveries, 1):
-        at_step = f" at step {r.at_step}" if r.at_step >= 0 else ""
+        at_step = name_step(r.at_step)
         lines.append(
             _clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {_sentence(r, at_step)}", width)
         )
@@ -55,6 +56,24 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
         lines.append(f"{'':16}{phases}")
         lines.append(f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}")
     return "\n".join(lines)
+
+
+def _render_notes(report: Report, series: Series | None, width: int) -> str:
+    if not report.notes:
+        return ""
+    start_s = series.start_s if series is not None else min(n.at_s for n in report.notes)
+    lines = ["Remarks"]
+    for note in report.notes:
+        what = f"{note.who or 'an operator'}{name_step(note.step)}: {note.text}"
+        lines.append(
+            _clip(f"     {note.at_s - start_s:7.1f} s  {shorten_line(show_controls(what))}", width)
+        )
+    return "\n".join(lines)
+
+
+def name_step(step: int) -> str:
+    """Return ` at step 7`, or nothing where it is not known."""
+    return f" at step {step}" if step >= 0 else ""
 
 
 def _sentence(r: Recovery, at_step: str) -> str:

@@ -1,8 +1,8 @@
 """In the place of a detector, where another part of perdure does the watching.
 
 Replica groups of a torchft job have no collective and no step in common outside a quorum; who is
-silent or late there, perdure's lighthouse finds (`perdure.control.groups.quorum`). Where that is
-torchft's own, `perdure.control.groups.watch` does.
+silent or late there, perdure's lighthouse finds (`perdure.control.lighthouse.quorum`). Where that
+is torchft's own, `perdure.control.lighthouse.watch` does.
 """
 
 from perdure.model.events import AnyEvent

@@ -12,7 +12,7 @@ from perdure.model.invitations import InvitationMade, InvitationRevoked, Invitat
 from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.orders import AnyOrder, Assignment
 from perdure.model.signals.links import ProbeFinding
-from perdure.model.steering import JobPaused, JobResumed, SettingsChanged
+from perdure.model.steering import JobPaused, JobResumed, OperatorNoted, SettingsChanged
 
 
 class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
@@ -108,6 +108,7 @@ class RecordEvent(Action, frozen=True, kw_only=True):
         | ActionWithheld
         | SettingsChanged
         | JobPaused
+        | OperatorNoted
         | JobResumed
         | InvitationMade
         | InvitationUsed

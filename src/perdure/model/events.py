@@ -25,6 +25,7 @@ from perdure.model.steering import (
     JobPaused,
     JobResumed,
     KeysDeclared,
+    OperatorNoted,
     Pace,
     SettingsChanged,
     Verb,
@@ -535,6 +536,7 @@ AnyEvent = (
     | FaultInjected
     | KeysDeclared
     | SettingsChanged
+    | OperatorNoted
     | JobPaused
     | JobResumed
     | QuorumFormed

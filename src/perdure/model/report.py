@@ -75,6 +75,16 @@ class WithheldRow(msgspec.Struct, frozen=True):
     reason: str
 
 
+class NoteRow(msgspec.Struct, frozen=True):
+    """What an operator has remarked."""
+
+    at_s: float
+    step: int
+    """How far the job was; -1 where that is not known."""
+    who: str
+    text: str
+
+
 class Report(msgspec.Struct, frozen=True):
     """`perdure report --json`."""
 
@@ -96,6 +106,8 @@ class Report(msgspec.Struct, frozen=True):
     """It was only observed (`--observe`): nothing was ever acted upon."""
     withheld: tuple[WithheldRow, ...] = ()
     """What would have been done, had it not been."""
+    notes: tuple[NoteRow, ...] = ()
+    """Remarks of operators (`perdure note`), the oldest first."""
 
 
 class RankRow(msgspec.Struct, frozen=True):

@@ -28,6 +28,7 @@ Verb = Literal[
     "join",
     "invite",
     "revoke",
+    "note",
 ]
 """What an operator may ask for."""
 
@@ -35,8 +36,26 @@ Verb = Literal[
 PlaceVerb = Literal["drain", "cordon", "evict", "restore"]
 """Those that take a place out of the job or back into it: a node, device, rank or replica."""
 
+NOTE_MAX = 500
+"""Characters of a remark."""
+
 LEAVE_DEADLINE_S = 600.0
 """Of a drain or an evict that names none."""
+
+
+def find_note_fault(text: object) -> str:
+    """Return why `text` is no remark, in a line; empty where it is one.
+
+    >>> find_note_fault("  ")
+    'the remark is empty'
+    """
+    if not isinstance(text, str) or not text.strip():
+        return "the remark is empty"
+    if any(0xD800 <= ord(char) < 0xE000 for char in text):
+        return "the remark is no text"
+    if len(text) > NOTE_MAX:
+        return f"the remark has {len(text)} characters, and {NOTE_MAX} are kept"
+    return ""
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,6 +98,18 @@ class BoundaryReached(Event, frozen=True, kw_only=True):
     step: int
     at_s: float
     error: str = ""
+
+
+class OperatorNoted(Event, frozen=True, kw_only=True):
+    """An operator has made a remark on the job; nothing follows from it."""
+
+    id: str
+    """Of the command."""
+    text: str
+    step: int
+    """How far the job was; -1 where that is not known."""
+    at_s: float
+    who: str = ""
 
 
 class KeysDeclared(Event, frozen=True, kw_only=True):

@@ -1,4 +1,4 @@
-"""The lighthouse's process: torchft's protocol in front, `perdure.control.groups.quorum` behind it.
+"""The lighthouse's process: torchft's protocol in front, `control.lighthouse.quorum` behind it.
 
 It needs nobody to go on. What the controller orders (who is held, who is evicted, which store is
 whose) are levels that it keeps; the deaths that agents report it hears on the bus at the same
@@ -28,7 +28,7 @@ import msgspec
 
 from perdure.adapters.host import pick_free_port
 from perdure.adapters.lighthouse import LighthouseServer
-from perdure.control.groups.outputs import (
+from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
     Formed,
@@ -39,7 +39,7 @@ from perdure.control.groups.outputs import (
     Stands,
     make_quorum_config,
 )
-from perdure.control.groups.quorum import Quorums
+from perdure.control.lighthouse.quorum import Quorums
 from perdure.model.bus.lighthouse import encode_response, parse_heartbeat, parse_request
 from perdure.model.bus.wire import (
     EventMessage,

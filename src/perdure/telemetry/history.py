@@ -29,14 +29,17 @@ from perdure.model.exits import ExitRecord
 from perdure.model.failures import FailureDecided
 from perdure.model.job import JobSpec
 from perdure.model.notices import MachineReported
-from perdure.model.report import WithheldRow
+from perdure.model.report import NoteRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
+from perdure.model.steering import OperatorNoted
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.presence import Presence
 from perdure.telemetry.reforms import Reform
 from perdure.telemetry.stalls import Stall, make_stall
 
+NOTES_MAX = 1000
+"""Remarks that a report has; the newest of them."""
 WITHHELD_MAX = 100
 """The newest are kept of what would have been done."""
 
@@ -157,6 +160,8 @@ class History:
     presence: Presence = field(default_factory=Presence)
     withheld: list[WithheldRow] = field(default_factory=list)
     """What would have been done, the newest last, in a job that is only observed."""
+    notes: list[NoteRow] = field(default_factory=list)
+    """Remarks of operators, the newest last."""
 
     @property
     def newest(self) -> Generation | None:
@@ -205,6 +210,9 @@ class History:
                     self.reason = ""  # It trains: nothing is left to be explained.
             case ControllerLost() as event:
                 self.lost_parts.append(event)
+            case OperatorNoted() as event:
+                note = NoteRow(event.at_s, event.step, event.who, event.text)
+                self.notes = [*self.notes[-NOTES_MAX + 1 :], note]
             case ActionWithheld() as event if event.would:
                 row = WithheldRow(
                     event.at_s, event.step, event.would, event.cause, event.culprit, event.reason

@@ -81,6 +81,7 @@ class LedgerFold:
             reason=history.reason,
             observed=spec.observe,
             withheld=tuple(history.withheld),
+            notes=tuple(history.notes),
         )
 
     def segments(self, now: float) -> tuple[Segment, ...]:

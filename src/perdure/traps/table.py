@@ -202,7 +202,7 @@ GENERIC: tuple[Row, ...] = (
 SLURM: tuple[Row, ...] = (
     _row("SLURM1", "a checkpoint inside the signal handler is corrupt",
         "the handler sets a flag; the checkpoint is at an agreed step", scope="slurm",
-        prevented="perdure.control.steering.boundary:open_boundary"),
+        prevented="perdure.control.agreement.boundary:open_boundary"),
     _row("SLURM2", "the warning comes too late, or before its handler stands",
         "time limit > warning + 60 s + start-up + checkpoint; USR1 to the batch shell",
         c.check_slurm_signal, scope="slurm",

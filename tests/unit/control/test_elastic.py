@@ -1,7 +1,7 @@
 """Events in, orders out: who is in the next epoch, and when a restart is taken instead."""
 
 from perdure.control import Controller
-from perdure.control.elastic.reform import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
+from perdure.control.membership.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
 from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (

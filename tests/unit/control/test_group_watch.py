@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tests.unit.control.groups_lab import Lab
 
-from perdure.control.groups.watch import ReplicaWatch
+from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.events import (
     ActionWithheld,

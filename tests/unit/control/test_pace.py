@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.control.driver import Driver, one, started
 
+from perdure.control.agreement.pace import find_next_step
 from perdure.control.memory import Memory, decode_memory, encode_memory
-from perdure.control.steering.boundary import find_next_step
 from perdure.model.events import CommandReceived, JournalEntry, ProgressNoted
 from perdure.model.orders import SendBoundary
 from perdure.model.settings import KeySpec

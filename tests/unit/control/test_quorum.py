@@ -3,7 +3,7 @@
 import pytest
 from tests.lighthouse import make_member
 
-from perdure.control.groups.outputs import (
+from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
     Formed,
@@ -13,7 +13,7 @@ from perdure.control.groups.outputs import (
     QuorumConfig,
     Seen,
 )
-from perdure.control.groups.quorum import Quorums
+from perdure.control.lighthouse.quorum import Quorums
 from perdure.model.orders import ReplicaGroup
 
 

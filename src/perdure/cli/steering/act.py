@@ -10,6 +10,7 @@ from perdure.cli.speech.say import answer
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
 from perdure.model.numbers import refuse_number
+from perdure.model.steering import NOTE_MAX, find_note_fault
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Timeout = Annotated[
@@ -62,6 +63,21 @@ def checkpoint(job: JobName, timeout_s: Timeout = 300.0, as_json: Json = False) 
     """Save a checkpoint at a step that all ranks agree on."""
     result = send_command(find_job(job), "checkpoint", {}, timeout_s=timeout_s)
     answer_of(job, result, f"checkpoint at step {result.get('step', '?')}", as_json)
+
+
+def note(
+    job: JobName,
+    text: Annotated[str, typer.Argument(metavar="TEXT", help=f"At most {NOTE_MAX} characters.")],
+    timeout_s: Timeout = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Keep a remark in the job's journal: `report` shows it, and marks it on curves."""
+    fault = find_note_fault(text)
+    if fault:
+        raise ConfigError(fault, hint=f"perdure note {job} TEXT")
+    result = send_command(find_job(job), "note", {"text": text}, timeout_s=timeout_s)
+    step = result.get("step", -1)
+    answer_of(job, result, "noted" + (f" at step {step}" if step >= 0 else ""), as_json)
 
 
 def stop(

@@ -8,11 +8,12 @@ from typing import Literal
 
 from msgspec import structs
 
-from perdure.control.groups.holds import hold_groups
+from perdure.control.agreement.changes import note_high, restart_changes
+from perdure.control.agreement.pauses import restart_pause
+from perdure.control.agreements import find_steering
 from perdure.control.job import Answer, Ending, JobState
+from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
-from perdure.control.steering.changes import note_high, restart_changes
-from perdure.control.steering.pauses import find_steering, restart_pause
 from perdure.control.world import WorldState
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
@@ -81,14 +82,10 @@ def assign(
     grace_s: float = 0.0,
 ) -> AssignNodes:
     """Number a new assignment of `world`, and send it to every node that may have a part in it."""
-    assignment = _number(state, world, phase, reason, grace_s)
-    nodes = tuple(sorted(state.nodes))
-    if state.of_replicas:
-        assignment = structs.replace(
-            assignment, restart_count=len(world.failures), replica=world.number
-        )
-        nodes = world.placement
+    membership = membership_of(state)
+    assignment = membership.complete(_number(state, world, phase, reason, grace_s), world)
     world.assignment = assignment
+    nodes = membership.find_told(state, world)
     return AssignNodes(nodes=nodes, assignment=assignment, reason=reason)
 
 
@@ -99,7 +96,7 @@ def assign_again(state: JobState, reason: str) -> list[AnyAction]:
         return [AssignNodes(nodes=everybody, assignment=state.farewell, reason=reason)]
     return [
         AssignNodes(
-            nodes=world.placement if state.of_replicas else everybody,
+            nodes=membership_of(state).find_told(state, world),
             assignment=world.assignment,
             reason=reason,
         )
@@ -136,7 +133,7 @@ def _find_steering(state: JobState, world: WorldState) -> Steering:
     """Return what its ranks have to know before their first step."""
     others = (w for w in state.worlds.values() if w is not world and w.alive and not w.absent)
     heals = any(w.replica in state.quorum.members for w in others if w.replica)
-    return structs.replace(find_steering(state), heals=heals)
+    return structs.replace(find_steering(state.steering), heals=heals)
 
 
 def note_store(state: JobState, now: float, event: StoreReady) -> list[AnyAction]:
@@ -157,22 +154,17 @@ def note_stopped(state: JobState, now: float, event: GenerationStopped) -> list[
 def advance_formation(state: JobState, now: float) -> list[AnyAction]:
     """Start the ranks of each world whose store is served and of which nothing older lives."""
     actions: list[AnyAction] = []
+    membership = membership_of(state)
     for _, world in sorted(state.worlds.items()):
         if world.phase != "forming" or world.store is None:
             continue
-        # A lost node cannot say that it is empty. Its ranks have lost their store and their peers,
-        # and it ends them before anything else once it is back.
-        waited = set(state.nodes) - (set(state.lost) - set(world.placement))
-        reason = f"generation {world.generation}: all older ranks are gone"
-        if state.of_replicas:
-            waited = set(world.placement)
-            of_group = f"generation {world.generation} of group {world.number}"
-            reason = f"{of_group}: its older ranks are gone"
+        waited = membership.find_waited(state, world)
         if any(state.stopped.get(node, -1) < world.generation - 1 for node in waited):
             continue
         world.enter("its store is served, and nothing older lives")
         world.deadline_s = now + FORM_TIMEOUT_S
-        actions += [hold_groups(state, reason)] if state.of_replicas else []
+        said, reason = membership.announce(state, world)
+        actions += said
         actions.append(assign(state, world, "run", reason))
     return actions
 

@@ -13,7 +13,7 @@ from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.recovery.placement import cordon
 from perdure.control.recovery.response import weigh_verdict
-from perdure.control.steering.targets import UnknownTargetError, find_nodes
+from perdure.control.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.bus.wire import Notice
 from perdure.model.events import DeviceReported, VerdictReached

@@ -4,8 +4,8 @@ A node that is left out keeps its place in the order of group ranks for the one 
 every other node keeps its ranks, and what it has warm.
 """
 
-from perdure.control.elastic.members import find_home
 from perdure.control.job import JobState, OpenNotice
+from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored

@@ -5,8 +5,8 @@ the journal (`ProbeJudged`), where the detector hears of it as of every other ev
 """
 
 from perdure.control.answers import answer
-from perdure.control.elastic.members import find_home
 from perdure.control.job import JobState, OpenCommand
+from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed, withhold_verdict
 from perdure.model.actions import AnyAction, NoteFinding
 from perdure.model.events import ProbeEnded

@@ -2,8 +2,8 @@
 
 import math
 
-from perdure.control.elastic.members import find_home, find_spares
 from perdure.control.job import JobState
+from perdure.control.membership.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.model.actions import AnyAction
 from perdure.model.exits import ExitRecord

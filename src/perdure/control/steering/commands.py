@@ -2,24 +2,25 @@
 
 from collections.abc import Callable
 
+from perdure.control.agreement.boundary import open_boundary
+from perdure.control.agreement.pace import note_pace
 from perdure.control.answers import answer, answer_again, answer_open
-from perdure.control.groups.agreement import start_group_set
-from perdure.control.groups.saving import start_group_checkpoint
-from perdure.control.groups.verbs import order_replicas
 from perdure.control.invitations import receive_invite, receive_revoke
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.joining import receive_join
+from perdure.control.membership import membership_of
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
-from perdure.control.steering.boundary import note_pace, open_boundary
+from perdure.control.steering.group_saving import start_group_checkpoint
+from perdure.control.steering.group_verbs import order_replicas
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
-from perdure.model.actions import AnyAction
+from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.events import CommandReceived, FaultInjected, NodeAsked
 from perdure.model.orders import InjectFault
+from perdure.model.steering import OperatorNoted, find_note_fault
 
-_OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 _STOP_TIMEOUT_S = 30.0
 """A stop that the ranks have not agreed on by then is carried out with signals."""
 
@@ -89,8 +90,9 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
         return answer(state, event.id, event.kind in ("stop", "kill"), "the job is ending", {})
     note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
-    if state.of_replicas and event.kind in _OF_ONE_WORLD:
-        why = f"{event.kind} is not for a torchft job; see docs/torchft.md"
+    membership = membership_of(state)
+    why = membership.refuse(event.kind)
+    if why:
         return answer(state, event.id, False, why, {})
     match event.kind:
         case "kill":
@@ -104,6 +106,8 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
         case "drain" | "cordon" | "evict" | "restore":
             receive = order_replicas if state.of_replicas else receive_verb
             return receive(state, now, command)
+        case "note":
+            return _note_remark(state, now, command)
         case "notify":
             return receive_notice(state, now, command)
         case "join":
@@ -114,14 +118,24 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
             return receive_revoke(state, now, command)
         case "resume":
             return receive_resume(state, now, command)
-        case "pause" | "stop" if state.of_replicas:  # They need no agreement, and wait for none.
-            state.commands[event.id] = command
-            return _START[event.kind](state, now, command)
         case "stop" | "checkpoint" | "set" | "pause":
             state.commands[event.id] = command
+            if not membership.needs_agreement(event.kind):
+                return _START[event.kind](state, now, command)
             return start_waiting_command(state, now)
         case _:
             return answer(state, event.id, False, f"{event.kind} is not known here", {})
+
+
+def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Journal what an operator has to say; nothing else follows from it."""
+    text, who = command.args.get("text"), command.who or "an operator"
+    fault = find_note_fault(text)
+    if fault:
+        return answer(state, command.id, False, fault, {})
+    noted = OperatorNoted(id=command.id, text=str(text), step=state.step, at_s=now, who=command.who)
+    record = RecordEvent(event=noted, reason=f"remarked by {who}")
+    return [record, *answer(state, command.id, True, "", {"step": state.step})]
 
 
 def _receive_inject(state: JobState, command: OpenCommand) -> list[AnyAction]:
@@ -178,11 +192,6 @@ def start_waiting_command(state: JobState, now: float) -> list[AnyAction]:
     return actions
 
 
-def _start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
-    start = start_group_set if state.of_replicas else start_set
-    return start(state, now, command)
-
-
 def _start_checkpoint(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     if state.of_replicas:
         return start_group_checkpoint(state, now, command)
@@ -212,7 +221,7 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
 _START: dict[str, Callable[[JobState, float, OpenCommand], list[AnyAction]]] = {
     "stop": _start_stop,
     "checkpoint": _start_checkpoint,
-    "set": _start_set,
+    "set": start_set,
     "pause": start_pause,
 }
 """What waits until it can be agreed upon."""

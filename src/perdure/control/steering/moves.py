@@ -11,15 +11,15 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 `advance_moves` is called after every event and looks at levels only; a replay leads to the same.
 """
 
+from perdure.control.agreement.boundary import abort_boundary, open_boundary
+from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
-from perdure.control.elastic.leaving import advance_leaving, guard, note_move, restore_leaving
-from perdure.control.elastic.reform import is_elastic
 from perdure.control.job import JobState, OpenMove
+from perdure.control.membership.elastic import is_elastic
 from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
-from perdure.control.steering.boundary import abort_boundary, open_boundary
-from perdure.control.steering.pauses import stands
+from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import CheckpointFailed, CheckpointSaved, RankExited
 from perdure.model.orders import ResumeRanks

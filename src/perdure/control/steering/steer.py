@@ -4,17 +4,19 @@ from typing import Any
 
 from msgspec import structs
 
-from perdure.control.answers import answer
-from perdure.control.job import JobState, OpenCommand
-from perdure.control.steering.boundary import abort_boundary, open_boundary
-from perdure.control.steering.changes import (
+from perdure.control.agreement.boundary import abort_boundary, open_boundary
+from perdure.control.agreement.changes import (
     commit_change,
     find_key,
     find_value,
     keep_change,
     note_high,
 )
-from perdure.control.steering.pauses import answer_all, answer_pause, begin_resume, hold_all
+from perdure.control.agreement.groups import tell_lighthouse
+from perdure.control.agreement.pauses import answer_all, answer_pause, begin_resume, hold_all
+from perdure.control.answers import answer
+from perdure.control.job import JobState, OpenCommand
+from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
 from perdure.model.settings import (
@@ -26,43 +28,35 @@ from perdure.model.settings import (
 )
 from perdure.plan.settings import apply_spec
 
-_NO_PART = "the script does not call perdure.init(), so no step can be agreed upon"
-
 
 def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a change, if it can begin now; refuse what cannot be."""
-    steering = state.steering
+    steering, membership = state.steering, membership_of(state)
     try:
         undoes, values = find_values(state, command)
     except ConfigError as error:
-        if state.world.stepping and not _is_waiting_for_keys(state):
+        if membership.has_declared(state):
             return answer(state, command.id, False, error.message, {})
         return []  # The script may yet declare it.
     own = all(is_kept_elsewhere(name) for name in values)
-    if state.world.stepping and not state.world.joined:
-        if not own:
-            why = _NO_PART
-            return answer(state, command.id, False, why, {})
-        return set_alone(state, now, command, undoes, values)
-    if not state.agrees:
+    if own and membership.sets_at_once(state):
+        return set_alone(state, now, command, undoes, values) + tell_lighthouse(state, values)
+    why = membership.refuse_step(state)
+    if why:
+        return answer(state, command.id, False, why, {})
+    if not membership.can_ask(state):
         return []
     note_high(state, state.step)
-    args, first = command.args, max(steering.high, int(command.args.get("not_before", 0)))
-    wanted = int(args.get("at", -1))
+    first = max(steering.high, int(command.args.get("not_before", 0)))
+    wanted = int(command.args.get("at", -1))
     if 0 <= wanted < first:
-        why = f"step {wanted} is over: {first} were made"
-        return answer(state, command.id, False, why, {})
+        return answer(state, command.id, False, f"step {wanted} is over: {first} were made", {})
     change, reason = draw_change(state, now, command, undoes, values)
+    at_step = wanted if wanted >= 0 else None
     return open_boundary(
-        state,
-        now,
-        "set",
-        reason=reason,
-        command=command.id,
-        change=change,
-        not_before=first,
-        at_step=wanted if wanted >= 0 else None,
-    )
+        state, now, "set",
+        reason=reason, command=command.id, change=change, not_before=first, at_step=at_step,
+    )  # fmt: skip
 
 
 def draw_change(
@@ -82,11 +76,6 @@ def draw_change(
     words = ", ".join(f"{name}={value}" for name, value in values.items())
     asker = command.who or "an operator"
     return change, f"{'undo: ' if undoes else ''}{words}, asked for by {asker}"
-
-
-def _is_waiting_for_keys(state: JobState) -> bool:
-    """Whether this generation's script has yet to say which keys it has."""
-    return bool(state.world.joined) and state.steering.generation < state.world.generation
 
 
 def find_values(state: JobState, command: OpenCommand) -> tuple[int, dict[str, Value]]:
@@ -149,8 +138,9 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
         return answer_pause(state)  # Or it is answered with the one that is under way.
     if state.of_replicas:
         return hold_all(state, now, command)
-    if state.world.stepping and not state.world.joined:
-        return answer(state, command.id, False, _NO_PART, {})
+    why = membership_of(state).refuse_step(state)
+    if why:
+        return answer(state, command.id, False, why, {})
     if not state.agrees or state.steering.resuming is not None:
         return []
     reason = f"pause asked for by {command.who or 'an operator'}"

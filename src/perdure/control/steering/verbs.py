@@ -10,14 +10,14 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer
-from perdure.control.elastic.leaving import find_leavers, find_objection
-from perdure.control.elastic.members import fill_slots
-from perdure.control.elastic.reform import is_elastic
-from perdure.control.groups.verbs import preview_group_verb
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
+from perdure.control.membership.elastic import is_elastic
+from perdure.control.membership.members import fill_slots
 from perdure.control.recovery.placement import bar, find_shortage, release
+from perdure.control.steering.group_verbs import preview_group_verb
+from perdure.control.steering.leaving import find_leavers, find_objection
 from perdure.control.steering.moves import restore_move
-from perdure.control.steering.targets import UnknownTargetError, find_nodes
+from perdure.control.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import find_restart_cost_s

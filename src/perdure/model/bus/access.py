@@ -114,6 +114,7 @@ BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
         steering.SettingsChanged: _CONTROLLER,
         steering.JobPaused: _CONTROLLER,
         steering.JobResumed: _CONTROLLER,
+        steering.OperatorNoted: _CONTROLLER,
         events.QuorumFormed: _LIGHTHOUSE,
         events.QuorumIdsReserved: _LIGHTHOUSE,
         events.ReplicaLate: _LIGHTHOUSE,

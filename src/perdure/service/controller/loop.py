@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.control import Memory
-from perdure.control.groups.watch import ReplicaWatch
 from perdure.control.invitations import preview_invitations
+from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import find_record
 from perdure.control.senders import describe_sender, find_role, find_untrue, sift_beat

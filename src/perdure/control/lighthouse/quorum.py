@@ -33,7 +33,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.control.groups.outputs import (
+from perdure.control.lighthouse.outputs import (
     Answered,
     Fenced,
     Formed,
@@ -44,7 +44,7 @@ from perdure.control.groups.outputs import (
     Seen,
     Stands,
 )
-from perdure.control.groups.silences import Silences
+from perdure.control.lighthouse.silences import Silences
 from perdure.model.bus.lighthouse import Member, set_step
 from perdure.model.orders import ReplicaGroup
 

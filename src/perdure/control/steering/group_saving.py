@@ -11,10 +11,10 @@ later run under the same name would go on from them.
 
 from typing import Any
 
-from perdure.control.agreements import OpenBoundary
+from perdure.control.agreement.boundary import open_boundary
 from perdure.control.answers import answer
-from perdure.control.groups.agreement import ask_members, is_whole
 from perdure.control.job import JobState, OpenCommand
+from perdure.control.membership.quorum import is_whole
 from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
 from perdure.plan.interval import daly
@@ -74,19 +74,7 @@ def start_group_checkpoint(state: JobState, now: float, command: OpenCommand) ->
     if command.id == _OWN:
         every = spec.checkpoint.every_steps
         reason = f"due every {every} steps" if every else "the interval has passed"
-    state.boundaries += 1
-    state.boundary = OpenBoundary(
-        id=f"b{state.boundaries}",
-        kind="checkpoint",
-        step=0,
-        move="prepare",
-        tries=1,
-        deadline_s=now,
-        reason=reason,
-        command=command.id,
-        every=every,
-    )
-    return ask_members(state, now, state.boundary, state.boundary.reason)
+    return open_boundary(state, now, "checkpoint", reason=reason, command=command.id, every=every)
 
 
 def note_group_checkpoint(

@@ -5,37 +5,25 @@
 
 A prepared rank that reaches S waits for the decision, so no rank can pass S before the others
 have agreed; a bare look-ahead without that wait put ranks on different steps.
-
-S is the step that the ranks will come to once they have heard the question. The journal knows
-only now and then how far they are, so a command, or the timer of a checkpoint, brings with it what
-the newest heartbeats say (`Pace`), and that is carried on to the moment when the question should
-be there. A guess that is too low costs a veto, which tells more, and another try further ahead;
-one that is too high costs waiting. Neither can harm.
 """
 
-import math
 from typing import Literal
 
 from msgspec import structs
 
-from perdure.control.agreements import OpenBoundary
+from perdure.control.agreement.changes import commit_open, note_high, plan_change, refuse_change
+from perdure.control.agreement.groups import ask_members
+from perdure.control.agreement.pace import correct_pace, look_ahead, note_answered
+from perdure.control.agreement.pauses import commit_pause
+from perdure.control.agreements import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
 from perdure.control.answers import answer_open
 from perdure.control.job import JobState
-from perdure.control.steering.changes import commit_open, note_high, plan_change, refuse_change
-from perdure.control.steering.pauses import commit_pause
 from perdure.model.actions import AnyAction
 from perdure.model.orders import SendBoundary
 from perdure.model.settings import Change
-from perdure.model.steering import BoundaryAnswered, BoundaryReached, Pace
+from perdure.model.steering import BoundaryAnswered, BoundaryReached
 
-_ANSWER_TIMEOUT_S = 5.0
 _REACH_TIMEOUT_S = 600.0
-_TRIES_MAX = 12
-_PACE_S = 1.0
-"""Older than this and a step, a pace is not carried on: the ranks may have stood meanwhile."""
-_JITTER_STEPS = 0.1
-"""Steps are not all of one length."""
-_LEAD_S_MIN, _LEAD_S_MAX = 0.004, 1.0
 
 
 def open_boundary(
@@ -48,6 +36,7 @@ def open_boundary(
     change: Change | None = None,
     not_before: int = 0,
     at_step: int | None = None,
+    every: int = 0,
     leaves: tuple[int, ...] = (),
 ) -> list[AnyAction]:
     """Begin an agreement; the caller has checked that none is open."""
@@ -59,62 +48,20 @@ def open_boundary(
         step=0,
         move="prepare",
         tries=1,
-        deadline_s=now + _ANSWER_TIMEOUT_S,
+        deadline_s=now + ANSWER_TIMEOUT_S,
         reason=reason,
         command=command,
         change=change,
         not_before=not_before,
         at_step=at_step,
+        every=every,
         ranks=state.asked,
         leaves=leaves,
     )
+    if state.of_replicas:
+        return ask_members(state, now, state.boundary, reason)
     _choose_step(state, now, state.boundary)
     return [send_boundary(state, reason)]
-
-
-def note_pace(state: JobState, pace: Pace | None) -> None:
-    """Take what an event has brought; another generation's is worth nothing."""
-    if pace is not None:
-        known = state.the_spec().torchft.replicas or pace.generation == state.world.generation
-        state.steering.pace = pace if known else None
-
-
-def find_next_step(pace: Pace | None, known: int, now: float, lead_s: float, tries: int) -> int:
-    """Return the step that the ranks should come to next, `lead_s` from `now`.
-
-    `known` is a step that some rank is known to have committed. Each further try looks twice as
-    far ahead, by time and by steps.
-
-    >>> pace = Pace(generation=0, step=100, at_s=10.0, step_s=0.1)
-    >>> find_next_step(pace, known=90, now=10.12, lead_s=0.01, tries=1)
-    102
-    >>> find_next_step(None, known=90, now=10.12, lead_s=0.01, tries=1)
-    92
-    """
-    if pace is None or now - pace.at_s > _PACE_S + pace.step_s:
-        return known + (1 << min(tries, 10))
-    there_s = now + lead_s * (1 << (tries - 1))
-    expected = math.floor(pace.find_step(there_s) + _JITTER_STEPS)
-    return max(expected + 1, known + (1 << min(tries - 1, 10)))
-
-
-def look_ahead(state: JobState, now: float, tries: int) -> int:
-    """Return the step to ask for, by what is known of the ranks' pace and of earlier questions."""
-    steering = state.steering
-    lead_s = min(_LEAD_S_MAX, max(_LEAD_S_MIN, steering.answer_s))
-    return find_next_step(steering.pace, max(state.step, 0), now, lead_s, tries)
-
-
-def note_answered(state: JobState, now: float, boundary: OpenBoundary) -> None:
-    """All have answered: so long does a question take."""
-    state.steering.answer_s += 0.3 * (now - boundary.asked_s - state.steering.answer_s)
-
-
-def correct_pace(state: JobState, now: float, step: int) -> None:
-    """A rank was further than expected: go on from there."""
-    pace = state.steering.pace
-    if pace is not None and pace.find_step(now) < step + 1:
-        state.steering.pace = structs.replace(pace, step=step, at_s=now)
 
 
 def _choose_step(state: JobState, now: float, boundary: OpenBoundary) -> None:
@@ -145,7 +92,7 @@ def send_boundary(
         step=boundary.step,
         ranks=boundary.ranks,
         generation=state.world.generation,
-        number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
+        number=state.boundaries * (TRIES_MAX + 1) + boundary.tries,
         change=boundary.change,
         leaves=boundary.leaves,
         epoch=state.world.elastic.epoch if boundary.move == "commit" else 0,
@@ -211,7 +158,7 @@ def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
     boundary = state.boundary
     assert boundary is not None
     actions: list[AnyAction] = [abort_boundary(state, reason)]
-    if boundary.tries >= _TRIES_MAX or boundary.at_step is not None:
+    if boundary.tries >= TRIES_MAX or boundary.at_step is not None:
         state.boundary = None
         if boundary.kind in ("set", "pause"):
             why = f"the ranks could not agree on a step: {reason}"
@@ -223,7 +170,7 @@ def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
         state.steering.epoch += 1
         boundary.change = structs.replace(boundary.change, epoch=state.steering.epoch)
     _choose_step(state, now, boundary)
-    boundary.deadline_s = now + _ANSWER_TIMEOUT_S
+    boundary.deadline_s = now + ANSWER_TIMEOUT_S
     return [*actions, send_boundary(state, f"again at a later step: {reason}")]
 
 

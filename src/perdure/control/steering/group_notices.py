@@ -4,9 +4,9 @@ Nothing is lost by leaving early, and a group is a node of its own, so that noth
 waiting for what comes with it.
 """
 
-from perdure.control.groups.moves import count_left, take_back
 from perdure.control.job import GroupMove, JobState
 from perdure.control.observing import is_observed, note_withheld
+from perdure.control.steering.group_moves import count_left, take_back
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
 from perdure.policy import Outlook, decide_hand_over

@@ -7,11 +7,10 @@ agreements go on in a pause, at its step: the ranks that stand there carry them 
 
 from perdure.control.agreements import OpenBoundary, Pause, Resume
 from perdure.control.answers import answer, answer_open
-from perdure.control.groups.holds import hold_groups
 from perdure.control.job import JobState, OpenCommand
+from perdure.control.lighthouse.holds import hold_groups
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.orders import ResumeRanks
-from perdure.model.settings import Steering, is_kept_elsewhere
 from perdure.model.steering import RESUMED, BoundaryReached, JobPaused, JobResumed
 
 
@@ -164,16 +163,6 @@ def settle_resume(state: JobState) -> list[AnyAction]:
     if resume is None or resume.generation == state.generation:
         return []
     return finish_resume(state, "by the world that began meanwhile")
-
-
-def find_steering(state: JobState) -> Steering:
-    """Return what the ranks of the next generation have to know before their first step."""
-    steering = state.steering
-    pause = steering.pause
-    ranks = tuple(c for c in steering.changes if not all(map(is_kept_elsewhere, c.values)))
-    if pause is None or pause.hold:  # Replica groups are held at the lighthouse.
-        return Steering(changes=ranks)
-    return Steering(changes=ranks, pause=pause.id, pause_step=pause.step)
 
 
 def note_pause(state: JobState, event: JobPaused | JobResumed) -> list[AnyAction]:

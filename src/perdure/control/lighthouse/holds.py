@@ -1,7 +1,7 @@
 """What the lighthouse is told of the groups: a level, numbered and repeated."""
 
-from perdure.control.groups.outputs import make_quorum_config
 from perdure.control.job import JobState
+from perdure.control.lighthouse.outputs import make_quorum_config
 from perdure.model.orders import HoldReplicas, ReplicaGroup
 
 

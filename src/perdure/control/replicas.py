@@ -9,27 +9,13 @@ A spare group runs the script up to its first quorum and is held there. When a g
 is lost, the spare is released in its place, and the lost one becomes the spare once it is back.
 """
 
-from perdure.control.groups.agreement import (
+from perdure.control.agreement.groups import (
     advance_agreement,
     answer_group_boundary,
     declare_group_keys,
     reach_group_change,
 )
-from perdure.control.groups.lifecycle import (
-    fail_group,
-    finish_if_over,
-    promote,
-    start_group,
-    withhold_eviction,
-)
-from perdure.control.groups.moves import advance_group_moves, group_moves_deadline
-from perdure.control.groups.notices import take_group_notice
-from perdure.control.groups.saving import (
-    find_save_deadline,
-    note_group_checkpoint,
-    open_due_checkpoint,
-    reopen_lost,
-)
+from perdure.control.agreement.pauses import answer_pause
 from perdure.control.job import JobState
 from perdure.control.observing import is_observed
 from perdure.control.recovery.formation import (
@@ -37,8 +23,22 @@ from perdure.control.recovery.formation import (
     advance_end,
     end_job,
 )
+from perdure.control.recovery.groups import (
+    fail_group,
+    finish_if_over,
+    promote,
+    start_group,
+    withhold_eviction,
+)
 from perdure.control.steering.commands import start_waiting_command
-from perdure.control.steering.pauses import answer_pause
+from perdure.control.steering.group_moves import advance_group_moves, group_moves_deadline
+from perdure.control.steering.group_notices import take_group_notice
+from perdure.control.steering.group_saving import (
+    find_save_deadline,
+    note_group_checkpoint,
+    open_due_checkpoint,
+    reopen_lost,
+)
 from perdure.control.world import WorldState
 from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.actions import AnyAction, AssignNodes

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.control.groups.outputs import make_quorum_config
-from perdure.control.groups.silences import Silences
+from perdure.control.lighthouse.outputs import make_quorum_config
+from perdure.control.lighthouse.silences import Silences
 from perdure.detect.unwatched import Unwatched
 from perdure.model.events import (
     AnyEvent,

@@ -14,9 +14,9 @@ same.
 from typing import Any
 
 from perdure.control.answers import answer_open
-from perdure.control.groups.holds import hold_groups
-from perdure.control.groups.lifecycle import find_spares, park_group, promote
 from perdure.control.job import GroupMove, JobState
+from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.recovery.groups import find_spares, park_group, promote
 from perdure.control.recovery.placement import bar
 from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction, NoteDraining

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import msgspec
 
 from perdure.control.answers import answer
-from perdure.control.groups.lifecycle import find_spares, start_group
-from perdure.control.groups.moves import count_left, name_replicas, take_back
 from perdure.control.job import Answer, GroupMove, JobState, OpenCommand
+from perdure.control.recovery.groups import find_spares, start_group
 from perdure.control.recovery.placement import bar, release
-from perdure.control.steering.targets import UnknownTargetError, find_groups
+from perdure.control.steering.group_moves import count_left, name_replicas, take_back
+from perdure.control.targets import UnknownTargetError, find_groups
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 

@@ -16,12 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.control.agreements import OpenBoundary, OpenChange
-from perdure.control.answers import answer, answer_open
-from perdure.control.groups.holds import hold_groups
-from perdure.control.job import JobState, OpenCommand
-from perdure.control.steering.boundary import correct_pace, look_ahead, note_answered
-from perdure.control.steering.changes import (
+from perdure.control.agreement.changes import (
     FAR_STEPS,
     commit_open,
     declare_keys,
@@ -29,15 +24,15 @@ from perdure.control.steering.changes import (
     note_high,
     refuse_change,
 )
-from perdure.control.steering.steer import draw_change, find_values, set_alone
+from perdure.control.agreement.pace import correct_pace, look_ahead, note_answered
+from perdure.control.agreements import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary, OpenChange
+from perdure.control.answers import answer_open
+from perdure.control.job import JobState
+from perdure.control.membership import membership_of
+from perdure.control.membership.quorum import is_whole
 from perdure.model.actions import AnyAction
-from perdure.model.errors import ConfigError
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import is_kept_elsewhere
 from perdure.model.steering import BoundaryAnswered, BoundaryReached, KeysDeclared
-
-_ANSWER_TIMEOUT_S = 5.0
-_TRIES_MAX = 12
 
 
 def declare_group_keys(state: JobState, event: KeysDeclared) -> None:
@@ -48,44 +43,6 @@ def declare_group_keys(state: JobState, event: KeysDeclared) -> None:
     note_high(state, event.step)
     state.step = max(state.step, event.step)
     state.mark = max(state.mark, event.step)
-
-
-def start_group_set(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
-    """Begin a change, if it can begin now; refuse what cannot be."""
-    steering = state.steering
-    try:
-        undoes, values = find_values(state, command)
-    except ConfigError as error:
-        if steering.generation >= 0:
-            return answer(state, command.id, False, error.message, {})
-        return []  # No script has said yet what it declares.
-    if all(is_kept_elsewhere(name) for name in values):
-        return set_alone(state, now, command, undoes, values) + _tell_lighthouse(state, values)
-    if state.the_spec().torchft.lighthouse != "perdure":
-        why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
-        return answer(state, command.id, False, f"{why} can a step be agreed upon", {})
-    if steering.generation < 0 or not is_whole(state):
-        return []
-    first = max(steering.high, state.step, int(command.args.get("not_before", 0)))
-    wanted = int(command.args.get("at", -1))
-    if 0 <= wanted < first:
-        return answer(state, command.id, False, f"step {wanted} is over: {first} were made", {})
-    change, reason = draw_change(state, now, command, undoes, values)
-    state.boundaries += 1
-    state.boundary = OpenBoundary(
-        id=f"b{state.boundaries}",
-        kind="set",
-        step=0,
-        move="prepare",
-        tries=1,
-        deadline_s=now + _ANSWER_TIMEOUT_S,
-        reason=reason,
-        command=command.id,
-        change=change,
-        not_before=first,
-        at_step=wanted if wanted >= 0 else None,
-    )
-    return ask_members(state, now, state.boundary, reason)
 
 
 def answer_group_boundary(state: JobState, now: float, event: BoundaryAnswered) -> list[AnyAction]:
@@ -151,13 +108,6 @@ def agreement_again(state: JobState, reason: str) -> list[AnyAction]:
 # --- one agreement ------------------------------------------------------------------------------
 
 
-def is_whole(state: JobState) -> bool:
-    """Whether the quorum in force is known, and every member of it can be asked."""
-    quorum = state.quorum
-    known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
-    return known and len(state.list_members()) == len(quorum.members)
-
-
 def _find_asked(state: JobState) -> set[int]:
     """Return the ranks that were asked and still count."""
     asked, spec = state.quorum.asked, state.the_spec()
@@ -174,7 +124,7 @@ def ask_members(
     """
     members = state.list_members()
     asked = members[:1] if boundary.kind == "checkpoint" else members
-    boundary.asked_s, boundary.deadline_s = now, now + _ANSWER_TIMEOUT_S
+    boundary.asked_s, boundary.deadline_s = now, now + ANSWER_TIMEOUT_S
     if boundary.at_step is not None:
         boundary.step = boundary.at_step
     else:
@@ -210,7 +160,7 @@ def _decide(
             step=boundary.step,
             ranks=tuple(spec.ranks_of(number)),
             generation=group.generation,
-            number=state.boundaries * (_TRIES_MAX + 1) + boundary.tries,
+            number=state.boundaries * (TRIES_MAX + 1) + boundary.tries,
             change=boundary.change,
             reason=reason,
         )
@@ -259,7 +209,7 @@ def _retry(state: JobState, now: float, reason: str) -> list[AnyAction]:
         state.boundary = None  # Begun again once that quorum is known.
         return actions
     passed = boundary.at_step is not None and state.step >= boundary.at_step
-    if boundary.tries >= _TRIES_MAX or passed:
+    if boundary.tries >= TRIES_MAX or passed:
         state.boundary = None
         why = f"the ranks could not agree on a step: {reason}"
         return actions + answer_open(state, boundary.command, False, why, {})
@@ -271,10 +221,10 @@ def _retry(state: JobState, now: float, reason: str) -> list[AnyAction]:
     return actions + ask_members(state, now, boundary, f"again at a later step: {reason}")
 
 
-def _tell_lighthouse(state: JobState, values: dict[str, Any]) -> list[AnyAction]:
+def tell_lighthouse(state: JobState, values: dict[str, Any]) -> list[AnyAction]:
     """Hand on what of `values`, which are in force by now, the lighthouse goes by."""
     own = [name for name in ("detect.phase_allowance_s", "detect.hang_action_s") if name in values]
-    return [hold_groups(state, f"{' and '.join(own)} set")] if own and state.worlds else []
+    return membership_of(state).tell(state, f"{' and '.join(own)} set") if own else []
 
 
 def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:
@@ -285,7 +235,7 @@ def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:
     if state.step > change.step or (asked and asked <= open_.reached):
         state.steering.open.remove(open_)
         keep_change(state, change)
-        return _tell(state, open_, "") + _tell_lighthouse(state, change.values)
+        return _tell(state, open_, "") + tell_lighthouse(state, change.values)
     far = change.step - state.step > FAR_STEPS
     if known and (far or state.steering.pause is not None):
         why = "the job is paused" if state.steering.pause else "the step is yet to come"

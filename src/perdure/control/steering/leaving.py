@@ -9,9 +9,12 @@ have the state. An evict leaves out at once whoever is on the node, and ends its
 
 from collections.abc import Collection
 
+from perdure.control.agreement.boundary import abort_boundary, open_boundary
 from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
-from perdure.control.elastic.members import (
+from perdure.control.job import JobState, OpenMove
+from perdure.control.membership.elastic import is_elastic, order_world
+from perdure.control.membership.members import (
     call_spares,
     end_rank,
     fill_slots,
@@ -21,10 +24,7 @@ from perdure.control.elastic.members import (
     order_following,
     split_called,
 )
-from perdure.control.elastic.reform import is_elastic, order_world
-from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.placement import bar, cordon, find_notice
-from perdure.control.steering.boundary import abort_boundary, open_boundary
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.failures import Cause
 

@@ -10,7 +10,10 @@ from collections.abc import Collection
 
 from msgspec import structs
 
-from perdure.control.elastic.members import (
+from perdure.control.agreements import find_steering
+from perdure.control.job import JobState
+from perdure.control.membership.fixed import Fixed
+from perdure.control.membership.members import (
     call_spares,
     end_rank,
     end_strays,
@@ -23,10 +26,8 @@ from perdure.control.elastic.members import (
     order_following,
     split_called,
 )
-from perdure.control.job import JobState
 from perdure.control.observing import is_observed
 from perdure.control.outcome import Outcome
-from perdure.control.steering.pauses import find_steering
 from perdure.model.actions import AnyAction
 from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
 from perdure.model.events import NodeRegistered, RankExited, RankJoined
@@ -41,16 +42,6 @@ RETRY_S = 0.3
 RETRIES_MAX = 3
 _SURE_S = 1.5
 """Beyond `detect.node_doubt_s` a silent node is known as lost, or none is."""
-
-
-def elastic_deadline(state: JobState) -> float | None:
-    """Return when something of this is due."""
-    if state.world.phase != "running":
-        return None
-    times = [
-        t for t in (state.world.elastic.deadline_s, state.world.elastic.retry_s) if t is not None
-    ]
-    return min(times, default=None)
 
 
 def is_elastic(state: JobState) -> bool:
@@ -137,63 +128,6 @@ def free_slot(state: JobState, verdict: Verdict) -> bool:
     return True
 
 
-def reform_world(state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
-    """Return the order that leaves out who is lost, where that can be done in place.
-
-    Spares come in with it, so that the world is at its full strength at once. With `freed`, the
-    others have gone on already without a member that ended early: its slot is filled.
-    """
-    elastic = state.world.elastic
-    if not is_elastic(state):
-        return Outcome(broken="its members are fixed")
-    left = find_living(state)
-    if left == elastic.members:
-        if not freed:
-            return Outcome(broken="no member of it is lost")
-        return Outcome([*fill_slots(state, reason), *admit(state, now)])
-    if not have_state(state, left):
-        elastic.given_up = "no member that has the state is left"
-        return Outcome(broken=elastic.given_up)
-    elastic.reforms += 1
-    elastic.retries = 0  # It is the loss that had broken the world.
-    nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
-    called = call_spares(state, nodes) if not elastic.finished else ()
-    spares, followers = split_called(state, called)
-    why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
-    order = order_world(state, now, why, new=spares)
-    return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
-
-
-def leave_world(state: JobState, now: float, event: RankExited) -> Outcome:
-    """A member has ended well: nobody waits for it any more.
-
-    The world is broken where the others died while it left.
-    """
-    elastic, rank = state.world.elastic, event.record.rank
-    order = elastic.order
-    if state.boundary is not None and rank in state.boundary.leaves:
-        elastic.left.add(rank)
-        alone = "" if find_living(state) else "the last member that had the state has left"
-        return Outcome(broken=alone)
-    elastic.finished.add(rank)
-    if not is_elastic(state) or order is None or rank not in order.ranks:
-        return Outcome()
-    if rank in elastic.answered or not find_living(state):
-        return Outcome()
-    return Outcome([order_world(state, now, f"rank {rank} has ended")])
-
-
-def has_ended(state: JobState) -> bool:
-    """Return whether every rank has ended well; in an elastic world, every member."""
-    ranks = state.world.elastic.members or state.ranks
-    ends = [state.world.exits.get(rank) for rank in ranks]
-    if state.world.elastic.members:
-        return all(end is not None and not end.failed for end in ends)
-    return all(end is not None for end in ends) and not any(
-        end.failed for end in state.world.exits.values()
-    )
-
-
 def is_outside(state: JobState, rank: int) -> bool:
     """Return whether `rank` runs beside an elastic world and is no member of it."""
     return bool(state.world.elastic.members) and rank not in state.world.elastic.members
@@ -211,96 +145,12 @@ def leave_outside(state: JobState, now: float, rank: int) -> list[AnyAction]:
     return [*fill_slots(state, f"rank {rank} has ended"), *admit(state, now)]
 
 
-def lose_ranks(
-    state: JobState, node: int, why: str, begun: Collection[int] | None = None
-) -> Outcome:
-    """Count what a node ran as lost; where a member was among it, the world is broken: `why`.
-
-    The same loss may be told twice: by the keeper's end, and by a node that registers anew.
-    """
-    if not is_elastic(state) or lose_node(state, node, begun):
-        return Outcome(broken=why)
-    return Outcome(fill_slots(state, f"node {node} lost its processes"))
-
-
-def return_node(state: JobState, event: NodeRegistered) -> Outcome:
-    """Return what follows where a node registers: ranks of the world may be gone with it.
-
-    An elastic world has new members started on a node that was away.
-    """
-    lost = Outcome()
-    running = state.world.phase == "running" and event.node in state.world.placement
-    if running and event.generation < state.world.generation:
-        ranks = state.the_spec().ranks_of(state.world.placement.index(event.node))
-        lost = lose_ranks(state, event.node, "its ranks are gone, keeper and all", ())
-        if lost.broken and any(rank not in state.world.exits for rank in ranks):
-            return lost
-    if not is_elastic(state):
-        return Outcome()
-    if state.world.assignment is not None:
-        state.world.assignment = structs.replace(state.world.assignment, gone=list_gone(state))
-    strays = end_strays(state, event.node, event.running)
-    return Outcome([*lost.actions, *strays, *fill_slots(state, f"node {event.node} is back")])
-
-
-def fire_elastic(state: JobState, now: float, busy: Collection[int] = ()) -> Outcome:
-    """Return what is due; the world may have to be restarted after all.
-
-    Members that are `busy`, as they have declared, are waited for: so long, and then for as long
-    as any other.
-    """
-    elastic = state.world.elastic
-    if elastic.deadline_s is not None and now >= elastic.deadline_s:
-        silent = sorted(set(elastic.members) - elastic.answered)
-        excused, elastic.excused = elastic.excused, set(silent).intersection(busy)
-        if excused or elastic.excused:
-            elastic.deadline_s = now + REFORM_TIMEOUT_S
-            return Outcome()
-        return _give_up(state, f"ranks {silent} did not form epoch {elastic.epoch} in time")
-    if elastic.retry_s is not None and now >= elastic.retry_s:
-        if is_observed(state):
-            elastic.retry_s = None
-            return Outcome(broken="the world broke, and is not formed again")
-        elastic.retries += 1
-        if elastic.retries > RETRIES_MAX:
-            times = f"{elastic.retries} times at step {elastic.step}"
-            return _give_up(state, f"the world broke {times}")
-        why = f"the world broke, and nobody is lost: try {elastic.retries}"
-        return Outcome([order_world(state, now, why)])
-    return Outcome()
-
-
 def _give_up(state: JobState, why: str) -> Outcome:
     """Form this generation no more in place."""
     elastic = state.world.elastic
     elastic.given_up = why
     elastic.deadline_s = elastic.retry_s = None
     return Outcome(broken=why)
-
-
-def reissue(state: JobState, reason: str) -> list[AnyAction]:
-    """Return the open order again: a controller has just taken over."""
-    order, elastic = state.world.elastic.order, state.world.elastic
-    again: list[AnyAction] = [] if order is None else [structs.replace(order, reason=reason)]
-    open_ = [
-        m for m in elastic.following if m not in elastic.caught_up and m not in state.world.exits
-    ]
-    for member in open_:
-        del elastic.following[member]
-    return [*again, *order_following(state, tuple(open_))]
-
-
-def end_hung_rank(state: JobState, verdict: Verdict) -> list[AnyAction]:
-    """Return the order that ends a hung process, if there is one without which others go on."""
-    rank = verdict.culprit.rank
-    if not is_elastic(state) or rank is None:
-        return []
-    left = find_living(state)
-    alone = rank in left and len(left) < 2
-    if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
-        return []
-    why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
-    return [end_rank(state, rank, why)]
 
 
 def admit(state: JobState, now: float) -> list[AnyAction]:
@@ -345,7 +195,7 @@ def order_world(
         ranks=elastic.members,
         urgent=urgent,
         store=stores[elastic.retries % len(stores)] if stores else "",
-        steering=find_steering(state),
+        steering=find_steering(state.steering),
         reason=reason,
     )
     return elastic.order
@@ -357,3 +207,142 @@ def _has_stores(state: JobState) -> bool:
     if not apart and not state.world.elastic.stores:
         state.world.elastic.given_up = "rank 0 serves the store"
     return not state.world.elastic.given_up
+
+
+class Elastic(Fixed):
+    """Members come in, are lost, and leave; the others go on."""
+
+    def deadline(self, state: JobState) -> float | None:
+        """Return when something of this is due."""
+        if state.world.phase != "running":
+            return None
+        elastic = state.world.elastic
+        times = [t for t in (elastic.deadline_s, elastic.retry_s) if t is not None]
+        return min(times, default=None)
+
+    def stand_in(self, state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
+        """Return the order that leaves out who is lost, where that can be done in place.
+
+        Spares come in with it, so that the world is at its full strength at once. With `freed`, the
+        others have gone on already without a member that ended early: its slot is filled.
+        """
+        elastic = state.world.elastic
+        if not is_elastic(state):
+            return super().stand_in(state, now, reason)
+        left = find_living(state)
+        if left == elastic.members:
+            if not freed:
+                return Outcome(broken="no member of it is lost")
+            return Outcome([*fill_slots(state, reason), *admit(state, now)])
+        if not have_state(state, left):
+            elastic.given_up = "no member that has the state is left"
+            return Outcome(broken=elastic.given_up)
+        elastic.reforms += 1
+        elastic.retries = 0  # It is the loss that had broken the world.
+        nodes = {find_home(state, rank) for rank in elastic.members if rank not in left}
+        called = call_spares(state, nodes) if not elastic.finished else ()
+        spares, followers = split_called(state, called)
+        why = f"{reason}; ranks {list(spares)} stand in" if spares else reason
+        order = order_world(state, now, why, new=spares)
+        return Outcome([order, *order_following(state, followers), *fill_slots(state, reason)])
+
+    def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
+        """A member has ended well: nobody waits for it any more.
+
+        The world is broken where the others died while it left.
+        """
+        elastic, rank = state.world.elastic, event.record.rank
+        order = elastic.order
+        if state.boundary is not None and rank in state.boundary.leaves:
+            elastic.left.add(rank)
+            alone = "" if find_living(state) else "the last member that had the state has left"
+            return Outcome(broken=alone)
+        elastic.finished.add(rank)
+        if not is_elastic(state) or order is None or rank not in order.ranks:
+            return Outcome()
+        if rank in elastic.answered or not find_living(state):
+            return Outcome()
+        return Outcome([order_world(state, now, f"rank {rank} has ended")])
+
+    def has_ended(self, state: JobState) -> bool:
+        """Every member has to end well."""
+        ends = [state.world.exits.get(rank) for rank in state.world.elastic.members]
+        return all(end is not None and not end.failed for end in ends)
+
+    def lose(
+        self, state: JobState, node: int, why: str, begun: Collection[int] | None = None
+    ) -> Outcome:
+        """Count what a node ran as lost; where a member was among it, the world is broken: `why`.
+
+        The same loss may be told twice: by the keeper's end, and by a node that registers anew.
+        """
+        if not is_elastic(state) or lose_node(state, node, begun):
+            return Outcome(broken=why)
+        return Outcome(fill_slots(state, f"node {node} lost its processes"))
+
+    def come_back(self, state: JobState, event: NodeRegistered) -> Outcome:
+        """Return what follows where a node registers: ranks of the world may be gone with it.
+
+        An elastic world has new members started on a node that was away.
+        """
+        lost = super().come_back(state, event)
+        if lost.broken or not is_elastic(state):
+            return lost if lost.broken else Outcome()
+        if state.world.assignment is not None:
+            state.world.assignment = structs.replace(state.world.assignment, gone=list_gone(state))
+        strays = end_strays(state, event.node, event.running)
+        return Outcome([*lost.actions, *strays, *fill_slots(state, f"node {event.node} is back")])
+
+    def fire(self, state: JobState, now: float, busy: Collection[int] = ()) -> Outcome:
+        """Return what is due; the world may have to be restarted after all.
+
+        Members that are `busy`, as they have declared, are waited for: so long, and then for as
+        long as any other.
+        """
+        elastic = state.world.elastic
+        if elastic.deadline_s is not None and now >= elastic.deadline_s:
+            silent = sorted(set(elastic.members) - elastic.answered)
+            excused, elastic.excused = elastic.excused, set(silent).intersection(busy)
+            if excused or elastic.excused:
+                elastic.deadline_s = now + REFORM_TIMEOUT_S
+                return Outcome()
+            return _give_up(state, f"ranks {silent} did not form epoch {elastic.epoch} in time")
+        if elastic.retry_s is not None and now >= elastic.retry_s:
+            if is_observed(state):
+                elastic.retry_s = None
+                return Outcome(broken="the world broke, and is not formed again")
+            elastic.retries += 1
+            if elastic.retries > RETRIES_MAX:
+                times = f"{elastic.retries} times at step {elastic.step}"
+                return _give_up(state, f"the world broke {times}")
+            why = f"the world broke, and nobody is lost: try {elastic.retries}"
+            return Outcome([order_world(state, now, why)])
+        return Outcome()
+
+    def again(self, state: JobState, reason: str) -> list[AnyAction]:
+        """Return the open order again: a controller has just taken over."""
+        order, elastic = state.world.elastic.order, state.world.elastic
+        again: list[AnyAction] = [] if order is None else [structs.replace(order, reason=reason)]
+        open_ = [
+            m
+            for m in elastic.following
+            if m not in elastic.caught_up and m not in state.world.exits
+        ]
+        for member in open_:
+            del elastic.following[member]
+        return [*again, *order_following(state, tuple(open_))]
+
+    def end_hung(self, state: JobState, verdict: Verdict) -> list[AnyAction]:
+        """Return the order that ends a hung process, if there is one without which others go on."""
+        rank = verdict.culprit.rank
+        if not is_elastic(state) or rank is None:
+            return []
+        left = find_living(state)
+        alone = rank in left and len(left) < 2
+        if alone or rank in state.world.exits or rank not in {*left, *state.world.elastic.extra}:
+            return []
+        why = f"{verdict.kind} ({verdict.activity}): the others go on without it"
+        return [end_rank(state, rank, why)]
+
+
+ELASTIC = Elastic()

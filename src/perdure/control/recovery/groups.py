@@ -2,8 +2,8 @@
 
 from msgspec import structs
 
-from perdure.control.groups.holds import hold_groups
 from perdure.control.job import JobState
+from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.recovery.formation import FORM_TIMEOUT_S, assign, end_job
 from perdure.control.world import WorldState

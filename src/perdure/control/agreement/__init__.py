@@ -1,0 +1,1 @@
+"""What ranks are asked to do at one step, all of them or none."""

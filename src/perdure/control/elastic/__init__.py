@@ -1,1 +1,0 @@
-"""Re-formation in place: the world goes on without the ranks that it lost."""

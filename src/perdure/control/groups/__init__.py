@@ -1,1 +1,0 @@
-"""Torchft jobs: replica groups that fail, restart and heal on their own."""

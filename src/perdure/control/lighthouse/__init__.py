@@ -1,0 +1,1 @@
+"""What a lighthouse knows and decides: who trains together (torchft)."""

@@ -1,0 +1,87 @@
+"""Replica groups of a torchft job: each is a world of its own, and the lighthouse says who trains.
+
+What is done to one touches no other, so that nothing waits for the other nodes; nothing but a
+change of settings and a checkpoint has to be agreed upon.
+"""
+
+from msgspec import structs
+
+from perdure.control.job import JobState
+from perdure.control.lighthouse.holds import hold_groups
+from perdure.control.membership.fixed import Fixed
+from perdure.control.world import WorldState
+from perdure.model.actions import AnyAction
+from perdure.model.orders import Assignment
+
+
+def is_whole(state: JobState) -> bool:
+    """Whether the quorum in force is known, and every member of it can be asked."""
+    quorum = state.quorum
+    known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
+    return known and len(state.list_members()) == len(quorum.members)
+
+
+_OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
+
+
+class Quorum(Fixed):
+    """Groups come and go; the ranks of one are fixed."""
+
+    def refuse(self, kind: str) -> str:
+        """Return why there is no such command here; empty where there is."""
+        return (
+            f"{kind} is not for a torchft job; see docs/torchft.md" if kind in _OF_ONE_WORLD else ""
+        )
+
+    def needs_agreement(self, kind: str) -> bool:
+        """A pause holds all at the lighthouse, and a stop ends what runs."""
+        return kind in ("set", "checkpoint")
+
+    def refuse_step(self, state: JobState) -> str:
+        """Only perdure's own lighthouse knows whom to ask."""
+        if state.the_spec().torchft.lighthouse != "perdure":
+            why = 'only with perdure\'s own lighthouse (torchft.lighthouse = "perdure")'
+            return f"{why} can a step be agreed upon"
+        return ""
+
+    def can_ask(self, state: JobState) -> bool:
+        """The quorum in force is known, and every member of it can be asked."""
+        return self.has_declared(state) and is_whole(state)
+
+    def sets_at_once(self, state: JobState) -> bool:
+        """The lighthouse and the controller need no step."""
+        return True
+
+    def has_declared(self, state: JobState) -> bool:
+        """Some group's script has said."""
+        return state.steering.generation >= 0
+
+    def tell(self, state: JobState, reason: str) -> list[AnyAction]:
+        """The lighthouse goes by the newest word."""
+        return [hold_groups(state, reason)] if state.worlds and not state.over else []
+
+    def find_told(self, state: JobState, world: WorldState) -> tuple[int, ...]:
+        """Its own node is told."""
+        return world.placement
+
+    def complete(self, assignment: Assignment, world: WorldState) -> Assignment:
+        """Say which replica group it is, and how often it has failed."""
+        failures = len(world.failures)
+        return structs.replace(assignment, restart_count=failures, replica=world.number)
+
+    def find_waited(self, state: JobState, world: WorldState) -> set[int]:
+        """Its own node is waited for."""
+        return set(world.placement)
+
+    def announce(self, state: JobState, world: WorldState) -> tuple[list[AnyAction], str]:
+        """The lighthouse is told whose the store is."""
+        of_group = f"generation {world.generation} of group {world.number}"
+        reason = f"{of_group}: its older ranks are gone"
+        return [hold_groups(state, reason)], reason
+
+    def again(self, state: JobState, reason: str) -> list[AnyAction]:
+        """The lighthouse is told the newest word."""
+        return self.tell(state, reason)
+
+
+QUORUM = Quorum()

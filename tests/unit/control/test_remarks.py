@@ -1,0 +1,55 @@
+"""`perdure note`: journaled as an event of its own in every depth, and nothing follows from it."""
+
+import pytest
+from tests.unit.control.driver import Driver
+from tests.unit.control.groups_lab import Lab
+
+from perdure.control import Controller
+from perdure.model.actions import AnswerCommand, AnyAction, RecordEvent
+from perdure.model.events import CommandReceived, JobSubmitted
+from perdure.model.job import JobSpec
+from perdure.model.steering import OperatorNoted
+
+
+def remark(machine: Controller, text: object, now: float = 500.0) -> list[AnyAction]:
+    event = CommandReceived(id=f"note-{now}", kind="note", args={"text": text}, who="me")
+    return machine.handle(now, event)
+
+
+def make_machines() -> list[Controller]:
+    """Return one that waits for its nodes, one of one world, and one of replica groups."""
+    waiting = Controller()
+    waiting.handle(0.0, JobSubmitted(spec=JobSpec(script="x.py"), at_s=0.0))
+    driver = Driver()
+    driver.register()
+    driver.run()
+    return [waiting, driver.controller, Lab().machine]
+
+
+def test_it_is_journaled_in_every_depth_and_changes_nothing() -> None:
+    for machine in make_machines():
+        before, step = machine.next_deadline(), machine.state.step
+        record, told = remark(machine, "new data from here on")
+        assert isinstance(record, RecordEvent)
+        assert record.event == OperatorNoted(
+            id="note-500.0", text="new data from here on", step=step, at_s=500.0, who="me"
+        )
+        assert isinstance(told, AnswerCommand)
+        assert (told.ok, told.result) == (True, {"step": step})
+        assert machine.handle(501.0, record.event) == []
+        assert machine.next_deadline() == before
+        (again,) = remark(machine, "new data from here on")
+        assert again == told, "a command that is repeated is not remarked twice"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("", "is empty"), (" \n", "is empty"), (None, "is empty"), (7, "is empty"),
+     ("x" * 501, "501 characters, and 500"), ("\ud800", "is no text")],
+)  # fmt: skip
+def test_what_is_no_remark_is_refused_in_a_line(text: object, why: str) -> None:
+    for machine in make_machines():
+        (told,) = remark(machine, text)
+        assert isinstance(told, AnswerCommand)
+        assert not told.ok
+        assert why in told.reason
