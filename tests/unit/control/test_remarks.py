@@ -8,7 +8,7 @@ from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AnyAction, RecordEvent
 from perdure.model.events import CommandReceived, JobSubmitted
 from perdure.model.job import JobSpec
-from perdure.model.steering import OperatorNoted
+from perdure.model.steering import OperatorNoted, Pace
 
 
 def remark(machine: Controller, text: object, now: float = 500.0) -> list[AnyAction]:
@@ -53,3 +53,13 @@ def test_what_is_no_remark_is_refused_in_a_line(text: object, why: str) -> None:
         assert isinstance(told, AnswerCommand)
         assert not told.ok
         assert why in told.reason
+
+
+def test_its_step_is_the_one_that_heartbeats_tell_of() -> None:
+    *_, groups = make_machines()
+    pace = Pace(generation=-1, step=40, at_s=500.0, step_s=0.1)
+    event = CommandReceived(id="note", kind="note", args={"text": "now"}, who="me", pace=pace)
+    record, _ = groups.handle(500.0, event)
+    assert isinstance(record, RecordEvent)
+    assert isinstance(record.event, OperatorNoted)
+    assert record.event.step == 40

@@ -133,9 +133,11 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     fault = find_note_fault(text)
     if fault:
         return answer(state, command.id, False, fault, {})
-    noted = OperatorNoted(id=command.id, text=str(text), step=state.step, at_s=now, who=command.who)
+    pace = state.steering.pace  # What heartbeats say is newer than what the journal knows.
+    step = max(state.step, pace.step if pace is not None else -1)
+    noted = OperatorNoted(id=command.id, text=str(text), step=step, at_s=now, who=command.who)
     record = RecordEvent(event=noted, reason=f"remarked by {who}")
-    return [record, *answer(state, command.id, True, "", {"step": state.step})]
+    return [record, *answer(state, command.id, True, "", {"step": step})]
 
 
 def _receive_inject(state: JobState, command: OpenCommand) -> list[AnyAction]:
