@@ -94,8 +94,8 @@ def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
     job = training.job
     training.wait_trusted()
 
-    killed = time.time()
     os.kill(training.pid(1), signal.SIGKILL)
+    killed = time.time()  # Behind it, so that no row of the life before counts.
     training.wait_members(2, killed, 0, 2)
     training.wait_members(3, killed, 0, 1, 2)
     rows = {row["group"]: row for row in job.state()["replicas"]}
@@ -109,8 +109,8 @@ def test_a_killed_group_a_stopped_one_and_each_of_perdures_parts(
         assert [training.pid(g) for g in range(3)] == survivors, f"{part} cost a group"
 
     drain_and_restore(training)
-    stopped = time.time()
     os.kill(training.pid(2), signal.SIGSTOP)
+    stopped = time.time()
     training.wait_members(2, stopped, 0, 1)
     training.wait_members(3, stopped, 0, 1, 2)  # It is ended and started again.
     assert "is left out: its process is stopped" in training.lighthouse_log()
@@ -186,8 +186,8 @@ def test_a_hung_trainer_is_left_out_and_a_spare_stands_in(start: Start, tmp_path
     assert {training.rows(g)[-1]["step"] for g in (0, 2, 3)} == steps
     training.job.cli("resume", "ft")
     training.job.cli("set", "ft", "lr=0.003")
-    again = time.time()
     os.kill(training.pid(0), signal.SIGKILL)
+    again = time.time()
     training.wait_members(2, again, 2, 3)
     training.wait_members(3, again, 0, 2, 3)  # Healed, settings too.
     training.check()
@@ -316,8 +316,8 @@ def test_at_torchfts_own_lighthouse_survivors_go_on_and_the_dead_comes_back(
     job.wait_state("running")
     assert [row["state"] for row in job.state()["replicas"]] == ["training"] * 3
     survivors = [training.pid(g) for g in (0, 2)]
-    killed = time.time()
     os.kill(training.pid(1), signal.SIGKILL)
+    killed = time.time()
     training.wait_members(2, killed, 0, 2)
     training.wait_members(3, killed, 0, 1, 2)
     assert [training.pid(g) for g in (0, 2)] == survivors
@@ -338,8 +338,8 @@ def test_groups_that_synchronize_every_few_steps(start: Start, tmp_path: Path) -
     changed = json.loads(training.job.cli("set", "ft", "sync_every=2", "--json").stdout)
     step = changed["applied_at_step"] + 2
     training.job.wait_until(lambda: training.rows(0)[-1]["step"] > step, "shorter intervals")
-    killed = time.time()
     os.kill(training.pid(1), signal.SIGKILL)
+    killed = time.time()
     training.wait_members(3, killed, 0, 1, 2)
     last = lambda: {training.rows(g)[-1]["inner"] for g in range(3)}  # noqa: E731
     training.job.wait_until(lambda: last() == {2}, "one interval, healed with the state")
