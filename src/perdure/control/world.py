@@ -76,6 +76,8 @@ class ElasticState:
     """Members that have been in a world, and so have its state."""
     left: set[int] = field(default_factory=set)
     """Members that have left at an agreed step, because their node is drained; or ended early."""
+    leaving: set[int] = field(default_factory=set)
+    """Members that leave at an agreed step although nobody is left: their end is no job's end."""
     finished: set[int] = field(default_factory=set)
     """Members that have applied the last step and need no world any more."""
     members: tuple[int, ...] = ()

@@ -191,6 +191,10 @@ def test_nobody_leaves_once_all_others_have_died() -> None:
     answer = find(reach(lab, prepare, 2, 3), AnswerCommand)
     assert not answer.ok
     assert lab.machine.state.asked == (2, 3)
+    lab.leave(2)  # They had promised it: their end is not the job's.
+    lab.leave(3)
+    assert lab.machine.state.generation == 1
+    assert lab.machine.state.world.phase == "forming"
 
 
 def test_the_job_starts_again_where_the_others_die_while_the_last_one_leaves() -> None:

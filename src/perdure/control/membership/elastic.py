@@ -253,7 +253,8 @@ class Elastic(Fixed):
         """
         elastic, rank = state.world.elastic, event.record.rank
         order = elastic.order
-        if state.boundary is not None and rank in state.boundary.leaves:
+        leaves = state.boundary.leaves if state.boundary is not None else ()
+        if rank in leaves or rank in elastic.leaving:
             elastic.left.add(rank)
             alone = "" if find_living(state) else "the last member that had the state has left"
             return Outcome(broken=alone)

@@ -118,7 +118,10 @@ def leave_together(state: JobState, now: float, done: OpenBoundary) -> list[AnyA
     elastic = state.world.elastic
     gone = [rank for rank in done.leaves if rank in elastic.members]
     state.step = max(state.step, done.step)
-    if not gone or not is_elastic(state) or not set(find_living(state)) - set(gone):
+    if not gone or not is_elastic(state):
+        return []
+    if not set(find_living(state)) - set(gone):
+        elastic.leaving |= set(gone)
         return []
     elastic.left |= set(gone)
     why = f"ranks {gone} leave at step {done.step}"
