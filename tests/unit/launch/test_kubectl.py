@@ -163,7 +163,7 @@ def test_a_tunnel_whose_port_is_taken_is_given_up(
     read = cluster(job=JOB, pods=[RUNNING], code=1)
     monkeypatch.setattr(platform, "_AGAIN_S", 0.0)
     with pytest.raises(PlatformError, match="no tunnel"):
-        platform.tunnel(record(), [8080], HERE)
+        platform.tunnel(record(), [8080])
     assert sum("port-forward" in words for words, _ in read()["calls"]) == 4
 
 
