@@ -1,1 +1,1 @@
-"""The training side: keeper, zygote, and what lives inside a rank. The only door to torch."""
+"""What lives inside a rank. The only door to torch, but for the image that ranks come from."""
