@@ -14,12 +14,14 @@ from perdure.model.failures import Cause, FailureDecided, Rung
 
 @dataclass(slots=True)
 class FailureBook:
-    """The newest failure, and what the journal does not have yet."""
+    """The newest failures, and what the journal does not have yet."""
 
-    newest: FailureDecided | None = None
+    newest: dict[int, FailureDecided] = field(default_factory=dict)
+    """Of each replica group by its number; of a job's only world under -1."""
     nodes: tuple[int, ...] = ()
     """Those of the world that failed."""
-    untold: list[FailureDecided] = field(default_factory=list)
+    untold: dict[str, FailureDecided] = field(default_factory=dict)
+    """By id, the oldest first."""
     count: int = 0
     told: bool = False
     """The controller in charge writes its failures down; one of an older perdure did not."""
@@ -42,7 +44,7 @@ class FailureBook:
         saved: bool = False,
     ) -> None:
         """Keep that `world` failed and what follows: one fact, until the world is over it."""
-        known = self.newest if self.newest is not None and self.newest.world == world else None
+        known = self._find(world)
         if known is None:
             self.count += 1
         said = structs.asdict(cause)
@@ -59,8 +61,8 @@ class FailureBook:
 
     def correct(self, cause: Cause, world: int) -> None:
         """Blame what failed first, should that be heard of only now: some news are faster."""
-        known = self.newest
-        if known is None or known.world != world or cause.failure_s >= known.failure_s:
+        known = self._find(world)
+        if known is None or cause.failure_s >= known.failure_s:
             return
         detected_s = min(cause.detected_s, known.detected_s)
         said = structs.asdict(cause) | {"detected_s": detected_s}
@@ -68,27 +70,33 @@ class FailureBook:
 
     def close(self, world: int, epoch: int) -> None:
         """A member of an elastic world trains in `epoch`: what fails now is another failure."""
-        newest = self.newest
-        if newest is not None and newest.world == world and 0 <= newest.epoch <= epoch:
-            self.newest = None
+        known = self._find(world)
+        if known is not None and 0 <= known.epoch <= epoch:
+            del self.newest[known.group]
 
     def is_open(self, world: int) -> bool:
         """Return whether `world` has failed and is not over it."""
-        return self.newest is not None and self.newest.world == world
+        return self._find(world) is not None
 
     def take(self, event: FailureDecided) -> None:
         """Know that `event` is in the journal."""
-        self.untold = [fact for fact in self.untold if fact.id != event.id]
-        if self.newest is not None and self.newest.id == event.id:
-            self.newest = event
+        self.untold.pop(event.id, None)
+        known = self.newest.get(event.group)
+        if known is not None and known.id == event.id:
+            self.newest[event.group] = event
 
     def pending(self, now: float) -> list[FailureDecided]:
         """Return what the journal does not have, each with when it was decided, or `now`."""
-        return [fact if fact.at_s else structs.replace(fact, at_s=now) for fact in self.untold]
+        facts = self.untold.values()
+        return [fact if fact.at_s else structs.replace(fact, at_s=now) for fact in facts]
+
+    def _find(self, world: int) -> FailureDecided | None:
+        return next((fact for fact in self.newest.values() if fact.world == world), None)
 
     def _tell(self, fact: FailureDecided) -> None:
-        self.newest = fact
-        self.untold = [*(f for f in self.untold if f.id != fact.id), fact]
+        self.newest[fact.group] = fact
+        self.untold.pop(fact.id, None)
+        self.untold[fact.id] = fact
 
 
 def _blame(fact: FailureDecided, first: FailureDecided) -> FailureDecided:

@@ -9,6 +9,8 @@ A spare group runs the script up to its first quorum and is held there. When a g
 is lost, the spare is released in its place, and the lost one becomes the spare once it is back.
 """
 
+from msgspec import structs
+
 from perdure.control.agreement.groups import (
     advance_agreement,
     answer_group_boundary,
@@ -155,16 +157,19 @@ def _begin(state: JobState, now: float, reason: str) -> list[AnyAction]:
 
 
 def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction]:
-    record = event.record
+    record, account = event.record, event.account
+    number = record.rank // state.the_spec().nproc
+    found = explain_exit(record, event.detected_s, account.step, None)
+    if record.failed and not record.asked:
+        named = structs.replace(found, culprit=f"group {number}, {found.culprit}")
+        state.book.correct(named, record.generation)
     group = state.find_world(record.generation)
     if group is None or record.rank in group.exits or not group.has_ranks:
         return []
     group.exits[record.rank] = record
-    account = event.account
     group.trained |= account.step > account.start_step
     state.step, state.mark = max(state.step, account.step), max(state.mark, account.step)
     if record.failed and not record.asked:
-        found = explain_exit(record, event.detected_s, account.step, None)
         code = record.code or 128 + record.signal
         who = f"rank {record.rank}"
         return fail_group(
@@ -180,12 +185,11 @@ def _note_exit(state: JobState, now: float, event: RankExited) -> list[AnyAction
 
 
 def _lose_keeper(state: JobState, now: float, event: KeeperLost) -> list[AnyAction]:
-    group = state.find_world(event.generation)
-    if group is None:
-        return []
     cause = "its keeper died" + (f": it {event.cause}" if event.cause else "")
     found = explain_node(event.node, "its keeper died", -1, event.at_s, event.at_s, cause)
-    return fail_group(state, now, group, cause, found=found)
+    state.book.correct(structs.replace(found, culprit=f"group {event.node}"), event.generation)
+    group = state.find_world(event.generation)
+    return [] if group is None else fail_group(state, now, group, cause, found=found)
 
 
 def _note_quorum(state: JobState, event: QuorumFormed) -> list[AnyAction]:

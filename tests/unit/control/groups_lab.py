@@ -23,12 +23,16 @@ from perdure.model.steering import Pace
 
 
 class Lab:
-    def __init__(self, spares: int = 0, *, observe: bool = False, **config: Any) -> None:
+    def __init__(
+        self, spares: int = 0, *, observe: bool = False, nproc: int = 1, **config: Any
+    ) -> None:
         self.machine, self.now, self.actions = Controller(), 100.0, list[AnyAction]()
+        self.log: list[tuple[float, AnyEvent]] = []
         self.count = 3 + spares
         torchft = TorchftConfig(replicas=3, **config)
-        spec = JobSpec(
-            script="x.py", nodes=3, spares=spares, torchft=torchft, observe=observe
+        self.spec = spec = JobSpec(
+            script="x.py", nodes=3, nproc=nproc, spares=spares * nproc, torchft=torchft,
+            observe=observe,
         )  # fmt: skip
         self.add(JobSubmitted(spec=spec, at_s=100.0))
         for node in range(self.count):
@@ -44,6 +48,7 @@ class Lab:
 
     def add(self, event: AnyEvent) -> list[AnyAction]:
         self.now += 0.01
+        self.log.append((self.now, event))
         self.actions = self.machine.handle(self.now, event)
         return self.actions
 
@@ -71,9 +76,15 @@ class Lab:
         names = tuple(self.name(group) for group in groups)
         self.add(QuorumFormed(quorum_id=5, step=step, members=names, at_s=self.now))
 
-    def exit(self, group: int, *, step: int = -1, **how: Any) -> list[AnyAction]:
+    def exit(
+        self, group: int, *, local: int = 0, generation: int = -1, step: int = -1, **how: Any
+    ) -> list[AnyAction]:
+        how = {"at_s": self.now, **how}
         record = ExitRecord(
-            rank=group, generation=self.generation(group), pid=9, at_s=self.now, **how
+            rank=group * self.spec.nproc + local,
+            generation=generation if generation >= 0 else self.generation(group),
+            pid=9,
+            **how,
         )
         return self.add(
             RankExited(

@@ -3,6 +3,7 @@
 from typing import Any
 
 from tests.unit.control.driver import Driver, started
+from tests.unit.control.groups_lab import Lab
 
 from perdure.control.failures import FailureBook
 from perdure.control.memory import Memory, decode_memory, encode_memory
@@ -79,6 +80,52 @@ def test_what_a_controller_could_not_write_its_successor_writes() -> None:
         (fact,) = each.machine.facts(200.0)
         assert isinstance(fact, FailureDecided)
         assert (fact.culprit, fact.at_s) == ("rank 1", 200.0)
+
+
+def lose_two_groups() -> Lab:
+    """Kill rank 0 of two groups at once; their peers, which follow, are heard of first."""
+    lab = Lab(nproc=2)
+    lab.add(ControllerStarted(incarnation="c1", failures=True))
+    generations = [lab.generation(group) for group in (0, 1)]
+    for group in (0, 1):
+        lab.exit(group, local=1, code=1, error="Connection closed by peer", at_s=50.2 + group)
+    for group in (0, 1):
+        lab.exit(group, generation=generations[group], signal=9, at_s=50.0 + group)
+    return lab
+
+
+RIGHT = [("group 0, rank 0", "signal 9 (SIGKILL)"), ("group 1, rank 2", "signal 9 (SIGKILL)")]
+
+
+def test_two_groups_that_fail_at_once_are_two_facts_each_with_who_failed_first() -> None:
+    lab = lose_two_groups()
+    told = [fact for fact in lab.machine.facts(lab.now) if isinstance(fact, FailureDecided)]
+    assert [(fact.culprit, fact.cause) for fact in told] == RIGHT
+    assert [(fact.group, fact.world, fact.rung) for fact in told] == [
+        (0, 0, "restart"), (1, 1, "restart"),
+    ]  # fmt: skip
+
+
+def test_what_was_told_of_two_groups_is_corrected_after_the_death_of_a_controller() -> None:
+    lab = Lab(nproc=2)
+    for group in (0, 1):
+        lab.exit(group, local=1, code=1, at_s=50.2)
+    first = lab.machine.facts(lab.now)
+    for fact in first:
+        lab.add(fact)
+    memory = Memory(lab.spec)
+    for seq, (at_s, event) in enumerate(lab.log, 1):
+        memory.replay(JournalEntry(seq=seq, at_s=at_s, body=event))
+    lab.machine = decode_memory(encode_memory(memory), lab.spec).machine
+    assert lab.machine.facts(lab.now) == []
+    lab.exit(0, generation=0, signal=9, at_s=50.0)
+    lab.add(KeeperLost(node=1, generation=1, at_s=50.1))
+    told = [fact for fact in lab.machine.facts(lab.now) if isinstance(fact, FailureDecided)]
+    assert [(fact.culprit, fact.cause) for fact in told] == [
+        RIGHT[0], ("group 1", "its keeper died"),
+    ]  # fmt: skip
+    ids = [fact.id for fact in first if isinstance(fact, FailureDecided)]
+    assert [fact.id for fact in told] == ids
 
 
 def test_failures_that_an_older_perdure_decided_are_not_told_after_it() -> None:
