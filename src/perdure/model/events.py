@@ -495,6 +495,8 @@ class Decision(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_default
     """Type of the action, such as `AssignNode`."""
     summary: str
     reason: str
+    result: dict[str, Any] = {}
+    """What an operator was told by an `AnswerCommand`."""
 
 
 AnyEvent = (

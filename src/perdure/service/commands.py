@@ -1,14 +1,21 @@
-"""A command to a job's controller, asked again until it is answered."""
+"""A command to a job's controller, asked again until it is answered.
+
+An answer may end the job, and its server with it before the answer is here: then it is read where
+it was journaled.
+"""
 
 import asyncio
+import contextlib
 import time
 
 from perdure.adapters.nats import NatsBus
+from perdure.model.actions import AnswerCommand
 from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
-from perdure.model.errors import PlatformError, RequestError
+from perdure.model.errors import PlatformError, ProtocolError, RequestError
+from perdure.model.events import Decision
 from perdure.model.paths import JobPaths
-from perdure.service.jobfiles import is_alive, load_endpoint
+from perdure.service.jobfiles import is_alive, load_endpoint, read_last_entries
 
 _ATTEMPT_S = 5.0
 _AGAIN_S = 0.3
@@ -41,6 +48,9 @@ async def _ask(job: str, paths: JobPaths, command: Command, timeout_s: float) ->
                 reply: CommandReply = decode(data, CommandReply)
                 return reply
             except RequestError as error:
+                known = _read_answer(paths, command.id)
+                if known is not None:
+                    return known
                 if time.monotonic() >= deadline or not is_alive(paths):
                     raise PlatformError(
                         f"no answer from the controller of `{job}`: {error}",
@@ -49,3 +59,18 @@ async def _ask(job: str, paths: JobPaths, command: Command, timeout_s: float) ->
                 await asyncio.sleep(_AGAIN_S)
     finally:
         await bus.close()
+
+
+def _read_answer(paths: JobPaths, id_: str) -> CommandReply | None:
+    """Return what the job's journal says that a command was answered; None where it does not."""
+    words = {AnswerCommand(id=id_, ok=ok, reason="").describe(): ok for ok in (True, False)}
+    with contextlib.suppress(OSError, ProtocolError):
+        for entry in reversed(read_last_entries(paths)):
+            told = entry.body
+            if (
+                isinstance(told, Decision)
+                and told.action == "AnswerCommand"
+                and told.summary in words
+            ):
+                return CommandReply(id_, words[told.summary], told.reason, told.result)
+    return None

@@ -237,6 +237,14 @@ async def test_a_repeated_command_gets_its_first_answer_also_from_the_next_contr
     assert await ask(rig, command) == first
 
 
+async def test_an_answer_is_in_the_journal_with_its_result(rig: Rig) -> None:
+    await rig.form()
+    told = await ask(rig, Command(id="x", kind="note", args={"text": "a remark"}, who="test"))
+    answers = [b for b in rig.bodies() if isinstance(b, Decision) and b.action == "AnswerCommand"]
+    assert [(a.summary, a.reason, a.result) for a in answers] == [("x: ok", "", told.result)]
+    assert told.result.keys() == {"step"}
+
+
 async def test_who_was_answered_sees_at_once_what_the_answer_says(rig: Rig) -> None:
     await rig.form()
     assert rig.snapshots[-1].version < len(rig.bodies())  # A picture is made twice a second.

@@ -393,6 +393,7 @@ class ControllerService:
                 action=type(action).__name__,
                 summary=action.describe(),
                 reason=action.reason,
+                result=action.result if isinstance(action, AnswerCommand) else {},
             )
             self._enter(turn, fit_event(decision, self._journal.body_max) or decision)
             turn.sendings += self._orders.take(action)
