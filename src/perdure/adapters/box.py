@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from perdure.adapters.devices import load_nvml
 from perdure.adapters.health import find_filesystem
 from perdure.adapters.host import list_parents, read_state
+from perdure.files import replace_file
 from perdure.model.platforms.box import BoxFacts, DeviceHolder, Disk, Gpu, Nic
 
 T = TypeVar("T")
@@ -391,10 +392,7 @@ def mend_line_ends(project: str) -> list[str]:
     for name in names:
         path = Path(project, name)
         text = path.read_bytes().replace(b"\r\n", b"\n")
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        temporary.write_bytes(text)
-        temporary.chmod(path.stat().st_mode & 0o7777)
-        os.replace(temporary, path)
+        replace_file(path, text, mode=path.stat().st_mode & 0o7777)
     return list(names)
 
 

@@ -21,6 +21,7 @@ from secrets import token_hex
 from typing import Any, Protocol, TypeVar
 
 from perdure.adapters.file_thread import FileThread
+from perdure.files import sync_path
 from perdure.model.errors import FencedError, PlatformError
 
 T = TypeVar("T")
@@ -261,12 +262,3 @@ def make_run_folder(base: str, name: str) -> str:
             hint="a folder that is there on all nodes, on a file system with hard links (NFS)",
         ) from error
     return folder
-
-
-def sync_path(path: str | Path) -> None:
-    """Bring a file's contents, or a directory's names, to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from perdure.adapters.rings import open_regular
+from perdure.files import replace_file
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
 from perdure.model.exits import ExitRecord
@@ -179,12 +180,7 @@ def write_record(path: str, record: ExitRecord) -> None:
         OSError: the disk is full or gone.
     """
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f"{path}.tmp"
-    with open(temporary, "wb") as file:
-        file.write(encode(record))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    replace_file(path, encode(record), synced=True)
 
 
 def _parse_torch_error(found: dict[str, Any]) -> tuple[str, str]:

@@ -1,11 +1,11 @@
 """What this machine remembers of the jobs that it launched: one file a job, replaced atomically."""
 
-import contextlib
 import os
 from pathlib import Path
 
 import msgspec
 
+from perdure.files import replace_file
 from perdure.model.errors import PlatformError
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.platforms.slurm import list_tasks
@@ -22,14 +22,10 @@ def write_record(home: str, record: LaunchRecord) -> None:
         PlatformError: the disk is full, read-only or not ours.
     """
     path = _path(home, record.job)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.format(msgspec.json.encode(record)) + b"\n")
-        os.replace(temporary, path)
+        replace_file(path, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise PlatformError(f"cannot write {path}: {error.strerror}") from error
 
 

@@ -8,7 +8,6 @@ import contextlib
 import fcntl
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from perdure.files import replace_file
 from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError, ProtocolError
@@ -82,19 +82,10 @@ def write_atomic(path: str, data: bytes, *, mode: int = 0o644) -> None:
     Raises:
         PlatformError: the disk is full, read-only or not ours.
     """
-    folder, name = os.path.split(path)
-    temporary = ""
     try:
-        os.makedirs(folder, exist_ok=True)
-        fd, temporary = tempfile.mkstemp(prefix=f".{name}.", dir=folder)
-        with os.fdopen(fd, "wb") as file:
-            os.fchmod(fd, mode)
-            file.write(data)
-        os.replace(temporary, path)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        replace_file(path, data, mode=mode)
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
         raise PlatformError(
             f"cannot write {path}: {error.strerror or error}",
             hint="make room, or choose another state directory with PERDURE_HOME",

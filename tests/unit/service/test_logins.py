@@ -215,15 +215,19 @@ def test_who_asks_in_vain_leaves_no_request(site: Site, monkeypatch: pytest.Monk
     assert not site.asked.exists()
 
 
-def test_a_renewal_that_cannot_be_written_changes_nothing(site: Site) -> None:
+def test_a_renewal_that_cannot_be_written_changes_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """D3: a full disk left files, memory and server each with another password."""
     before = site.find_token(1)
-    (server,) = site.servers
-    full = Path(server.folder) / "nats-server.conf.new"
-    full.symlink_to("/dev/full")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     write_document(str(site.asked), [1, 2], mode=0o600)
-    assert "No space left" in site.look()
-    full.unlink()
+    with monkeypatch.context() as full:
+        full.setattr("perdure.adapters.nats.server.replace_file", refuse)
+        assert "No space left" in site.look()
     assert (site.find_token(1), site.reloads) == (before, 1)
     for node in (1, 2):
         site.check_agreement(node)

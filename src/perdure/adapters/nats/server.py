@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from perdure.files import replace_file
 from perdure.model.bus.access import Access
 from perdure.model.errors import PlatformError
 
@@ -223,12 +224,8 @@ class NatsServer:
             PlatformError: it cannot be written.
         """
         path = server_config(self.folder)
-        new, text = f"{path}.new", self._render()
         try:
-            fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            with os.fdopen(fd, "w") as file:
-                file.write(text)
-            os.replace(new, path)  # A server that reads it again never finds half of it.
+            replace_file(path, self._render().encode(), mode=0o600)
         except OSError as error:
             raise PlatformError(f"cannot write {path}: {error.strerror}") from error
         return path

@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 import msgspec
 
+from perdure.files import replace_file
 from perdure.launch.exchange import last_line
 from perdure.launch.output import name_first
 from perdure.launch.results.sources import Source, Sources
@@ -279,9 +280,7 @@ def pull_files(
 
 def _write(path: Path, document: PullManifest | PullVerified) -> None:
     """Write a document so that it is there whole, or as it was."""
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
-    os.replace(temporary, path)
+    replace_file(path, msgspec.json.format(msgspec.json.encode(document)) + b"\n")
 
 
 def _take_as_arrived(target: Path, manifest: PullManifest) -> PullManifest:

@@ -17,7 +17,7 @@ import time
 import msgspec
 
 from perdure.adapters.nats import NatsServer, make_certificate
-from perdure.adapters.shared_folder import sync_path
+from perdure.files import sync_path
 from perdure.model.errors import PlatformError
 from perdure.service.jobfiles import read_document, write_atomic, write_document
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from perdure.adapters.host import read_boot_id, read_start_time
-from perdure.adapters.shared_folder import sync_path
 from perdure.control.queue import Book
+from perdure.files import sync_path
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.queue import NAME, Claim, Ending, Item, Record

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import xxhash
 
+from perdure.files import replace_file, sync_path
 from perdure.model.checkpoints import (
     LATEST,
     MANIFEST,
@@ -27,32 +28,6 @@ from perdure.model.job import CheckpointConfig
 from perdure.model.relative import explain_unsafe
 
 _CHUNK = 4 << 20
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there whole or not at all, also after a loss of power."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    sync_directory(path.parent)
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file's bytes to the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_directory(path: Path) -> None:
-    """Bring a directory's names to the disk."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def hash_file(path: Path, give_way: Callable[[], object] = bool) -> str:
@@ -134,8 +109,8 @@ def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
     A directory of the same step is from a generation that was rolled back to before it: it holds
     the same state, or is damaged; the new one takes its place.
     """
-    write_synced(temporary / MANIFEST, encode(manifest))
-    sync_directory(temporary)
+    replace_file(temporary / MANIFEST, encode(manifest), synced=True)
+    sync_path(temporary)
     final = root / name_checkpoint(step)
     if final.exists():
         old = root / f"{final.name}.old{TEMPORARY}"
@@ -145,13 +120,14 @@ def publish(temporary: Path, root: Path, step: int, manifest: Manifest) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     else:
         os.replace(temporary, final)
-    sync_directory(root)
+    sync_path(root)
     return final
 
 
 def tag_latest(root: Path, final: Path) -> None:
     """Name the newest verified checkpoint; the last thing that is written."""
-    write_synced(root / LATEST, final.name.encode())
+    replace_file(root / LATEST, final.name.encode(), synced=True)
+    sync_path(root)
 
 
 def remove_temporaries(root: Path, before: int | None = None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from perdure.files import replace_file, sync_path
 from perdure.model.checkpoints import TEMPORARY, FileEntry, Manifest, Part, name_checkpoint
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
@@ -23,10 +24,7 @@ from perdure.worker.checkpoint.files import (
     drop_cached,
     publish,
     remove_temporaries,
-    sync_directory,
-    sync_file,
     tag_latest,
-    write_synced,
 )
 from perdure.worker.checkpoint.index import INDEX
 from perdure.worker.checkpoint.remote import Remote
@@ -108,7 +106,9 @@ class SaveTask:
                 path.unlink()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_synced(self.folder / _part(self._rank), encode(Part(self._rank, (), text)))
+            replace_file(
+                self.folder / _part(self._rank), encode(Part(self._rank, (), text)), synced=True
+            )
         except OSError:
             return True
         return False
@@ -162,7 +162,7 @@ class SaveTask:
         name = f"rank-{self._rank}.pt"
         with open(self.folder / name, "wb") as file:  # Not a path: torch would keep the GIL.
             torch.save(own, file)
-        sync_file(self.folder / name)
+        sync_path(self.folder / name)
         torch.load(self.folder / name, weights_only=not self._allow_pickle, map_location="cpu")
         (self.folder / _results(self._rank)).write_bytes(results)
         files = []
@@ -172,8 +172,10 @@ class SaveTask:
             if entry.xxh3_128 != hashes.get(path, entry.xxh3_128):
                 raise PlatformError(f"{path} is not on the disk what was written")
             files.append(entry)
-        sync_directory(self.folder)
-        write_synced(self.folder / _part(self._rank), encode(Part(self._rank, tuple(files))))
+        sync_path(self.folder)
+        part = encode(Part(self._rank, tuple(files)))
+        replace_file(self.folder / _part(self._rank), part, synced=True)
+        sync_path(self.folder)
 
     def _finish(self, cache: SavePlanCache, own: dict[str, Any]) -> Manifest:
         """Gather all parts, publish, check, tag."""

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import msgspec
 
+from perdure.files import replace_file
+
 BLOCKS = 200
 BLOCK = 50
 _TIMEOUT_S = 120.0
@@ -66,9 +68,7 @@ def measure_cost(library: Path) -> Cost | str:
         return lines[-1] if lines else f"its self-test ended with {done.returncode}"
     cost = msgspec.json.decode(done.stdout, type=Cost)
     with contextlib.suppress(OSError):  # A wheel's directory may not be ours to write in.
-        temporary = _figure(library).with_suffix(f".{os.getpid()}")
-        temporary.write_bytes(msgspec.json.encode(cost))
-        os.replace(temporary, _figure(library))
+        replace_file(_figure(library), msgspec.json.encode(cost))
     return cost
 
 

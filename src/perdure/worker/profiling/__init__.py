@@ -18,6 +18,7 @@ import msgspec
 import torch
 from torch import nn
 
+from perdure.files import replace_file
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
 from perdure.model.planning.costs import Block, CostProfile, write_profile
@@ -52,7 +53,7 @@ def measure_script(request: ProfileRequest, script: "Script") -> None:
         report = _measure(request, script)
     except PerdureError as error:
         report = ProfileReport(error=error.message, hint=error.hint, exit_code=error.exit_code)
-    _write(Path(request.report), encode(report))
+    replace_file(request.report, encode(report))
     sys.exit(report.exit_code)
 
 
@@ -101,20 +102,20 @@ def _measure(request: ProfileRequest, script: Script) -> ProfileReport:
         meter = BlockMeter(chain, script.loss, seconds=request.seconds, say=_say)
         found = meter.measure(batches, script.optimizer)
         kept = _KeptBlocks(found.blocks, base_bytes, found.spread, found.spread_of, found.notes)
-        _write(kept_at, encode(kept))
+        replace_file(kept_at, encode(kept))
         measured.append("blocks")
     links_at = folder / f"links-{_hash(*machine, request.ranks)}.json"
     links = read_kept(links_at, LinkFigures, request)
     if links is None:
         links = measure_links(request.ranks, _say)
-        _write(links_at, encode(links))
+        replace_file(links_at, encode(links))
         measured.append("links")
     profile = CostProfile(
         request.model, ", ".join(machine), kept.base_bytes, kept.blocks,
         links.transfers, links.all_reduces,
     )  # fmt: skip
     path = folder / f"{Path(request.model).stem}-{key}.json"
-    _write(path, write_profile(profile).encode())
+    replace_file(path, write_profile(profile).encode())
     spread, spread_of = max((kept.spread, kept.spread_of), (links.spread, links.spread_of))
     notes = list(kept.notes)
     if spread > _NOISY:
@@ -143,13 +144,6 @@ def read_kept(path: Path, kind: Any, request: ProfileRequest) -> Any:
         return decode(path.read_bytes(), kind)
     except (OSError, ProtocolError):
         return None
-
-
-def _write(path: Path, text: bytes) -> None:
-    """Write a whole file or none."""
-    part = path.with_suffix(f".{os.getpid()}")
-    part.write_bytes(text)
-    part.replace(path)
 
 
 def _describe_machine(device: Any) -> list[str]:

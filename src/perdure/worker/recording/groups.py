@@ -16,6 +16,7 @@ import json
 import os
 from typing import Any
 
+from perdure.files import replace_file
 from perdure.model.ring import P2P_SUFFIX
 from perdure.worker.sockets import borrow, is_listener, list_sockets
 
@@ -125,10 +126,7 @@ class _Note:
         listening = list_listening()
         new = {port: name for port in listening if port not in before}
         self._ports = {p: n for p, n in self._ports.items() if p in listening} | new
-        path = f"{self._path}.{self._pid}"
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self._ports, file)
-        os.replace(path, self._path)
+        replace_file(self._path, json.dumps(self._ports).encode())
 
 
 def list_listening() -> set[int]:

@@ -6,6 +6,7 @@ threads and callers of CUDA stay out; the image finds the unknown ones by itself
 """
 
 import atexit
+import contextlib
 import json
 import os
 import site
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Iterable
 
 import perdure
+from perdure.files import replace_file
 
 DENIED = frozenset({
     "apex", "bitsandbytes", "comet_ml", "cupy", "cupy_backends", "deepspeed", "flash_attn", "grpc",
@@ -92,13 +94,8 @@ def record_imports(path: str, script_dir: str) -> None:
 
 def write_imports(path: str, names: list[str]) -> None:
     """Put `names` at `path`, whole or not at all; without them the next start is slower."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    try:
-        with open(temporary, "w") as file:
-            json.dump(names, file)
-        os.replace(temporary, path)
-    except OSError:
-        return
+    with contextlib.suppress(OSError):
+        replace_file(path, json.dumps(names).encode())
 
 
 def read_imports(path: str) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from perdure.files import replace_file
 from perdure.model.errors import PlatformError, ProtocolError
 from perdure.model.paths import job_paths
 from perdure.plan.elastic.shards import Snapshot
@@ -212,10 +213,7 @@ class Peers(Generic[AnySnapshot]):
 
     def _publish(self, slot: str, header: _Header[AnySnapshot]) -> None:
         assert self._folder is not None
-        path = self._folder / (slot + ".head")
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(msgspec.msgpack.encode(header))
-        temporary.rename(path)
+        replace_file(self._folder / (slot + ".head"), msgspec.msgpack.encode(header))
 
     def _choose_slot(self, owner: int) -> str:
         """Return the slot that has not the newest of `owner`'s snapshots."""

@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from perdure.files import replace_file
 from perdure.model.errors import PlatformError
 
 PLUGIN_NAME = "libnccl-profiler-perdure.so"
@@ -59,9 +60,7 @@ def build_nccl_plugin(target: Path | None = None) -> str:
             if done.returncode:
                 raise PlatformError(f"the NCCL plugin does not compile: {done.stderr[-500:]}")
             target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.{os.getpid()}")
-            shutil.copyfile(made, temporary)
-            os.replace(temporary, target)
+            replace_file(target, Path(made).read_bytes())
         except (OSError, subprocess.TimeoutExpired) as error:
             raise PlatformError(f"the NCCL plugin cannot be built: {error}") from error
     return str(target)

@@ -1,0 +1,44 @@
+"""Files that are there whole or not at all: who reads one finds the old content or the new one."""
+
+import contextlib
+import os
+import threading
+from pathlib import Path
+
+
+def replace_file(
+    path: str | Path, data: bytes, *, mode: int | None = None, synced: bool = False
+) -> None:
+    """Put `data` at `path`, in the place of what was there.
+
+    Without a `mode` the umask says who may read it. `synced`: the data is on the disk before it has
+    its name; that this has it there after a loss of power takes `sync_path` of the folder as well.
+
+    Raises:
+        OSError: the disk is full, read-only or not ours; what was there is as it was.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        with open(os.open(temporary, flags, 0o666 if mode is None else 0o600), "wb") as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data)
+            if synced:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def sync_path(path: str | Path) -> None:
+    """Bring a file's content, or a directory's names, to the disk."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
