@@ -33,6 +33,23 @@ _PATHS = {
 }
 """Fields that are nothing but a path."""
 
+_FIELDS = {
+    **dict.fromkeys(("script", "name", "nodes", "spares", "remote", "log_dir", "role")),
+    **dict.fromkeys(("module", "no_python", "cold", "observe")),
+    "rdzv_id": "run_id",
+    "max_restarts": "restart.max_restarts",
+    "shutdown_timeout": "restart.grace_s",
+    "nats": "nats.url",
+    "nats_creds": "nats.creds",
+    "nats_tls_cert": "nats.tls_cert",
+    "nats_tls_key": "nats.tls_key",
+    "nats_tls_ca": "nats.tls_ca",
+    "replicate": "bus.replicas",
+    "arbiter": "bus.arbiter",
+    "replicas": "torchft.replicas",
+}
+"""Option -> the job file's field that it sets as it is; None: of the same name."""
+
 
 def read_job_file(path: str) -> dict[str, Any]:
     """Return a job file's document (TOML, or JSON where its name says so), not yet validated.
@@ -69,10 +86,7 @@ def make_spec(options: RunOptions) -> tuple[JobSpec, bool, list[str]]:
         raise ConfigError("no script to run", hint="perdure run [OPTIONS] SCRIPT [ARGS...]")
     if spec.module and spec.no_python:
         raise ConfigError("--module and --no-python exclude one another", hint="choose one")
-    spec = place_replicas(spec)
-    _check_observed(spec)
-    check_bus(spec)
-    _check_remote(spec)
+    spec = lay_out(spec)
     return _locate_all(spec), "name" in document, _find_notes(options, spec)
 
 
@@ -94,102 +108,113 @@ def _locate_all(spec: JobSpec) -> JobSpec:
     return msgspec.structs.replace(spec, cwd=cwd, log_dir=log_dir, **parts)
 
 
-def _check_remote(spec: JobSpec) -> None:
-    """Refuse more nodes from elsewhere than there are, and those that would be replica groups.
+Faults = tuple[tuple[object, str, str], ...]
+"""(whether it is so, what is wrong, a hint)."""
+
+
+def lay_out(spec: JobSpec) -> JobSpec:
+    """Return the job with a node for each replica group, if it has any.
 
     Raises:
-        ConfigError: it is so.
+        ConfigError: nodes, groups, replicas of the bus and --observe do not go together.
     """
-    hint = "they are the last of the nodes: --nodes K --remote R with R up to K"
-    if spec.remote > spec.num_nodes:
-        raise ConfigError(f"--remote {spec.remote}: the job has {spec.num_nodes} nodes", hint=hint)
-    if spec.remote < spec.room or (spec.spares % spec.nproc and spec.room):
-        raise ConfigError(
-            f"nodes_max = {spec.nodes_max}: {spec.room} nodes are to come from elsewhere, and "
-            "spares are whole nodes",
-            hint=f"--remote {max(spec.remote, spec.room)}, spares a multiple of {spec.nproc}",
-        )
-    if spec.room and spec.torchft.replicas:
-        raise ConfigError("nodes_max: replica groups of torchft are `torchft.replicas`")
-    if spec.remote and spec.torchft.replicas:
-        raise ConfigError("--remote: replica groups of torchft are all started here", hint=hint)
-
-
-def _check_observed(spec: JobSpec) -> None:
-    """Refuse to observe a world that is to grow: every machine that joins is an action.
-
-    Raises:
-        ConfigError: it is so.
-    """
-    if spec.observe and spec.room:
-        raise ConfigError(
-            f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
-            hint="leave nodes_max or --observe out",
-        )
-
-
-def place_replicas(spec: JobSpec) -> JobSpec:
-    """Return a torchft job with a node for each replica group.
-
-    Raises:
-        ConfigError: it cannot be run so.
-    """
-    replicas = spec.torchft.replicas
-    if not replicas:
-        return spec
-    if spec.nodes not in (1, replicas):
-        raise ConfigError(f"--nodes {spec.nodes}: each of the {replicas} replica groups is a node")
-    if spec.no_python:
-        raise ConfigError("--torchft and --no-python exclude one another")
-    if spec.observe and spec.torchft.lighthouse == "perdure":
+    groups, observed = spec.torchft.replicas, spec.observe
+    placed = msgspec.structs.replace(spec, nodes=groups or spec.nodes)
+    if observed and spec.torchft.lighthouse == "perdure":
         # Perdure's own holds and evicts; torchft's does what it would do without perdure.
         stock = msgspec.structs.replace(spec.torchft, lighthouse="stock")
-        spec = msgspec.structs.replace(spec, torchft=stock)
-    if spec.torchft.lighthouse == "perdure" and find_spec("grpc") is None:
-        raise ConfigError("--torchft needs grpcio", hint="pip install 'perdure[torchft]'")
-    own = 'torchft.lighthouse = "perdure"' if not spec.observe else "no --observe"
-    if spec.spares and spec.torchft.lighthouse != "perdure":
-        raise ConfigError(
-            "--spares: a spare group is held at perdure's own lighthouse only",
-            hint=f"{own}, or one replica more",
-        )
+        placed = msgspec.structs.replace(placed, torchft=stock)
+    of_groups = _check_groups(placed, groups, spec.nodes, observed) if groups else ()
+    for wrong, message, hint in (*of_groups, *_check_nodes(placed, observed)):
+        if wrong:
+            raise ConfigError(message, hint=hint)
+    return placed
+
+
+_LAST = "they are the last of the nodes: --nodes K --remote R with R up to K"
+
+
+def _check_groups(spec: JobSpec, groups: int, nodes: int, observed: bool) -> Faults:
+    """Return what replica groups of torchft, for which `nodes` were given, do not go with."""
+    held = spec.torchft.lighthouse == "perdure"
+    own = "no --observe" if observed else 'torchft.lighthouse = "perdure"'
     timed = next((n for n in ("every_steps", "every_s") if getattr(spec.checkpoint, n)), "")
-    if timed and spec.torchft.lighthouse != "perdure":
-        raise ConfigError(
+    return (
+        (
+            nodes not in (1, groups),
+            f"--nodes {nodes}: each of the {groups} replica groups is a node",
+            "",
+        ),
+        (spec.no_python, "--torchft and --no-python exclude one another", ""),
+        (
+            held and find_spec("grpc") is None,
+            "--torchft needs grpcio",
+            "pip install 'perdure[torchft]'",
+        ),
+        (
+            spec.spares and not held,
+            "--spares: a spare group is held at perdure's own lighthouse only",
+            f"{own}, or one replica more",
+        ),
+        (
+            timed and not held,
             f"checkpoint.{timed}: who has the state is known to perdure's own lighthouse only",
-            hint=f"{own}, or leave checkpoints to the script",
-        )
-    return msgspec.structs.replace(spec, nodes=replicas)
+            f"{own}, or leave checkpoints to the script",
+        ),
+        (spec.room, "nodes_max: replica groups of torchft are `torchft.replicas`", ""),
+        (spec.remote, "--remote: replica groups of torchft are all started here", _LAST),
+        (
+            spec.bus.replicas > 1,
+            "bus.replicas: the lighthouse of a torchft job is on one node",
+            "leave bus.replicas out",
+        ),
+    )
 
 
-def check_bus(spec: JobSpec) -> None:
-    """Refuse replicas of the bus that would guard against nothing.
+def _check_nodes(spec: JobSpec, observed: bool) -> Faults:
+    """Return what the nodes do not go with, such as replicas of the bus that guard against nothing.
 
-    Raises:
-        ConfigError: too few nodes, an even number, or something beside them that is not replicated.
+    Machines that join are an action, so that a world that is only observed does not grow.
     """
     replicas, arbiter = spec.bus.replicas, spec.bus.arbiter
-    if arbiter and spec.nats.url:
-        raise ConfigError("bus.arbiter keeps the journal instead of --nats", hint="leave one out")
-    if arbiter and replicas == 1:
-        raise ConfigError("bus.arbiter: there is one controller", hint="--replicate 2")
-    if replicas == 1:
-        return
-    if replicas % 2 == 0 and not arbiter:
-        raise ConfigError(
+    return (
+        (
+            observed and spec.room,
+            f"nodes_max = {spec.nodes_max}: a world that is only observed never grows",
+            "leave nodes_max or --observe out",
+        ),
+        (
+            arbiter and spec.nats.url,
+            "bus.arbiter keeps the journal instead of --nats",
+            "leave one out",
+        ),
+        (
+            arbiter and replicas == 1,
+            "bus.arbiter: there is one controller",
+            "--replicate 2",
+        ),
+        (
+            replicas % 2 == 0 and not arbiter,
             f"bus.replicas = {replicas}: where half of them are cut off, neither half may decide",
-            hint="an odd number of nodes, or --arbiter DIR on a file system that they share",
-        )
-    if spec.num_nodes < replicas:
-        raise ConfigError(
+            "an odd number of nodes, or --arbiter DIR on a file system that they share",
+        ),
+        (
+            spec.num_nodes < replicas > 1,
             f"bus.replicas = {replicas} on {spec.num_nodes} nodes: each wants a node of its own",
-            hint="more --nodes, or no replicas",
-        )
-    if spec.torchft.replicas:
-        raise ConfigError(
-            "bus.replicas: the lighthouse of a torchft job is on one node",
-            hint="leave bus.replicas out",
-        )
+            "more --nodes, or no replicas",
+        ),
+        (
+            spec.remote > spec.num_nodes,
+            f"--remote {spec.remote}: the job has {spec.num_nodes} nodes",
+            _LAST,
+        ),
+        (
+            spec.remote < spec.room or (spec.spares % spec.nproc and spec.room),
+            f"nodes_max = {spec.nodes_max}: {spec.room} nodes are to come from elsewhere, and "
+            "spares are whole nodes",
+            f"--remote {max(spec.remote, spec.room)}, spares a multiple of {spec.nproc}",
+        ),
+    )
 
 
 def _locate(path: str, cwd: str) -> str:
@@ -202,45 +227,21 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     """Write what was given on the command line over the job file's document."""
     if options.nnodes:
         parse_nnodes(options.nnodes)
-    plain = {
-        "script": options.script,
-        "name": options.name,
-        "nodes": options.nodes,
-        "spares": options.spares,
-        "remote": options.remote,
-        "log_dir": options.log_dir,
-        "run_id": options.rdzv_id if options.rdzv_id != "none" else None,
-        "role": options.role,
-        "module": options.module or None,
-        "no_python": options.no_python or None,
-        "cold": options.cold or None,
-        "observe": options.observe or None,
-    }
-    document.update({key: value for key, value in plain.items() if value is not None})
+    for option, field in _FIELDS.items():
+        value = getattr(options, option)
+        given = value is not None and value is not False
+        if given and (option, value) != ("rdzv_id", "none"):  # Which is torchrun's default.
+            *section, name = (field or option).split(".")
+            table = document.setdefault(section[0], {}) if section else document
+            table[name] = value
     if options.nproc is not None:
         document["nproc"] = parse_nproc(options.nproc, options.environ)
     elif isinstance(document.get("nproc"), str):
         document["nproc"] = parse_nproc(document["nproc"], options.environ)
     if options.args or options.script is not None:
         document["args"] = list(options.args or ())
-    sections: dict[str, dict[str, Any]] = {
-        "restart": {"max_restarts": options.max_restarts, "grace_s": options.shutdown_timeout},
-        "nats": {
-            "url": options.nats,
-            "creds": options.nats_creds,
-            "tls_cert": options.nats_tls_cert,
-            "tls_key": options.nats_tls_key,
-            "tls_ca": options.nats_tls_ca,
-        },
-        "bus": {"replicas": options.replicate, "arbiter": options.arbiter},
-    }
-    for section, values in sections.items():
-        given = {key: value for key, value in values.items() if value is not None}
-        if any(value != "" for value in given.values()):
-            document[section] = {**document.get(section, {}), **given}
-    if options.torchft or options.replicas:
-        wanted = options.replicas or document.get("torchft", {}).get("replicas") or 2
-        document["torchft"] = {**document.get("torchft", {}), "replicas": wanted}
+    if options.torchft and not document.get("torchft", {}).get("replicas"):
+        document["torchft"] = {**document.get("torchft", {}), "replicas": 2}
     if options.env:
         pairs = [pair.partition("=") for pair in options.env]
         bad = next((key + sep for key, sep, _ in pairs if not key or not sep), None)

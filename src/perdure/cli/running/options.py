@@ -4,8 +4,10 @@ Underscores are as good as dashes, and torchrun's environment variables (`PET_NP
 are read where it reads them. None means: not given, so that a job file's value stays.
 """
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, get_origin
 
 import typer
 
@@ -23,165 +25,170 @@ def _torchrun(*names: str, help: str, **more: Any) -> Any:
     return _option(*names, help=help, panel=_TORCHRUN, **more)
 
 
-Nproc = Annotated[
-    str | None,
-    _torchrun(
-        "--nproc-per-node",
-        "-n",
-        metavar="N",
-        help="Ranks on each node: a number, auto, cpu or gpu.",
-    ),
-]
-Nnodes = Annotated[str | None, _torchrun("--nnodes", help="1, 1:1; more needs --nodes.")]
-Standalone = Annotated[
-    bool, _torchrun("--standalone", help="Always so here: perdure makes the rendezvous.")
-]
-RdzvBackend = Annotated[str | None, _torchrun("--rdzv-backend", help="Ignored.")]
-RdzvEndpoint = Annotated[
-    str | None, _torchrun("--rdzv-endpoint", help="Ignored if it names this machine.")
-]
-RdzvId = Annotated[str | None, _torchrun("--rdzv-id", help="Becomes TORCHELASTIC_RUN_ID.")]
-RdzvConf = Annotated[str | None, _torchrun("--rdzv-conf", help="Ignored.")]
-MaxRestarts = Annotated[
-    int | None,
-    _torchrun(
-        "--max-restarts", min=0, help="Failures in a row without progress between (default 3)."
-    ),
-]
-MonitorInterval = Annotated[
-    float | None, _torchrun("--monitor-interval", help="Ignored: exits are seen at once.")
-]
-StartMethod = Annotated[
-    str | None,
-    _torchrun("--start-method", help="Ignored: ranks are forked from a warm image, or --cold."),
-]
-Role = Annotated[str | None, _torchrun("--role", help="ROLE_NAME.")]
-Module = Annotated[bool, _torchrun("--module", "-m", help="SCRIPT is a module, as in python -m.")]
-NoPython = Annotated[bool, _torchrun("--no-python", help="SCRIPT is a program of its own.")]
-RunPath = Annotated[bool, _torchrun("--run-path", help="Always so here.")]
-LogDir = Annotated[str | None, _torchrun("--log-dir", help="Where the ranks' streams go.")]
-Redirects = Annotated[
-    str | None,
-    _torchrun("--redirects", "-r", help="Not on the terminal: 1 out, 2 err, 3 both, or RANK:N,..."),
-]
-Tee = Annotated[str | None, _torchrun("--tee", "-t", help="On the terminal all the same.")]
-LocalRanksFilter = Annotated[
-    str | None, _torchrun("--local-ranks-filter", help="Local ranks shown on the terminal: 0,1.")
-]
-NodeRank = Annotated[str | None, _torchrun("--node-rank", help="0.")]
-MasterAddr = Annotated[
-    str | None, _torchrun("--master-addr", help="Ignored if it names this machine.")
-]
-MasterPort = Annotated[str | None, _torchrun("--master-port", help="Ignored.")]
-ShutdownTimeout = Annotated[
-    int | None,
-    _torchrun("--shutdown-timeout", min=0, help="Seconds between SIGTERM and SIGKILL (default 2)."),
-]
+def take_options(options: type) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Have Typer see the fields of `options` that are options as a command's parameters."""
 
-Script = Annotated[str | None, typer.Argument(help="A Python file, module or program.")]
-Args = Annotated[list[str] | None, typer.Argument(help="Its arguments.")]
-Config = Annotated[str | None, _option("--config", "-c", help="A job file; options win over it.")]
-Name = Annotated[
-    str | None, _option("--name", help="The job's name; the same name again resumes it.")
-]
-Nodes = Annotated[int | None, _option("--nodes", min=1, help="Emulated nodes on this machine.")]
-Spares = Annotated[int | None, _option("--spares", min=0, help="Slots paid for and kept idle.")]
-Remote = Annotated[
-    int | None,
-    _option("--remote", min=0, help="So many of the nodes come from elsewhere: `perdure join`."),
-]
-Torchft = Annotated[
-    bool, _option("--torchft", help="Replica groups of torchft; serves them a lighthouse.")
-]
-Replicas = Annotated[
-    int | None, _option("--replicas", min=1, help="Replica groups, each of -n ranks (default 2).")
-]
-Cold = Annotated[bool, _option("--cold", help="Start ranks by exec instead of from a warm image.")]
-Observe = Annotated[
-    bool, _option("--observe", help="See, record and report everything; never act upon it.")
-]
-Nats = Annotated[
-    str | None, _option("--nats", metavar="URL", help="Your own NATS server with JetStream.")
-]
-NatsCreds = Annotated[
-    str | None,
-    _option("--nats-creds", metavar="PATH", help="Its credentials: a file, or a folder by role."),
-]
-NatsTlsCert = Annotated[
-    str | None,
-    _option(
-        "--nats-tls-cert", metavar="FILE", help="Certificate of perdure's server, or for yours."
-    ),
-]
-NatsTlsKey = Annotated[str | None, _option("--nats-tls-key", metavar="FILE", help="Its key.")]
-NatsTlsCa = Annotated[
-    str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
-]
-Replicate = Annotated[
-    int | None,
-    _option("--replicate", min=1, metavar="N", help="Survive any node: journal on N nodes (3)."),
-]
-Arbiter = Annotated[
-    str | None,
-    _option("--arbiter", metavar="DIR", help="Shared folder that decides between two nodes."),
-]
-Env = Annotated[
-    list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
-]
-Placement = Annotated[
-    str | None, _option("--placement", metavar="FILE", hidden=True, help="See docs/lab.md.")
-]
-Detach = Annotated[bool, _option("--detach", help="Return once the job has been started.")]
+    def take(command: Callable[..., int]) -> Callable[..., int]:
+        fields = inspect.signature(options).parameters.values()
+        shown = [field for field in fields if get_origin(field.annotation) is Annotated]
+        command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+        return command
+
+    return take
+
+
 Json = Annotated[bool, _option("--json", help="The answer as JSON.")]
 
 
 @dataclass(slots=True)
 class RunOptions:
-    """What was given on the command line of `perdure run`."""
+    """What was given on the command line of `perdure run`, in the order of its help.
 
-    script: str | None = None
-    args: list[str] | None = None
-    nproc: str | None = None
-    nnodes: str | None = None
-    standalone: bool = False
-    rdzv_backend: str | None = None
-    rdzv_endpoint: str | None = None
-    rdzv_id: str | None = None
-    rdzv_conf: str | None = None
-    max_restarts: int | None = None
-    monitor_interval: float | None = None
-    start_method: str | None = None
-    role: str | None = None
-    module: bool = False
-    no_python: bool = False
-    run_path: bool = False
-    log_dir: str | None = None
-    redirects: str | None = None
-    tee: str | None = None
-    local_ranks_filter: str | None = None
-    node_rank: str | None = None
-    master_addr: str | None = None
-    master_port: str | None = None
-    shutdown_timeout: int | None = None
-    config: str | None = None
-    name: str | None = None
-    nodes: int | None = None
-    spares: int | None = None
-    remote: int | None = None
-    torchft: bool = False
-    replicas: int | None = None
-    cold: bool = False
-    observe: bool = False
-    nats: str | None = None
-    nats_creds: str | None = None
-    nats_tls_cert: str | None = None
-    nats_tls_key: str | None = None
-    nats_tls_ca: str | None = None
-    env: list[str] | None = None
-    replicate: int | None = None
-    arbiter: str | None = None
-    placement: str | None = None
-    detach: bool = False
-    json: bool = False
+    Each option is declared here, once: `run` takes what has an annotation.
+    """
+
+    script: Annotated[str | None, typer.Argument(help="A Python file, module or program.")] = None
+    args: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None
+    nproc: Annotated[
+        str | None,
+        _torchrun(
+            "--nproc-per-node",
+            "-n",
+            metavar="N",
+            help="Ranks on each node: a number, auto, cpu or gpu.",
+        ),
+    ] = None
+    name: Annotated[
+        str | None, _option("--name", help="The job's name; the same name again resumes it.")
+    ] = None
+    config: Annotated[
+        str | None, _option("--config", "-c", help="A job file; options win over it.")
+    ] = None
+    nodes: Annotated[
+        int | None, _option("--nodes", min=1, help="Emulated nodes on this machine.")
+    ] = None
+    spares: Annotated[
+        int | None, _option("--spares", min=0, help="Slots paid for and kept idle.")
+    ] = None
+    remote: Annotated[
+        int | None,
+        _option(
+            "--remote", min=0, help="So many of the nodes come from elsewhere: `perdure join`."
+        ),
+    ] = None
+    torchft: Annotated[
+        bool, _option("--torchft", help="Replica groups of torchft; serves them a lighthouse.")
+    ] = False
+    replicas: Annotated[
+        int | None,
+        _option("--replicas", min=1, help="Replica groups, each of -n ranks (default 2)."),
+    ] = None
+    env: Annotated[
+        list[str] | None, _option("--env", metavar="K=V", help="For every rank; may be repeated.")
+    ] = None
+    cold: Annotated[
+        bool, _option("--cold", help="Start ranks by exec instead of from a warm image.")
+    ] = False
+    observe: Annotated[
+        bool, _option("--observe", help="See, record and report everything; never act upon it.")
+    ] = False
+    nats: Annotated[
+        str | None, _option("--nats", metavar="URL", help="Your own NATS server with JetStream.")
+    ] = None
+    nats_creds: Annotated[
+        str | None,
+        _option(
+            "--nats-creds", metavar="PATH", help="Its credentials: a file, or a folder by role."
+        ),
+    ] = None
+    nats_tls_cert: Annotated[
+        str | None,
+        _option(
+            "--nats-tls-cert", metavar="FILE", help="Certificate of perdure's server, or for yours."
+        ),
+    ] = None
+    nats_tls_key: Annotated[
+        str | None, _option("--nats-tls-key", metavar="FILE", help="Its key.")
+    ] = None
+    nats_tls_ca: Annotated[
+        str | None, _option("--nats-tls-ca", metavar="FILE", help="Who has signed the server's.")
+    ] = None
+    replicate: Annotated[
+        int | None,
+        _option(
+            "--replicate", min=1, metavar="N", help="Survive any node: journal on N nodes (3)."
+        ),
+    ] = None
+    arbiter: Annotated[
+        str | None,
+        _option("--arbiter", metavar="DIR", help="Shared folder that decides between two nodes."),
+    ] = None
+    placement: Annotated[
+        str | None, _option("--placement", metavar="FILE", hidden=True, help="See docs/lab.md.")
+    ] = None
+    detach: Annotated[bool, _option("--detach", help="Return once the job has been started.")] = (
+        False
+    )
+    json: Json = False
+    module: Annotated[
+        bool, _torchrun("--module", "-m", help="SCRIPT is a module, as in python -m.")
+    ] = False
+    no_python: Annotated[bool, _torchrun("--no-python", help="SCRIPT is a program of its own.")] = (
+        False
+    )
+    run_path: Annotated[bool, _torchrun("--run-path", help="Always so here.")] = False
+    max_restarts: Annotated[
+        int | None,
+        _torchrun(
+            "--max-restarts", min=0, help="Failures in a row without progress between (default 3)."
+        ),
+    ] = None
+    log_dir: Annotated[str | None, _torchrun("--log-dir", help="Where the ranks' streams go.")] = (
+        None
+    )
+    redirects: Annotated[
+        str | None,
+        _torchrun(
+            "--redirects", "-r", help="Not on the terminal: 1 out, 2 err, 3 both, or RANK:N,..."
+        ),
+    ] = None
+    tee: Annotated[str | None, _torchrun("--tee", "-t", help="On the terminal all the same.")] = (
+        None
+    )
+    local_ranks_filter: Annotated[
+        str | None,
+        _torchrun("--local-ranks-filter", help="Local ranks shown on the terminal: 0,1."),
+    ] = None
+    role: Annotated[str | None, _torchrun("--role", help="ROLE_NAME.")] = None
+    shutdown_timeout: Annotated[
+        int | None,
+        _torchrun(
+            "--shutdown-timeout", min=0, help="Seconds between SIGTERM and SIGKILL (default 2)."
+        ),
+    ] = None
+    nnodes: Annotated[str | None, _torchrun("--nnodes", help="1, 1:1; more needs --nodes.")] = None
+    standalone: Annotated[
+        bool, _torchrun("--standalone", help="Always so here: perdure makes the rendezvous.")
+    ] = False
+    rdzv_backend: Annotated[str | None, _torchrun("--rdzv-backend", help="Ignored.")] = None
+    rdzv_endpoint: Annotated[
+        str | None, _torchrun("--rdzv-endpoint", help="Ignored if it names this machine.")
+    ] = None
+    rdzv_id: Annotated[str | None, _torchrun("--rdzv-id", help="Becomes TORCHELASTIC_RUN_ID.")] = (
+        None
+    )
+    rdzv_conf: Annotated[str | None, _torchrun("--rdzv-conf", help="Ignored.")] = None
+    monitor_interval: Annotated[
+        float | None, _torchrun("--monitor-interval", help="Ignored: exits are seen at once.")
+    ] = None
+    start_method: Annotated[
+        str | None,
+        _torchrun("--start-method", help="Ignored: ranks are forked from a warm image, or --cold."),
+    ] = None
+    node_rank: Annotated[str | None, _torchrun("--node-rank", help="0.")] = None
+    master_addr: Annotated[
+        str | None, _torchrun("--master-addr", help="Ignored if it names this machine.")
+    ] = None
+    master_port: Annotated[str | None, _torchrun("--master-port", help="Ignored.")] = None
     environ: dict[str, str] = field(default_factory=dict)
-    """The environment of `perdure run` itself."""
+    """The environment of `perdure run` itself, which is no option."""

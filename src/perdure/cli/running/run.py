@@ -28,59 +28,15 @@ CONTEXT: dict[str, Any] = {
 _LINE = re.compile(r"\[rank (\d+)\] ")
 
 
-def run(
-    script: o.Script = None,
-    args: o.Args = None,
-    nproc: o.Nproc = None,
-    name: o.Name = None,
-    config: o.Config = None,
-    nodes: o.Nodes = None,
-    spares: o.Spares = None,
-    remote: o.Remote = None,
-    torchft: o.Torchft = False,
-    replicas: o.Replicas = None,
-    env: o.Env = None,
-    cold: o.Cold = False,
-    observe: o.Observe = False,
-    nats: o.Nats = None,
-    nats_creds: o.NatsCreds = None,
-    nats_tls_cert: o.NatsTlsCert = None,
-    nats_tls_key: o.NatsTlsKey = None,
-    nats_tls_ca: o.NatsTlsCa = None,
-    replicate: o.Replicate = None,
-    arbiter: o.Arbiter = None,
-    placement: o.Placement = None,
-    detach: o.Detach = False,
-    json: o.Json = False,
-    module: o.Module = False,
-    no_python: o.NoPython = False,
-    run_path: o.RunPath = False,
-    max_restarts: o.MaxRestarts = None,
-    log_dir: o.LogDir = None,
-    redirects: o.Redirects = None,
-    tee: o.Tee = None,
-    local_ranks_filter: o.LocalRanksFilter = None,
-    role: o.Role = None,
-    shutdown_timeout: o.ShutdownTimeout = None,
-    nnodes: o.Nnodes = None,
-    standalone: o.Standalone = False,
-    rdzv_backend: o.RdzvBackend = None,
-    rdzv_endpoint: o.RdzvEndpoint = None,
-    rdzv_id: o.RdzvId = None,
-    rdzv_conf: o.RdzvConf = None,
-    monitor_interval: o.MonitorInterval = None,
-    start_method: o.StartMethod = None,
-    node_rank: o.NodeRank = None,
-    master_addr: o.MasterAddr = None,
-    master_port: o.MasterPort = None,
-) -> int:
+@o.take_options(o.RunOptions)
+def run(**given: Any) -> int:
     """Run a training script on this machine, and keep it running.
 
     Takes torchrun's options, sets torchrun's environment variables, and leaves with the exit code
     of the rank that failed, or 0. SIGINT or SIGTERM stops the job at an agreed step; a second one
     ends it at once.
     """
-    return start(o.RunOptions(**locals(), environ=dict(os.environ)))
+    return start(o.RunOptions(**given, environ=dict(os.environ)))
 
 
 def start(options: o.RunOptions) -> int:
@@ -94,7 +50,7 @@ def start(options: o.RunOptions) -> int:
     check_outside(spec)
     open_sources(spec.preemption, 0, {})  # What an agent could not open is said here.
     shown = find_shown(spec, options)
-    if options.placement and spec.torchft.replicas:
+    if options.placement and spec.groups:
         raise ConfigError(
             "--placement: torchft's replica groups are all on this machine, where their lighthouse "
             "is; no other machine reaches it yet",
