@@ -14,16 +14,15 @@ import sys
 import time
 from pathlib import Path
 
-from perdure.cli.trace.show import load_trace
-from perdure.cli.trace.simulate import SWEEP_S, load_costs, load_throughput
+from perdure.cli.trace import SWEEP_S, load_costs, load_throughput, load_trace
 from perdure.lab.policies.oracle import find_blind_plan
 from perdure.lab.policies.policies import POLICIES, Policy, apply_costs, change_policy
 from perdure.lab.policies.throughput import Throughput
+from perdure.lab.report import Physics
 from perdure.lab.simulation.compare import compare, find_online_costs, sweep_communicator
-from perdure.lab.simulation.report import Physics
 from perdure.lab.traces import AvailabilityTrace, find_intervals
-from perdure.lab.traces.faults import add_quiet
-from perdure.lab.traces.generate import draw_victims
+from perdure.lab.traces.figures import draw_victims
+from perdure.lab.traces.formats import add_quiet
 from perdure.lab.traces.transform import announce, delay, scale_to, speed_up
 from perdure.model.errors import ConfigError
 

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from perdure.lab.live.places import Gates, kill_nodes
+from perdure.lab.live.systems import Gates, kill_nodes
 from tests.e2e.harness import SCRIPTS, Job
 
 NAME = "fo"

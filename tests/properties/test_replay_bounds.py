@@ -16,9 +16,9 @@ from tests.traces import traces
 from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan, find_blind_plan
 from perdure.lab.policies.policies import POLICIES, Phases
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear, make_pipeline
+from perdure.lab.report import Physics
 from perdure.lab.simulation.compare import compare, find_online_costs
 from perdure.lab.simulation.engine import Replay
-from perdure.lab.simulation.report import Physics
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
 from perdure.lab.traces.build import Builder
 from perdure.lab.traces.transform import announce

@@ -32,7 +32,7 @@ COMMANDS = {
     "diagnose": "looking.look",
     "report": "looking.look",
     "bundle": "looking.bundle",
-    "metrics": "looking.metrics",
+    "metrics": "looking.exports",
     "inject": "steering.act",
     "checkpoint": "steering.act",
     "stop": "steering.act",
@@ -40,19 +40,19 @@ COMMANDS = {
     "set": "steering.steer",
     "pause": "steering.steer",
     "resume": "steering.steer",
-    "drain": "steering.verbs",
-    "cordon": "steering.verbs",
-    "evict": "steering.verbs",
-    "restore": "steering.verbs",
-    "notify": "steering.notify",
+    "drain": "steering.act",
+    "cordon": "steering.act",
+    "evict": "steering.act",
+    "restore": "steering.act",
+    "notify": "steering.act",
     "invite": "steering.join",
     "join": "steering.join",
-    "scale": "steering.scale",
-    "schema": "looking.schema",
-    "verify": "looking.verify",
+    "scale": "platforms.remote",
+    "schema": "looking.exports",
+    "verify": "checkpoints",
     "doctor": "looking.doctor",
     "plan": "plan",
-    "prune": "prune",
+    "prune": "checkpoints",
     "launch": "platforms.launch",
     "render": "platforms.launch",
     "profiles": "platforms.profiles",
@@ -61,13 +61,13 @@ COMMANDS = {
     "pull": "platforms.pull",
     "teardown": "platforms.teardown",
     "forget": "platforms.teardown",
-    "remind": "platforms.remind",
+    "remind": "platforms.boxes",
     "run": "running.run",
     "profile": "profile",
-    "trace": "trace.show trace.simulate trace.replay",
+    "trace": "trace",
     "queue": "queue",
 }
-"""The module of each command, in the order of the help; a group's own one comes first."""
+"""The module of each command, in the order of the help."""
 
 _FUNCTIONS = {"map": "map_devices", "set": "set_"}
 """Of commands that cannot be called what they are called."""
@@ -86,7 +86,7 @@ def make_app(names: Sequence[str] = tuple(COMMANDS)) -> typer.Typer:
     )
     app.callback()(_global)
     for name in names:
-        module, *_ = [import_module(f"perdure.cli.{each}") for each in COMMANDS[name].split()]
+        module = import_module(f"perdure.cli.{COMMANDS[name]}")
         if hasattr(module, "app"):
             app.add_typer(module.app, name=name)
         else:

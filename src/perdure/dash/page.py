@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from html import escape
 
 from perdure.dash.links import render_heat_map
-from perdure.dash.palette import INKS
 from perdure.dash.svg import (
+    INKS,
     Bar,
     Mark,
     render_curve,

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from perdure.dash.lines import STEPS_MAX, find_means, make_stairs, render_lines
+from perdure.dash.svg import STEPS_MAX, find_means, make_stairs, render_lines
 
 
 def test_means_of_a_staircase() -> None:

@@ -6,9 +6,10 @@ from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_interval
 from perdure.lab.traces.figures import (
     AvailabilityModel,
     describe_availability,
+    draw_victims,
     fit_availability,
+    generate,
 )
-from perdure.lab.traces.generate import draw_victims, generate
 
 HOUR = 3600.0
 

@@ -6,8 +6,8 @@ from msgspec.structs import replace
 from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
 from perdure.lab.policies.policies import POLICIES, Policy
 from perdure.lab.policies.throughput import Shape, Throughput, make_linear
+from perdure.lab.report import Physics
 from perdure.lab.simulation.engine import Outcome, Replay
-from perdure.lab.simulation.report import Physics
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode, find_intervals
 
 GRID = Throughput(

@@ -11,7 +11,7 @@ from perdure.lab.live.ledger import (
     measure_costs,
     refresh_rates,
 )
-from perdure.lab.live.report import MadeStep
+from perdure.lab.report import MadeStep
 from perdure.model.report import ACCOUNTS, Recovery
 
 RATES = {1: 10.0, 2: 20.0, 3: 30.0}

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from perdure.lab.live.calibrate import check_rising
-from perdure.lab.live.places import Gates
-from perdure.lab.live.session import NODES_MAX, check_trace
+from perdure.lab.live.session import NODES_MAX, check_rising, check_trace
+from perdure.lab.live.systems import Gates
 from perdure.lab.policies.throughput import Shape, Throughput
 from perdure.lab.traces import AvailabilityTrace, Stay, TraceNode
 from perdure.model.errors import SafetyError

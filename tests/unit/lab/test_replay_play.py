@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from perdure.lab.live.live import play
-from perdure.lab.live.report import MadeStep
+from perdure.lab.report import MadeStep
 from perdure.lab.simulation.schedule import Act, Schedule
 
 

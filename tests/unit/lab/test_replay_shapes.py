@@ -1,7 +1,7 @@
 """The shapes of a pipelined world in the course of a replay, as its journal has them."""
 
 from perdure.lab.live.live import find_shapes
-from perdure.lab.live.report import FormedShape
+from perdure.lab.report import FormedShape
 from perdure.model.elastic import WorldReformed
 from perdure.model.events import JournalEntry
 

@@ -14,7 +14,7 @@ from perdure.lab.traces import (
     find_intervals,
     read_trace,
 )
-from perdure.lab.traces.faults import DAY_S, add_quiet
+from perdure.lab.traces.formats import DAY_S, add_quiet
 from perdure.model.errors import ConfigError
 
 EVENTS = "0,add,a\r\n0,add,b\n60000,remove,b\r\n90000,add,c\r\n"

@@ -17,7 +17,7 @@ import typer
 from perdure.adapters.host import kill_process
 from perdure.adapters.stacks import dump_stack
 from perdure.cli.jobs import Job, find_elsewhere, find_job, find_jobs, find_start
-from perdure.cli.platforms.remind import list_reminders
+from perdure.cli.platforms.boxes import list_reminders
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import answer, note, print_json, render_table, write_asked
 from perdure.cli.steering.act import JobName

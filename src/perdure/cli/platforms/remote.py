@@ -1,4 +1,4 @@
-"""Jobs on other machines: commands carried there, `perdure attach` and `perdure tunnel`."""
+"""Jobs on other machines: commands carried there, `perdure attach`, `tunnel` and `scale`."""
 
 import contextlib
 import time
@@ -8,11 +8,16 @@ from typing import Annotated
 import typer
 
 from perdure.cli.jobs import ENDED, ElsewhereError, Job, find_job
-from perdure.cli.platforms.boxes import describe_row, find_box, print_status, tell_boxes
+from perdure.cli.platforms.boxes import (
+    describe_row,
+    find_box,
+    list_reminders,
+    print_status,
+    tell_boxes,
+)
 from perdure.cli.platforms.profiles import here
-from perdure.cli.platforms.remind import list_reminders
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import answer, note, print_json
 from perdure.cli.steering.act import JobName
 from perdure.launch.platforms import Here, find_platform
 from perdure.model.errors import ConfigError, PlatformError
@@ -145,3 +150,29 @@ def tunnel(
         return Channel(box.profile.launch).forward(port)
     except KeyboardInterrupt:
         return 0
+
+
+def scale(
+    job: JobName,
+    pods: Annotated[int, typer.Argument(min=0, metavar="PODS", help="0 has it save and wait.")],
+    as_json: Json = False,
+) -> None:
+    """Give a job on Kubernetes more or fewer pods while it trains on.
+
+    An elastic job grows up to `nodes_max` and shrinks to `nodes`. Pods that go leave at a step that
+    all agree on: nothing is made again.
+    """
+    try:
+        find_job(job)
+    except ElsewhereError as elsewhere:
+        record = elsewhere.record
+    else:
+        raise ConfigError(f"job `{job}` is on this machine", hint="perdure join brings others")
+    if record.profile.kind != "kubernetes":
+        raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")
+    from perdure.launch.kubernetes.scaling import scale as scale_pods
+
+    done = scale_pods(record, pods, here(resolve_home()))
+    changes = [f"{name} added" for name in done.added] + [f"{name} left" for name in done.removed]
+    text = "; ".join([f"{job}: {done.pods} pods, {done.before} before", *changes])
+    answer(done, text, as_json=as_json)

@@ -1,6 +1,10 @@
-"""Commands that ask the controller for something, and wait for its answer."""
+"""Commands that ask the controller for something, and wait for its answer.
 
-from typing import Annotated, Any
+Among them are those that move work off nodes (drain, cordon, evict, restore), and `perdure notify`,
+by which somebody outside tells a job what it cannot see of a machine.
+"""
+
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -10,7 +14,7 @@ from perdure.cli.speech.say import answer
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
 from perdure.model.numbers import refuse_number
-from perdure.model.steering import NOTE_MAX, find_note_fault
+from perdure.model.steering import LEAVE_DEADLINE_S, NOTE_MAX, find_note_fault
 
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="The job's name.")]
 Timeout = Annotated[
@@ -116,3 +120,143 @@ def _parse_args(pairs: list[str]) -> dict[str, Any]:
 def answer_of(job: str, result: dict[str, Any], text: str, as_json: bool) -> None:
     """Print what a job's controller has answered; `text` says it in words."""
     answer({"job": job, "ok": True, **result}, f"{job}: {text}", as_json=as_json)
+
+
+Targets = Annotated[
+    list[str],
+    typer.Argument(metavar="TARGET...", help="node:1 (or 1), rank:3, replica:2, or a device's id."),
+]
+Deadline = Annotated[
+    float | None,
+    typer.Option("--deadline", metavar="S", min=0.1, help="Seconds; then it is taken back."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would happen; change nothing.")]
+Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the journal.")]
+Wait = Annotated[bool, typer.Option("--wait", help="For a spare node, should none be ready.")]
+
+_ANSWER_S = 15.0
+
+
+def drain(
+    job: JobName,
+    targets: Targets,
+    deadline: Deadline = None,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Evict where it cannot be drained, or not in time."),
+    ] = False,
+    wait: Wait = False,
+    dry_run: DryRun = False,
+    why: Why = "",
+    as_json: Json = False,
+) -> None:
+    """Move the ranks off a node after a checkpoint, so that no committed step is lost.
+
+    All ranks agree on a step, save, and make no step after it; a spare node stands in, and the
+    new world goes on from there. Refused where no spare node is ready, and where the script does
+    not call perdure.init().
+    """
+    _send(job, "drain", targets, deadline, why, dry_run, as_json, force=force, wait=wait)
+
+
+def cordon(
+    job: JobName,
+    targets: Targets,
+    dry_run: DryRun = False,
+    why: Why = "",
+    as_json: Json = False,
+) -> None:
+    """Let a node take no new ranks from the next world on; those that run there stay."""
+    _send(job, "cordon", targets, None, why, dry_run, as_json)
+
+
+def evict(
+    job: JobName,
+    targets: Targets,
+    deadline: Deadline = None,
+    wait: Wait = False,
+    dry_run: DryRun = False,
+    why: Why = "",
+    as_json: Json = False,
+) -> None:
+    """End the ranks on a node now; a spare node stands in, from the newest checkpoint."""
+    _send(job, "evict", targets, deadline, why, dry_run, as_json, wait=wait)
+
+
+def restore(
+    job: JobName,
+    targets: Targets,
+    dry_run: DryRun = False,
+    why: Why = "",
+    as_json: Json = False,
+) -> None:
+    """Let a node run ranks again: undoes cordon, drain and evict."""
+    _send(job, "restore", targets, None, why, dry_run, as_json)
+
+
+def _send(
+    job: str,
+    verb: Literal["drain", "cordon", "evict", "restore"],
+    targets: list[str],
+    deadline_s: float | None,
+    why: str,
+    dry_run: bool,
+    as_json: bool,
+    **flags: bool,
+) -> None:
+    args: dict[str, Any] = {"targets": targets}
+    args |= {name: True for name, value in flags.items() if value}
+    args |= {"dry_run": True} if dry_run else {}
+    args |= {"why": why} if why else {}
+    args |= {"deadline_s": deadline_s} if deadline_s is not None else {}
+    timeout_s = _ANSWER_S + (deadline_s or LEAVE_DEADLINE_S)
+    result = send_command(find_job(job), verb, args, timeout_s=timeout_s)
+    text = f"{f'{verb} would' if dry_run else verb}: {result.get('reason', 'done')}"
+    answer_of(job, result, text, as_json)
+
+
+KINDS = ("device-failed", "device-ok", "preemption", "preemption-withdrawn", "machine")
+
+
+def notify(
+    job: JobName,
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=" | ".join(KINDS))],
+    device: Annotated[
+        str | None, typer.Argument(metavar="DEVICE", help="Its id, as `perdure map` shows it.")
+    ] = None,
+    node: Annotated[int | None, typer.Option("--node", min=0, help="Instead of a device.")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option("--machine", metavar="NAME", help="Instead of both: one that has joined."),
+    ] = None,
+    grace_s: Annotated[
+        float, typer.Option("--grace", min=0, help="Of preemption: seconds until it is gone.")
+    ] = 0.0,
+    waits: Annotated[
+        bool, typer.Option("--waits", help="Of preemption: it is to be left at once.")
+    ] = False,
+    reason: Annotated[str, typer.Option("--reason", help="Such as `XID 79`.")] = "",
+    source: Annotated[str, typer.Option("--source", help="Who says so; default: you.")] = "",
+    timeout_s: Timeout = 30.0,
+    as_json: Json = False,
+) -> None:
+    """Tell a job of what it cannot see: a failed device, or a machine that will be taken away.
+
+    A failed device makes the verdict UnhealthyDevice, which `policy.unhealthy_device` acts upon;
+    a preemption has the node left within its grace, unless it is withdrawn; `machine` says why
+    one is gone.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"unknown notice `{kind}`", hint=f"one of {', '.join(KINDS)}")
+    told = {"device": device, "node": node, "machine": machine}
+    named = {key: value for key, value in told.items() if value is not None}
+    if len(named) != 1:
+        raise ConfigError(f"{kind} of what?", hint="a DEVICE, --node N or --machine NAME")
+    if not kind.startswith("device") and device is not None:
+        raise ConfigError(f"{kind} is of a node", hint="--node N or --machine NAME")
+    args: dict[str, Any] = {"kind": kind, **named}
+    args |= {"grace_s": grace_s} if kind == "preemption" else {}
+    args |= {"waits": True} if waits else {}
+    args |= {key: text for key, text in (("reason", reason), ("source", source)) if text}
+    result = send_command(find_job(job), "notify", args, timeout_s=timeout_s)
+    answer_of(job, result, result.get("reason", "told"), as_json)

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 
-from perdure.lab.live.report import MadeStep, MeasuredCosts
+from perdure.lab.report import PHASES, MadeStep, MeasuredCosts, Phases
 from perdure.lab.simulation.ledger import Ledger
-from perdure.lab.simulation.report import PHASES, Phases
 from perdure.model.report import Recovery
 
 Present = Sequence[tuple[float, frozenset[int]]]

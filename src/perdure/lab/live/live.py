@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.lab.live.ledger import Run, join_steps
-from perdure.lab.live.report import FormedShape, MadeStep
 from perdure.lab.live.systems import Perdure, System
+from perdure.lab.report import FormedShape, MadeStep
 from perdure.lab.simulation.schedule import Schedule
 from perdure.model.elastic import WorldReformed
 from perdure.model.events import JournalEntry

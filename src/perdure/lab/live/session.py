@@ -1,17 +1,22 @@
-"""All of a live replay: measure, play each system in turn, compare with what was possible."""
+"""All of a live replay: measure, play each system in turn, compare with what was possible.
 
+How fast each number of nodes trains on this machine is measured before anything is replayed: the
+same elastic job loses one node after another by drain, and its steps are timed. Two cores do not
+scale; virtual devices do, as long as what the machine really computes fits beside them.
+"""
+
+import os
+import platform
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
-from perdure.lab.live.calibrate import (
-    check_rising,
-    find_cache,
-    load_throughput,
-    measure_throughput,
-)
 from perdure.lab.live.ledger import (
     close_ledger,
     count_changes,
@@ -21,17 +26,89 @@ from perdure.lab.live.ledger import (
     refresh_rates,
 )
 from perdure.lab.live.live import Played, play, wait_ready
-from perdure.lab.live.report import ReplayResult, ReplayRow
-from perdure.lab.live.systems import Perdure, System, Torchft, Torchrun
+from perdure.lab.live.systems import MICRO_BATCHES, Perdure, System, Torchft, Torchrun
 from perdure.lab.policies.policies import POLICIES, apply_costs
-from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
+from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
-from perdure.lab.simulation.report import Comparison, Physics
 from perdure.lab.simulation.schedule import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import cut
+from perdure.model.codec import encode
 from perdure.model.errors import ConfigError, SafetyError
+from perdure.service.jobfiles import write_atomic
 from perdure.service.processes import guarded
+
+STATE_BYTES = 3.2e6
+"""Of the model in `worker.paced`, with its moments."""
+_WINDOW_S, _STEPS = 3.0, 6
+
+
+def find_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
+    """Return where the table of this machine and of such a job is kept."""
+    machine = (platform.node(), os.cpu_count(), platform.processor())
+    words = (*machine, count, pace_s, stages, MICRO_BATCHES)
+    return Path(home, "replay", f"tau-{sha256(repr(words).encode()).hexdigest()[:12]}.json")
+
+
+def load_throughput(path: Path) -> Throughput | None:
+    """Return the table that was measured earlier; None if there is none."""
+    if not path.exists():
+        return None
+    return read_throughput(path.read_text(), str(path), None)
+
+
+def measure_throughput(
+    system: Perdure, count: int, path: Path, progress: Callable[[int], None]
+) -> Throughput:
+    """Return samples a second by number of nodes, from all `count` down to one, and keep it.
+
+    `progress` is told the number that is being measured.
+    """
+    rates: dict[int, float] = {}
+    batch = 0
+    for nodes in range(count, 0, -1):
+        progress(nodes)
+        system.shape(range(nodes), keep=True)
+        rates[nodes], batch = _time_steps(system, tuple(range(nodes)))
+    configs = [{"D": n, "P": 1, "samples_per_s": rates[n]} for n in sorted(rates)]
+    model = {"global_batch": batch, "state_bytes": STATE_BYTES, "configs": configs}
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    source = f"measured on this machine by trace replay, {when}, load {os.getloadavg()[0]:.1f}"
+    write_atomic(str(path), encode({"models": {"replay": model}, "source": source}) + b"\n")
+    table = load_throughput(path)
+    assert table is not None
+    return table
+
+
+def check_rising(table: Throughput) -> None:
+    """Refuse a machine on which more nodes are not faster.
+
+    Raises:
+        SafetyError: what a replay would show there is the machine, and not the system.
+    """
+    rates = [rate for _, rate in sorted(table.rates.items())]
+    flat = [n for n, (a, b) in enumerate(pairwise(rates), 2) if b <= a]
+    if flat:
+        shown = ", ".join(f"{n}: {rate:.0f}" for n, rate in enumerate(rates, 1))
+        raise SafetyError(
+            f"{flat[0]} nodes are no faster here than {flat[0] - 1}: samples/s by nodes {shown}",
+            hint="a larger --pace-ms, a smaller --nodes-max, or less beside it; --measure "
+            "measures again",
+        )
+
+
+def _time_steps(system: Perdure, places: tuple[int, ...]) -> tuple[float, int]:
+    """Return samples a second of a world, and the samples of a step."""
+    begun_s = time.monotonic()
+    while True:
+        time.sleep(0.2)
+        system.check()
+        rows = [row for row in system.trail.poll() if row.at_s >= begun_s and row.places == places]
+        if len(rows) > _STEPS and rows[-1].at_s - rows[0].at_s >= _WINDOW_S:
+            step_s = median(b.at_s - a.at_s for a, b in pairwise(rows))
+            return rows[-1].samples / step_s, rows[-1].samples
+
 
 SYSTEMS = ("perdure", "torchrun", "torchft")
 NODES_MAX = 8

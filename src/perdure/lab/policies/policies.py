@@ -8,8 +8,7 @@ from typing import Literal
 
 import msgspec
 
-from perdure.lab.live.report import MeasuredCosts
-from perdure.lab.simulation.report import Phases
+from perdure.lab.report import MeasuredCosts, Phases
 from perdure.model.errors import ConfigError
 
 

@@ -7,8 +7,8 @@ import msgspec
 from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
 from perdure.lab.policies.policies import POLICIES, Policy
 from perdure.lab.policies.throughput import Throughput
+from perdure.lab.report import Comparison, Physics, PolicyRow, SweepRow
 from perdure.lab.simulation.engine import Outcome, Replay
-from perdure.lab.simulation.report import Comparison, Physics, PolicyRow, SweepRow
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import delay
 

@@ -15,8 +15,8 @@ import msgspec
 from perdure.lab.policies.grid import Grid, find_neighbours_lost
 from perdure.lab.policies.policies import Policy
 from perdure.lab.policies.throughput import Shape, Throughput
+from perdure.lab.report import PHASES, Phases, Physics
 from perdure.lab.simulation.ledger import Ledger, Work
-from perdure.lab.simulation.report import PHASES, Phases, Physics
 from perdure.lab.simulation.respond import Responder, Target
 from perdure.lab.traces import AvailabilityTrace, Departure, Interval, find_intervals
 from perdure.lab.traces.transform import delay

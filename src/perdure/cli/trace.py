@@ -1,0 +1,602 @@
+"""`perdure trace`: recorded availability read, shown, changed, made up, simulated and played."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from msgspec import json as msgspec_json
+
+from perdure.cli.running.options import Json
+from perdure.cli.speech.say import answer, note, print_json, write_asked
+from perdure.dash.terminal import find_stream, print_exact
+from perdure.lab.policies.policies import (
+    POLICIES,
+    Policy,
+    apply_costs,
+    change_policy,
+    find_policies,
+)
+from perdure.lab.policies.throughput import MODELS, Throughput, read_throughput
+from perdure.lab.report import MeasuredCosts, Physics
+from perdure.lab.traces import (
+    FORMATS,
+    AvailabilityTrace,
+    find_format,
+    find_intervals,
+    read_trace,
+)
+from perdure.lab.traces.figures import (
+    AvailabilityModel,
+    describe_availability,
+    fit_availability,
+)
+from perdure.lab.traces.formats import add_quiet
+from perdure.lab.traces.transform import announce, coalesce, cut, scale_to, speed_up
+from perdure.model.errors import ConfigError
+from perdure.service.jobfiles import resolve_home
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Availability of nodes over time: show, convert, generate and simulate traces.",
+)
+
+_NAMES = ", ".join(format_.name for format_ in FORMATS)
+
+File = Annotated[Path, typer.Argument(help="A trace in any of the formats of docs/traces.md.")]
+FormatName = Annotated[
+    str | None, typer.Option("--format", help=f"What FILE is, instead of recognised: {_NAMES}.")
+]
+Duration = Annotated[
+    float | None, typer.Option("--duration", metavar="SECONDS", min=0.001, help="Its end.")
+]
+Speed = Annotated[
+    float, typer.Option("--speed", min=1e-9, help="Play it so many times as fast, notice too.")
+]
+ScaleTo = Annotated[
+    int | None,
+    typer.Option("--scale-to", metavar="NODES", min=1, help="Scale to so many nodes at most."),
+]
+AllNodes = Annotated[
+    int | None,
+    typer.Option("--nodes", min=1, help="All nodes, with those that a trace of faults omits."),
+]
+Notice = Annotated[
+    float,
+    typer.Option("--notice", metavar="SECONDS", min=0, help="Announce departures without notice."),
+]
+Coalesce = Annotated[
+    float,
+    typer.Option("--coalesce", metavar="SECONDS", min=0, help="Take changes so close together."),
+]
+Svg = Annotated[Path | None, typer.Option("--svg", metavar="FILE", help="Also draw it there.")]
+Html = Annotated[Path | None, typer.Option("--html", metavar="FILE", help="Also write a page.")]
+Width = Annotated[int, typer.Option("--width", min=40, help="Columns of the text.")]
+
+
+def load_trace(
+    file: Path,
+    format_name: str | None = None,
+    duration_s: float | None = None,
+    *,
+    nodes: int | None = None,
+    speed: float = 1.0,
+    scale: int | None = None,
+    notice_s: float = 0.0,
+    coalesce_s: float = 0.0,
+) -> AvailabilityTrace:
+    """Return the trace in `file`, changed in the order of the arguments.
+
+    Raises:
+        ConfigError: There is no such file, or it is malformed.
+    """
+    try:
+        text = file.read_bytes().decode()
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}", hint="a trace file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file}: byte {error.start} is not text; expected UTF-8",
+            hint="docs/traces.md shows each format",
+        ) from error
+    trace = read_trace(text, str(file), format_name=format_name, duration_s=duration_s)
+    trace = msgspec.structs.replace(trace, name=file.name)
+    if nodes is not None:
+        trace = add_quiet(trace, nodes)
+    if speed != 1.0:
+        trace = speed_up(trace, speed)
+    if scale is not None:
+        trace = scale_to(trace, scale)
+    if notice_s:
+        trace = announce(trace, notice_s)
+    return coalesce(trace, coalesce_s) if coalesce_s else trace
+
+
+@app.command()
+def show(
+    file: File,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    speed: Speed = 1.0,
+    scale_to: ScaleTo = None,
+    coalesce: Coalesce = 0.0,
+    svg: Svg = None,
+    html: Html = None,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Show a trace: how many nodes were there when, how often that changed, and how."""
+    from perdure.lab.screens import render_page, render_plot, render_summary
+
+    trace = load_trace(
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        coalesce_s=coalesce,
+    )
+    figures = describe_availability(trace)
+    counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+    if svg is not None:
+        write_asked(svg, render_plot(counts, trace.duration_s))
+    if html is not None:
+        write_asked(html, render_page(figures, counts))
+    samples = [{"at_s": at_s, "nodes": count} for at_s, count in counts]
+    document = {**msgspec.to_builtins(figures), "counts": samples}
+    answer(document, render_summary(figures, counts, width), as_json=as_json)
+
+
+@app.command()
+def convert(
+    file: File,
+    to: Annotated[str, typer.Option("--to", metavar="FORMAT", help=f"One of {_NAMES}.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Instead of the terminal.")
+    ] = None,
+    gap: Annotated[
+        float, typer.Option("--gap", min=0.001, help="Seconds between entries: skypilot, polls.")
+    ] = 60.0,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    speed: Speed = 1.0,
+    scale_to: ScaleTo = None,
+    notice: Notice = 0.0,
+    coalesce: Coalesce = 0.0,
+    as_json: Json = False,
+) -> None:
+    """Write a trace in another format, changed where options ask for it.
+
+    With --json the document says what was written where; the trace needs --out then.
+    """
+    if as_json and out is None:
+        raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
+    target = find_format(to)
+    trace = load_trace(
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        notice_s=notice,
+        coalesce_s=coalesce,
+    )
+    _write_trace(trace, target.name, gap, out, as_json)
+
+
+def _write_trace(
+    trace: AvailabilityTrace, to: str, gap_s: float, out: Path | None, as_json: bool
+) -> None:
+    """Write `trace` to `out`, or to the terminal."""
+    target = find_format(to)
+    text = target.write(trace, gap_s)
+    if target.loses:
+        note(f"{to} has no place for {target.loses}")
+    if out is None:
+        print_exact(text, end="")
+    else:
+        write_asked(out, text)
+    if as_json:
+        print_json({"file": str(out), "format": to, "loses": target.loses})
+
+
+@app.command()
+def generate(
+    like: Annotated[
+        Path | None, typer.Option("--like", metavar="FILE", help="Rates and sizes of this trace.")
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option("--nodes", min=1, help="Most nodes at once (else 16).")
+    ] = None,
+    mtbf: Annotated[
+        float | None,
+        typer.Option(
+            "--mtbf",
+            min=0.1,
+            help="Seconds on a node for each instant at which some leave (else 4 h).",
+        ),
+    ] = None,
+    absence: Annotated[
+        float | None,
+        typer.Option(
+            "--absence",
+            min=0.1,
+            help="Seconds of an empty place for each instant at which some come (else 0.5 h).",
+        ),
+    ] = None,
+    burst: Annotated[
+        int | None, typer.Option("--burst", min=1, help="Leave one to so many at once (else 1).")
+    ] = None,
+    notice: Annotated[
+        float | None, typer.Option("--notice", min=0, help="Seconds of notice for all.")
+    ] = None,
+    hours: Annotated[
+        float | None, typer.Option("--hours", min=0.001, help="Its length (else FILE's, or 12).")
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same trace.")] = 0,
+    to: Annotated[
+        str, typer.Option("--to", metavar="FORMAT", help=f"One of {_NAMES}.")
+    ] = "perdure",
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Instead of the terminal.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make up a trace from a seed: like another one, from rates, or both.
+
+    Nodes leave and come without memory, in bursts. With --json the document is the model drawn
+    from; the trace needs --out then.
+    """
+    from perdure.lab.traces.figures import generate as draw
+
+    if as_json and out is None:
+        raise ConfigError("--json needs --out", hint="the trace itself goes to that file")
+    if like is not None:
+        recorded = load_trace(like)
+        model, length_s = fit_availability(recorded), recorded.duration_s
+    else:
+        model, length_s = AvailabilityModel(16, 16, 0.25, 2.0), 12 * 3600.0
+    model = _change_model(model, nodes, mtbf, absence, burst, notice)
+    trace = draw(model, hours * 3600.0 if hours is not None else length_s, seed)
+    _write_trace(trace, to, 60.0, out, False)
+    if as_json:
+        document = {"file": str(out), "format": to, "seed": seed, "duration_s": trace.duration_s}
+        print_json({**document, "model": model})
+
+
+def _change_model(
+    model: AvailabilityModel,
+    nodes: int | None,
+    mtbf_s: float | None,
+    absence_s: float | None,
+    burst: int | None,
+    notice_s: float | None,
+) -> AvailabilityModel:
+    """Return `model` with what is not None said by hand."""
+    changes: dict[str, object] = {}
+    if nodes is not None:
+        share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
+        changes |= {"nodes_max": nodes, "nodes_first": round(nodes * share)}
+    if mtbf_s is not None:
+        changes["losses_per_node_h"] = 3600.0 / mtbf_s
+    if absence_s is not None:
+        changes["gains_per_vacancy_h"] = 3600.0 / absence_s
+    if burst is not None:
+        changes["loss_sizes"] = tuple((size, 1) for size in range(1, burst + 1))
+    if notice_s is not None:
+        changes |= {"notice_s": notice_s, "announced": 1.0 if notice_s > 0 else 0.0}
+    return msgspec.structs.replace(model, **changes)
+
+
+Draw = Annotated[
+    bool, typer.Option("--draw-victims", help="Draw who leaves; a trace of counts always does.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Of the victims that are drawn.")]
+CostsIn = Annotated[
+    Path | None,
+    typer.Option(
+        "--costs", metavar="FILE", help="perdure's costs, as trace replay has measured them."
+    ),
+]
+SWEEP_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+
+Tau = Annotated[
+    str,
+    typer.Option(
+        "--tau",
+        metavar="TABLE",
+        help="Samples a second by shape: FILE, FILE:MODEL, plan:PROFILE:BATCH:MEMORY, or "
+        + " or ".join(MODELS)
+        + ".",
+    ),
+]
+
+
+@app.command()
+def simulate(
+    file: File,
+    policy: Annotated[
+        str, typer.Option("--policy", metavar="NAMES", help="all, or of " + ", ".join(POLICIES))
+    ] = "all",
+    tau: Tau = "linear",
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="POLICY.FIELD=VALUE", help="Change a parameter; repeated."),
+    ] = None,
+    costs: CostsIn = None,
+    sweep: Annotated[
+        bool,
+        typer.Option(
+            "--sweep-communicator", help="Also perdure with communicators of 0.1 to 10 s."
+        ),
+    ] = False,
+    state_gb: Annotated[
+        float | None,
+        typer.Option("--state-gb", min=1e-6, help="Model and optimizer state, instead of TABLE's."),
+    ] = None,
+    link_gbit: Annotated[
+        float, typer.Option("--link-gbit", min=1e-6, help="Of each node, per second.")
+    ] = 10.0,
+    draw: Draw = False,
+    seed: Seed = 0,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    speed: Speed = 1.0,
+    scale_to: ScaleTo = None,
+    notice: Notice = 0.0,
+    coalesce: Coalesce = 0.0,
+    svg: Svg = None,
+    html: Html = None,
+    as_json: Json = False,
+) -> None:
+    """Say what each system would have made of a trace, beside what was possible at all.
+
+    U1 is the fastest shape at every moment; U2 the best plan of who knows the future; U2' the same
+    at perdure's measured cost of a change.
+    """
+    trace = load_trace(
+        file,
+        format_name,
+        duration,
+        nodes=nodes,
+        speed=speed,
+        scale=scale_to,
+        notice_s=notice,
+        coalesce_s=coalesce,
+    )
+    policies = find_policies(policy)
+    if costs is not None:
+        measured = load_costs(costs)
+        policies = [apply_costs(p, measured) if p.name == "perdure" else p for p in policies]
+    for setting in settings or ():
+        policies = change_policy(policies, setting)
+    drawn = draw or not trace.named
+    if drawn:
+        from perdure.lab.traces.figures import draw_victims
+
+        trace = draw_victims(trace, seed)
+    table = load_throughput(tau, trace, state_gb)
+    physics = Physics(bytes_per_s=link_gbit / 8e-9)
+    _simulate(trace, table, policies, physics, seed if drawn else None, sweep, svg, html, as_json)
+
+
+def load_costs(path: Path) -> MeasuredCosts:
+    """Return the costs in a file that `trace replay --costs` has written.
+
+    Raises:
+        ConfigError: it cannot be read, or is none.
+    """
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=MeasuredCosts)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            f"cannot read measured costs from {path}: {error}",
+            hint="a file that `perdure trace replay --costs FILE` has written",
+        ) from error
+
+
+def load_throughput(tau: str, trace: AvailabilityTrace, state_gb: float | None) -> Throughput:
+    """Return the table called `tau`: a built-in one, a file, a file's model, or a planned one.
+
+    Raises:
+        ConfigError: There is none, or it is malformed.
+    """
+    state_bytes = state_gb * 1e9 if state_gb is not None else None
+    if tau in MODELS or tau.startswith("plan:"):
+        nodes_max = max(len(i.living) for i in find_intervals(trace))
+        table = MODELS[tau](nodes_max) if tau in MODELS else plan_throughput(tau, nodes_max)
+        table.state_bytes = state_bytes or table.state_bytes
+        return table
+    path, model = Path(tau), None
+    if not path.exists() and ":" in tau:
+        name, _, model = tau.rpartition(":")
+        path = Path(name)
+    try:
+        text = path.read_bytes().decode()
+    except (OSError, UnicodeDecodeError) as error:
+        hint = f"--tau FILE, FILE:MODEL, {' or '.join(MODELS)}"
+        raise ConfigError(f"cannot read a table of throughput from {tau}", hint=hint) from error
+    return read_throughput(text, str(path), model, state_bytes=state_bytes)
+
+
+def plan_throughput(tau: str, nodes_max: int) -> Throughput:
+    """Return what the planner predicts for `plan:PROFILE:GLOBAL_BATCH:MEMORY`.
+
+    Raises:
+        ConfigError: it is not of that form, the profile is malformed, or nothing fits.
+    """
+    from perdure.cli.plan import load_profile, parse_size
+    from perdure.lab.policies.tabulate import tabulate
+
+    name, colon, memory = tau.removeprefix("plan:").rpartition(":")
+    file, second, batch = name.rpartition(":")
+    if not colon or not second or not batch.isdecimal() or int(batch) < 1:
+        raise ConfigError(
+            f"--tau {tau}", hint="plan:PROFILE:GLOBAL_BATCH:MEMORY, as p.json:64:16GB"
+        )
+    return tabulate(load_profile(Path(file)), nodes_max, parse_size(memory), int(batch))
+
+
+def _simulate(
+    trace: AvailabilityTrace,
+    table: Throughput,
+    policies: list[Policy],
+    physics: Physics,
+    seed: int | None,
+    sweep: bool,
+    svg: Path | None,
+    html: Path | None,
+    as_json: bool,
+) -> None:
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.screens import draw_rates, render_comparison, render_simulation_page
+    from perdure.lab.simulation.compare import compare, sweep_communicator
+
+    comparison, outcomes = compare(
+        trace, table, policies, physics, seed=seed, progress=_show_progress
+    )
+    if sweep:
+        perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
+        rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, _show_progress)
+        comparison = msgspec.structs.replace(comparison, sweep=rows)
+    _show_progress("", 1.0)
+    rates = {"U1": find_area_rates(trace, table)}
+    rates |= {name: outcome.rates for name, outcome in outcomes.items()}
+    if svg is not None:
+        write_asked(svg, stand_alone(draw_rates(comparison, rates)))
+    if html is not None:
+        counts = [(i.begin_s, len(i.living)) for i in find_intervals(trace)]
+        write_asked(html, render_simulation_page(comparison, counts, rates))
+    answer(comparison, render_comparison(comparison), as_json=as_json)
+
+
+def find_area_rates(trace: AvailabilityTrace, table: Throughput) -> tuple[tuple[float, float], ...]:
+    """Return the rate of the fastest shape over time: (seconds, samples a second)."""
+    best = ((i.begin_s, table.find_best(len(i.living))) for i in find_intervals(trace))
+    return tuple((at_s, table.rates[shape] if shape else 0.0) for at_s, shape in best)
+
+
+def _show_progress(what: str, share: float) -> None:
+    """Show on a terminal what is being done; an empty `what` clears it."""
+    if not sys.stderr.isatty():
+        return
+    bar = f"{what:<12} {'█' * round(30 * share):<30} {share:4.0%}" if what else ""
+    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=find_stream(sys.stderr), flush=True)
+
+
+Systems = Annotated[
+    str,
+    typer.Option(
+        "--policy",
+        metavar="NAMES",
+        help="What is played, in turn: all, or of perdure, torchrun, torchft.",
+    ),
+]
+NodesMax = Annotated[
+    int, typer.Option("--nodes-max", min=1, max=8, help="Scale to so many nodes at most.")
+]
+Until = Annotated[
+    float | None,
+    typer.Option("--until", metavar="SECONDS", min=1.0, help="Play the trace up to there."),
+]
+CoalesceLive = Annotated[
+    float,
+    typer.Option(
+        "--coalesce",
+        metavar="SECONDS",
+        min=0,
+        help="Take changes so close together, in seconds as they are played.",
+    ),
+]
+PaceMs = Annotated[
+    float, typer.Option("--pace-ms", min=1.0, help="Declared time of a micro-batch, of 56 a step.")
+]
+Stages = Annotated[
+    int,
+    typer.Option("--stages", min=1, max=8, help="Cut perdure's model into so many, if they fit."),
+]
+Measure = Annotated[
+    bool, typer.Option("--measure", help="Measure throughput again, though it is known.")
+]
+CostsOut = Annotated[
+    Path | None,
+    typer.Option("--costs", metavar="FILE", help="Also write what changes cost, for simulate."),
+]
+
+
+@app.command()
+def replay(
+    file: File,
+    policy: Systems = "perdure",
+    nodes_max: NodesMax = 8,
+    speed: Speed = 1.0,
+    until: Until = None,
+    notice: Notice = 0.0,
+    coalesce_s: CoalesceLive = 0.5,
+    draw: Draw = False,
+    seed: Seed = 0,
+    pace_ms: PaceMs = 20.0,
+    stages: Stages = 1,
+    measure: Measure = False,
+    costs: CostsOut = None,
+    format_name: FormatName = None,
+    duration: Duration = None,
+    nodes: AllNodes = None,
+    svg: Svg = None,
+    html: Html = None,
+    width: Width = 100,
+    as_json: Json = False,
+) -> None:
+    """Play a trace against a real elastic job: its nodes are killed and started at its instants.
+
+    Nodes are process groups of this machine, devices are virtual. Throughput by number of nodes is
+    measured first, and the replay is refused where it does not rise. Ctrl-C ends it with what was
+    measured so far.
+    """
+    from perdure.cli.speech.bar import Bar
+    from perdure.dash.svg import stand_alone
+    from perdure.lab.live import session
+    from perdure.lab.screens import draw_replay, render_replay, render_replay_page
+
+    systems = session.find_systems(policy)
+    trace = load_trace(file, format_name, duration, nodes=nodes)
+    trace = cut(trace, until) if until is not None else trace
+    drawn = seed if draw or not trace.named else None
+    trace = prepare(trace, nodes_max, speed, notice, coalesce_s, drawn)
+    home, pace_s = resolve_home(), pace_ms / 1000.0
+    wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
+    with Bar() as bar:
+        result = session.replay(wish, bar.say)
+    if costs is not None and result.costs is not None:
+        write_asked(costs, msgspec_json.format(msgspec_json.encode(result.costs)).decode() + "\n")
+    if svg is not None:
+        write_asked(svg, stand_alone(draw_replay(result)))
+    if html is not None:
+        write_asked(html, render_replay_page(result))
+    answer(result, render_replay(result, width), as_json=as_json)
+
+
+def prepare(
+    trace: AvailabilityTrace,
+    nodes_max: int,
+    speed: float,
+    notice_s: float,
+    coalesce_s: float,
+    seed: int | None,
+) -> AvailabilityTrace:
+    """Return `trace` as it is played: its seconds are those of the clock."""
+    from perdure.lab.traces.figures import draw_victims
+    from perdure.lab.traces.transform import scale_to
+
+    trace = speed_up(trace, speed) if speed != 1.0 else trace
+    if max(len(i.living) for i in find_intervals(trace)) > nodes_max:
+        trace = scale_to(trace, nodes_max)
+    trace = draw_victims(trace, seed) if seed is not None else trace
+    trace = announce(trace, notice_s) if notice_s else trace
+    return coalesce(trace, coalesce_s) if coalesce_s else trace

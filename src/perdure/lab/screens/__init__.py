@@ -1,1 +1,0 @@
-"""Traces, simulations and live replays as text, as SVG and as pages."""
