@@ -18,11 +18,11 @@ class OpenBoundary:
 
     id: str
     kind: Literal["checkpoint", "stop", "set", "pause", "drain"]
-    step: int
-    move: Literal["prepare", "commit"]
-    tries: int
-    deadline_s: float
     reason: str
+    step: int = 0
+    move: Literal["prepare", "commit"] = "prepare"
+    tries: int = 0
+    deadline_s: float = 0.0
     command: str = ""
     """Id of the operator's command behind it; empty for the controller's own."""
     change: Change | None = None
@@ -45,6 +45,15 @@ class OpenBoundary:
     """A member was lost after the decision: what it had to do alone may not be done."""
     asked_s: float = 0.0
     """When this try began."""
+
+    @property
+    def name(self) -> str:
+        """Return the id of the agreement, its try included."""
+        return f"{self.id}.{self.tries}"
+
+    def is_meant(self, id_: str) -> bool:
+        """Return whether a rank's word is about this try; a replica group's number goes with it."""
+        return id_.partition("@")[0] == self.name
 
 
 @dataclass(slots=True)

@@ -189,8 +189,6 @@ class QuorumState:
     """Since when no checkpoint of the job's own was begun."""
     outages: int = 0
     """How often the last group that had the state was lost."""
-    aborted: list[SendBoundary] = field(default_factory=list)
-    """The newest abort, to each group."""
 
 
 @dataclass(slots=True)
@@ -278,8 +276,8 @@ class JobState:
     boundary: OpenBoundary | None = None
     boundaries: int = 0
     """Agreements begun so far; numbers their ids."""
-    aborted: SendBoundary | None = None
-    """The newest abort."""
+    aborted: list[SendBoundary] = field(default_factory=list)
+    """The newest abort, to each replica group where there are any."""
     released: ResumeRanks | None = None
     """The newest end of ranks' wait after an agreed checkpoint."""
     steering: SteeringState = field(default_factory=SteeringState)

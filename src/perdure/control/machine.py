@@ -8,13 +8,13 @@ from typing import assert_never
 
 from perdure.control import preemption
 from perdure.control.agreement.boundary import (
-    abort_boundary,
     answer_boundary,
+    drop_boundary,
+    note_pace,
     retry_boundary,
     send_boundary,
 )
 from perdure.control.agreement.changes import note_change, note_high
-from perdure.control.agreement.pace import note_pace
 from perdure.control.agreement.pauses import note_pause
 from perdure.control.answers import answer
 from perdure.control.invitations import note_invitation
@@ -323,7 +323,7 @@ class Controller:
         again = AssignNodes(nodes=(event.node,), assignment=state.assignment, reason=reason)
         actions.append(again)
         if state.boundary is not None:
-            actions.append(send_boundary(state, reason))
+            actions += send_boundary(state, reason)
         return actions
 
     def _note_exit(self, now: float, event: RankExited) -> list[AnyAction]:
@@ -576,9 +576,7 @@ class Controller:
                 state.book.decide(found, "reform", world, nodes, epoch=state.world.elastic.epoch)
                 return in_place.actions
         state.book.decide(found, decision.rung, world, nodes)
-        open_ = state.boundary is not None and state.boundary.move == "prepare"
-        actions: list[AnyAction] = [abort_boundary(state, decision.reason)] if open_ else []
-        state.boundary = None  # A commit is never taken back; it dies with its world.
+        actions = drop_boundary(state, decision.reason)
         if decision.rung == "give up":
             return [*actions, *end_job(state, now, "failed", code or 1, decision.reason)]
         return [*actions, *form_world(state, now, reason, without=without, grace_s=grace_s)]

@@ -181,7 +181,7 @@ def settle_members(state: JobState, now: float, before: tuple[int, ...]) -> list
         boundary.ranks = asked
         if new:
             why = f"ranks {sorted(new)} have come in"
-            actions.append(send_boundary(state, why))
+            actions += send_boundary(state, why)
         actions += commit_boundary(state, now)
     elif boundary is not None:
         boundary.ranks = tuple(rank for rank in boundary.ranks if rank in asked)

@@ -5,7 +5,6 @@ Everything here is a level, so that whoever has heard it before does nothing.
 
 from perdure.control.agreement.boundary import send_boundary_again
 from perdure.control.agreement.changes import changes_again
-from perdure.control.agreement.groups import agreement_again
 from perdure.control.agreement.pauses import pauses_again
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
@@ -25,10 +24,9 @@ def issue_again(state: JobState, now: float, reason: str) -> list[AnyAction]:
     actions = assign_again(state, reason)
     if not actions and not state.of_replicas:
         return actions
-    if state.of_replicas:
-        actions += agreement_again(state, reason)
-    else:
-        actions += [*send_boundary_again(state, reason), *ask_stacks_again(state, reason)]
+    actions += send_boundary_again(state, reason)
+    if not state.of_replicas:
+        actions += ask_stacks_again(state, reason)
     actions += [*cordon_again(state), *moves_again(state)]
     actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
     actions += membership_of(state).again(state, reason)

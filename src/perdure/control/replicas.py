@@ -11,12 +11,12 @@ is lost, the spare is released in its place, and the lost one becomes the spare 
 
 from msgspec import structs
 
-from perdure.control.agreement.groups import (
+from perdure.control.agreement.boundary import (
     advance_agreement,
-    answer_group_boundary,
-    declare_group_keys,
-    reach_group_change,
+    answer_boundary,
+    reach_boundary,
 )
+from perdure.control.agreement.changes import declare_keys, note_high, reach_change
 from perdure.control.agreement.pauses import answer_pause
 from perdure.control.job import JobState
 from perdure.control.observing import is_observed
@@ -92,13 +92,13 @@ def react_to_groups(state: JobState, now: float, event: AnyEvent) -> list[AnyAct
         case TimerFired():
             return _fire(state, now)
         case BoundaryAnswered():
-            return answer_group_boundary(state, now, event)
+            return answer_boundary(state, now, event)
         case BoundaryReached():
-            reach_group_change(state, event)
-            return []
+            state.step = max(state.step, event.step)
+            reach_boundary(state, event)
+            return reach_change(state, event)
         case KeysDeclared():
-            declare_group_keys(state, event)
-            return []
+            return _declare(state, event)
         case CheckpointRestored():
             state.saved_step = max(state.saved_step, event.step)  # There is one.
             return []
@@ -227,6 +227,16 @@ def _note_replica(state: JobState, now: float, event: ReplicaSeen) -> list[AnyAc
     patience_s = detect.quiet_action_s or TIMEOUT_S
     group.deadline_s = now + (detect.stopped_action_s if event.stopped else patience_s)
     return [*noted, *promote(state, f"group {group.number} was left out: {event.reason}")]
+
+
+def _declare(state: JobState, event: KeysDeclared) -> list[AnyAction]:
+    """Take over the keys of the newest group that has trained."""
+    for group in state.worlds.values():
+        group.trained |= group.generation == event.generation
+    declare_keys(state, event)
+    note_high(state, event.step)
+    state.step, state.mark = max(state.step, event.step), max(state.mark, event.step)
+    return []
 
 
 # --- time ----------------------------------------------------------------------------------------

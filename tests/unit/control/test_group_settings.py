@@ -72,6 +72,22 @@ def test_a_change_is_promised_by_all_then_decided_and_answered_once_in_force() -
     assert undone == {"lr": 0.1}
 
 
+def test_a_rank_that_could_not_carry_a_change_out_is_named_and_the_set_has_failed() -> None:
+    lab = training()
+    first, *others = agreed(lab).values()
+    lab.add(
+        BoundaryReached(
+            id=first.id, rank=0, step=first.step, at_s=lab.now, error="on_change: ValueError"
+        )
+    )
+    answer = lab.answer()
+    assert answer is not None
+    assert (answer.ok, answer.reason) == (False, "rank 0: on_change: ValueError")
+    for order in others:
+        reach(lab, order)
+        assert lab.answer() is None
+
+
 def test_the_lighthouse_is_told_of_the_patience_that_is_set() -> None:
     """T5: it went by the job file for ever, and nobody said so."""
     lab = training()

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.control.driver import Driver, one, started
 
-from perdure.control.agreement.pace import find_next_step
+from perdure.control.agreement.boundary import find_next_step
 from perdure.control.memory import Memory, decode_memory, encode_memory
 from perdure.model.events import CommandReceived, JournalEntry, ProgressNoted
 from perdure.model.orders import SendBoundary

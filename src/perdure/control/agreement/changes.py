@@ -14,11 +14,14 @@ the same way, and taken over once all ranks have come to the step; a script that
 agreements can be given only those, at once.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.answers import answer_open
 from perdure.control.job import JobState
+from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.errors import ConfigError
 from perdure.model.settings import Change, KeySpec, Value, is_kept_elsewhere
@@ -116,8 +119,7 @@ def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
     assert boundary.change is not None
     before = {n: find_value(state, n, boundary.step) for n in boundary.change.values}
     change = msgspec.structs.replace(boundary.change, before=before)
-    id_ = f"{boundary.id}.{boundary.tries}"
-    open_ = OpenChange(change, boundary.command, id_, state.generation, boundary.ranks)
+    open_ = OpenChange(change, boundary.command, boundary.name, state.generation, boundary.ranks)
     state.steering.open.append(open_)
     return commit_change(state, change)
 
@@ -142,8 +144,9 @@ def plan_change(state: JobState, id_: str) -> list[AnyAction]:
 
 def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
     """Take one rank's report that a change is in force there."""
+    name = event.id.partition("@")[0]  # A replica group's number goes with it.
     for open_ in list(state.steering.open):
-        if event.id not in (open_.boundary, f"e{open_.change.epoch}"):
+        if name not in (open_.boundary, f"e{open_.change.epoch}"):
             continue
         if event.error:
             state.steering.open.remove(open_)
@@ -154,13 +157,10 @@ def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
 
 
 def close_changes(state: JobState) -> list[AnyAction]:
-    """Close what is in force on every rank that has promised it and is there still."""
-    actions: list[AnyAction] = []
-    for open_ in list(state.steering.open):
-        waited = set(state.ranks) if open_.generation < state.generation else set(open_.ranks)
-        if open_.reached and open_.reached >= waited & set(state.asked):
-            actions += _close(state, open_)
-    return actions
+    """Close what is in force wherever it was promised, or surely will be."""
+    membership = membership_of(state)
+    done = [open_ for open_ in state.steering.open if membership.is_in_force(state, open_)]
+    return [action for open_ in done for action in _close(state, open_)]
 
 
 def settle_changes(state: JobState, event: KeysDeclared) -> list[AnyAction]:
@@ -172,10 +172,21 @@ def settle_changes(state: JobState, event: KeysDeclared) -> list[AnyAction]:
     return actions
 
 
+def answer_early(state: JobState) -> list[AnyAction]:
+    """Answer who would wait for a step that no replica group comes to: they are held before it."""
+    boundary, pause = state.boundary, state.steering.pause
+    actions: list[AnyAction] = []
+    for open_ in state.steering.open if pause is not None else ():
+        if boundary is None or boundary.command != open_.command:
+            actions += _answer(state, open_, "all ranks have promised it; the job is paused")
+    return actions
+
+
 def _close(state: JobState, open_: OpenChange) -> list[AnyAction]:
     state.steering.open.remove(open_)
     keep_change(state, open_.change)
-    return [] if open_.answered else _answer(state, open_, "")
+    answered = [] if open_.answered else _answer(state, open_, "")
+    return answered + tell_lighthouse(state, open_.change.values)
 
 
 def _answer(state: JobState, open_: OpenChange, reason: str) -> list[AnyAction]:
@@ -183,11 +194,17 @@ def _answer(state: JobState, open_: OpenChange, reason: str) -> list[AnyAction]:
     result = {
         "changes": change.values,
         "applied_at_step": change.step,
-        "ranks": list(state.asked),
+        "ranks": membership_of(state).list_changed(state, open_),
         "epoch": change.epoch,
         "before": change.before,
     }
     return answer_open(state, open_.command, True, reason, result)
+
+
+def tell_lighthouse(state: JobState, values: Mapping[str, Value]) -> list[AnyAction]:
+    """Hand on what of `values`, which are in force by now, the lighthouse goes by."""
+    own = [name for name in ("detect.phase_allowance_s", "detect.hang_action_s") if name in values]
+    return membership_of(state).tell(state, f"{' and '.join(own)} set") if own else []
 
 
 def keep_change(state: JobState, change: Change) -> None:

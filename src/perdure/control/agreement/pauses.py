@@ -18,7 +18,7 @@ def commit_pause(state: JobState, now: float, boundary: OpenBoundary) -> list[An
     """All ranks have promised: from now on every world stands at this step."""
     command = state.commands.get(boundary.command)
     pause = Pause(
-        id=f"{boundary.id}.{boundary.tries}",
+        id=boundary.name,
         step=boundary.step,
         who=command.who if command else "",
         why=str(command.args.get("why", "")) if command else "",

@@ -12,7 +12,7 @@ from msgspec import structs
 
 from perdure.control.agreements import find_steering
 from perdure.control.job import JobState
-from perdure.control.membership.fixed import Fixed
+from perdure.control.membership.fixed import Fixed, Outcome
 from perdure.control.membership.members import (
     call_spares,
     end_rank,
@@ -27,7 +27,6 @@ from perdure.control.membership.members import (
     split_called,
 )
 from perdure.control.observing import is_observed
-from perdure.control.outcome import Outcome
 from perdure.model.actions import AnyAction
 from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
 from perdure.model.events import NodeRegistered, RankExited, RankJoined
@@ -211,6 +210,9 @@ def _has_stores(state: JobState) -> bool:
 
 class Elastic(Fixed):
     """Members come in, are lost, and leave; the others go on."""
+
+    promised = ("set", "pause", "checkpoint")
+    """The first member saves for all."""
 
     def deadline(self, state: JobState) -> float | None:
         """Return when something of this is due."""

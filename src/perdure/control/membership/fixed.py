@@ -1,9 +1,13 @@
-"""A world of all its ranks or of none: whatever is lost, the next generation is formed."""
+"""A world of all its ranks or of none: whatever is lost, the next generation is formed.
+
+`Fixed` is also what is asked of every kind of world: the others answer otherwise where they differ.
+"""
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 
+from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
-from perdure.control.outcome import Outcome
 from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction
 from perdure.model.events import NodeRegistered, RankExited
@@ -11,82 +15,154 @@ from perdure.model.orders import Assignment
 from perdure.model.verdicts import Verdict
 
 GONE = "its ranks are gone, keeper and all"
+Addressed = tuple[WorldState, str, tuple[int, ...]]
+"""A world, what the id of an agreement has more there, and those of its ranks that are told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What follows from an event for a world that it may have broken."""
+
+    actions: list[AnyAction] = field(default_factory=list)
+    """What is to be done where the world goes on."""
+    broken: str = ""
+    """Why the world cannot go on as it is, and another has to be formed; empty where it goes on."""
 
 
 class Fixed:
     """Nobody comes, nobody leaves."""
 
+    # --- commands ----------------------------------------------------------------------------
+
     def refuse(self, kind: str) -> str:
-        """Every command is for it."""
+        """Return why there is no such command here; empty where there is, as for all of them."""
         return ""
 
     def needs_agreement(self, kind: str) -> bool:
-        """Its ranks do everything together."""
+        """Return whether ranks have to agree before a command is begun: they do all together."""
         return True
 
     def refuse_step(self, state: JobState) -> str:
-        """A script that takes no part cannot promise anything."""
+        """Return why no step can be agreed upon; empty where one can, or will.
+
+        A script that takes no part cannot promise anything.
+        """
         if state.world.stepping and not state.world.joined:
             return "the script does not call perdure.init(), so no step can be agreed upon"
         return ""
 
-    def can_ask(self, state: JobState) -> bool:
-        """All ranks train, and take part."""
-        return state.agrees
-
     def sets_at_once(self, state: JobState) -> bool:
-        """What ranks can agree upon, they do."""
+        """Return whether what only perdure's own parts look at is set without a step.
+
+        What ranks can agree upon, they do.
+        """
         return bool(self.refuse_step(state))
 
     def has_declared(self, state: JobState) -> bool:
-        """The newest generation has, or trains without."""
+        """Return whether it is known which keys the script has: or it trains without any."""
         waits = state.world.joined and state.steering.generation < state.world.generation
         return state.world.stepping and not waits
 
+    # --- agreements --------------------------------------------------------------------------
+
+    promised: tuple[str, ...] = ("set", "pause")
+    """Kinds of agreements that are carried out once they are decided, whoever dies."""
+
+    def is_current(self, state: JobState, generation: int) -> bool:
+        """Return whether a pace that was told of `generation` is that of the ranks there are."""
+        return generation == state.world.generation
+
+    def can_ask(self, state: JobState) -> bool:
+        """Return whether all who would have to promise can be asked now: they train."""
+        return state.agrees
+
+    def is_whole(self, state: JobState) -> bool:
+        """Return whether it is known whom to ask."""
+        return True
+
+    def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
+        """Return the ranks that have to promise: all."""
+        return state.asked
+
+    def address(self, state: JobState, boundary: OpenBoundary, move: str) -> list[Addressed]:
+        """Return who is told a move of an agreement."""
+        return [(state.world, "", boundary.ranks)]
+
+    def find_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
+        """Return who of `ranks`, which were asked, still counts."""
+        return set(ranks)
+
+    def find_promised(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
+        """Return what a command's agreement has settled, now that all have promised."""
+        return {"at_step": boundary.step} if boundary.kind in self.promised else {}
+
+    def is_in_force(self, state: JobState, change: OpenChange) -> bool:
+        """Return whether a change is, on every rank that has promised it and is there still."""
+        promised = state.ranks if change.generation < state.generation else change.ranks
+        return bool(change.reached) and change.reached >= set(promised) & set(state.asked)
+
+    def list_changed(self, state: JobState, change: OpenChange) -> list[int]:
+        """Return the ranks that a change is in force on, or will be."""
+        return list(state.asked)
+
+    # --- formation ---------------------------------------------------------------------------
+
     def tell(self, state: JobState, reason: str) -> list[AnyAction]:
-        """Nobody but the ranks themselves has to know."""
+        """Return the newest word to whoever says who trains together: here, nobody does."""
         return []
 
     def find_told(self, state: JobState, world: WorldState) -> tuple[int, ...]:
-        """All nodes are told: one that runs nothing stands ready."""
+        """Return the nodes that are told what `world` shall run.
+
+        All are: one that runs nothing stands ready.
+        """
         return tuple(sorted(state.nodes))
 
     def complete(self, assignment: Assignment, world: WorldState) -> Assignment:
-        """Its nodes have to know no more."""
+        """Return an assignment of `world` with all that its nodes have to know."""
         return assignment
 
     def find_waited(self, state: JobState, world: WorldState) -> set[int]:
-        """A lost node cannot say that it is empty, and is waited for only where it has ranks.
+        """Return the nodes on which nothing older may live before `world` starts.
 
-        The others have lost their store and their peers, and it ends them before anything else
+        A lost node cannot say that it is empty, and is waited for only where it has ranks. The
+        others have lost their store and their peers, and it ends them before anything else
         once it is back.
         """
         return set(state.nodes) - (set(state.lost) - set(world.placement))
 
     def announce(self, state: JobState, world: WorldState) -> tuple[list[AnyAction], str]:
-        """Nothing has to be said before."""
+        """Return what is said before `world` starts, and why it does."""
         return [], f"generation {world.generation}: all older ranks are gone"
 
+    # --- what becomes of it ------------------------------------------------------------------
+
     def deadline(self, state: JobState) -> float | None:
-        """Nothing is due."""
+        """Return when something of the membership is due: here, nothing ever is."""
         return None
 
     def fire(self, state: JobState, now: float, busy: Collection[int]) -> Outcome:
-        """Nothing is due."""
+        """Return what is due; the world may have to be formed anew."""
         return Outcome()
 
     def again(self, state: JobState, reason: str) -> list[AnyAction]:
-        """Nothing is open."""
+        """Return what may have been lost with the last controller; safe to repeat."""
         return []
 
     def lose(
         self, state: JobState, node: int, why: str, begun: Collection[int] | None = None
     ) -> Outcome:
-        """All go with one."""
+        """Count what a node ran as lost; where a member was among it, the world is broken.
+
+        All go with one.
+        """
         return Outcome(broken=why)
 
     def come_back(self, state: JobState, event: NodeRegistered) -> Outcome:
-        """A node that has nothing of this generation has lost its ranks, unless they had ended."""
+        """Return what follows where a node registers: ranks of the world may be gone with it.
+
+        One that has nothing of this generation has lost its ranks, unless they had ended.
+        """
         world = state.world
         if world.phase != "running" or event.node not in world.placement:
             return Outcome()
@@ -97,21 +173,21 @@ class Fixed:
         return lost if any(rank not in world.exits for rank in ranks) else Outcome(lost.actions)
 
     def leave(self, state: JobState, now: float, event: RankExited) -> Outcome:
-        """Whoever has ended well is done."""
+        """A member has ended well: nobody waits for it any more."""
         state.world.elastic.finished.add(event.record.rank)
         return Outcome()
 
     def has_ended(self, state: JobState) -> bool:
-        """Every rank has to end well."""
+        """Return whether all whom the job needs have ended well: every rank has to."""
         exits = state.world.exits
         return set(exits) >= set(state.ranks) and not any(end.failed for end in exits.values())
 
     def stand_in(self, state: JobState, now: float, reason: str, *, freed: bool = False) -> Outcome:
-        """Nobody can."""
+        """Go on in place without who is lost, spares in their stead: here nobody can."""
         return Outcome(broken="its members are fixed")
 
     def end_hung(self, state: JobState, verdict: Verdict) -> list[AnyAction]:
-        """The others cannot go on without it."""
+        """Return the order that ends a hung process, if there is one without which others go on."""
         return []
 
 

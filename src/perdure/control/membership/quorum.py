@@ -4,22 +4,17 @@ What is done to one touches no other, so that nothing waits for the other nodes;
 change of settings and a checkpoint has to be agreed upon.
 """
 
+from collections.abc import Collection
+
 from msgspec import structs
 
+from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
 from perdure.control.lighthouse.holds import hold_groups
-from perdure.control.membership.fixed import Fixed
+from perdure.control.membership.fixed import Addressed, Fixed
 from perdure.control.world import WorldState
 from perdure.model.actions import AnyAction
 from perdure.model.orders import Assignment
-
-
-def is_whole(state: JobState) -> bool:
-    """Whether the quorum in force is known, and every member of it can be asked."""
-    quorum = state.quorum
-    known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
-    return known and len(state.list_members()) == len(quorum.members)
-
 
 _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 
@@ -44,9 +39,56 @@ class Quorum(Fixed):
             return f"{why} can a step be agreed upon"
         return ""
 
+    def is_current(self, state: JobState, generation: int) -> bool:
+        """Groups have generations of their own; their pace is told of none."""
+        return True
+
     def can_ask(self, state: JobState) -> bool:
+        """The keys are known, and whom to ask."""
+        return self.has_declared(state) and self.is_whole(state)
+
+    def is_whole(self, state: JobState) -> bool:
         """The quorum in force is known, and every member of it can be asked."""
-        return self.has_declared(state) and is_whole(state)
+        quorum = state.quorum
+        known = bool(quorum.members) and quorum.quorum_id >= quorum.needed
+        return known and len(state.list_members()) == len(quorum.members)
+
+    def ask(self, state: JobState, kind: str) -> tuple[int, ...]:
+        """The members of the quorum in force; to save, one of them: all have the same state."""
+        quorum, members = state.quorum, state.list_members()
+        asked = members[:1] if kind == "checkpoint" else members
+        quorum.asked = {group.number: group.generation for group in asked}
+        quorum.asked_quorum = quorum.quorum_id
+        return tuple(rank for group in asked for rank in state.the_spec().ranks_of(group.number))
+
+    def address(self, state: JobState, boundary: OpenBoundary, move: str) -> list[Addressed]:
+        """Those that were asked; of `set`, the decision is for every group that runs."""
+        spec, asked = state.the_spec(), state.quorum.asked
+        mine = move == "prepare" or boundary.kind == "checkpoint"
+        return [
+            (group, f"@{number}", tuple(spec.ranks_of(number)))
+            for number, group in sorted(state.worlds.items())
+            if group.has_ranks and (not mine or asked.get(number) == group.generation)
+        ]
+
+    def find_bound(self, state: JobState, ranks: Collection[int]) -> set[int]:
+        """Those whose group is the same that was asked, and in the quorum."""
+        asked, spec = state.quorum.asked, state.the_spec()
+        members = [g for g in state.list_members() if asked.get(g.number) == g.generation]
+        return {rank for g in members for rank in spec.ranks_of(g.number)}
+
+    def find_promised(self, state: JobState, boundary: OpenBoundary) -> dict[str, int]:
+        """Should the group be lost that saves, another one does."""
+        return {"at_step": boundary.step, "generation": next(iter(state.quorum.asked.values()))}
+
+    def is_in_force(self, state: JobState, change: OpenChange) -> bool:
+        """Nobody whom it binds has come past the step without it."""
+        asked = self.find_bound(state, change.ranks)
+        return state.step > change.change.step or bool(asked and asked <= change.reached)
+
+    def list_changed(self, state: JobState, change: OpenChange) -> list[int]:
+        """Those that it is in force on, or that have promised it."""
+        return sorted(change.reached | self.find_bound(state, change.ranks))
 
     def sets_at_once(self, state: JobState) -> bool:
         """The lighthouse and the controller need no step."""

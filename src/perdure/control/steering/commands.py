@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 
-from perdure.control.agreement.boundary import open_boundary
-from perdure.control.agreement.pace import note_pace
+from perdure.control.agreement.boundary import note_pace, open_boundary
 from perdure.control.answers import answer, answer_again, answer_open
 from perdure.control.invitations import receive_invite, receive_revoke
 from perdure.control.job import JobState, OpenCommand

@@ -14,7 +14,7 @@ from typing import Any
 from perdure.control.agreement.boundary import open_boundary
 from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
-from perdure.control.membership.quorum import is_whole
+from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
 from perdure.model.events import CheckpointFailed, CheckpointSaved
 from perdure.plan.interval import daly
@@ -68,7 +68,7 @@ def start_group_checkpoint(state: JobState, now: float, command: OpenCommand) ->
     if spec.torchft.lighthouse != "perdure":
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
         return answer(state, command.id, False, why, {})
-    if not is_whole(state):
+    if not membership_of(state).is_whole(state):
         return []
     reason, every = f"asked for by {command.who or 'an operator'}", 0
     if command.id == _OWN:

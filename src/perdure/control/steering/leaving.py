@@ -9,7 +9,7 @@ have the state. An evict leaves out at once whoever is on the node, and ends its
 
 from collections.abc import Collection
 
-from perdure.control.agreement.boundary import abort_boundary, open_boundary
+from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
 from perdure.control.job import JobState, OpenMove
@@ -215,6 +215,4 @@ def _drop_boundary(state: JobState, move: OpenMove, why: str) -> list[AnyAction]
     boundary = state.boundary
     if boundary is None or boundary.command != move.id or boundary.move != "prepare":
         return []
-    abort = abort_boundary(state, why)
-    state.boundary = None
-    return [abort]
+    return drop_boundary(state, why)

@@ -11,7 +11,7 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 `advance_moves` is called after every event and looks at levels only; a replay leads to the same.
 """
 
-from perdure.control.agreement.boundary import abort_boundary, open_boundary
+from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
@@ -156,7 +156,7 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
         case "agreeing":
             boundary = state.boundary
             if boundary is not None and boundary.command == move.id:
-                move.step, move.boundary = boundary.step, f"{boundary.id}.{boundary.tries}"
+                move.step, move.boundary = boundary.step, boundary.name
                 return []
             return _give_up(state, now, move, "the ranks did not agree on a step")
         case "held":
@@ -187,16 +187,13 @@ def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     move.stage, move.generation, move.saved = "agreeing", state.world.generation, False
     actions = open_boundary(state, now, "drain", reason=move.why, command=move.id)
     assert state.boundary is not None
-    move.step, move.boundary = state.boundary.step, f"{state.boundary.id}.{state.boundary.tries}"
+    move.step, move.boundary = state.boundary.step, state.boundary.name
     return actions
 
 
 def _leave(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """End this world and form the next one without the move's nodes."""
-    actions: list[AnyAction] = []
-    if state.boundary is not None and state.boundary.move == "prepare":
-        actions.append(abort_boundary(state, move.why))
-    state.boundary = None
+    actions = drop_boundary(state, move.why)
     state.world.failed_s = now  # What it costs is what a restart costs.
     where = f", from step {move.step}" if move.stage == "held" else ""
     return [*actions, *form_world(state, now, f"{move.why}{where}")]
@@ -284,10 +281,8 @@ def _free(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
     boundary = state.boundary
     held = move.generation == state.world.generation and move.stage in ("agreeing", "held")
     if boundary is not None and boundary.command == move.id:
-        if boundary.move == "prepare":
-            held = False
-            actions.append(abort_boundary(state, why))
-        state.boundary = None
+        held &= boundary.move == "commit"
+        actions += drop_boundary(state, why)
     if held:
         state.released = ResumeRanks(
             generation=state.world.generation, ranks=state.asked, id=move.boundary, reason=why

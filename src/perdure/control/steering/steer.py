@@ -4,15 +4,15 @@ from typing import Any
 
 from msgspec import structs
 
-from perdure.control.agreement.boundary import abort_boundary, open_boundary
+from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.changes import (
     commit_change,
     find_key,
     find_value,
     keep_change,
     note_high,
+    tell_lighthouse,
 )
-from perdure.control.agreement.groups import tell_lighthouse
 from perdure.control.agreement.pauses import answer_all, answer_pause, begin_resume, hold_all
 from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
@@ -159,10 +159,8 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
         return answer(state, command.id, False, f"the job is {state.phase}", {})
     who = command.who or "an operator"
     actions = answer_all(state, "pause", False, f"resumed by {who} before it began", {})
-    boundary = state.boundary
-    if boundary is not None and boundary.kind == "pause":
-        actions.append(abort_boundary(state, f"resumed by {who}"))
-        state.boundary = None
+    if state.boundary is not None and state.boundary.kind == "pause":
+        actions += drop_boundary(state, f"resumed by {who}")
     done = {"step": max(state.step, 0), "ranks": list(state.asked), "paused": False}
     reason = "the pause had not begun" if actions else "it is not paused"
     return actions + answer(state, command.id, True, reason, done)
