@@ -41,7 +41,7 @@ from perdure.model.events import (
     TimerFired,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, PolicyConfig, RestartConfig
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

@@ -28,6 +28,8 @@ from perdure.model.bus.wire import Endpoint
 from perdure.model.codec import encode
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointSaved,
     ControllerLost,
     ControllerStarted,
@@ -44,10 +46,9 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.service.controller.journal import Journal, Mirror
 from perdure.service.controller.loop import ControllerService
 from perdure.service.controller.snapshots import EVERY, SnapshotFiles

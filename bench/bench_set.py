@@ -28,8 +28,7 @@ from perdure.adapters.nats import NatsBus
 from perdure.model.bus.wire import Command, CommandReply, subject_commands
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError
-from perdure.model.events import CommandReceived, JournalEntry
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
+from perdure.model.events import BoundaryAnswered, BoundaryReached, CommandReceived, JournalEntry
 from perdure.service.jobfiles import load_endpoint, paths_of, read_mirror
 from perdure.worker.config import Config
 

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.errors import FencedError, PlatformError, RequestError
-from perdure.model.events import AnyEvent, Decision, JournalEntry
-from perdure.model.notices import Announced
+from perdure.model.events import Announced, AnyEvent, Decision, JournalEntry
 from perdure.service.controller.journal import Journal
 from perdure.service.ports import OnEach, OnMessage, OnRequest
 

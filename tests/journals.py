@@ -23,7 +23,7 @@ from perdure.model.events import (
     StoreReady,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

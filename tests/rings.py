@@ -16,7 +16,7 @@ from perdure.model.ring import (
     span_at,
     stages_at,
 )
-from perdure.model.signals.collectives import StepStages
+from perdure.model.signals.progress import StepStages
 
 
 def read_spans(path: str, clock_offset_s: float) -> tuple[SpanReading, ...]:

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import (
     FromWorker,
     ToWorker,
@@ -19,6 +18,7 @@ from perdure.model.events import (
     Decision,
     GenerationStopped,
     JournalEntry,
+    MessagesSetAside,
     NodeRegistered,
     RanksStarted,
     StoreReady,

@@ -25,7 +25,7 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.model.signals.progress import RankAccount

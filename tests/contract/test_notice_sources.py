@@ -19,8 +19,8 @@ from perdure.adapters.notices import (
 )
 from perdure.adapters.notices.kubernetes import KubernetesNode, is_pod
 from perdure.model.errors import ConfigError, PlatformError
+from perdure.model.events import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.job import PreemptionConfig
-from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.service.agent.notices import NoticeWatch
 from perdure.service.ports import NoticeSource
 from tests.fakes import FakeNotices

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsServer, NatsStream
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import (
     CommandReply,
     Endpoint,
@@ -43,20 +42,21 @@ from perdure.model.events import (
     JobSubmitted,
     JournalEntry,
     KeeperLost,
+    MessagesSetAside,
     NodeCordoned,
     NodeLost,
     NodeRegistered,
     QuorumFormed,
     RankExited,
     RanksStarted,
+    SettingsChanged,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, NatsConfig
 from perdure.model.paths import JobPaths
-from perdure.model.settings import Change
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import SettingsChanged
+from perdure.model.steering import Change
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.service.access.credentials import make_server, set_certificate, write_credentials
 from perdure.service.access.logins import renew_logins

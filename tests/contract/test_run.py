@@ -11,10 +11,15 @@ import pytest
 from perdure.adapters.rings import read_ring
 from perdure.model.bus.wire import WorkerAck, WorkerEvent, WorkerHello, WorkerQuery, WorkerSignal
 from perdure.model.codec import encode
-from perdure.model.events import FaultInjected, MetricsLogged, RankJoined
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    FaultInjected,
+    MetricsLogged,
+    RankJoined,
+)
 from perdure.model.job import CheckpointConfig, JobSpec
 from perdure.model.orders import InjectFault, SendBoundary
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.worker.ring import RingWriter
 from tests.unit.worker.test_control import FakeAgent
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from perdure.adapters.nats import NatsBus, NatsStream
-from perdure.model.aside import MessagesSetAside
-from perdure.model.events import MetricsLogged, RankExited, RankJoined
-from perdure.model.exits import ExitRecord
+from perdure.model.events import MessagesSetAside, MetricsLogged, RankExited, RankJoined
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from tests.contract.test_bus import Server
 from tests.stream import open_stream

@@ -12,8 +12,7 @@ import pytest
 
 from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
-from perdure.model.events import ControllerLost, JobEnded, JobSubmitted
-from perdure.model.room import RoomNoted
+from perdure.model.events import ControllerLost, JobEnded, JobSubmitted, RoomNoted
 from perdure.service.controller.journal import read_journal
 from perdure.service.jobfiles import is_alive, load_parts, load_snapshot, paths_of, read_mirror
 from perdure.service.processes import find_marked

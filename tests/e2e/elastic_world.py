@@ -29,8 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from perdure.model.codec import decode, encode
-from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
-from perdure.model.events import AnyEvent, RankJoined
+from perdure.model.events import AnyEvent, MemberReady, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import FollowWorld, ReformWorld
 from perdure.plan.elastic.microbatches import plan_batches
 from perdure.worker.elastic import group as group_module

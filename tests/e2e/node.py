@@ -26,7 +26,7 @@ from perdure.model.bus.wire import (
     RankLaunch,
 )
 from perdure.model.codec import decode, encode
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths, job_paths
 
 JOB = "kept"

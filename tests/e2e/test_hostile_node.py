@@ -34,7 +34,7 @@ from perdure.model.bus.wire import (
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, RequestError
 from perdure.model.events import AnyEvent, CommandReceived, JobEnded, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from perdure.service.access.joining import ask_place, read_invitation
 from perdure.service.neighbours import MINE

@@ -12,8 +12,7 @@ import pytest
 from msgspec import structs
 
 from perdure.control import Memory
-from perdure.model.events import ControllerStarted, Decision, JournalEntry
-from perdure.model.failures import FailureDecided
+from perdure.model.events import ControllerStarted, Decision, FailureDecided, JournalEntry
 from perdure.sim import Scenario, Simulation
 from perdure.sim.elastic_job import ElasticSimulation
 from tests import older

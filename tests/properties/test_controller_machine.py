@@ -12,6 +12,8 @@ from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
@@ -31,11 +33,10 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import Assignment, SendBoundary
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.model.verdicts import Culprit, Verdict
 
 NODES, NPROC = 2, 2

@@ -5,8 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.unit.detect.drive import BEGIN_S, FAULT_S, Fault, Run
 
-from perdure.model.signals.collectives import CollectiveSpan, StepStages
-from perdure.model.signals.progress import NodeBeat
+from perdure.model.signals.progress import CollectiveSpan, NodeBeat, StepStages
 from perdure.sim.collectives import Layout, Noise
 
 KINDS = (

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes
-from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     AnyEvent,
     CheckpointSaved,
@@ -31,13 +30,14 @@ from perdure.model.events import (
     RanksStarted,
     StoreReady,
     TimerFired,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import CheckpointConfig, JobSpec, RestartConfig
 from perdure.model.orders import ReformWorld, ResumeRanks, SendBoundary
-from perdure.model.settings import Steering as Past
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace
+from perdure.model.steering import Steering as Past
 from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config

@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from tests.unit.control.groups_lab import Lab
 
 from perdure.model.actions import AnyAction, AssignNodes
-from perdure.model.events import QuorumFormed
+from perdure.model.events import BoundaryAnswered, QuorumFormed
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import Steering
-from perdure.model.steering import BoundaryAnswered, Pace
+from perdure.model.steering import Pace, Steering
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 GROUPS = 4

@@ -12,8 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.properties.test_elastic_settings_agree import DEFAULT, RANKS, Cluster
 
-from perdure.model.events import NodeLost, NodeRegistered, TimerFired
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import (
+    NodeLost,
+    NodeRegistered,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+    TimerFired,
+)
 from perdure.model.steering import Pace
 
 STEP_S = 0.1

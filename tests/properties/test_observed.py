@@ -24,11 +24,17 @@ from perdure.model import actions as a
 from perdure.model import events as e
 from perdure.model import orders as o
 from perdure.model.bus.wire import KeeperState, NodeOrder
-from perdure.model.exits import ExitRecord
-from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
+from perdure.model.events import (
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
+    JobPaused,
+    JobResumed,
+    SettingsChanged,
+)
+from perdure.model.failures import ExitRecord
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import JobPaused, JobResumed, SettingsChanged
 
 ACTS = {
     o.SendBoundary, o.ResumeRanks, a.RestoreNode, a.NoteDraining, o.EvictReplica, o.FenceAbort,

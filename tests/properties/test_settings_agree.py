@@ -22,18 +22,18 @@ from perdure.model.events import (
     GenerationStepping,
     GenerationStopped,
     JobSubmitted,
+    KeysDeclared,
     NodeRegistered,
     RankExited,
     RankJoined,
     RanksStarted,
     StoreReady,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.settings import Steering
 from perdure.model.signals.progress import Phase, RankAccount
-from perdure.model.steering import KeysDeclared, Pace
+from perdure.model.steering import Pace, Steering
 from perdure.worker.boundary import Agreed, Interrupted
 from perdure.worker.config import Config
 from perdure.worker.executor import Depth, Executor

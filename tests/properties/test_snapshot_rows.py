@@ -30,7 +30,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.signals.devices import DeviceSample, Xid
 from perdure.model.signals.progress import (

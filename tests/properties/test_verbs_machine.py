@@ -21,6 +21,8 @@ from perdure.control.steering.verbs import preview_verb
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
@@ -31,6 +33,7 @@ from perdure.model.events import (
     JobSubmitted,
     NodeLost,
     NodeRegistered,
+    PreemptionNoticed,
     ProgressNoted,
     RankExited,
     RankJoined,
@@ -38,12 +41,10 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
-from perdure.model.notices import PreemptionNoticed
 from perdure.model.orders import Assignment, ResumeRanks, SendBoundary
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 
 SPEC = JobSpec(
     name="j", script="x", nodes=2, spares=2,

@@ -3,9 +3,8 @@
 import pytest
 from msgspec import structs
 
-from perdure.model.events import CommandReceived
+from perdure.model.events import BoundaryAnswered, CommandReceived
 from perdure.model.orders import SendBoundary
-from perdure.model.steering import BoundaryAnswered
 from perdure.sim import InvariantViolated, Scenario, Simulation, Weather
 from perdure.sim.ranks import Rank
 from perdure.sim.training import World

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from perdure.model.errors import ConfigError, PlatformError
-from perdure.model.platforms.health import Check
+from perdure.model.platforms.traps import Check
 from perdure.model.report import Snapshot
 from perdure.telemetry.metrics import RANKS_MAX, find_metrics
 from perdure.telemetry.spans import IncidentSpan

@@ -13,8 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from perdure.adapters.devices import list_gpus
 from perdure.adapters.host import read_text
 from perdure.adapters.stacks import find_py_spy
-from perdure.model.platforms.health import Check
-from perdure.model.platforms.supported import TESTED_TORCH, read_version
+from perdure.model.platforms.box import TESTED_TORCH, read_version
+from perdure.model.platforms.traps import Check
 
 _SHM_MIN = 1 << 30
 _FILES_MIN = 4096

@@ -32,7 +32,7 @@ from perdure.model.ring import (
     spans_of,
     stages_at,
 )
-from perdure.model.signals.collectives import CollectiveSpan, StepStages
+from perdure.model.signals.progress import CollectiveSpan, StepStages
 
 SPANS_A_BEAT = 8
 """Of each communicator, about; a faster one is thinned."""

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from perdure.model.settings import Change, KeySpec, Steering, Value, is_kept_elsewhere
-from perdure.model.steering import Pace
+from perdure.model.steering import Change, KeySpec, Pace, Steering, Value, is_kept_elsewhere
 
 ANSWER_TIMEOUT_S = 5.0
 """How long a try waits for its answers."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from perdure.model.events import ControllerStarted
-from perdure.model.failures import Cause, FailureDecided, Rung
+from perdure.model.events import ControllerStarted, FailureDecided
+from perdure.model.failures import Cause, Rung
 
 
 @dataclass(slots=True)

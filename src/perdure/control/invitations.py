@@ -10,12 +10,7 @@ from typing import Any
 from perdure.control.answers import answer
 from perdure.control.job import Answer, Invited, JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.invitations import (
-    KEPT_MAX,
-    InvitationMade,
-    InvitationRevoked,
-    InvitationUsed,
-)
+from perdure.model.events import KEPT_MAX, InvitationMade, InvitationRevoked, InvitationUsed
 
 FINAL = {"final": True}
 """In the answer to a request that will be refused whenever it is made again."""

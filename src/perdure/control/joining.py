@@ -11,7 +11,7 @@ from perdure.control.answers import answer
 from perdure.control.invitations import refuse_use
 from perdure.control.job import JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.invitations import InvitationUsed
+from perdure.model.events import InvitationUsed
 
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""

@@ -90,11 +90,11 @@ from perdure.control.steering.moves import (
     note_left,
 )
 from perdure.model.actions import AnyAction, AssignNodes
-from perdure.model.aside import MessagesSetAside
-from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
@@ -103,13 +103,23 @@ from perdure.model.events import (
     ControllerLost,
     ControllerStarted,
     DeviceReported,
+    FailureDecided,
     FaultInjected,
     GenerationStepping,
     GenerationStopped,
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
     JobEnded,
+    JobPaused,
+    JobResumed,
     JobSubmitted,
     KeeperLost,
+    KeysDeclared,
     LinksNoted,
+    MachineReported,
+    MemberReady,
+    MessagesSetAside,
     MetricsLogged,
     NodeAsked,
     NodeCordoned,
@@ -117,6 +127,9 @@ from perdure.model.events import (
     NodeLost,
     NodeRegistered,
     NodeRestored,
+    OperatorNoted,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     ProbeEnded,
     ProbeJudged,
     ProgressNoted,
@@ -128,34 +141,25 @@ from perdure.model.events import (
     ReplicaLate,
     ReplicaSeen,
     ReplicaWaiting,
+    RoomNoted,
+    SettingsChanged,
     StacksTaken,
     StoreReady,
     TimerFired,
     VerdictReached,
     VerdictWithdrawn,
+    WorldBroken,
+    WorldReformed,
 )
 from perdure.model.failures import (
     Cause,
-    FailureDecided,
     explain_exit,
     explain_node,
     explain_verdict,
     find_early,
     name_preemption,
 )
-from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
-from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.orders import InterruptCollectives
-from perdure.model.room import RoomNoted
-from perdure.model.steering import (
-    BoundaryAnswered,
-    BoundaryReached,
-    JobPaused,
-    JobResumed,
-    KeysDeclared,
-    OperatorNoted,
-    SettingsChanged,
-)
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure, decide_recovery
 

@@ -20,21 +20,23 @@ from typing import Any
 from perdure.control.job import JobState
 from perdure.control.machine import Controller
 from perdure.model.actions import AnyAction
-from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
     AnyEvent,
     ControllerStarted,
     Decision,
     DeviceReported,
+    FailureDecided,
     JobSubmitted,
     JournalEntry,
     LinksNoted,
+    MessagesSetAside,
     MetricsLogged,
     NodeCordoned,
     NodeLost,
     NodeRegistered,
     NodeRestored,
+    OperatorNoted,
     ProgressNoted,
     RankExited,
     RanksStarted,
@@ -45,9 +47,7 @@ from perdure.model.events import (
     VerdictReached,
     VerdictWithdrawn,
 )
-from perdure.model.failures import FailureDecided
 from perdure.model.job import JobSpec
-from perdure.model.steering import OperatorNoted
 from perdure.telemetry.snapshot import Certain, SnapshotFold
 
 _GENERATIONS = 2

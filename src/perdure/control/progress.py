@@ -31,15 +31,16 @@ from perdure.control.steering.leaving import leave_together
 from perdure.control.steering.moves import note_held, note_saved
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
+    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     GenerationStepping,
+    KeysDeclared,
     ProgressNoted,
     RankJoined,
 )
 from perdure.model.orders import SendBoundary
-from perdure.model.steering import BoundaryReached, KeysDeclared
 from perdure.plan.interval import daly
 from perdure.policy import decide_checkpoint_interval
 

@@ -46,20 +46,23 @@ from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.actions import AnyAction, AssignNodes
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
     KeeperLost,
+    KeysDeclared,
     NodeLost,
     NodeRegistered,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     QuorumFormed,
     RankExited,
     ReplicaSeen,
     TimerFired,
 )
 from perdure.model.failures import explain_exit, explain_node
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
-from perdure.model.steering import BoundaryAnswered, BoundaryReached, KeysDeclared
 
 
 def advance_groups(state: JobState, now: float) -> list[AnyAction]:

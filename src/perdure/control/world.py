@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from perdure.model.events import StoreReady
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.orders import Assignment, ReformWorld
 from perdure.model.verdicts import Verdict
 from perdure.policy import Failure

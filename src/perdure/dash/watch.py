@@ -13,7 +13,7 @@ from perdure.dash.live import render_count, render_status
 from perdure.dash.shape import render_shape, render_span
 from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
-from perdure.model.settings import render_value
+from perdure.model.steering import render_value
 from perdure.model.verdicts import Verdict
 
 WIDTH_MIN, HEIGHT_MIN = 20, 4

@@ -14,8 +14,7 @@ from functools import lru_cache
 from perdure.detect.arrival import Finding
 from perdure.detect.waitfor import is_point_to_point
 from perdure.detect.watch import RankWatch
-from perdure.model.signals.collectives import CollectiveSpan
-from perdure.model.signals.progress import CommProgress
+from perdure.model.signals.progress import CollectiveSpan, CommProgress
 
 SEEN_S = 0.3
 """Between the first and the deciding sight of it."""

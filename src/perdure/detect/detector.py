@@ -22,11 +22,11 @@ from perdure.detect.notes import ProgressNotes
 from perdure.detect.probes import settle_verdict
 from perdure.detect.slow import SlowWatch
 from perdure.detect.watch import RankWatch
-from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (
     AnyEvent,
     ControllerStarted,
     GenerationStepping,
+    MachineReported,
     NodeLost,
     NodeRegistered,
     ProbeJudged,
@@ -36,9 +36,10 @@ from perdure.model.events import (
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
+    WorldBroken,
+    WorldReformed,
 )
 from perdure.model.job import DetectConfig, JobSpec
-from perdure.model.notices import MachineReported
 from perdure.model.signals.progress import CommProgress, JobHabits, NodeBeat, RankProgress
 from perdure.model.signals.stacks import ThreadStack, parse_threads
 from perdure.model.verdicts import Activity, Culprit, Ground, Verdict

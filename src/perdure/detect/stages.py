@@ -21,7 +21,7 @@ import msgspec
 
 from perdure.detect.persistence import Baseline, Persistence, find_interval, is_duration
 from perdure.model.job import DetectConfig
-from perdure.model.signals.collectives import StepStages
+from perdure.model.signals.progress import StepStages
 from perdure.model.verdicts import Slowness
 
 NAMES = ("data", "forward", "backward", "optimizer")

@@ -15,7 +15,7 @@ from perdure.adapters.rings import open_regular
 from perdure.files import replace_file
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import encode
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
 from perdure.worker.start.failure import RESERVED_BYTES
 

@@ -4,9 +4,9 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from perdure.model.aside import make_plain
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
+from perdure.model.plain import make_plain
 
 _CHUNK = 1 << 16
 

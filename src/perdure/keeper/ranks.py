@@ -37,7 +37,7 @@ from perdure.model.bus.wire import (
     RankLaunch,
 )
 from perdure.model.errors import ProtocolError
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.worker.cgroups import OomKills
 from perdure.worker.ring import RingWriter

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment
 from perdure.model.paths import JobPaths
-from perdure.model.settings import Steering
+from perdure.model.steering import Steering
 
 LIGHTHOUSE_URL = "PERDURE_LIGHTHOUSE"
 """Where an agent finds the URL of the lighthouse (`service.lighthouse_part`)."""

@@ -7,12 +7,23 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.model.events import ActionWithheld, DeviceReported, VerdictReached
-from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
-from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import (
+    ActionWithheld,
+    DeviceReported,
+    InvitationMade,
+    InvitationRevoked,
+    InvitationUsed,
+    JobPaused,
+    JobResumed,
+    MachineReported,
+    OperatorNoted,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+    SettingsChanged,
+    VerdictReached,
+)
 from perdure.model.orders import AnyOrder, Assignment
 from perdure.model.signals.links import ProbeFinding
-from perdure.model.steering import JobPaused, JobResumed, OperatorNoted, SettingsChanged
 
 
 class Action(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):

@@ -1,36 +1,26 @@
 """Past facts that the controller decides from. All of them are journaled before it does.
 
-Times ending in `_s` are job time (see `progress`). New fields get defaults; none is renamed.
+Times ending in `_s` are job time (see `progress`). New fields get defaults; none is renamed. An
+*epoch* is one membership within a generation of an elastic world: processes stay, the process group
+does not.
 """
 
+import hashlib
 from typing import Any, Literal
 
 import msgspec
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.version import Spoken
-from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
-from perdure.model.event import Event
-from perdure.model.exits import ExitRecord
-from perdure.model.failures import FailureDecided
-from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
+from perdure.model.failures import ExitRecord, Rung, names_lost_peer
 from perdure.model.job import JobSpec
-from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
-from perdure.model.room import RoomNoted
 from perdure.model.signals.links import HostProbe, LinkSample, PairProbe, ProbeFinding
 from perdure.model.signals.progress import CommProgress, JobHabits, RankAccount
-from perdure.model.steering import (
-    BoundaryAnswered,
-    BoundaryReached,
-    JobPaused,
-    JobResumed,
-    KeysDeclared,
-    OperatorNoted,
-    Pace,
-    SettingsChanged,
-    Verb,
-)
+from perdure.model.steering import Change, KeySpec, Pace, Verb
 from perdure.model.verdicts import Verdict
+
+
+class Event(msgspec.Struct, frozen=True, tag=True, kw_only=True, omit_defaults=True):
+    """Base of all events."""
 
 
 class JobSubmitted(Event, frozen=True, kw_only=True):
@@ -237,6 +227,32 @@ class VerdictWithdrawn(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class FailureDecided(Event, frozen=True, kw_only=True):
+    """The controller has decided what failed and what follows; the newest with an id holds."""
+
+    id: str
+    """Of the incident. What comes to light about it later, or follows from it, has the same."""
+    world: int
+    """The generation that failed."""
+    cause: str
+    culprit: str
+    at_step: int
+    """Committed steps; -1: as far as its ranks' accounts say."""
+    failure_s: float
+    detected_s: float
+    at_s: float
+    """When it was decided; 0 where nobody has, for the controller died first."""
+    rung: Rung
+    reason: str
+    """What is known of the cause."""
+    epoch: int = -1
+    """Of an elastic world: the one that the members form instead; -1: the generation ends."""
+    group: int = -1
+    """Of a torchft job: the replica group."""
+    saved: bool = False
+    """Of a move: the ranks held for their checkpoint, and nothing was lost."""
+
+
 class ActionWithheld(Event, frozen=True, kw_only=True):
     """Nothing was done about something, and why: the policy said so, or the job is only observed.
 
@@ -309,6 +325,79 @@ class CollectivesInterrupted(Event, frozen=True, kw_only=True):
     error: str = ""
 
 
+_NOBODY_THERE = ("Connection refused", "Connection was likely closed", "Broken pipe")
+"""What sockets and stores say where the process at the other end has ended."""
+
+
+class WorldBroken(Event, frozen=True, kw_only=True):
+    """A rank has left its epoch because a collective failed, and waits for the next one."""
+
+    generation: int
+    epoch: int
+    rank: int
+    at_s: float
+    error: str
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because a connection ended, and not for time alone."""
+        return names_lost_peer(self.error) or any(words in self.error for words in _NOBODY_THERE)
+
+
+class MemberReady(Event, frozen=True, kw_only=True):
+    """A rank that follows the world has nothing left to catch up on, or has given it up."""
+
+    generation: int
+    rank: int
+    at_s: float
+    step: int
+    """Steps applied; -1: it could not follow, and gets the state within the join."""
+    bytes: int = 0
+    """What it was sent."""
+    took_s: float = 0.0
+    """Since it was told to follow."""
+    error: str = ""
+    """Why it could not."""
+
+
+class WorldReformed(Event, frozen=True, kw_only=True):
+    """A rank is a member of an epoch: connected, at the same step as all, with their state."""
+
+    generation: int
+    epoch: int
+    rank: int
+    step: int
+    """Steps applied: the one under way."""
+    began_s: float
+    """When it had left the older epoch."""
+    ordered_s: float
+    """When it had the order."""
+    formed_s: float
+    redo: int = 0
+    """Micro-batches of a lost rank that it does instead."""
+    back: int = 0
+    """Steps that were applied and are taken again, because a shard's last copy was lost."""
+    waited_s: float = 0.0
+    """Since when it waited for the collective that broke; 0 where it did not wait."""
+    connected_s: float = 0.0
+    """When it was connected; from then on states were brought together."""
+    shape: str = ""
+    """Copies and stages of a pipelined world."""
+    section: tuple[int, int] = (0, 0)
+    """Of such a world: the first block of this rank's (first) run, and the one after its last."""
+    micro_batches: int = 0
+    """Of such a world: of a step."""
+    morphed: bool = False
+    """The model is cut into stages otherwise than before."""
+    moved_bytes: int = 0
+    """State that this rank was sent."""
+    reason: str = ""
+    finished: bool = False
+    """It has applied the last step, as everyone has, and needs no world any more."""
+    more_sections: tuple[tuple[int, int], ...] = ()
+    """Of an interleaved one: the rank's other runs."""
+
+
 class NodeCordoned(Event, frozen=True, kw_only=True):
     """No rank is placed on this node any more, until it is restored."""
 
@@ -336,6 +425,122 @@ class NodeDraining(Event, frozen=True, kw_only=True):
     reason: str
     who: str = ""
     over: bool = False
+
+
+EXPIRES_S = 3600.0
+"""For how long an invitation may be used for the first time, where nobody says otherwise."""
+KEPT_MAX = 1000
+"""Invitations of a job; the oldest that serve nobody any more are forgotten first."""
+
+
+def digest_secret(secret: str) -> str:
+    """Return what the journal holds of an invitation's secret: its SHA-256, in hexadecimal."""
+    return hashlib.sha256(secret.encode("utf-8", "backslashreplace")).hexdigest()
+
+
+class InvitationMade(Event, frozen=True, kw_only=True):
+    """An operator (or a launcher) has invited machines. The secret itself is nowhere but there."""
+
+    id: str
+    digest: str
+    """Of the secret, by `digest_secret`."""
+    at_s: float
+    until_s: float = 0.0
+    """When it can be used for the first time no more; 0: never."""
+    uses: int = 1
+    """Machines that it serves; 0: as many as there are places."""
+    who: str = ""
+    machines: dict[str, str] = msgspec.field(default_factory=dict)
+    """Machine -> its host, of those that have used it in an earlier run of the job."""
+
+
+class InvitationUsed(Event, frozen=True, kw_only=True):
+    """A machine was given a place for it. It is that machine's from now on."""
+
+    id: str
+    machine: str
+    host: str
+    node: int
+    at_s: float
+
+
+class InvitationRevoked(Event, frozen=True, kw_only=True):
+    """Nobody comes by it any more, whoever has used it before included."""
+
+    id: str
+    at_s: float
+    who: str = ""
+
+
+class Announced(msgspec.Struct, frozen=True, kw_only=True):
+    """What a source says of its machine at this moment."""
+
+    id: str
+    reason: str
+    gone_s: float | None = None
+    """When the machine goes away, seconds since 1970; None where the platform does not say."""
+    grace_s: float | None = None
+    """How long after the first sight of it, where `gone_s` is None; None: as configured."""
+    certain: bool = True
+    """False: a higher risk, and no more."""
+    waits: bool = False
+    """The machine goes away sooner where it is left sooner: whoever takes it waits for that."""
+
+
+class PreemptionNoticed(Event, frozen=True, kw_only=True):
+    """The platform will take the machine away."""
+
+    node: int
+    at_s: float
+    grace_s: float
+    """From `at_s` on; 0 where it is unknown, or over."""
+    source: str
+    """Such as `aws`, `file`, or a person's name."""
+    id: str = ""
+    """Of what was announced: the same one again is no other notice."""
+    reason: str = ""
+    """In the platform's words, such as `spot terminate`."""
+    certain: bool = True
+    """False: it is only at a higher risk than others (a rebalance recommendation)."""
+    waits: bool = False
+    """Whoever takes the machine waits until it is left, so that it is left at once."""
+
+
+class PreemptionWithdrawn(Event, frozen=True, kw_only=True):
+    """What was announced is not any more: the machine stays."""
+
+    node: int
+    at_s: float
+    source: str
+    id: str = ""
+    reason: str = ""
+
+
+class MachineReported(Event, frozen=True, kw_only=True):
+    """The platform says what has become of a node's machine, such as a pod that was OOMKilled."""
+
+    node: int
+    at_s: float
+    reason: str
+    """In perdure's words and the platform's, such as `out of memory: OOMKilled`."""
+    source: str
+    machine: str = ""
+    """Its name, such as the pod's: another may be that node by now."""
+    ended_s: float = 0.0
+    """When it ended, by the platform's clock; 0: it has not, or that is not known."""
+
+
+Grade = Literal["ok", "low", "short"]
+"""`low`: enough for now, not for all that will be kept; `short`: not even for the next one."""
+
+
+class RoomNoted(Event, frozen=True, kw_only=True):
+    """The room where checkpoints land has become less than is needed, or enough again."""
+
+    grade: Grade
+    reason: str
+    place: str
+    at_s: float
 
 
 class CommandReceived(Event, frozen=True, kw_only=True):
@@ -366,6 +571,83 @@ class NodeAsked(Event, frozen=True, kw_only=True):
     def as_command(self) -> CommandReceived:
         """Return what an operator who wants the same would ask for."""
         return CommandReceived(id=self.id, kind=self.kind, who=self.who, at_s=self.at_s)
+
+
+class BoundaryAnswered(Event, frozen=True, kw_only=True):
+    """A rank acknowledged a prepared boundary (`ok`), or vetoed it with a reason."""
+
+    id: str
+    rank: int
+    ok: bool
+    step: int
+    reason: str = ""
+    refused: bool = False
+    """It cannot be done at any step, so that a later one is not tried."""
+    planned: bool = False
+    """The decision to do it has arrived: this rank will, with or without its controller."""
+    quorum_id: int = -1
+    """The quorum that the rank was in when it answered (torchft)."""
+
+
+class BoundaryReached(Event, frozen=True, kw_only=True):
+    """A rank has carried out the agreed action at the agreed step."""
+
+    id: str
+    rank: int
+    step: int
+    at_s: float
+    error: str = ""
+
+
+class OperatorNoted(Event, frozen=True, kw_only=True):
+    """An operator has made a remark on the job; nothing follows from it."""
+
+    id: str
+    """Of the command."""
+    text: str
+    step: int
+    """How far the job was; -1 where that is not known."""
+    at_s: float
+    who: str = ""
+
+
+class KeysDeclared(Event, frozen=True, kw_only=True):
+    """Rank 0's script has declared its keys; those of the newest generation count."""
+
+    generation: int
+    keys: tuple[KeySpec, ...]
+    epoch: int = 0
+    """The change in force when the generation began, from its checkpoint."""
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
+    """The values in force then."""
+    step: int = 0
+    """Committed steps then."""
+
+
+class SettingsChanged(Event, frozen=True, kw_only=True):
+    """All ranks have promised `change`: it will be, whoever dies meanwhile."""
+
+    change: Change
+
+
+class JobPaused(Event, frozen=True, kw_only=True):
+    """All ranks have promised to stand still before `step`."""
+
+    id: str
+    step: int
+    at_s: float
+    who: str = ""
+    reason: str = ""
+
+
+class JobResumed(Event, frozen=True, kw_only=True):
+    """The pause `id` is over."""
+
+    id: str
+    step: int
+    at_s: float
+    who: str = ""
+    reason: str = ""
 
 
 class QuorumFormed(Event, frozen=True, kw_only=True):
@@ -477,6 +759,26 @@ class TimerFired(Event, frozen=True, kw_only=True):
     """Where all ranks shall do something at one step now."""
     busy: tuple[int, ...] = ()
     """Where an elastic world is overdue: ranks whose declared busy phase is in force."""
+
+
+class MessagesSetAside(Event, frozen=True, kw_only=True):
+    """Messages that could not be read (or may not be said) were acknowledged and dropped.
+
+    It is journaled in the place of an event whose number has to be taken by something, and beside
+    the stream at a bounded rate, as a count of what came since the last one.
+    """
+
+    at_s: float
+    door: str
+    """Where: `rank`, `ring`, `keeper`, `order`, `event`, `heartbeat`, `command`, `journal`."""
+    source: str
+    """From whom, as far as that is known."""
+    count: int = 1
+    """0: numbers that nobody will fill, of messages that are counted elsewhere."""
+    reason: str = ""
+    """Why the first of them could not be read."""
+    example: str = ""
+    """The beginning of the first of them, printable."""
 
 
 class JobEnded(Event, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
-"""A failure as one fact of the journal, and what is said of its cause.
+"""How ranks end, what failed, and what is said of its cause.
 
-A controller decides what failed, who is to blame, and what follows; it writes that down once, and
-every report, screen and alert reads it there.
+A rank's end is what its keeper writes down before anybody hears of it. A controller decides what
+failed, who is to blame, and what follows; it writes that down once (`FailureDecided`), and every
+report, screen and alert reads it there.
 """
 
 from collections.abc import Iterable
@@ -9,15 +10,69 @@ from typing import Literal
 
 import msgspec
 
-from perdure.model.event import Event
-from perdure.model.exits import ExitRecord
 from perdure.model.verdicts import Verdict
 
+
+class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How a rank ended; the keeper writes it to a file before anybody hears of it."""
+
+    rank: int
+    generation: int
+    pid: int
+    at_s: float
+    code: int = 0
+    """Exit code; 0 with `signal` set."""
+    signal: int = 0
+    oom: bool = False
+    """The kernel's out-of-memory killer did it (cgroup `memory.events`)."""
+    asked: bool = False
+    """perdure itself ended it."""
+    error: str = ""
+    """Last line of the exception, such as `ValueError: bad lr`."""
+    traceback: str = ""
+    last_output: tuple[str, ...] = ()
+    """Last lines of its standard error, or of its output where that is empty."""
+    cpu_s: float = 0.0
+    max_rss_bytes: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended otherwise than by exit code 0."""
+        return bool(self.code or self.signal)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether it failed because another rank's connection went away."""
+        text = f"{self.error} {self.traceback[-2000:]} {' '.join(self.last_output[-3:])}"
+        return self.failed and names_lost_peer(text)
+
+    @property
+    def cause(self) -> str:
+        """Return it in words, such as `signal 9 (SIGKILL)`."""
+        if self.oom:
+            return "OOM kill (signal 9, by the kernel for want of memory)"
+        if self.signal:
+            return f"signal {self.signal} ({_SIGNALS.get(self.signal, '?')})"
+        return f"exit code {self.code}" + (f": {self.error}" if self.error else "")
+
+
+_PEER_GONE = ("Connection closed by peer", "Connection reset by peer", "remote process exited")
+"""What gloo and NCCL say when the other end of a connection is gone."""
+
+
+def names_lost_peer(text: str) -> bool:
+    """Return whether `text`, of an error, says that the other end of a connection is gone."""
+    return any(words in text for words in _PEER_GONE)
+
+
+_SIGNALS = {
+    1: "SIGHUP", 2: "SIGINT", 3: "SIGQUIT", 4: "SIGILL", 6: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE",
+    9: "SIGKILL", 10: "SIGUSR1", 11: "SIGSEGV", 12: "SIGUSR2", 13: "SIGPIPE", 14: "SIGALRM",
+    15: "SIGTERM", 19: "SIGSTOP", 24: "SIGXCPU", 25: "SIGXFSZ",
+}  # fmt: skip
 Rung = Literal["restart", "give up", "reform", "retry", "move", "none"]
 """What follows: the next generation; the end; the next epoch without who was lost, or with the same
 members; the next world without nodes that were to be left; nothing, for it was no failure."""
-
-
 BROKEN = "the world broke"
 """Cause of an epoch that was formed again although nobody was lost."""
 
@@ -32,32 +87,6 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     failure_s: float
     detected_s: float
     reason: str
-
-
-class FailureDecided(Event, frozen=True, kw_only=True):
-    """The controller has decided what failed and what follows; the newest with an id holds."""
-
-    id: str
-    """Of the incident. What comes to light about it later, or follows from it, has the same."""
-    world: int
-    """The generation that failed."""
-    cause: str
-    culprit: str
-    at_step: int
-    """Committed steps; -1: as far as its ranks' accounts say."""
-    failure_s: float
-    detected_s: float
-    at_s: float
-    """When it was decided; 0 where nobody has, for the controller died first."""
-    rung: Rung
-    reason: str
-    """What is known of the cause."""
-    epoch: int = -1
-    """Of an elastic world: the one that the members form instead; -1: the generation ends."""
-    group: int = -1
-    """Of a torchft job: the replica group."""
-    saved: bool = False
-    """Of a move: the ranks held for their checkpoint, and nothing was lost."""
 
 
 def find_early(exits: Iterable[ExitRecord], record: ExitRecord) -> int | None:
@@ -120,3 +149,24 @@ def name_preemption(cause: Cause, node: int, words: str) -> Cause:
     what = cause.cause if cause.culprit.startswith("node") else cause.reason
     announced = f"Preemption ({words}); {what}"
     return msgspec.structs.replace(cause, cause=announced, culprit=f"node {node}")
+
+
+LATE_S = 300.0
+"""A machine that is there this long after it should have gone is not going any more."""
+_NEAR_S = 5.0
+_TAKEN = (9, 15)
+"""SIGKILL, SIGTERM: what a rank dies of when its machine is shut down."""
+
+
+def is_explained(record: ExitRecord, gone_s: float, *, here: bool) -> bool:
+    """Return whether a rank's end is what a notice has announced.
+
+    On the machine itself (`here`) that is an end from outside: a rank that raised an exception, or
+    ran out of memory, has crashed there as it would elsewhere. On another machine it is the loss
+    of a peer, about when the noticed one goes away.
+    """
+    if record.at_s > gone_s + LATE_S:
+        return False
+    if here:
+        return record.signal in _TAKEN and not record.oom
+    return record.lost_peer and record.at_s >= gone_s - _NEAR_S

@@ -13,7 +13,7 @@ import msgspec
 from perdure.model.codec import decode, encode, make_encodable
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent, Decision, MetricsLogged
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import NodeBeat
 
 T = TypeVar("T", bound=AnyEvent | Decision | ExitRecord)

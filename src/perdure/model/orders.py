@@ -10,17 +10,19 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from perdure.model.elastic import MemberReady, WorldReformed
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
     CollectivesInterrupted,
     FaultInjected,
+    MemberReady,
     ProbeEnded,
     RankExited,
     StacksTaken,
+    WorldReformed,
 )
-from perdure.model.settings import Change, Steering
-from perdure.model.steering import RESUMED, BoundaryAnswered, BoundaryReached
+from perdure.model.steering import RESUMED, Change, Steering
 
 LIGHTHOUSE = "lighthouse"
 """Its address among the nodes."""

@@ -10,13 +10,16 @@ own, so that a JSON document stays one, and stays exact.
 import re
 from collections.abc import Sequence
 
+from perdure.model.codec import make_encodable
+
+TEXT_MAX = 200
+"""Characters of a reason and of an example."""
 LINE_MAX = 200
 """Characters of a line of somebody else's text on a screen; --json has the rest."""
 REASON_MAX = 400
 """Characters of a reason, which may hold such a text among words of perdure's own."""
 _FIRST_LINES, _LAST_LINES = 2, 8
 """Of a longer text."""
-
 _ACTS = re.compile(
     "[\x00-\x09\x0b-\x1f\x7f-\x9f"  # Controls but for the newline.
     "\u2028\u2029"  # Separators of lines and paragraphs.
@@ -84,3 +87,14 @@ def _escape(match: re.Match[str]) -> str:
     if code == 9:
         return "    "
     return f"\\x{code:02x}" if code < 0x7F else f"\\u{code:04x}"
+
+
+def make_plain(text: str | bytes, limit: int = TEXT_MAX) -> str:
+    """Return the first `limit` characters of `text` on one line, with all else escaped."""
+    if isinstance(text, bytes):
+        text = text[: 4 * limit].decode("utf-8", "backslashreplace")
+    plain = "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode()
+        for each in make_encodable(text[:limit])
+    )
+    return plain if len(text) <= limit and len(plain) <= limit else plain[: limit - 1] + "…"

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from perdure.model.settings import Change, KeySpec
 from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.progress import BusyPhase
+from perdure.model.steering import Change, KeySpec
 from perdure.model.verdicts import Verdict
 
 ACCOUNTS = (

@@ -19,14 +19,15 @@ from typing import get_args
 import msgspec
 
 from perdure.model.errors import ProtocolError
-from perdure.model.signals.collectives import CollectiveSpan, StepStages
 from perdure.model.signals.progress import (
     BusyPhase,
+    CollectiveSpan,
     CommProgress,
     Phase,
     ProcSample,
     RankAccount,
     RankProgress,
+    StepStages,
 )
 
 MAGIC = int.from_bytes(b"PERDURE\0", sys.byteorder)

@@ -8,7 +8,7 @@ from msgspec import inspect
 
 from perdure.model.errors import ConfigError
 from perdure.model.job import CheckpointConfig, DetectConfig, JobSpec, PolicyConfig
-from perdure.model.settings import KeySpec, Value
+from perdure.model.steering import KeySpec, Value
 
 LOG_LEVELS = ("", "debug", "info", "warning", "error")
 SECTIONS: dict[str, type[msgspec.Struct]] = {

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from perdure.model.events import Grade
 from perdure.model.job import CheckpointConfig
-from perdure.model.room import Grade
 
 RESERVE_BYTES = 1 << 30
 """For the journal, logs, and others on the disk."""

@@ -7,7 +7,8 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perdure.model.aside import MessagesSetAside, make_plain
+from perdure.model.events import MessagesSetAside
+from perdure.model.plain import make_plain
 
 log = logging.getLogger("perdure.aside")
 

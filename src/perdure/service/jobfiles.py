@@ -25,7 +25,7 @@ from perdure.model.orders import Assignment
 from perdure.model.paths import LOCK, JobPaths, job_paths
 from perdure.model.platforms.slurm import Allocation
 from perdure.model.report import Snapshot
-from perdure.model.settings import Steering
+from perdure.model.steering import Steering
 from perdure.service.neighbours import MINE
 
 T = TypeVar("T")

@@ -7,7 +7,7 @@ and the one in memory (`tests/fakes.py`).
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 Reply = Callable[[bytes], Awaitable[None]]
 """Sends the answer to one request; may be called later, or never."""

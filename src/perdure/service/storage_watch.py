@@ -7,9 +7,9 @@ from pathlib import Path
 
 from perdure.adapters.file_thread import FileThread
 from perdure.adapters.storage import find_load, list_stored, read_room
+from perdure.model.events import Grade, RoomNoted
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
-from perdure.model.room import Grade, RoomNoted
 from perdure.plan.storage import Budget, plan_budget
 
 LOOK_S = 10.0

@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from perdure.model.signals.collectives import CollectiveSpan, StepStages
 from perdure.model.signals.links import LinkSample, LinkSweep
 from perdure.model.signals.progress import (
+    CollectiveSpan,
     CommProgress,
     NodeBeat,
     ProcSample,
     RankAccount,
     RankProgress,
+    StepStages,
 )
 from perdure.sim.layout import HANGS, NEVER, STAGES, Fault, Layout, Noise, Silence
 

@@ -17,8 +17,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.elastic import WorldBroken, WorldReformed
-from perdure.model.events import CheckpointSaved, RankJoined
+from perdure.model.events import CheckpointSaved, RankJoined, WorldBroken, WorldReformed
 from perdure.model.orders import Order, ReformWorld
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 from perdure.plan.elastic.commit import FRESH, Reformation, Standing, decide_reformation

@@ -39,7 +39,7 @@ from perdure.model.bus.wire import (
     WorkerQuery,
 )
 from perdure.model.events import AnyEvent, RankExited, RankJoined
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import Order
 from perdure.model.signals.progress import (

@@ -12,10 +12,9 @@ have passed S when another has not. `Agreements` sees all of them at once, as no
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from perdure.model.events import AnyEvent
+from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
 from perdure.model.orders import Order, SendBoundary
 from perdure.model.signals.progress import CommProgress, ProcSample, RankAccount, RankProgress
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.sim.training import World
 
 WAIT_S_MAX = 30.0

@@ -17,13 +17,13 @@ from perdure.model.events import (
     KeeperLost,
     NodeCordoned,
     NodeLost,
+    PreemptionNoticed,
     RankExited,
+    RoomNoted,
     VerdictReached,
 )
 from perdure.model.job import AlertKind
-from perdure.model.notices import PreemptionNoticed
 from perdure.model.plain import show_controls
-from perdure.model.room import RoomNoted
 
 
 class Alert(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

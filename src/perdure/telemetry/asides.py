@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from perdure.model.aside import MessagesSetAside, make_plain
-from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
+from perdure.model.plain import make_plain
 
 ROWS_MAX = 64
 _OTHERS = "others"

@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 
 from msgspec import structs
 
-from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     CheckpointRestored,
     CheckpointSaved,
     ControllerLost,
     Decision,
+    FailureDecided,
     GenerationStepping,
     GenerationStopped,
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    MachineReported,
+    OperatorNoted,
     ProgressNoted,
     RankExited,
     RankJoined,
     RanksStarted,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
-from perdure.model.failures import FailureDecided
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
-from perdure.model.notices import MachineReported
 from perdure.model.report import NoteRow, WithheldRow
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import OperatorNoted
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.older import OlderFailures
 from perdure.telemetry.presence import Presence

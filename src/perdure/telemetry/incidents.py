@@ -6,7 +6,7 @@ phase ends when the last rank has passed it.
 
 from collections.abc import Iterable
 
-from perdure.model.failures import FailureDecided
+from perdure.model.events import FailureDecided
 from perdure.model.report import Recovery
 from perdure.telemetry.history import Generation, History
 from perdure.telemetry.lives import Eviction, Life, LifeFold

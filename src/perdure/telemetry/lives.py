@@ -8,18 +8,19 @@ its controller has decided.
 from dataclasses import dataclass, field
 
 from perdure.model.events import (
+    FailureDecided,
     GenerationStopped,
     JobEnded,
+    JobResumed,
     JournalEntry,
     KeeperLost,
+    KeysDeclared,
     NodeRestored,
     QuorumFormed,
     RankExited,
     RanksStarted,
     ReplicaSeen,
 )
-from perdure.model.failures import FailureDecided
-from perdure.model.steering import JobResumed, KeysDeclared
 from perdure.telemetry.older import OlderLives
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.notices import MachineReported
+from perdure.model.events import MachineReported
 from perdure.model.report import Recovery
 from perdure.model.verdicts import Culprit, Verdict
 

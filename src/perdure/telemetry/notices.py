@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from perdure.model.exits import ExitRecord
-from perdure.model.notices import LATE_S, PreemptionNoticed, PreemptionWithdrawn, is_explained
+from perdure.model.events import PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.failures import LATE_S, ExitRecord, is_explained
 
 
 @dataclass(slots=True)

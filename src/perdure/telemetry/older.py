@@ -11,25 +11,28 @@ from typing import TYPE_CHECKING
 
 from msgspec import structs
 
-from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     ControllerStarted,
     Decision,
+    FailureDecided,
     JournalEntry,
     KeeperLost,
     NodeCordoned,
     NodeDraining,
     NodeLost,
     NodeRegistered,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     RankExited,
     VerdictReached,
+    WorldBroken,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
 from perdure.model.failures import (
     BROKEN,
     Cause,
-    FailureDecided,
+    ExitRecord,
     Rung,
     explain_break,
     explain_exit,
@@ -38,7 +41,6 @@ from perdure.model.failures import (
     find_early,
     name_preemption,
 )
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.verdicts import Verdict
 from perdure.telemetry.notices import Notice, NoticeFold
 

@@ -6,8 +6,8 @@ What it cost each rank is told by its own stamps (`stalls`).
 
 from dataclasses import dataclass, field
 
-from perdure.model.elastic import WorldReformed
-from perdure.model.failures import BROKEN, FailureDecided
+from perdure.model.events import FailureDecided, WorldReformed
+from perdure.model.failures import BROKEN
 from perdure.model.report import Recovery
 
 

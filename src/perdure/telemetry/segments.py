@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from perdure.model.failures import FailureDecided
+from perdure.model.events import FailureDecided
 
 RECONFIGURATION = "reconfiguration."
 """What the accounts of a recovery's phases begin with."""

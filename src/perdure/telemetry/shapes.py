@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from perdure.model.elastic import WorldReformed
-from perdure.model.event import Event
+from perdure.model.events import Event, WorldReformed
 from perdure.model.report import StageRow, WorldShape
 
 

@@ -8,8 +8,7 @@ down to the phases, so that nothing is counted twice.
 
 import msgspec
 
-from perdure.model.elastic import WorldReformed
-from perdure.model.failures import FailureDecided
+from perdure.model.events import FailureDecided, WorldReformed
 from perdure.telemetry.segments import RECONFIGURATION
 
 

@@ -3,15 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from perdure.model.events import AnyEvent
-from perdure.model.settings import Change, KeySpec, is_kept_elsewhere
-from perdure.model.steering import (
+from perdure.model.events import (
+    AnyEvent,
     BoundaryReached,
     JobPaused,
     JobResumed,
     KeysDeclared,
     SettingsChanged,
 )
+from perdure.model.steering import Change, KeySpec, is_kept_elsewhere
 
 _CHANGES_MAX = 100
 

@@ -15,7 +15,7 @@ ended, its time since its first quorum counts as useful.
 from dataclasses import dataclass
 from itertools import pairwise
 
-from perdure.model.failures import FailureDecided
+from perdure.model.events import FailureDecided
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.history import Generation, History, RankHistory
 from perdure.telemetry.lives import Life

@@ -12,20 +12,21 @@ from typing import Any
 
 import msgspec
 
-from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     ActionWithheld,
     JournalEntry,
     KeeperLost,
+    MachineReported,
     NodeLost,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     RankExited,
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
-from perdure.model.failures import explain_exit
-from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.failures import ExitRecord, explain_exit
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.machines import MachineFold
 from perdure.telemetry.notices import Notice, NoticeFold

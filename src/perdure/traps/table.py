@@ -6,8 +6,7 @@
 from collections.abc import Callable
 
 from perdure.model.platforms.box import BoxFacts
-from perdure.model.platforms.health import Check
-from perdure.model.platforms.traps import Scope, Trap, When
+from perdure.model.platforms.traps import Check, Scope, Trap, When
 from perdure.traps import checks as c
 
 Row = tuple[Trap, Callable[[BoxFacts], c.Verdict] | None]
@@ -63,7 +62,7 @@ UNIVERSAL: tuple[Row, ...] = (
         "copy it to a local NVMe first; keep checkpoints where they last", c.check_hot_data),
     _row("U9", "loader workers times big tensors: the cgroup's OOM kill, a bare `Killed`",
         "fewer workers, smaller prefetch, or more memory", c.check_memory,
-        diagnosed="perdure.model.exits:ExitRecord"),
+        diagnosed="perdure.model.failures:ExitRecord"),
     _row("U10", "out of memory on the GPU, by fragments",
         "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; a smaller micro-batch",
         c.check_allocator, diagnosed=_SYMPTOMS),
@@ -136,7 +135,7 @@ UNIVERSAL: tuple[Row, ...] = (
         prevented="perdure.launch.environment:find_default_threads"),
     _row("U41", "`free` and `top` tell of the machine, not of the container",
         "read memory.events of the cgroup: perdure does", c.check_oom_counter,
-        diagnosed="perdure.model.exits:ExitRecord"),
+        diagnosed="perdure.model.failures:ExitRecord"),
     _row("U42", "other code runs there than here", "compare hashes before the start", scope="ssh",
         prevented="perdure.launch.ssh.submit:submit"),
     _row("U43", "output in blocks looks frozen", "judge by steps and files, not by lines",

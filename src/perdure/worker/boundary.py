@@ -14,10 +14,9 @@ from typing import Literal
 import msgspec
 
 from perdure.model.errors import ProtocolError
-from perdure.model.events import AnyEvent
+from perdure.model.events import AnyEvent, BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.settings import Change
-from perdure.model.steering import RESUMED, BoundaryAnswered, BoundaryReached
+from perdure.model.steering import RESUMED, Change
 
 NEVER = 1 << 62
 WAIT_S_MAX = 30.0

@@ -12,7 +12,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from perdure.model.errors import ConfigError
-from perdure.model.settings import (
+from perdure.model.steering import (
     Change,
     KeySpec,
     Value,

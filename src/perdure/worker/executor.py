@@ -13,10 +13,9 @@ from collections.abc import Callable
 from typing import Literal, Protocol
 
 from perdure.model.errors import PerdureError
-from perdure.model.events import AnyEvent, CheckpointFailed
-from perdure.model.settings import Change
+from perdure.model.events import AnyEvent, BoundaryReached, CheckpointFailed, KeysDeclared
 from perdure.model.signals.progress import Phase
-from perdure.model.steering import BoundaryReached, KeysDeclared
+from perdure.model.steering import Change
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.progress import Spent

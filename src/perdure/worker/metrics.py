@@ -9,8 +9,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-from perdure.model.aside import make_plain
 from perdure.model.events import AnyEvent, MetricsLogged
+from perdure.model.plain import make_plain
 from perdure.worker.stderr import say
 
 INTERVAL_S = 0.5

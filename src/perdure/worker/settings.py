@@ -7,7 +7,7 @@ from typing import Any
 
 from perdure.model.codec import decode
 from perdure.model.job import CheckpointConfig
-from perdure.model.settings import KeySpec, Steering
+from perdure.model.steering import KeySpec, Steering
 from perdure.plan.settings import LOG_LEVELS
 from perdure.worker.boundary import Agreed, BoundaryGate
 from perdure.worker.config import Config

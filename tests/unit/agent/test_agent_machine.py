@@ -44,7 +44,7 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, TakeStacks
 from perdure.model.signals.progress import RankAccount

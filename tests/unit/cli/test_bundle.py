@@ -20,7 +20,7 @@ from perdure.cli.looking import bundle
 from perdure.cli.looking.redaction import Redactor
 from perdure.model.codec import encode
 from perdure.model.events import JobSubmitted, JournalEntry, NodeRegistered, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import AlertsConfig, JobSpec
 from perdure.model.signals.progress import RankAccount
 from perdure.service.jobfiles import Parts

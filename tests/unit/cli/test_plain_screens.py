@@ -17,8 +17,7 @@ from perdure.dash.live import LiveScreen
 from perdure.dash.terminal import plain_streams
 from perdure.dash.watch import render_watch
 from perdure.model.codec import encode
-from perdure.model.events import CheckpointFailed, StacksTaken
-from perdure.model.notices import MachineReported
+from perdure.model.events import CheckpointFailed, MachineReported, StacksTaken
 from perdure.model.plain import show_controls, show_output
 from perdure.telemetry.alerts import AlertFold
 

@@ -12,9 +12,8 @@ from tests.journals import Story, tell
 from perdure.cli.app import run_command
 from perdure.dash.svg import render_curve, render_stack
 from perdure.dash.text import render_chart, render_text
-from perdure.model.aside import MessagesSetAside
 from perdure.model.codec import encode
-from perdure.model.events import JournalEntry, MetricsLogged
+from perdure.model.events import JournalEntry, MessagesSetAside, MetricsLogged
 from perdure.telemetry import LedgerFold, make_series
 
 

@@ -7,6 +7,7 @@ from msgspec import convert
 from perdure.control import Controller
 from perdure.model.actions import AnyAction
 from perdure.model.events import (
+    BoundaryAnswered,
     ControllerStarted,
     GenerationStepping,
     GenerationStopped,
@@ -18,11 +19,10 @@ from perdure.model.events import (
     StoreReady,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -16,7 +16,7 @@ from perdure.model.events import (
     ReplicaSeen,
     StoreReady,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

@@ -3,7 +3,6 @@
 from perdure.control import Controller
 from perdure.control.membership.elastic import REFORM_TIMEOUT_S, RETRIES_MAX, RETRY_S
 from perdure.model.actions import AnyAction, AssignNodes
-from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,
@@ -15,8 +14,10 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
     VerdictReached,
+    WorldBroken,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, RestartConfig
 from perdure.model.orders import InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount

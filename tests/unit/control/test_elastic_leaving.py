@@ -5,10 +5,15 @@ from typing import Any
 from tests.unit.control.test_elastic_spares import Lab, order_of, started
 
 from perdure.model.actions import AnswerCommand, AnyAction
-from perdure.model.events import CommandReceived, GenerationStepping
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CommandReceived,
+    GenerationStepping,
+    KeysDeclared,
+)
 from perdure.model.orders import InjectFault, ReformWorld, SendBoundary
-from perdure.model.settings import KeySpec
-from perdure.model.steering import BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.steering import KeySpec
 
 
 def train(nproc: int = 2, nodes: int = 2, spares: int = 0) -> Lab:

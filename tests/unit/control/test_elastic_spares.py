@@ -5,12 +5,12 @@ from tests.slowness import find_slowness, move_verdict
 
 from perdure.control import Controller
 from perdure.model.actions import AnyAction, AssignNodes
-from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
 from perdure.model.events import (
     ControllerStarted,
     GenerationStopped,
     JobSubmitted,
     KeeperLost,
+    MemberReady,
     NodeLost,
     NodeRegistered,
     RankExited,
@@ -19,8 +19,10 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
     VerdictReached,
+    WorldBroken,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import FollowWorld, InjectFault, ReformWorld
 from perdure.model.signals.progress import RankAccount

@@ -7,8 +7,14 @@ from tests.unit.control.groups_lab import Lab
 
 from perdure.control.failures import FailureBook
 from perdure.control.memory import Memory, decode_memory, encode_memory
-from perdure.model.events import ControllerStarted, JournalEntry, KeeperLost, NodeLost
-from perdure.model.failures import Cause, FailureDecided
+from perdure.model.events import (
+    ControllerStarted,
+    FailureDecided,
+    JournalEntry,
+    KeeperLost,
+    NodeLost,
+)
+from perdure.model.failures import Cause
 
 
 def facts(driver: Driver) -> list[FailureDecided]:

@@ -9,6 +9,7 @@ from tests.unit.control.test_group_settings import reach, say, sent
 from perdure.control.steering.group_saving import find_save_deadline
 from perdure.model.actions import AnswerCommand
 from perdure.model.events import (
+    BoundaryAnswered,
     CheckpointFailed,
     CheckpointSaved,
     ControllerStarted,
@@ -17,7 +18,6 @@ from perdure.model.events import (
 )
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import SendBoundary
-from perdure.model.steering import BoundaryAnswered
 
 
 def saving(lighthouse: str = "perdure", spares: int = 0, **config: Any) -> Lab:

@@ -7,16 +7,18 @@ from tests.unit.control.groups_lab import Lab
 from perdure.control.job import JobState
 from perdure.model.actions import AnyAction, AssignNodes, RecordEvent
 from perdure.model.codec import decode, encode
-from perdure.model.events import CheckpointSaved, ControllerStarted, QuorumFormed, TimerFired
-from perdure.model.orders import HoldReplicas, SendBoundary
-from perdure.model.settings import KeySpec
-from perdure.model.steering import (
+from perdure.model.events import (
     BoundaryAnswered,
     BoundaryReached,
+    CheckpointSaved,
+    ControllerStarted,
     KeysDeclared,
-    Pace,
+    QuorumFormed,
     SettingsChanged,
+    TimerFired,
 )
+from perdure.model.orders import HoldReplicas, SendBoundary
+from perdure.model.steering import KeySpec, Pace
 
 LR = KeySpec(name="lr", type="float", default=0.1, min=0.0, max=1.0)
 

@@ -4,8 +4,14 @@ from tests.unit.control.driver import Driver, one
 from tests.unit.control.test_elastic_spares import Lab, started
 
 from perdure.model.actions import AnswerCommand, AssignNodes
-from perdure.model.events import CommandReceived, NodeCordoned, NodeLost, NodeRegistered, TimerFired
-from perdure.model.notices import PreemptionNoticed
+from perdure.model.events import (
+    CommandReceived,
+    NodeCordoned,
+    NodeLost,
+    NodeRegistered,
+    PreemptionNoticed,
+    TimerFired,
+)
 
 
 def ask(driver: Driver, machine: str) -> AnswerCommand:

@@ -5,6 +5,8 @@ from tests.unit.control.driver import Driver, agree, one, started, verdict
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
@@ -15,10 +17,9 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 
 
 def test_world_forms_once_all_nodes_are_there() -> None:

@@ -8,8 +8,7 @@ from tests.unit.control.test_placement import start
 
 from perdure.control.records import find_record
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, CordonNode, RecordEvent
-from perdure.model.events import CommandReceived, DeviceReported, VerdictReached
-from perdure.model.notices import PreemptionNoticed
+from perdure.model.events import CommandReceived, DeviceReported, PreemptionNoticed, VerdictReached
 
 
 def notify(driver: Driver, **args: Any) -> tuple[AnswerCommand, list[AnyAction]]:

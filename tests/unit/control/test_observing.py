@@ -10,15 +10,17 @@ from tests.unit.control.test_outstanding import replayed
 from tests.unit.control.test_placement import run, start
 
 from perdure.model.actions import AnyAction, AssignNodes, CordonNode, EndJob, RecordEvent
-from perdure.model.elastic import WorldBroken
 from perdure.model.events import (
     ActionWithheld,
+    BoundaryAnswered,
+    BoundaryReached,
     CommandReceived,
     ControllerStarted,
     DeviceReported,
     GenerationStopped,
     KeeperLost,
     NodeLost,
+    PreemptionNoticed,
     RankExited,
     RankJoined,
     RanksStarted,
@@ -27,9 +29,9 @@ from perdure.model.events import (
     StoreReady,
     TimerFired,
     VerdictReached,
+    WorldBroken,
 )
-from perdure.model.exits import ExitRecord
-from perdure.model.notices import PreemptionNoticed
+from perdure.model.failures import ExitRecord
 from perdure.model.orders import (
     EvictReplica,
     FenceAbort,
@@ -40,7 +42,6 @@ from perdure.model.orders import (
     SendBoundary,
 )
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.model.verdicts import Culprit, Verdict
 
 ACTS = (AssignNodes, CordonNode, InterruptCollectives, ReformWorld, RunProbe, EndJob)

@@ -1,9 +1,14 @@
 from perdure.control.orders import REPEAT_S, OrderBook, Sending
 from perdure.model.actions import AssignNodes
-from perdure.model.events import FaultInjected, NodeLost, NodeRegistered, StacksTaken
+from perdure.model.events import (
+    BoundaryReached,
+    FaultInjected,
+    NodeLost,
+    NodeRegistered,
+    StacksTaken,
+)
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyOrder, Assignment, InjectFault, SendBoundary, TakeStacks
-from perdure.model.steering import BoundaryReached
 
 
 def book(nodes: int = 2) -> OrderBook:

@@ -5,6 +5,7 @@ from tests.unit.control.driver import Driver, agree, one, started, verdict
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AssignNodes, EndJob
 from perdure.model.events import (
+    BoundaryReached,
     CheckpointSaved,
     CommandReceived,
     ControllerStarted,
@@ -14,10 +15,9 @@ from perdure.model.events import (
     TimerFired,
     VerdictWithdrawn,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.orders import SendBoundary, TakeStacks
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryReached
 
 
 def replayed(driver: Driver) -> Controller:

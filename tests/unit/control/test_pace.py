@@ -7,11 +7,16 @@ from tests.unit.control.driver import Driver, one, started
 
 from perdure.control.agreement.boundary import find_next_step
 from perdure.control.memory import Memory, decode_memory, encode_memory
-from perdure.model.events import CommandReceived, JournalEntry, ProgressNoted
+from perdure.model.events import (
+    BoundaryAnswered,
+    CommandReceived,
+    JournalEntry,
+    KeysDeclared,
+    ProgressNoted,
+)
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import KeySpec
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered, KeysDeclared, Pace
+from perdure.model.steering import KeySpec, Pace
 
 
 def trained(step: int = 100) -> Driver:

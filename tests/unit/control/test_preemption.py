@@ -18,11 +18,12 @@ from perdure.model.events import (
     GenerationStepping,
     NodeCordoned,
     NodeLost,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
     RankExited,
     TimerFired,
 )
-from perdure.model.exits import ExitRecord
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.failures import ExitRecord
 from perdure.model.orders import SendBoundary
 from perdure.model.signals.progress import RankAccount
 from perdure.model.steering import Pace

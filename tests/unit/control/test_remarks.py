@@ -6,9 +6,9 @@ from tests.unit.control.groups_lab import Lab
 
 from perdure.control import Controller
 from perdure.model.actions import AnswerCommand, AnyAction, RecordEvent
-from perdure.model.events import CommandReceived, JobSubmitted
+from perdure.model.events import CommandReceived, JobSubmitted, OperatorNoted
 from perdure.model.job import JobSpec
-from perdure.model.steering import OperatorNoted, Pace
+from perdure.model.steering import Pace
 
 
 def remark(machine: Controller, text: object, now: float = 500.0) -> list[AnyAction]:

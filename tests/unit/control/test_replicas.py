@@ -3,9 +3,14 @@
 from tests.unit.control.groups_lab import Lab
 
 from perdure.model.actions import AssignNodes, EndJob
-from perdure.model.events import CommandReceived, ControllerStarted, GenerationStopped, TimerFired
+from perdure.model.events import (
+    CommandReceived,
+    ControllerStarted,
+    GenerationStopped,
+    KeysDeclared,
+    TimerFired,
+)
 from perdure.model.orders import EvictReplica, FenceAbort, HoldReplicas, InjectFault
-from perdure.model.steering import KeysDeclared
 
 
 def test_each_group_has_a_generation_and_a_store_of_its_own() -> None:

@@ -10,6 +10,7 @@ from perdure.control.world import WorldState
 from perdure.model.bus.access import ASKED_BY, BROUGHT_BY, ROLES, find_access
 from perdure.model.events import (
     AnyEvent,
+    BoundaryAnswered,
     CheckpointSaved,
     CommandReceived,
     ControllerLost,
@@ -26,12 +27,11 @@ from perdure.model.events import (
     StoreReady,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.orders import Assignment
 from perdure.model.signals.links import HostProbe, PairProbe
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
-from perdure.model.steering import BoundaryAnswered
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -17,6 +17,8 @@ from perdure.model.actions import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
     CheckpointFailed,
     CheckpointRestored,
     CheckpointSaved,
@@ -35,7 +37,6 @@ from perdure.model.events import (
     TimerFired,
 )
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 
 
 def ask(driver: Driver, kind: str, *targets: str, id_: str = "", **args: Any) -> list[AnyAction]:

@@ -7,8 +7,8 @@ from perdure.cli.looking.look import render_snapshot
 from perdure.dash.shape import render_span
 from perdure.dash.watch import find_telling, render_busy, render_ranks, render_watch
 from perdure.model.report import DeviceRow, IncidentRow, RankRow, Snapshot
-from perdure.model.settings import Change, KeySpec
 from perdure.model.signals.progress import BusyPhase
+from perdure.model.steering import Change, KeySpec
 from perdure.model.verdicts import Culprit, Verdict
 
 

@@ -7,8 +7,13 @@ from tests.unit.detect.drive import inject
 from perdure.detect import Detector
 from perdure.detect.cadence import Habits
 from perdure.detect.certainty import AGAIN, SOONEST_S, TIMEOUT_S, find_grounds, find_stillness
-from perdure.model.elastic import WorldReformed
-from perdure.model.events import ControllerStarted, StacksTaken, VerdictReached, VerdictWithdrawn
+from perdure.model.events import (
+    ControllerStarted,
+    StacksTaken,
+    VerdictReached,
+    VerdictWithdrawn,
+    WorldReformed,
+)
 from perdure.model.fitting import CUT
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import CommProgress

@@ -4,8 +4,7 @@ from perdure.detect.cadence import Cadence
 from perdure.detect.desync import DesyncWatch
 from perdure.detect.watch import RankWatch
 from perdure.model.job import DetectConfig
-from perdure.model.signals.collectives import CollectiveSpan
-from perdure.model.signals.progress import CommProgress, RankAccount
+from perdure.model.signals.progress import CollectiveSpan, CommProgress, RankAccount
 
 
 def make_watch(rank, step, seq, op="allreduce", size=4, recorder="compiled"):

@@ -13,7 +13,7 @@ from perdure.model.events import (
     RankExited,
     VerdictWithdrawn,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import DetectConfig, JobSpec
 from perdure.model.signals.progress import NodeBeat, ProcSample, RankAccount, RankProgress
 

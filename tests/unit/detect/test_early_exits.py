@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from perdure.detect import Detector
-from perdure.model.elastic import WorldReformed
-from perdure.model.events import RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.events import RankExited, WorldReformed
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 
 

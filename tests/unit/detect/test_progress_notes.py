@@ -2,9 +2,8 @@
 
 import msgspec
 
-from perdure.model.elastic import WorldReformed
-from perdure.model.events import GenerationStepping, ProgressNoted, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.events import GenerationStepping, ProgressNoted, RankExited, WorldReformed
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import ProcSample, RankAccount, RankProgress
 
 

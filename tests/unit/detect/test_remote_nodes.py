@@ -6,9 +6,8 @@ A second without heartbeats alone says nothing: its ranks train on, one sign of 
 import pytest
 
 from perdure.detect.nodes import NodeWatch
-from perdure.model.elastic import WorldBroken, WorldReformed
-from perdure.model.events import NodeLost, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.events import NodeLost, RankExited, WorldBroken, WorldReformed
+from perdure.model.failures import ExitRecord
 from perdure.model.job import DetectConfig
 from perdure.model.signals.progress import NodeBeat, RankAccount
 

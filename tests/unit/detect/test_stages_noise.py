@@ -6,7 +6,7 @@ import pytest
 
 from perdure.detect.stages import StageWatch
 from perdure.model.job import DetectConfig
-from perdure.model.signals.collectives import StepStages
+from perdure.model.signals.progress import StepStages
 
 SLOW = 1
 """The rank that is slow, once it is."""

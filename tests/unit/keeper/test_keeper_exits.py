@@ -14,7 +14,7 @@ from tests.disks import small_disk
 from perdure.keeper import exits
 from perdure.model.bus.wire import RankLaunch
 from perdure.model.codec import decode, encode
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.service.agent.line_server import LINE_MAX
 from perdure.worker.start.failure import RESERVED_BYTES, save_failure
 

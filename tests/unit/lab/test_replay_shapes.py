@@ -2,8 +2,7 @@
 
 from perdure.lab.live.live import find_shapes
 from perdure.lab.report import FormedShape
-from perdure.model.elastic import WorldReformed
-from perdure.model.events import JournalEntry
+from perdure.model.events import JournalEntry, WorldReformed
 
 
 def make(*rows: tuple[int, int, float, str, bool]) -> list[JournalEntry]:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from perdure.model.aside import make_plain
 from perdure.model.bus.wire import WorkerEvent
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import CommandReceived, MetricsLogged, RankJoined
+from perdure.model.plain import make_plain
 
 
 def test_what_is_not_finite_comes_back_as_it_was() -> None:

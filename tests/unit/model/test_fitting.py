@@ -11,7 +11,7 @@ from perdure.model.events import (
     StacksTaken,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.fitting import cut_text, fit_event
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict

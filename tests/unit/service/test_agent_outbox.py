@@ -6,13 +6,19 @@ from collections.abc import Awaitable, Callable
 import pytest
 from tests.fakes import FakeBus, FakeServer
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
-from perdure.model.events import AnyEvent, GenerationStopped, MetricsLogged, RankExited, RankJoined
-from perdure.model.exits import ExitRecord
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    GenerationStopped,
+    MessagesSetAside,
+    MetricsLogged,
+    RankExited,
+    RankJoined,
+)
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import BoundaryAnswered
 from perdure.service.agent import outbox as agent_outbox
 from perdure.service.agent.outbox import Outbox
 

@@ -10,7 +10,7 @@ from perdure.model.codec import encode
 from perdure.model.errors import RequestError
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import RunProbe
-from perdure.model.signals.probing import ProbeAsk, subject_probe
+from perdure.model.signals.links import ProbeAsk, subject_probe
 from perdure.service.agent.probe import Prober
 
 

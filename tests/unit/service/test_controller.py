@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from tests.fakes import FakeBus, FakeServer, FakeStream, number_entries
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.access import BROUGHT_BY
 from perdure.model.bus.wire import (
     Command,
@@ -28,13 +27,14 @@ from perdure.model.events import (
     Decision,
     GenerationStopped,
     JobEnded,
+    MessagesSetAside,
     MetricsLogged,
     NodeRegistered,
     RankExited,
     RanksStarted,
     StoreReady,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount

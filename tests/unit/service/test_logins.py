@@ -22,7 +22,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError
-from perdure.model.invitations import digest_secret
+from perdure.model.events import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.access import logins

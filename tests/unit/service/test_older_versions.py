@@ -15,12 +15,18 @@ from perdure.adapters.checkpoints import verify_all
 from perdure.cli.app import run_command
 from perdure.control import Memory
 from perdure.control.memory import decode_memory, encode_memory
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.version import PROTOCOL, Spoken, can_talk, make_spoken
 from perdure.model.bus.wire import Endpoint, Invitation
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError
-from perdure.model.events import ControllerStarted, Decision, JobEnded, JournalEntry, NodeRegistered
+from perdure.model.events import (
+    ControllerStarted,
+    Decision,
+    JobEnded,
+    JournalEntry,
+    MessagesSetAside,
+    NodeRegistered,
+)
 from perdure.service.access.joining import read_invitation
 from perdure.service.agent.shell import _main as run_agent
 from perdure.service.jobfiles import parse_journal, paths_of, write_atomic, write_document

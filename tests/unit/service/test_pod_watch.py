@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from perdure.model.bus.wire import Command
-from perdure.model.platforms.cluster_past import explain_fate, find_fates
+from perdure.model.platforms.kubernetes import explain_fate, find_fates
 from perdure.service.controller.pod_watch import PodWatch
 
 ENDED = {"exitCode": 137, "reason": "OOMKilled", "finishedAt": "2026-11-22T04:00:00Z"}

@@ -7,10 +7,9 @@ import pytest
 from tests.fakes import FakeBus, FakeServer
 from tests.stream import FakeRank, Stream, open_stream
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage, WorkerEvent, subject_events
 from perdure.model.codec import decode, encode
-from perdure.model.events import GenerationStopped, MetricsLogged, RankJoined
+from perdure.model.events import GenerationStopped, MessagesSetAside, MetricsLogged, RankJoined
 from perdure.service.controller.inbox import NAMES_MAX
 
 JOINED = RankJoined(generation=0, rank=1)

@@ -12,8 +12,8 @@ from perdure.adapters import storage
 from perdure.cli.app import run_command
 from perdure.model.checkpoints import FileEntry, Manifest, name_checkpoint
 from perdure.model.codec import encode
+from perdure.model.events import RoomNoted
 from perdure.model.job import CheckpointConfig, JobSpec
-from perdure.model.room import RoomNoted
 from perdure.plan.storage import RESERVE_BYTES, Room
 from perdure.service import storage_watch
 from perdure.service.jobfiles import paths_of, write_document

@@ -7,10 +7,10 @@ from perdure.model.events import (
     JournalEntry,
     ProgressNoted,
     RankExited,
+    RoomNoted,
     VerdictReached,
 )
-from perdure.model.exits import ExitRecord
-from perdure.model.room import RoomNoted
+from perdure.model.failures import ExitRecord
 from perdure.model.signals.progress import RankAccount
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry.alerts import Alert, AlertFold

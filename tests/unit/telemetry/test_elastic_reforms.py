@@ -1,6 +1,5 @@
 """A death after which the others went on in place: an incident that ends no generation."""
 
-from perdure.model.elastic import WorldBroken, WorldReformed
 from perdure.model.events import (
     AnyEvent,
     Decision,
@@ -12,8 +11,10 @@ from perdure.model.events import (
     ProgressNoted,
     RankExited,
     RanksStarted,
+    WorldBroken,
+    WorldReformed,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress
 from perdure.telemetry import SnapshotFold

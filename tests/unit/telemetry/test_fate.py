@@ -1,7 +1,7 @@
 """Finished, dead, stalled, running: by artifacts on both sides of each line."""
 
 from perdure.model.events import JobEnded, JournalEntry, RankAccount, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.telemetry.fate import Signs, collect_last_words, tell_fate
 
 ENDED = [

@@ -8,18 +8,19 @@ from perdure.model.events import (
     AnyEvent,
     GenerationStopped,
     JobEnded,
+    JobResumed,
     JobSubmitted,
     JournalEntry,
+    KeysDeclared,
     NodeRestored,
     QuorumFormed,
     RankExited,
     RanksStarted,
     ReplicaSeen,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.signals.progress import RankAccount
-from perdure.model.steering import JobResumed, KeysDeclared
 from perdure.telemetry.ledger import LedgerFold
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 from tests.journals import Story
 
-from perdure.model.events import NodeLost, NodeRegistered
+from perdure.model.events import MachineReported, NodeLost, NodeRegistered
 from perdure.model.job import JobSpec
-from perdure.model.notices import MachineReported
 from perdure.telemetry import find_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_recoveries

@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 from tests.journals import Story
 
-from perdure.model.events import NodeLost
-from perdure.model.exits import ExitRecord
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import NodeLost, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.failures import ExitRecord
 from perdure.telemetry import find_verdicts
 from perdure.telemetry.history import History
 from perdure.telemetry.incidents import find_recoveries

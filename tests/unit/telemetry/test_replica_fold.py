@@ -10,7 +10,7 @@ from perdure.model.events import (
     RanksStarted,
     ReplicaSeen,
 )
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec, TorchftConfig
 from perdure.model.report import Snapshot
 from perdure.model.signals.progress import NodeBeat, RankAccount, RankProgress

@@ -1,6 +1,6 @@
 """Who holds which stage: as the members of the newest epoch have said it."""
 
-from perdure.model.elastic import WorldReformed
+from perdure.model.events import WorldReformed
 from perdure.model.report import StageRow, WorldShape
 from perdure.telemetry.shapes import ShapeFold
 

@@ -2,9 +2,8 @@ import msgspec
 from tests.journals import Story, tell
 
 from perdure.model import codec
-from perdure.model.events import CommandReceived
+from perdure.model.events import BoundaryReached, CommandReceived, KeysDeclared, SettingsChanged
 from perdure.model.report import Snapshot
-from perdure.model.settings import Change, KeySpec
 from perdure.model.signals.progress import (
     CommProgress,
     NodeBeat,
@@ -12,7 +11,7 @@ from perdure.model.signals.progress import (
     RankAccount,
     RankProgress,
 )
-from perdure.model.steering import BoundaryReached, KeysDeclared, SettingsChanged
+from perdure.model.steering import Change, KeySpec
 from perdure.telemetry import SnapshotFold, make_series
 
 

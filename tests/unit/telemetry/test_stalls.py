@@ -2,7 +2,7 @@
 
 import pytest
 
-from perdure.model.failures import FailureDecided
+from perdure.model.events import FailureDecided
 from perdure.telemetry.stalls import Stall, split_stall, take_stalls
 
 RE = "reconfiguration."

@@ -1,7 +1,7 @@
 """Four causes for a job whose `perdure run` is gone, each told by what it leaves behind."""
 
 from perdure.model.events import CommandReceived, JobEnded, JournalEntry, NodeRegistered, RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.platforms.slurm import SlurmEnd
 from perdure.model.signals.progress import RankAccount
 from perdure.telemetry.fate import RUN_LOST, HostFacts, Signs, explain_vanishing, tell_fate

@@ -2,7 +2,6 @@ import msgspec
 import pytest
 from tests.journals import Story, tell
 
-from perdure.model.elastic import WorldReformed
 from perdure.model.events import (
     JournalEntry,
     KeeperLost,
@@ -10,6 +9,7 @@ from perdure.model.events import (
     StacksTaken,
     VerdictReached,
     VerdictWithdrawn,
+    WorldReformed,
 )
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.telemetry import find_verdicts

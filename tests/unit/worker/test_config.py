@@ -1,7 +1,7 @@
 import pytest
 
 from perdure.model.errors import ConfigError
-from perdure.model.settings import Change, KeySpec
+from perdure.model.steering import Change, KeySpec
 from perdure.worker.config import Config
 
 

@@ -3,9 +3,9 @@
 import threading
 from typing import Any, Literal
 
+from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.settings import Change
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
+from perdure.model.steering import Change
 from perdure.worker.boundary import NEVER, Agreed, BoundaryGate
 
 Kind = Literal["checkpoint", "stop", "set", "pause", "drain"]

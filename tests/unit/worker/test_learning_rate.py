@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from perdure.model.settings import Change
+from perdure.model.steering import Change
 from perdure.worker.config import Config
 from perdure.worker.trainers.learning_rate import LearningRate
 

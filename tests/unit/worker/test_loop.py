@@ -2,9 +2,8 @@ import pytest
 from tests.rings import read_records
 
 from perdure.adapters.rings import read_ring
-from perdure.model.events import MetricsLogged
+from perdure.model.events import BoundaryReached, MetricsLogged
 from perdure.model.orders import SendBoundary
-from perdure.model.steering import BoundaryReached
 from perdure.worker.attach import Attachment
 from perdure.worker.config import Config
 from perdure.worker.loop import StepLoop

@@ -6,11 +6,15 @@ from typing import Any
 import pytest
 import torch
 
-from perdure.model.events import CheckpointFailed, CheckpointSaved
+from perdure.model.events import (
+    BoundaryAnswered,
+    BoundaryReached,
+    CheckpointFailed,
+    CheckpointSaved,
+)
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import Steering
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
+from perdure.model.steering import Steering
 from perdure.worker.torchft.settings import ReplicaConfig
 
 pytestmark = pytest.mark.torch

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from perdure.model.errors import ConfigError
+from perdure.model.events import BoundaryAnswered, BoundaryReached, KeysDeclared
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import Change, Steering
-from perdure.model.steering import BoundaryAnswered, BoundaryReached, KeysDeclared
+from perdure.model.steering import Change, Steering
 from perdure.worker.torchft.settings import STATE_KEY, ReplicaConfig
 
 NOTHING = Steering()

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from perdure.adapters.notices.http import Answer, MetadataService, parse_answer
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 _URL = "http://169.254.169.254"
 _TOKEN, _TTL_S = "/latest/api/token", 21_600

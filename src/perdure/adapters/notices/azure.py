@@ -12,7 +12,7 @@ import msgspec
 
 from perdure.adapters.notices.http import MetadataService, parse_answer
 from perdure.model.errors import PlatformError
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 _URL = "http://169.254.169.254"
 _EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"

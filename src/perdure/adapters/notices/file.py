@@ -3,7 +3,7 @@
 import os
 
 from perdure.model.errors import PlatformError
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 _BYTES_MAX = 64
 

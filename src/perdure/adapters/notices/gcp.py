@@ -10,7 +10,7 @@ attached GPUs an hour.)
 from urllib.parse import quote
 
 from perdure.adapters.notices.http import TIMEOUT_S, MetadataService
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 _URL = "http://metadata.google.internal"
 _HEADERS = {"Metadata-Flavor": "Google"}

@@ -15,7 +15,7 @@ import msgspec
 
 from perdure.adapters.notices.http import TIMEOUT_S, MetadataService, parse_answer
 from perdure.model.errors import PlatformError
-from perdure.model.notices import Announced
+from perdure.model.events import Announced
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 """Where a pod has its token, which is replaced every hour, and the server's authority."""

@@ -16,8 +16,7 @@ from perdure.cli.platforms.profiles import choose_profile
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import note, print_json, render_table
 from perdure.model.errors import ConfigError, PerdureError, PlatformError
-from perdure.model.platforms.health import Check
-from perdure.model.platforms.traps import Scope, Trap
+from perdure.model.platforms.traps import Check, Scope, Trap
 from perdure.service.jobfiles import load_endpoint, resolve_home
 from perdure.service.storage_watch import find_budget
 from perdure.traps import judge

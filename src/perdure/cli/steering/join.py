@@ -13,7 +13,7 @@ from perdure.cli.speech.say import answer, note, print_json, render_table
 from perdure.cli.steering.act import JobName
 from perdure.model.codec import encode
 from perdure.model.errors import ConfigError
-from perdure.model.invitations import EXPIRES_S
+from perdure.model.events import EXPIRES_S
 from perdure.service.access.joining import join as join_job
 from perdure.service.access.joining import make_invitation, read_invitation, read_source
 from perdure.service.access.logins import end_logins

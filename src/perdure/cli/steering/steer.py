@@ -15,7 +15,7 @@ from perdure.cli.steering.act import JobName, Timeout, answer_of
 from perdure.model import job as job_module
 from perdure.model.errors import ConfigError
 from perdure.model.report import Snapshot
-from perdure.model.settings import KeySpec, Value, find_product_fault, parse_value, render_value
+from perdure.model.steering import KeySpec, Value, find_product_fault, parse_value, render_value
 from perdure.plan.settings import SECTIONS, apply_spec, find_own_keys
 
 Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the journal.")]

@@ -42,9 +42,9 @@ from perdure.control.answers import answer_open
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
+from perdure.model.events import BoundaryAnswered, BoundaryReached
 from perdure.model.orders import SendBoundary
-from perdure.model.settings import Change
-from perdure.model.steering import BoundaryAnswered, BoundaryReached, Pace
+from perdure.model.steering import Change, Pace
 
 _REACH_TIMEOUT_S = 600.0
 _PACE_S = 1.0

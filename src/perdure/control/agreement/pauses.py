@@ -10,8 +10,9 @@ from perdure.control.answers import answer, answer_open
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.lighthouse.holds import hold_groups
 from perdure.model.actions import AnyAction, RecordEvent
+from perdure.model.events import BoundaryReached, JobPaused, JobResumed
 from perdure.model.orders import ResumeRanks
-from perdure.model.steering import RESUMED, BoundaryReached, JobPaused, JobResumed
+from perdure.model.steering import RESUMED
 
 
 def commit_pause(state: JobState, now: float, boundary: OpenBoundary) -> list[AnyAction]:

@@ -28,8 +28,14 @@ from perdure.control.membership.members import (
 )
 from perdure.control.observing import is_observed
 from perdure.model.actions import AnyAction
-from perdure.model.elastic import MemberReady, WorldBroken, WorldReformed
-from perdure.model.events import NodeRegistered, RankExited, RankJoined
+from perdure.model.events import (
+    MemberReady,
+    NodeRegistered,
+    RankExited,
+    RankJoined,
+    WorldBroken,
+    WorldReformed,
+)
 from perdure.model.failures import explain_break
 from perdure.model.orders import ReformWorld
 from perdure.model.verdicts import Verdict

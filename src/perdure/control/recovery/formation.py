@@ -18,7 +18,7 @@ from perdure.control.world import WorldState
 from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
 from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
 from perdure.model.orders import Assignment
-from perdure.model.settings import Steering
+from perdure.model.steering import Steering
 
 REGISTER_TIMEOUT_S = 180.0
 """From the job's first event until the last node's first hello, its keeper's start included."""

@@ -16,8 +16,13 @@ from perdure.control.recovery.response import weigh_verdict
 from perdure.control.targets import UnknownTargetError, find_nodes
 from perdure.model.actions import AnyAction, RecordEvent
 from perdure.model.bus.wire import Notice
-from perdure.model.events import DeviceReported, VerdictReached
-from perdure.model.notices import MachineReported, PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import (
+    DeviceReported,
+    MachineReported,
+    PreemptionNoticed,
+    PreemptionWithdrawn,
+    VerdictReached,
+)
 from perdure.model.verdicts import Culprit, Verdict
 
 _GRACE_S_MAX = 7 * 86400.0

@@ -9,7 +9,7 @@ from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed
 from perdure.model.actions import AnyAction, CordonNode, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
-from perdure.model.notices import LATE_S
+from perdure.model.failures import LATE_S
 from perdure.model.verdicts import Verdict
 
 

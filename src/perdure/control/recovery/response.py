@@ -6,7 +6,7 @@ from perdure.control.job import JobState
 from perdure.control.membership.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
 from perdure.model.actions import AnyAction
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
 

@@ -16,9 +16,9 @@ from perdure.control.steering.group_verbs import order_replicas
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.events import CommandReceived, FaultInjected, NodeAsked
+from perdure.model.events import CommandReceived, FaultInjected, NodeAsked, OperatorNoted
 from perdure.model.orders import InjectFault
-from perdure.model.steering import OperatorNoted, find_note_fault
+from perdure.model.steering import find_note_fault
 
 _STOP_TIMEOUT_S = 30.0
 """A stop that the ranks have not agreed on by then is carried out with signals."""

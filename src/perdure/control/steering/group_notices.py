@@ -8,7 +8,7 @@ from perdure.control.job import GroupMove, JobState
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.steering.group_moves import count_left, take_back
 from perdure.model.actions import AnyAction, NoteDraining
-from perdure.model.notices import PreemptionNoticed, PreemptionWithdrawn
+from perdure.model.events import PreemptionNoticed, PreemptionWithdrawn
 from perdure.policy import Outlook, decide_hand_over
 
 _MARGIN_S_MAX = 2.0

@@ -21,9 +21,8 @@ from perdure.control.recovery.formation import form_world
 from perdure.control.recovery.placement import bar, cordon, find_shortage
 from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.model.actions import AnyAction, NoteDraining
-from perdure.model.events import CheckpointFailed, CheckpointSaved, RankExited
+from perdure.model.events import BoundaryReached, CheckpointFailed, CheckpointSaved, RankExited
 from perdure.model.orders import ResumeRanks
-from perdure.model.steering import BoundaryReached
 
 _ALIVE = ("forming", "starting", "running")
 

@@ -19,13 +19,7 @@ from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
 from perdure.model.errors import ConfigError
-from perdure.model.settings import (
-    Change,
-    Value,
-    find_fault,
-    find_product_fault,
-    is_kept_elsewhere,
-)
+from perdure.model.steering import Change, Value, find_fault, find_product_fault, is_kept_elsewhere
 from perdure.plan.settings import apply_spec
 
 

@@ -13,8 +13,7 @@ from perdure.lab.live.ledger import Run, join_steps
 from perdure.lab.live.systems import Perdure, System
 from perdure.lab.report import FormedShape, MadeStep
 from perdure.lab.simulation.schedule import Schedule
-from perdure.model.elastic import WorldReformed
-from perdure.model.events import JournalEntry
+from perdure.model.events import JournalEntry, WorldReformed
 from perdure.model.report import Recovery
 from perdure.service.controller.journal import read_journal
 from perdure.telemetry import make_report

@@ -32,13 +32,13 @@ from perdure.launch.platforms import Here
 from perdure.launch.records import write_record
 from perdure.model.errors import ConfigError, PlatformError
 from perdure.model.job import JobSpec
-from perdure.model.platforms.cluster_past import tell_past
 from perdure.model.platforms.kubernetes import (
     JOB_LABEL,
     JobState,
     KubernetesSection,
     explain_pod,
     parse_version,
+    tell_past,
 )
 from perdure.model.platforms.launching import BoxState, Finding, LaunchRecord, Plan, Step
 from perdure.model.platforms.profile import Profile

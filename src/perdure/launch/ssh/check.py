@@ -16,9 +16,9 @@ from perdure.launch.channel import Channel
 from perdure.launch.platforms import Here
 from perdure.launch.ssh.programs import ASK, read_program
 from perdure.model.errors import ConfigError
+from perdure.model.platforms.box import TESTED_TORCH, read_version
 from perdure.model.platforms.launching import Finding, Plan
 from perdure.model.platforms.profile import LaunchSection, Profile
-from perdure.model.platforms.supported import TESTED_TORCH, read_version
 from perdure.traps.checks import NETWORK_KINDS
 from perdure.traps.findings import error, finding, note, warning
 

@@ -30,7 +30,7 @@ from typing import Literal, get_args
 
 import msgspec
 
-from perdure.model import aside, elastic, events, failures, invitations, notices, room, steering
+from perdure.model import events
 from perdure.model.bus.wire import (
     RUN,
     bucket_lease,
@@ -44,9 +44,8 @@ from perdure.model.bus.wire import (
     subject_orders,
     subject_queries,
 )
-from perdure.model.event import Event
 from perdure.model.orders import LIGHTHOUSE
-from perdure.model.signals.probing import subject_probe
+from perdure.model.signals.links import subject_probe
 from perdure.model.steering import Verb
 
 Role = Literal[
@@ -74,7 +73,7 @@ _AGENT: tuple[Sender, ...] = ("agent",)
 _RANK: tuple[Sender, ...] = ("rank",)
 _LIGHTHOUSE: tuple[Sender, ...] = ("lighthouse",)
 _RUN: tuple[Sender, ...] = ("run",)
-BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
+BROUGHT_BY: Mapping[type[events.Event], tuple[Sender, ...]] = MappingProxyType(
     {
         events.JobSubmitted: _CONTROLLER,
         events.ControllerStarted: _CONTROLLER,
@@ -99,22 +98,22 @@ BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
         events.ProbeEnded: _AGENT,
         events.ProbeJudged: _CONTROLLER,
         events.CollectivesInterrupted: _RANK,
-        elastic.WorldBroken: _RANK,
-        elastic.WorldReformed: _RANK,
-        elastic.MemberReady: _RANK,
+        events.WorldBroken: _RANK,
+        events.WorldReformed: _RANK,
+        events.MemberReady: _RANK,
         events.NodeCordoned: _CONTROLLER,
         events.NodeRestored: _CONTROLLER,
         events.NodeDraining: _CONTROLLER,
         events.NodeAsked: _AGENT,
         events.CommandReceived: _CONTROLLER,
-        steering.BoundaryAnswered: _RANK,
-        steering.BoundaryReached: _RANK,
+        events.BoundaryAnswered: _RANK,
+        events.BoundaryReached: _RANK,
         events.FaultInjected: ("agent", "rank"),
-        steering.KeysDeclared: _RANK,
-        steering.SettingsChanged: _CONTROLLER,
-        steering.JobPaused: _CONTROLLER,
-        steering.JobResumed: _CONTROLLER,
-        steering.OperatorNoted: _CONTROLLER,
+        events.KeysDeclared: _RANK,
+        events.SettingsChanged: _CONTROLLER,
+        events.JobPaused: _CONTROLLER,
+        events.JobResumed: _CONTROLLER,
+        events.OperatorNoted: _CONTROLLER,
         events.QuorumFormed: _LIGHTHOUSE,
         events.QuorumIdsReserved: _LIGHTHOUSE,
         events.ReplicaLate: _LIGHTHOUSE,
@@ -122,16 +121,16 @@ BROUGHT_BY: Mapping[type[Event], tuple[Sender, ...]] = MappingProxyType(
         events.ReplicaWaiting: _RANK,
         events.DeviceReported: _CONTROLLER,
         events.ControllerLost: _RUN,
-        notices.PreemptionNoticed: ("controller", "agent"),
-        notices.PreemptionWithdrawn: ("controller", "agent"),
-        notices.MachineReported: _CONTROLLER,
-        room.RoomNoted: _RUN,
+        events.PreemptionNoticed: ("controller", "agent"),
+        events.PreemptionWithdrawn: ("controller", "agent"),
+        events.MachineReported: _CONTROLLER,
+        events.RoomNoted: _RUN,
         events.ActionWithheld: _CONTROLLER,
-        failures.FailureDecided: _CONTROLLER,
-        invitations.InvitationMade: _CONTROLLER,
-        invitations.InvitationUsed: _CONTROLLER,
-        invitations.InvitationRevoked: _CONTROLLER,
-        aside.MessagesSetAside: ("controller", "run", "agent", "rank", "lighthouse"),
+        events.FailureDecided: _CONTROLLER,
+        events.InvitationMade: _CONTROLLER,
+        events.InvitationUsed: _CONTROLLER,
+        events.InvitationRevoked: _CONTROLLER,
+        events.MessagesSetAside: ("controller", "run", "agent", "rank", "lighthouse"),
         events.TimerFired: _CONTROLLER,
         events.JobEnded: _CONTROLLER,
     }

@@ -26,7 +26,7 @@ from perdure.model.bus.wire import (
     subject_queries,
 )
 from perdure.model.events import JournalEntry
-from perdure.model.signals.probing import ProbeAsk, ProbeDoor, subject_probe
+from perdure.model.signals.links import ProbeAsk, ProbeDoor, subject_probe
 from perdure.model.signals.progress import NodeBeat
 
 _JOB, _NODE = "{job}", "{node}"

@@ -3,7 +3,7 @@
 `PROTOCOL` is a number that grows whenever an older part could not work with a newer one: a subject
 that is named otherwise, a message that has to be answered. A part speaks all numbers from
 `PROTOCOL_MIN` on. A field, or a type of event or order, that an older part does not know is no
-reason: fields are passed over, events and orders set aside (`model/aside.py`).
+reason: fields are passed over, events and orders set aside (`MessagesSetAside`).
 
     protocol   perdure   what is new
     0          0.1       events and beats on one subject each

@@ -15,7 +15,7 @@ from perdure.model.bus.version import Spoken
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import AnyEvent
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.job import JobSpec
 from perdure.model.orders import AnyOrder, Assignment
 from perdure.model.steering import Verb

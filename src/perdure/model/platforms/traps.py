@@ -33,3 +33,16 @@ class Symptom(msgspec.Struct, frozen=True):
     """A regular expression."""
     says: str
     """In one sentence, for the person who finds it in the morning."""
+
+
+class Check(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that perdure needs or profits from."""
+
+    name: str
+    state: Literal["ok", "degraded", "missing", "note"]
+    """`degraded`: perdure goes on without it, and says what it then cannot do; `missing`: a job
+    cannot run; `note`: neither good nor bad."""
+    evidence: str
+    """What was looked at, and what it said."""
+    mend: str = ""
+    """What to do about it; empty where nothing needs to be done."""

@@ -1,4 +1,9 @@
-"""What the kernel says about the sockets between ranks: the cells of the delay matrix."""
+"""What the kernel says about the sockets between ranks, the cells of the delay matrix; and probes.
+
+To test the path between two agents, the sending node asks on the bus; the other opens a listening
+socket for this one transfer and answers where. Nothing listens while no probe is open, and who does
+not know the token is refused.
+"""
 
 from typing import Any, Literal
 
@@ -124,3 +129,27 @@ class ProbeFinding(msgspec.Struct, frozen=True, kw_only=True):
     """(sending node, receiving node) of a slow link."""
     confidence: float = 0.0
     evidence: dict[str, Any] = {}
+
+
+def subject_probe(job: str, node: int) -> str:
+    """Requests to the agent of `node`: a `ProbeAsk`, answered by `ProbeDoor`."""
+    return f"perdure.{job.replace('.', '_')}.probe.{node}"
+
+
+class ProbeAsk(msgspec.Struct, frozen=True):
+    """Open a door for one transfer of `bytes` each way, for `deadline_s` seconds at the most."""
+
+    id: str
+    round: int
+    src: int
+    bytes: int
+    deadline_s: float
+
+
+class ProbeDoor(msgspec.Struct, frozen=True):
+    """Where to connect; `error` where no door could be opened."""
+
+    host: str = ""
+    port: int = 0
+    token: str = ""
+    error: str = ""

@@ -1,16 +1,64 @@
 """What an agent reads off its ranks and puts into one heartbeat a node.
 
 All times are *job time*: seconds since the Unix epoch by the node's monotonic clock plus an
-offset that is fixed once per agent, so that they never step backwards.
+offset that is fixed once per agent, so that they never step backwards. Nobody may compare those of
+two nodes, durations may be compared. Collectives and stages are arrays on the wire: a node of eight
+ranks sends a few hundred of these a second.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
-from perdure.model.signals.collectives import CollectiveSpan, StepStages
 from perdure.model.signals.devices import DeviceSample
 from perdure.model.signals.links import LinkSweep, NicSample
+
+
+class CollectiveSpan(msgspec.Struct, frozen=True, array_like=True):
+    """One collective of one rank, ended or not.
+
+    With `dur = end_s - start_s`, the smallest duration among a communicator's ranks for one
+    `seq` is pure communication (the last to arrive waits for nobody), and `max(dur) - dur` is
+    how late a rank arrived.
+    """
+
+    comm: Annotated[int, msgspec.Meta(ge=0)]
+    """Index into the `comms` of the same `RankProgress`."""
+    seq: int
+    op: str
+    bytes: int
+    start_s: float
+    end_s: float = 0.0
+    """0 while it is under way, or where its end cannot be seen."""
+    wait_s: float = 0.0
+    """Of it, how long the rank's own threads were blocked in `wait`: its exposed part."""
+    peer: int = -1
+    """Global rank at the other end, of a send or receive."""
+
+
+class StepStages(msgspec.Struct, frozen=True, array_like=True):
+    """Where one step of one rank went, in seconds; the parts add up to `end_s - begin_s`.
+
+    A part never holds time blocked in collectives: that is `wait_s`. The slowest rank of a
+    stage is therefore named by that stage, not by the all-reduce that equalises the sums.
+    """
+
+    step: int
+    """Number of the step: committed steps where the script declares them, else a count of
+    optimizer steps."""
+    begin_s: float
+    end_s: float
+    data_s: float = 0.0
+    """Fetching a batch."""
+    forward_s: float = 0.0
+    """From the batch (or the step's begin) to the backward pass, communication excluded."""
+    backward_s: float = 0.0
+    optimizer_s: float = 0.0
+    wait_s: float = 0.0
+    """Blocked in collectives, by whichever stage."""
+    other_s: float = 0.0
+    """Checkpoint stalls, boundaries, and what no stage claims."""
+
 
 Phase = Literal[
     "spawned",

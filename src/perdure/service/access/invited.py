@@ -13,8 +13,7 @@ from perdure.control.invitations import note_invitation
 from perdure.control.job import JobState
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
-from perdure.model.events import JournalEntry
-from perdure.model.invitations import InvitationMade, InvitationRevoked, InvitationUsed
+from perdure.model.events import InvitationMade, InvitationRevoked, InvitationUsed, JournalEntry
 
 _TYPES = (b'"InvitationMade"', b'"InvitationUsed"', b'"InvitationRevoked"')
 

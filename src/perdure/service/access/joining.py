@@ -39,7 +39,7 @@ from perdure.model.errors import (
     RequestError,
     SafetyError,
 )
-from perdure.model.invitations import digest_secret
+from perdure.model.events import digest_secret
 from perdure.model.job import JobSpec
 from perdure.model.paths import JobPaths
 from perdure.service.agent.notices import OrphanedError, StartedAnewError

@@ -15,7 +15,7 @@ from perdure.agent.state import KeeperView
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import RankExited
-from perdure.model.exits import ExitRecord
+from perdure.model.failures import ExitRecord
 from perdure.model.paths import JobPaths
 from perdure.model.ring import RingReading
 from perdure.model.signals.progress import HostLoad, NodeBeat, RankAccount, RankProgress

@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from perdure.model.errors import PlatformError
+from perdure.model.events import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.model.job import JobSpec, PreemptionConfig
-from perdure.model.notices import Announced, PreemptionNoticed, PreemptionWithdrawn
 from perdure.service.ports import Bus, NoticeSource
 
 log = logging.getLogger("perdure.agent")

@@ -25,13 +25,17 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import EventAck, EventBatch, EventMessage
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError, RequestError
-from perdure.model.events import AnyEvent, MetricsLogged
+from perdure.model.events import (
+    AnyEvent,
+    BoundaryAnswered,
+    BoundaryReached,
+    MessagesSetAside,
+    MetricsLogged,
+)
 from perdure.model.fitting import EVENT_BYTES_MAX, drop_values, fit_event
-from perdure.model.steering import BoundaryAnswered, BoundaryReached
 from perdure.service.ports import Bus
 
 log = logging.getLogger("perdure.agent")

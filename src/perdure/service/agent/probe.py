@@ -17,8 +17,7 @@ from perdure.model.codec import decode, encode
 from perdure.model.errors import PlatformError, ProtocolError, RequestError
 from perdure.model.events import ProbeEnded
 from perdure.model.orders import RunProbe
-from perdure.model.signals.links import PairProbe
-from perdure.model.signals.probing import ProbeAsk, ProbeDoor, subject_probe
+from perdure.model.signals.links import PairProbe, ProbeAsk, ProbeDoor, subject_probe
 from perdure.service.part import Tasks
 from perdure.service.ports import Bus, Reply
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from perdure.agent.messages import WorkerSaid
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.wire import (
     FromWorker,
     WorkerAck,
@@ -22,6 +21,7 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ProtocolError
+from perdure.model.events import MessagesSetAside
 from perdure.model.orders import Order
 from perdure.service.agent.line_server import LINE_MAX, read_line
 from perdure.service.agent.outbox import Outbox

@@ -23,7 +23,6 @@ import msgspec
 
 from perdure.control.invitations import FINAL
 from perdure.control.senders import describe_sender, is_sender
-from perdure.model.aside import MessagesSetAside, make_plain
 from perdure.model.bus.access import ASKED_BY, Role
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
@@ -44,9 +43,9 @@ from perdure.model.bus.wire import (
 )
 from perdure.model.codec import decode, encode
 from perdure.model.errors import PerdureError, ProtocolError
-from perdure.model.events import AnyEvent, RankExited
-from perdure.model.invitations import digest_secret
+from perdure.model.events import AnyEvent, MessagesSetAside, RankExited, digest_secret
 from perdure.model.job import JobSpec
+from perdure.model.plain import make_plain
 from perdure.model.signals.progress import NodeBeat
 from perdure.service.aside import Asides
 from perdure.service.neighbours import MINE

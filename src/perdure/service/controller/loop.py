@@ -30,7 +30,6 @@ from perdure.detect import Detector
 from perdure.detect.devices import DeviceJudge
 from perdure.detect.unwatched import Unwatched
 from perdure.model.actions import AnswerCommand, EndJob
-from perdure.model.aside import MessagesSetAside
 from perdure.model.bus.version import can_talk
 from perdure.model.bus.wire import (
     Command,
@@ -50,6 +49,7 @@ from perdure.model.events import (
     JobEnded,
     JobSubmitted,
     JournalEntry,
+    MessagesSetAside,
     NodeRegistered,
 )
 from perdure.model.fitting import fit_event

@@ -16,8 +16,7 @@ import msgspec
 from perdure.adapters.notices.kubernetes import KubernetesPods, is_pod
 from perdure.model.bus.wire import Command, Notice
 from perdure.model.errors import PlatformError
-from perdure.model.platforms.cluster_past import PodFate, explain_fate, find_fates
-from perdure.model.platforms.kubernetes import JOB_LABEL
+from perdure.model.platforms.kubernetes import JOB_LABEL, PodFate, explain_fate, find_fates
 
 log = logging.getLogger("perdure.controller")
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from perdure.model.elastic import WorldBroken
 from perdure.model.errors import PlatformError
-from perdure.model.events import AnyEvent, RankJoined
+from perdure.model.events import AnyEvent, RankJoined, WorldBroken
 from perdure.model.orders import FollowWorld, ReformWorld
-from perdure.model.settings import Steering
+from perdure.model.steering import Steering
 from perdure.worker.attach import Attachment
 from perdure.worker.elastic.group import make_apart
 from perdure.worker.interrupt import shut_down_gloo

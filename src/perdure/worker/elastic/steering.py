@@ -18,8 +18,8 @@ from typing import Any
 
 from perdure.model.codec import decode, encode
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.settings import KeySpec
 from perdure.model.signals.progress import Phase
+from perdure.model.steering import KeySpec
 from perdure.worker.boundary import Interrupted
 from perdure.worker.config import Config
 from perdure.worker.elastic.group import Broken, Group, wait_for

@@ -27,8 +27,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from perdure.model.elastic import WorldReformed
 from perdure.model.errors import PlatformError, ProtocolError
+from perdure.model.events import WorldReformed
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.busy import Busy, declare_busy
 from perdure.worker.config import Config

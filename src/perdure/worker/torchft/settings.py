@@ -19,12 +19,11 @@ import msgspec
 
 from perdure.model.codec import decode, encode
 from perdure.model.errors import ConfigError
-from perdure.model.events import AnyEvent
+from perdure.model.events import AnyEvent, BoundaryAnswered
 from perdure.model.job import CheckpointConfig
 from perdure.model.orders import ResumeRanks, SendBoundary
-from perdure.model.settings import Change, Steering
 from perdure.model.signals.progress import Phase
-from perdure.model.steering import BoundaryAnswered
+from perdure.model.steering import Change, Steering
 from perdure.worker.boundary import PLANS, Agreed, BoundaryGate
 from perdure.worker.config import Config
 from perdure.worker.executor import Depth, Executor, Line

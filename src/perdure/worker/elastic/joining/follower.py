@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from perdure.model.elastic import MemberReady
 from perdure.model.errors import ProtocolError
+from perdure.model.events import MemberReady
 from perdure.model.orders import FollowWorld
 from perdure.plan.elastic.commit import FRESH
 from perdure.worker.elastic.joining.wire import Ask, At, Connection, Lost, Part, Take
