@@ -10,8 +10,8 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from perdure.adapters.host import read_text
 from perdure.model.job import JobSpec
@@ -43,7 +43,7 @@ class Nvml:
         self._nvml, self._clock = module, clock
         visible = (environ if environ is not None else os.environ).get("CUDA_VISIBLE_DEVICES")
         everything = self._list()
-        self.gpus: list[tuple[str, int, str, Any]] = _choose(everything, visible)
+        self.gpus: Sequence[tuple[str, int, str, Any]] = choose_visible(everything, visible)
         """(UUID, index, kind, handle)"""
         self._events = self._watch_xids()
         self._xids: dict[str, deque[Xid]] = {}
@@ -232,13 +232,17 @@ class Nvml:
             return default
 
 
-def _choose(
-    gpus: list[tuple[str, int, str, Any]], visible: str | None
-) -> list[tuple[str, int, str, Any]]:
-    """Return what CUDA_VISIBLE_DEVICES leaves, in its order: by index, or by (part of) UUID."""
+Gpu = TypeVar("Gpu", bound=tuple[Any, ...])
+
+
+def choose_visible(gpus: Sequence[Gpu], visible: str | None) -> Sequence[Gpu]:
+    """Return what CUDA_VISIBLE_DEVICES leaves, in its order: by index, or by (part of) UUID.
+
+    A GPU begins with these two: UUID, index.
+    """
     if visible is None:
         return gpus
-    chosen: list[tuple[str, int, str, Any]] = []
+    chosen: list[Gpu] = []
     for word in (part.strip() for part in visible.split(",")):
         match = [g for g in gpus if (str(g[1]) == word or (word and g[0].startswith(word)))]
         if not match:  # CUDA ignores everything after the first unknown device.

@@ -2,13 +2,14 @@
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import keep_given, note, print_json, render_table
+from perdure.dash.shape import render_span
 from perdure.model.errors import ConfigError
 from perdure.model.planning.costs import HINT, CostProfile, read_profile
 from perdure.model.planning.world import make_devices
@@ -79,23 +80,21 @@ def plan(
     if per_node is None:
         measured = {transfer.place for transfer in profile.transfers}
         per_node = devices if measured == {"node"} else 1
-    there = make_devices(
-        -(-devices // per_node), per_node, parse_size(memory), slow=_read_slow(slow)
-    )
-    there = there[:devices]
-    unknown = {name for name, _ in _read_slow(slow)} - {device.name for device in there}
+    slower = _read_slow(slow)
+    nodes = -(-devices // per_node)
+    there = make_devices(nodes, per_node, parse_size(memory), slow=slower)[:devices]
+    unknown = {name for name, _ in slower} - {device.name for device in there}
     if unknown:
         raise ConfigError(
             f"there is no device {min(unknown)}", hint=f"the last is {there[-1].name}"
         )
-    fields: dict[str, Any] = {
+    fields = {
         "global_batch": global_batch,
         "micro_batches": micro_batch or [],
         "ranks": ranks or [],
         "recompute": recompute,
+        **keep_given(schedules=schedule or None),
     }
-    if schedule:
-        fields["schedules"] = schedule
     try:
         request = msgspec.convert(fields, Request)
     except msgspec.ValidationError as error:
@@ -181,8 +180,7 @@ def _show(found: Plan) -> None:
         for o in found.options[1:]
     ]
     if rows:
-        head = ("runner-up", "how", "step s", "slower", "bubble", "idle")
-        print(render_table(head, rows))
+        print(render_table(("runner-up", "how", "step s", "slower", "bubble", "idle"), rows))
     for entry in found.excluded:
         print(f"not possible: {_explain(entry)}")
     print(f"{found.simulated} worlds simulated; {found.slower} kinds of worlds cannot be faster")
@@ -198,16 +196,6 @@ def _describe(option: Option) -> str:
 
 
 def _explain(entry: Excluded) -> str:
-    ranks = f", {_list(entry.ranks)} ranks" if entry.ranks else ""
+    numbers = render_span(entry.ranks, len(entry.ranks)).replace(",", ", ")
+    ranks = f", {numbers} ranks" if entry.ranks else ""
     return f"{entry.what}{ranks}: {entry.reason}"
-
-
-def _list(numbers: tuple[int, ...]) -> str:
-    """Return numbers in short: 1-3, 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}-{b}" if b > a else f"{a}" for a, b in runs)

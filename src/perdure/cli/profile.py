@@ -109,21 +109,19 @@ def _run(
 
 def _show(found: CostProfile, report: ProfileReport) -> None:
     size = found.micro_batches[-1]
-    rows = []
-    for block in found.blocks:
-        cost = block.costs[size]
-        weight = "-" if cost.weight_s is None else round(1e3 * cost.weight_s, 3)
-        rows.append(
-            (
-                block.name,
-                round(1e3 * cost.forward_s, 3),
-                round(1e3 * cost.backward_s, 3),
-                weight,
-                cost.input_bytes,
-                cost.stored_bytes,
-                block.state_bytes,
-            )
+    costs = [(block, block.costs[size]) for block in found.blocks]
+    rows = [
+        (
+            block.name,
+            round(1e3 * cost.forward_s, 3),
+            round(1e3 * cost.backward_s, 3),
+            "-" if cost.weight_s is None else round(1e3 * cost.weight_s, 3),
+            cost.input_bytes,
+            cost.stored_bytes,
+            block.state_bytes,
         )
+        for block, cost in costs
+    ]
     print(f"profile      {report.path}")
     print(f"machine      {found.machine}")
     what = ", ".join(report.measured) or "nothing: all was kept from before"

@@ -2,6 +2,7 @@
 
 import os
 import time
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +13,7 @@ from msgspec import structs
 from perdure.adapters.devices import list_gpus
 from perdure.cli.running.jobspec import read_job_file, validate
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json, render_table
+from perdure.cli.speech.say import answer, keep_given, note, print_json, render_table
 from perdure.control.queue import Book, Line, explain, find_oversized
 from perdure.model.errors import ConfigError, SafetyError
 from perdure.model.numbers import NUMBER_HINT, find_number
@@ -71,18 +72,17 @@ def add(
     as_json: Json = False,
 ) -> None:
     """Add items, or describe waiting ones anew; what runs or is done stays as it is."""
-    given = {
-        "name": name,
-        "after": after,
-        "done": done,
-        "priority": priority,
-        "gpus": gpus,
-        "retries": retries,
-        "backoff_s": backoff_s,
-        "timeout_s": timeout_s,
-        "on": on,
-    }
-    options = {key: value for key, value in given.items() if value is not None}
+    options = keep_given(
+        name=name,
+        after=after,
+        done=done,
+        priority=priority,
+        gpus=gpus,
+        retries=retries,
+        backoff_s=backoff_s,
+        timeout_s=timeout_s,
+        on=on,
+    )
     items = [_complete(planned) for planned in _plan(words, options)]
     changes, differing = _put(QueueStore(resolve_home(), queue), items, prune)
     for item_name, state in differing.items():
@@ -212,15 +212,11 @@ def _check_needs(items: list[Item], book: Book) -> None:
                     f"item `{item.name}`: after `{other}`, which is not in the queue",
                     hint=f"there is {others or 'none'}",
                 )
-        seen: set[str] = set()
-        path = list(item.after)
-        while path:
-            one = path.pop()
-            if one == item.name:
-                raise ConfigError(f"item `{item.name}` waits for itself", hint="see its `after`")
-            if one not in seen:
-                seen.add(one)
-                path += needs.get(one, ())
+    try:
+        TopologicalSorter(needs).prepare()
+    except CycleError as error:
+        name = next(item.name for item in items if item.name in error.args[1])
+        raise ConfigError(f"item `{name}` waits for itself", hint="see its `after`") from None
 
 
 @app.command("ls")
@@ -235,9 +231,12 @@ def list_items(queue: QueueName = "default", as_json: Json = False) -> None:
     if not rows:
         print(f"queue {queue} is empty; `perdure queue add` fills it")
         return
-    head = ("item", "state", "attempts", "priority", "why")
-    cells = [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows]
-    print(render_table(head, cells))
+    print(
+        render_table(
+            ("item", "state", "attempts", "priority", "why"),
+            [(r["name"], r["state"], r["attempts"], r["priority"], r["reason"]) for r in rows],
+        )
+    )
     print(f"run by pid {pid}" if pid else "not being run; `perdure queue run` does")
 
 

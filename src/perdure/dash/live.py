@@ -70,10 +70,9 @@ class LiveScreen:
             from rich.console import Console
             from rich.live import Live
 
-            console = Console(file=self._output, soft_wrap=True, highlight=False)
             self._live = Live(
                 "",
-                console=console,
+                console=Console(file=self._output, soft_wrap=True, highlight=False),
                 auto_refresh=False,
                 transient=True,
                 redirect_stdout=False,

@@ -34,9 +34,7 @@ def _render_head(report: Report) -> str:
         f"goodput {report.goodput:.1%}"
     )
     lines = [line, shorten_line(report.reason, REASON_MAX)] if report.reason else [line]
-    if report.observed:
-        lines += render_withheld(report.withheld)
-    return "\n".join(lines)
+    return "\n".join([*lines, *render_withheld(report)])
 
 
 def _render_recoveries(report: Report, series: Series | None, width: int) -> str:
@@ -136,8 +134,7 @@ def _render_ledger(report: Report, width: int) -> str:
         share = clip_value(account.fraction) or 0.0
         full = min(max(share, 0.0), 1.0) * room
         bar = "█" * int(full) + (_BLOCKS[round(full % 1 * 8)] if full % 1 >= 0.0625 else "")
-        line = f"{name:<29}{account.s:>11.2f} s{account.fraction:>9.2%}  {bar}"
-        lines.append(line.rstrip())
+        lines.append(f"{name:<29}{account.s:>11.2f} s{account.fraction:>9.2%}  {bar}".rstrip())
     return "\n".join(lines)
 
 

@@ -1,11 +1,11 @@
 """Verdicts as text: culprit, evidence, who waits for whom, and stacks that stand alike together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from perdure.model.codec import encode
 from perdure.model.plain import REASON_MAX, shorten_line, shorten_lines
-from perdure.model.report import WithheldRow
+from perdure.model.report import Report, Snapshot
 from perdure.model.verdicts import Slowness, Verdict
 from perdure.telemetry import render_stacks
 from perdure.telemetry.asides import AsideRow
@@ -66,10 +66,10 @@ def describe_slowness(slow: Slowness) -> str:
     )
 
 
-def render_withheld(rows: Sequence[WithheldRow]) -> list[str]:
-    """Return in lines that a job is only observed, and what would have been done."""
-    lines = ["Observed only: nothing was ever acted upon."]
-    for row in rows:
+def render_withheld(told: Snapshot | Report) -> list[str]:
+    """Return in lines that a job is only observed, and what would have been done; else none."""
+    lines = ["Observed only: nothing was ever acted upon."] if told.observed else []
+    for row in told.withheld:
         where = f" at step {row.step}" if row.step >= 0 else ""
         reason = shorten_line(f"{row.cause} of {row.culprit}: {row.reason}", REASON_MAX)
         lines.append(f"  would have {row.would}{where}: {reason}")

@@ -91,8 +91,7 @@ def render_curve(
 
 def draw_nodes(counts: Counts, end_s: float) -> str:
     """Return nodes over time as SVG."""
-    stairs = make_stairs(counts, end_s)
-    return render_lines([("nodes", stairs)], x_label="hours", y_label="nodes")
+    return render_lines([("nodes", make_stairs(counts, end_s))], x_label="hours", y_label="nodes")
 
 
 def render_plot(counts: Counts, end_s: float) -> str:
@@ -287,10 +286,9 @@ def render_replay(result: ReplayResult, width: int) -> str:
 
 
 def _list(row: ReplayRow) -> tuple[str, ...]:
-    fractions = (row.fraction_of_u1, row.fraction_of_u2, row.fraction_of_u2_online)
     return (
         row.system,
-        *(f"{f:.4f}" for f in fractions),
+        *(f"{f:.4f}" for f in (row.fraction_of_u1, row.fraction_of_u2, row.fraction_of_u2_online)),
         *(str(row.losses), str(row.joins), f"{row.longest_gap_s:.2f}"),
         *(render_percent(sum(row.ledger[a] for a in group)) for group in GROUPS.values()),
     )

@@ -101,8 +101,7 @@ def bundle(
     if os.path.lexists(target):
         raise ConfigError(f"{target} is there already", hint="--out FILE, or move it away")
     redactor = Redactor()
-    paths = paths_of(home, job)
-    teach(redactor, paths, home)
+    teach(redactor, paths_of(home, job), home)
     taken = dict(take_files(root)) | ask_commands(job) | {"versions.json": tell_versions()}
     texts = redact_all(redactor, taken)
     sizes = {name: len(text.encode()) for name, text in texts.items()}
@@ -169,7 +168,9 @@ def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
             redactor.add_secret(value, f"<{name}>")
     for path in (paths.spec, *map(str, Path(paths.root, "previous").glob("*/job.json"))):
         _teach_job(redactor, path)
-    for host in (socket.gethostname(), socket.getfqdn(), platform.node(), _find_run_host(paths)):
+    parts = load_parts(paths)
+    run_host = parts.host if parts is not None else ""
+    for host in (socket.gethostname(), socket.getfqdn(), platform.node(), run_host):
         redactor.add_host(host)
     with contextlib.suppress(KeyError, OSError):
         redactor.add_user(getpass.getuser())
@@ -186,26 +187,21 @@ def teach(redactor: Redactor, paths: JobPaths, home: str) -> None:
 
 def _teach_credential(redactor: Redactor, path: str) -> None:
     """Every long string of a credential is secret, but where the server is."""
-    try:
-        text = Path(path).read_text(errors="replace")
-    except OSError:
-        return
-    try:
-        document = json.loads(text)
-    except ValueError:
-        redactor.add_secret(text.strip(), "<credential>")
-        return
-    for key, value in document.items() if isinstance(document, dict) else ():
+    document = _read_json(path)
+    if document is None:
+        with contextlib.suppress(OSError):
+            redactor.add_secret(Path(path).read_text(errors="replace").strip(), "<credential>")
+    for key, value in (document or {}).items():
         if isinstance(value, str) and key in ("token", "password", "seed", "jwt", "creds"):
             redactor.add_secret(value, "<credential>")
 
 
 def _teach_job(redactor: Redactor, path: str) -> None:
+    spec = _read_json(path) or {}
     try:
-        spec = json.loads(Path(path).read_text(errors="replace"))
         env, args = dict(spec.get("env", {})), [str(arg) for arg in spec.get("args", ())]
         alerts = dict(spec.get("alerts", {}))
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         return
     for name, value in env.items():
         if not _PLAIN_ENV.fullmatch(str(name)):
@@ -229,11 +225,6 @@ def _read_environ(paths: JobPaths) -> Iterator[tuple[str, str]]:
                     yield name, value
 
 
-def _find_run_host(paths: JobPaths) -> str:
-    parts = load_parts(paths)
-    return parts.host if parts is not None else ""
-
-
 def redact_all(redactor: Redactor, taken: Mapping[str, str]) -> Text:
     """Return all texts, redacted with what is known after all of them were looked at."""
     for text in taken.values():
@@ -252,12 +243,14 @@ def take_files(root: Path) -> Iterator[tuple[str, str]]:
     left = TOTAL_BYTES
     paths = {str(path.relative_to(root)): path for path in root.rglob("*")}
     paths = {name: path for name, path in paths.items() if name.split("/")[0] not in _SKIPPED}
-    paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in _find_streams(root)}
+    elsewhere = (_read_json(root / "job.json") or {}).get("log_dir")
+    streams = Path(elsewhere).glob("g*/rank-*") if isinstance(elsewhere, str) and elsewhere else ()
+    paths |= {f"logs/ranks/{path.parent.name}/{path.name}": path for path in streams}
     plain = [item for item in paths.items() if item[1].is_file() and not item[1].is_symlink()]
     for name, path in sorted(plain, key=lambda item: -_read_time(item[1])):
         if name in _SECRET_FILES or path.name.startswith("."):
             continue
-        if name == "job.json" and not _is_json(path):
+        if name == "job.json" and _read_json(path) is None:
             yield f"{name}.left-out", "it is no JSON: what is secret in it cannot be told\n"
             continue
         bounds = (FILE_HEAD_BYTES, FILE_TAIL_BYTES)
@@ -361,18 +354,13 @@ def tell_versions() -> str:
     )
 
 
-def _find_streams(root: Path) -> Iterator[Path]:
-    """Yield what ranks wrote where the job file says that it goes elsewhere."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        folder = json.loads((root / "job.json").read_bytes()).get("log_dir", "")
-        yield from Path(folder).glob("g*/rank-*") if folder else ()
-
-
-def _is_json(path: Path) -> bool:
+def _read_json(path: str | Path) -> dict[str, Any] | None:
+    """Return an object that lies on the disk; None where it cannot be read, or is none."""
     try:
-        return isinstance(json.loads(path.read_bytes()), dict)
+        found = json.loads(Path(path).read_bytes())
     except (OSError, ValueError):
-        return False
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _read_time(path: Path) -> float:

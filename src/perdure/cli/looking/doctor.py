@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import typer
@@ -62,14 +63,13 @@ def doctor(
     if probe and job is None:
         raise ConfigError("--probe needs a job whose nodes it tests", hint="perdure ps lists them")
     mended = mend(project) if fix else []
-    if job:
-        checks = _check_job(find_job(job))
+    found = find_job(job) if job else None
+    if found:
+        checks = _check_job(found) + ((_probe(found),) if probe else ())
     else:
-        checks = (*check_machine(resolve_home()), check_recorder(), check_nccl_plugin())
-        checks = (*checks, check_exporters())
-    if probe and job is not None:
-        checks = (*checks, _probe(find_job(job)))
-    traps = look_for_traps(find_job(job) if job else None, on, project)
+        machine = check_machine(resolve_home())
+        checks = (*machine, check_recorder(), check_nccl_plugin(), check_exporters())
+    traps = look_for_traps(found, on, project)
     if as_json:
         rows = [_describe(trap, check) for trap, check in traps]
         print_json({"job": job, "checks": checks, "traps": rows, "mended": mended})
@@ -88,17 +88,11 @@ def look_for_traps(job: Job | None, on: str | None, project: str) -> tuple[tuple
     Raises:
         ConfigError: there is no such profile.
     """
-    scopes: set[Scope] = {"any", "ssh", "nodes"}
-    checkpoints = ""
-    if on is not None:
-        kind = choose_profile(on, None, resolve_home()).profile.kind
-        scopes = {"any", "nodes"}
-        if kind != "local":
-            scopes.add(kind)
-    if job is not None:
-        project = job.spec.cwd
-        checkpoints = job.checkpoints
-    facts = read_box(resolve_home(), os.path.abspath(project), checkpoints)
+    home = resolve_home()
+    kind = choose_profile(on, None, home).profile.kind if on is not None else "ssh"
+    scopes: set[Scope] = {"any", "nodes"} if kind == "local" else {"any", "nodes", kind}
+    project = os.path.abspath(project) if job is None else job.spec.cwd
+    facts = read_box(home, project, job.checkpoints if job else "")
     if on is None and facts.slurm:
         scopes.add("slurm")
     return judge(facts, frozenset(scopes))
@@ -126,7 +120,7 @@ def mend(project: str) -> list[str]:
 def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) -> str:
     """Return the traps that lie ahead (with `every`: all that were looked for) as a table."""
     shown = [(trap, check) for trap, check in traps if every or check.state != "ok"]
-    rows: list[tuple[Any, ...]] = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
+    rows = [(c.state, t.id, t.title, c.evidence) for t, c in shown]
     mends = [
         "" if check.state == "ok" else f"{trap.mend}{' (--fix)' if trap.fix else ''}"
         for trap, check in shown
@@ -138,7 +132,7 @@ def render_traps(traps: tuple[tuple[Trap, Check], ...], *, every: bool = False) 
 
 
 def _render_mends(
-    head: tuple[str, ...], rows: list[tuple[Any, ...]], mends: list[str], below: str
+    head: tuple[str, ...], rows: Sequence[tuple[Any, ...]], mends: list[str], below: str
 ) -> list[str]:
     """Return the lines of a table; what mends a row stands under it, in the column `below`."""
     first, *table = render_table(head, rows).splitlines()
@@ -154,13 +148,14 @@ def check_recorder() -> Check:
     name, evidence = "recorder", f"{found.kind} ({found.reason}), {found.cost}"
     if found.kind == "compiled":
         return Check(name=name, state="ok", evidence=evidence)
-    lost = _LOST.get(found.kind, "")
     mend = found.better
     if found.reason.startswith("PERDURE_RECORDER="):
         mend = "unset PERDURE_RECORDER"
     elif found.broken:
         mend = "report this; PERDURE_RECORDER=python sees every collective, slowly"
-    return Check(name=name, state="degraded", evidence=f"{evidence}: {lost}", mend=mend)
+    return Check(
+        name=name, state="degraded", evidence=f"{evidence}: {_LOST.get(found.kind, '')}", mend=mend
+    )
 
 
 def check_nccl_plugin() -> Check:
@@ -179,7 +174,7 @@ def check_nccl_plugin() -> Check:
 
 def render_checks(checks: tuple[Check, ...]) -> str:
     """Return checks as a table, the mend of each below it."""
-    rows: list[tuple[Any, ...]] = [(c.state, c.name, c.evidence) for c in checks]
+    rows = [(c.state, c.name, c.evidence) for c in checks]
     mends = [check.mend if check.state != "ok" else "" for check in checks]
     return "\n".join(_render_mends(("state", "check", "evidence"), rows, mends, "evidence"))
 
@@ -214,8 +209,7 @@ def _probe(job: Job) -> Check:
     note("probing: a few seconds, outside the training's own connections")
     found = send_command(job, "probe", {}, timeout_s=_PROBE_S)
     evidence = f"{found['reason']} (confidence {found['confidence']:.0%})"
-    pairs = found.get("pairs", [])
-    rates = [8.0 / seconds for _, _, seconds in pairs if seconds]
+    rates = [8.0 / seconds for _, _, seconds in found.get("pairs", []) if seconds]
     if rates:
         evidence += f"; {len(rates)} transfers of 8 MB at {min(rates):.0f} to {max(rates):.0f} MB/s"
     if found["kind"] == "nothing":
@@ -258,13 +252,11 @@ def _check_ranks(job: Job) -> list[Check]:
             f"recorder {reading.recorder}: {sees or 'no collectives'}; phase {reading.phase}, "
             f"last sign {age_s:.1f} s ago"
         )
-        stale = age_s > _STALE_S and reading.phase == "step"
         mend = ""
         if sees is None:
             mend = "hangs are told by steps alone; see docs/ring.md for what a recorder needs"
-        elif stale:
+        elif age_s > _STALE_S and reading.phase == "step":
             mend = f"perdure diagnose {job.name}"
-        bad = stale or sees is None
-        state: Literal["ok", "degraded"] = "degraded" if bad else "ok"
+        state: Literal["ok", "degraded"] = "degraded" if mend else "ok"
         checks.append(Check(name=name, state=state, evidence=evidence, mend=mend))
     return checks

@@ -71,8 +71,7 @@ def metrics(
             folder = str(Path(found.paths.root) / "wandb")
             done["wandb_rows"] = write_wandb(wandb, job, folder, rows)
             done["wandb_folder"] = folder
-        text = "  ".join(f"{name} {value}" for name, value in done.items())
-        answer(done, text, as_json=as_json)
+        answer(done, "  ".join(f"{name} {value}" for name, value in done.items()), as_json=as_json)
     elif port is not None:
         _serve(found, host, port, ranks_max)
     elif as_json:

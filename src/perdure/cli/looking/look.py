@@ -21,6 +21,7 @@ from perdure.cli.platforms.boxes import list_reminders
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import answer, note, print_json, render_table, write_asked
 from perdure.cli.steering.act import JobName
+from perdure.dash.links import render_links
 from perdure.dash.shape import render_shape
 from perdure.dash.verdicts import (
     describe_verdict,
@@ -39,7 +40,6 @@ from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
 from perdure.service.jobfiles import is_alive, paths_of, resolve_home
 from perdure.service.processes import Leftover, find_leftovers
 from perdure.telemetry import (
-    DelayMatrix,
     find_delay_matrix,
     find_verdicts,
     make_report,
@@ -96,20 +96,19 @@ def ps(
         return
     if not rows and not launched and not left:
         print("no jobs; `perdure run SCRIPT` starts one")
+    cells = [
+        (
+            r["job"],
+            r["state"],
+            r["step"] if r["step"] >= 0 else "-",
+            r["ranks"],
+            r["restarts"],
+            _render_time(r["started_s"]),
+        )
+        for r in rows
+    ]
     if rows:
-        head = ("job", "state", "step", "ranks", "restarts", "started")
-        cells = [
-            (
-                r["job"],
-                r["state"],
-                r["step"] if r["step"] >= 0 else "-",
-                r["ranks"],
-                r["restarts"],
-                _render_time(r["started_s"]),
-            )
-            for r in rows
-        ]
-        print(render_table(head, cells))
+        print(render_table(("job", "state", "step", "ranks", "restarts", "started"), cells))
     for row in launched:
         cost = f", {row['cost']:.2f} {row['currency']}" if row["cost"] else ""
         print(
@@ -146,7 +145,6 @@ def _render_age(age_s: float) -> str:
 def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
     """Return a job elsewhere as a row; nobody is asked, so that it takes no time."""
     hours, cost = find_cost(record, time.time())
-    teardown = record.profile.teardown
     return {
         "job": record.job,
         "profile": record.profile.platform,
@@ -154,7 +152,7 @@ def _describe_launch(record: LaunchRecord) -> dict[str, Any]:
         "launched_s": record.launched_s,
         "hours": hours,
         "cost": cost,
-        "currency": teardown.currency,
+        "currency": record.profile.teardown.currency,
         "pulled_to": record.pulled_to,
         "reminders": list_reminders(record, resolve_home()),
     }
@@ -177,13 +175,12 @@ def render_snapshot(snapshot: Snapshot) -> str:
     ]
     if snapshot.reason:
         lines.append(shorten_line(snapshot.reason, REASON_MAX))
-    if snapshot.observed:
-        lines += render_withheld(snapshot.withheld)
+    lines += render_withheld(snapshot)
     if snapshot.metrics:
         lines.append("  ".join(f"{name} {v:.4g}" for name, v in sorted(snapshot.metrics.items())))
     if snapshot.ranks:
         head = ("rank", "node", "pid", "state", "phase", "step", "CPU s", "MB", "collective")
-        rows: list[tuple[Any, ...]] = [
+        rows = [
             (
                 r.rank,
                 r.node,
@@ -229,7 +226,7 @@ def map_devices(
     if links:
         matrix = find_delay_matrix(found.entries())
         document = {"links": matrix.comms, "note": matrix.note}
-        answer(document, _render_matrix(matrix, width), as_json=as_json)
+        answer(document, render_links(matrix, width), as_json=as_json)
     elif watch:
         show_map(found, as_json=as_json)
     else:
@@ -239,8 +236,7 @@ def map_devices(
 
 def render_devices(devices: Sequence[DeviceRow]) -> str:
     """Return the map as a table."""
-    head = ("device", "node", "slots", "ranks", "replicas", "state", "health")
-    rows: list[tuple[Any, ...]] = [
+    rows = [
         (
             d.device,
             d.node,
@@ -252,6 +248,7 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
         )
         for d in devices
     ]
+    head = ("device", "node", "slots", "ranks", "replicas", "state", "health")
     return render_table(head, rows)
 
 
@@ -337,8 +334,8 @@ def diagnose(
             f"Slurm, attempt {number}: {end.state}{where}, {end.start} to {end.end}: {end.reason}"
         )
     start_s = find_start(entries[0]) if entries else 0.0
-    if snapshot.observed:
-        print("\n".join(render_withheld(snapshot.withheld)) + "\n")
+    if withheld := render_withheld(snapshot):
+        print("\n".join(withheld) + "\n")
     late = [describe_late(row) for row in snapshot.replicas if row.late]
     if verdicts or late:
         print("\n\n".join([*late, *(render_verdict(verdict, start_s) for verdict in verdicts)]))
@@ -350,7 +347,7 @@ def diagnose(
         print("\n".join(f"  {line}" for line in render_stacks(stacks)) or "  no rank is alive")
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
-    print("\n" + _render_matrix(find_delay_matrix(entries), 100))
+    print("\n" + render_links(find_delay_matrix(entries), 100))
 
 
 def _name_traps(entries: list[JournalEntry]) -> list[dict[str, str]]:
@@ -378,12 +375,6 @@ def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
         return list(await asyncio.gather(*dumps))
 
     return dict(zip((str(row.rank) for row in alive), asyncio.run(take()), strict=True))
-
-
-def _render_matrix(matrix: DelayMatrix, width: int) -> str:
-    from perdure.dash.links import render_links
-
-    return render_links(matrix, width)
 
 
 def report(

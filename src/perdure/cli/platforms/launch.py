@@ -99,8 +99,7 @@ def launch(
         return 0
     if stop:
         return 128 + signal.SIGTERM
-    before = read_record(home, plan.job)
-    record = _keep_account(spec, platform.submit(plan, place), before)
+    record = _keep_account(spec, platform.submit(plan, place), read_record(home, plan.job))
     write_record(home, record)
     if plan.kind == "local":
         wait_for_start(paths_of(home, plan.job), int(record.id))

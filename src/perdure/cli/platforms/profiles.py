@@ -1,16 +1,14 @@
 """`perdure profiles`: what a platform is like, and where each of its values comes from."""
 
-import ast
-import inspect
 import os
 import sys
-from functools import cache
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json, render_table
+from perdure.cli.speech.say import answer, note, print_json, read_meanings, render_table
 from perdure.launch.catalog import (
     SECTIONS,
     Resolved,
@@ -55,25 +53,21 @@ def profiles(
         resolved = measure_profile(resolved, here(home))
     profile = resolved.profile
     if as_json:
-        flat = flatten(_document(profile))
         values = {
             key: {
                 "value": value,
                 "from": resolved.origins.get(key, "default"),
                 "source": find_source(resolved, key),
             }
-            for key, value in flat.items()
+            for key, value in flatten(msgspec.to_builtins(profile)).items()
             if key != "sources"
         }
         print_json(
             {"profile": profile.platform, "values": values, "unmeasured": find_unmeasured(profile)}
         )
         return
-    print(render_profile(resolved))
-    print()
-    print(render_danger(profile))
-    if facts := render_sources(resolved):
-        print(f"\n{facts}")
+    parts = (render_profile(resolved), render_danger(profile), render_sources(resolved))
+    print("\n\n".join(part for part in parts if part))
 
 
 def here(home: str) -> Here:
@@ -149,7 +143,7 @@ def render_profile(resolved: Resolved) -> str:
     """Return every value of a profile, what it came from, and what it means."""
     notes = find_meanings()
     rows: list[tuple[Any, ...]] = []
-    for key, value in flatten(_document(resolved.profile)).items():
+    for key, value in flatten(msgspec.to_builtins(resolved.profile)).items():
         if key in ("storage.tiers", "danger", "base", "sources"):
             continue  # The matrix, the danger clock and where facts were read stand below.
         shown = "host-dependent (--measure)" if value == HOST_DEPENDENT else _show(value)
@@ -160,7 +154,7 @@ def render_profile(resolved: Resolved) -> str:
 def render_sources(resolved: Resolved) -> str:
     """Return where each fact of a platform was read and when; empty where there is no fact."""
     facts: dict[str, list[str]] = {}
-    for key in flatten(_document(resolved.profile)):
+    for key in flatten(msgspec.to_builtins(resolved.profile)):
         if source := find_source(resolved, key):
             facts.setdefault(source, []).append(key)
     rows: list[tuple[Any, ...]] = [(", ".join(keys), source) for source, keys in facts.items()]
@@ -181,19 +175,14 @@ def _list(home: str, as_json: bool) -> None:
                 "danger": profile.danger,
             }
         )
-    if as_json:
-        print_json({"profiles": rows})
-        return
-    head = ("profile", "kind", "meter", "spot, s", "danger")
-    print(
-        render_table(
-            head,
-            [
-                (r["profile"], r["kind"], r["meter_stop_verb"], _show(r["spot_grace"]), r["danger"])
-                for r in rows
-            ],
-        )
+    table = render_table(
+        ("profile", "kind", "meter", "spot, s", "danger"),
+        [
+            (r["profile"], r["kind"], r["meter_stop_verb"], _show(r["spot_grace"]), r["danger"])
+            for r in rows
+        ],
     )
+    answer({"profiles": rows}, table, as_json=as_json)
 
 
 def _show(value: Any) -> str:
@@ -204,33 +193,22 @@ def _show(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value) or "-"
 
 
-def _document(profile: Profile) -> dict[str, Any]:
-    import msgspec
-
-    document: dict[str, Any] = msgspec.to_builtins(profile)
-    return document
-
-
-@cache
 def find_meanings() -> dict[str, str]:
     """Return dotted key -> what its docstring says, where the key is defined."""
     places: dict[type, str] = {Profile: ""}
     places |= {type_: f"{name}." for name, type_ in SECTIONS.items()}
-    found: dict[str, str] = {}
-    for type_, place in places.items():
-        (node,) = ast.parse(inspect.getsource(type_)).body
-        assert isinstance(node, ast.ClassDef)
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                found[place + field.target.id] = " ".join(str(below.value.value).split())
-    return found
+    return {
+        place + field: text
+        for type_, place in places.items()
+        for field, text in read_meanings(type_).items()
+    }
 
 
 def is_terminal() -> bool:
     """Return whether a person can be asked."""
     return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def ask_person(question: str) -> str:
+    """Return what a person answers; nothing where nobody can be asked."""
+    return input(question).strip() if is_terminal() else ""

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from perdure.cli.jobs import ENDED, find_here
-from perdure.cli.platforms.profiles import here, is_terminal
+from perdure.cli.platforms.profiles import ask_person, here
 from perdure.cli.running.options import Json
 from perdure.cli.speech.say import print_json
 from perdure.cli.steering.act import JobName
@@ -107,8 +107,7 @@ def pull(
     if not dry_run:
         write_record(home, msgspec.structs.replace(record, pulled_to=str(directory.resolve())))
     if as_json:
-        files = len(manifest.files)
-        print_json({"job": job, "dir": str(directory), "files": files, "bytes": size,
+        print_json({"job": job, "dir": str(directory), "files": len(manifest.files), "bytes": size,
                     "roots": manifest.roots, "dry_run": dry_run, "sent": manifest.sent,
                     "left": [file.path for file in manifest.left], "unread": manifest.unread,
                     "excluded": manifest.excluded, "others": manifest.others,
@@ -145,8 +144,7 @@ def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:
     """Return what lies on the box beside the results, line by line, the largest folders first."""
     sizes: Counter[str] = Counter()
     counts: Counter[str] = Counter()
-    unnamed = find_unnamed(record, manifest)
-    for file in unnamed:
+    for file in find_unnamed(record, manifest):
         folder = "/".join(file.path.split("/")[:-1][:3])
         sizes[folder] += file.bytes
         counts[folder] += 1
@@ -179,7 +177,7 @@ def _ask_size(record: LaunchRecord, manifest: PullManifest, up_to_gb: float, *, 
     if yes or size <= up_to_gb * 1e9:
         return
     text = f"{size / 1e9:.1f} GB on the box were not named as results"
-    if is_terminal() and input(f"{text}; bring them? [y/N] ").strip().lower() in ("y", "yes"):
+    if ask_person(f"{text}; bring them? [y/N] ").lower() in ("y", "yes"):
         return
     raise SafetyError(
         f"not pulled: {text}",

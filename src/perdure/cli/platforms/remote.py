@@ -17,7 +17,7 @@ from perdure.cli.platforms.boxes import (
 )
 from perdure.cli.platforms.profiles import here
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json
+from perdure.cli.speech.say import answer, note
 from perdure.cli.steering.act import JobName
 from perdure.launch.platforms import Here, find_platform
 from perdure.model.errors import ConfigError, PlatformError
@@ -115,6 +115,19 @@ def _attach_there(record: LaunchRecord, as_json: bool) -> int:
     return 128 + state.signal if state.signal else state.code
 
 
+def _find_launched(job: str, hint: str) -> LaunchRecord:
+    """Return what is remembered of a job that runs elsewhere.
+
+    Raises:
+        ConfigError: it is on this machine, or there is none; of the former, `hint` says more.
+    """
+    try:
+        find_job(job)
+    except ElsewhereError as elsewhere:
+        return elsewhere.record
+    raise ConfigError(f"job `{job}` is on this machine", hint=hint)
+
+
 def tunnel(
     job: JobName,
     port: Annotated[
@@ -127,12 +140,7 @@ def tunnel(
     as_json: Json = False,
 ) -> int:
     """Make ports of the box reachable here, on loopback, until Ctrl-C; made again when broken."""
-    try:
-        find_job(job)
-    except ElsewhereError as elsewhere:
-        record = elsewhere.record
-    else:
-        raise ConfigError(f"job `{job}` is on this machine", hint=f"http://127.0.0.1:{port[0]}")
+    record = _find_launched(job, f"http://127.0.0.1:{port[0]}")
     from perdure.launch import kubernetes
     from perdure.launch.channel import Channel
 
@@ -140,10 +148,7 @@ def tunnel(
         raise ConfigError(f"no tunnels to a platform of kind {record.profile.kind}")
     box = find_box(record, host)
     urls = [f"http://127.0.0.1:{number}" for number in port]
-    if as_json:
-        print_json({"job": job, "host": box.box, "urls": urls})
-    else:
-        print("\n".join(urls), flush=True)
+    answer({"job": job, "host": box.box, "urls": urls}, "\n".join(urls), as_json=as_json)
     try:
         if record.profile.kind == "kubernetes":
             return kubernetes.tunnel(record, port)
@@ -162,12 +167,7 @@ def scale(
     An elastic job grows up to `nodes_max` and shrinks to `nodes`. Pods that go leave at a step that
     all agree on: nothing is made again.
     """
-    try:
-        find_job(job)
-    except ElsewhereError as elsewhere:
-        record = elsewhere.record
-    else:
-        raise ConfigError(f"job `{job}` is on this machine", hint="perdure join brings others")
+    record = _find_launched(job, "perdure join brings others")
     if record.profile.kind != "kubernetes":
         raise ConfigError(f"nothing to scale on a platform of kind {record.profile.kind}")
     from perdure.launch.kubernetes.scaling import scale as scale_pods

@@ -16,10 +16,10 @@ import msgspec
 import typer
 
 from perdure.cli.platforms.launch import render_finding
-from perdure.cli.platforms.profiles import here, is_terminal
+from perdure.cli.platforms.profiles import ask_person, here, is_terminal
 from perdure.cli.platforms.pull import DryRun, Leave, find_record, find_state
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import note, print_json
+from perdure.cli.speech.say import answer, keep_given, note, print_json
 from perdure.cli.steering.act import JobName
 from perdure.launch.channel import Channel
 from perdure.launch.exchange import UnfinishedError, UnreachedError
@@ -122,8 +122,9 @@ def teardown(
     }
     deletion = _find_deletion(record, with_volume)
     told: dict[str, Any] = {"job": job, "obstacles": obstacles, "command": commands[record.box]}
-    told |= {"commands": commands} if record.others else {}
-    told |= {"deletion": deletion} if deletion else {}
+    told |= keep_given(
+        commands=commands if record.others else None, deletion=deletion if deletion else None
+    )
     if not as_json:
         for obstacle in obstacles:
             note(render_finding(obstacle))
@@ -202,10 +203,8 @@ def _stop_under_lock(
 def _close(home: str, record: LaunchRecord, told: dict[str, Any], *, as_json: bool) -> int:
     """Write down that a job is torn down, and say so."""
     write_record(home, msgspec.structs.replace(record, torn_down_s=time.time()))
-    if as_json:
-        print_json({**told, "torn_down": True})
-    else:
-        print(f"{record.job}: torn down; still billed, if you have any: {_left(record)}")
+    text = f"{record.job}: torn down; still billed, if you have any: {_left(record)}"
+    answer({**told, "torn_down": True}, text, as_json=as_json)
     return 0
 
 
@@ -242,16 +241,16 @@ def forget(
             raise SafetyError(f"not forgotten: {box.box} {said}", hint=_IS_IT_GONE)
     denials, remains = [], []
     for box in () if box_is_gone else (record, *record.others):
-        answer = ask_gone(box)
-        if answer is None:
+        reply = ask_gone(box)
+        if reply is None:
             remains.append(
                 f"nobody has said that {box.box} is gone: what runs there in "
                 f"{box.place} may go on, and be billed on"
             )
-        elif not answer.gone:
+        elif not reply.gone:
             denials.append(
                 f"{box.profile.platform} does not say that {box.box} is gone, which may "
-                f"be billed on: {answer.said or 'it says nothing'}"
+                f"be billed on: {reply.said or 'it says nothing'}"
             )
     lines = [*denials, *remains, *describe_lost(record)]
     if not as_json:
@@ -259,18 +258,14 @@ def forget(
             note(line)
     if denials:
         raise SafetyError(f"not forgotten: {denials[0]}", hint=_IS_IT_GONE)
-    if not yes and is_terminal():
-        yes = input(f"type the job's name ({job}) to forget it: ").strip() == job
-    if not yes:
+    if not yes and ask_person(f"type the job's name ({job}) to forget it: ") != job:
         raise SafetyError(f"job `{job}` was not forgotten: {lines[0]}", hint="--yes")
     at_s = time.time()
     said = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime(at_s))} forget"
     write_record(home, msgspec.structs.replace(record, notes=(*record.notes, said)))
     aside = forget_record(home, job, at_s)
-    if as_json:
-        print_json({"job": job, "lost": lines, "remains": remains, "record": str(aside)})
-    else:
-        print(f"{job}: forgotten; its record is {aside}")
+    document = {"job": job, "lost": lines, "remains": remains, "record": str(aside)}
+    answer(document, f"{job}: forgotten; its record is {aside}", as_json=as_json)
     return 0
 
 
@@ -282,12 +277,9 @@ def _hear(box: LaunchRecord, place: Here) -> tuple[bool, str]:
     """
     try:
         return True, f"answers, and says {find_state(box, place).state}"
-    except UnfinishedError as error:
-        return False, f"is not known to be gone: {error}"
-    except UnreachedError as error:
-        place.tell(str(error))
     except PlatformError as error:
-        if box.profile.kind == "ssh":
+        fails = box.profile.kind == "ssh" and not isinstance(error, UnreachedError)
+        if fails or isinstance(error, UnfinishedError):
             return False, f"is not known to be gone: {error}"
         place.tell(str(error))
     return False, ""
@@ -333,19 +325,18 @@ def check_gate(record: LaunchRecord, place: Here, waived: Waived) -> Look:
 
     What other jobs have on the same box goes with it, so they are looked at as well.
     """
-    rosters: dict[str, PullManifest] = {}
     records = list_records(place.home)
     known = find_known(record, records)
+    rosters: dict[str, PullManifest] = {}
     found = _look(record, place, waived, rosters, known)
     if waived.box_is_gone:
         return Look(found, rosters)
     for other in find_neighbours(record, records):
-        theirs = Waived(leave=waived.leave)
         found += [
             msgspec.structs.replace(
                 finding, text=f"job `{other.job}` is on the same box: {finding.text}"
             )
-            for finding in _look(other, place, theirs, rosters, known)
+            for finding in _look(other, place, Waived(leave=waived.leave), rosters, known)
         ]
     if not waived.others_agree:
         found += _look_for_others(record)
@@ -386,13 +377,9 @@ def _look(
         verified=proof,
         differences=differences,
         box_is_gone=waived.box_is_gone,
-        known=known if not waived.others_agree else known | frozenset(_list_jobs(on_box)),
+        known=known | frozenset(on_box.others if on_box and waived.others_agree else ()),
         nothing_to_keep=waived.nothing_to_keep,
     )
-
-
-def _list_jobs(on_box: PullManifest | None) -> tuple[str, ...]:
-    return on_box.others if on_box is not None else ()
 
 
 def _look_for_others(record: LaunchRecord) -> list[Finding]:
@@ -473,19 +460,20 @@ def _look_again(record: LaunchRecord, place: Here, waived: Waived, before: Look)
 def _note_waived(home: str, record: LaunchRecord, waived: Waived, look: Look) -> LaunchRecord:
     """Write down what a person has let go of; return the record."""
     at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    words = []
     roster = look.rosters.get(record.job)
-    if waived.nothing_to_keep:
-        files = roster.files if roster else ()
-        size = sum(file.bytes for file in files)
-        words.append(f"--nothing-to-keep: {len(files)} files, {size} bytes were on the box")
-    if roster is not None and roster.leave:
-        names = ", ".join(file.path for file in roster.left[:20])
-        words.append(f"--leave {' '.join(roster.leave)}: {len(roster.left)} files: {names}")
-    if waived.others_agree:
-        words.append("--others-agree")
-    if waived.box_is_gone:
-        words.append("--box-is-gone")
+    files, left = (roster.files, roster.left) if roster else ((), ())
+    leave = roster.leave if roster else ()
+    size, names = sum(file.bytes for file in files), ", ".join(file.path for file in left[:20])
+    flags = (
+        (
+            waived.nothing_to_keep,
+            f"--nothing-to-keep: {len(files)} files, {size} bytes were on the box",
+        ),
+        (leave, f"--leave {' '.join(leave)}: {len(left)} files: {names}"),
+        (waived.others_agree, "--others-agree"),
+        (waived.box_is_gone, "--box-is-gone"),
+    )
+    words = [word for let_go, word in flags if let_go]
     if words:
         notes = (*record.notes, *(f"{at} teardown {word}" for word in words))
         record = msgspec.structs.replace(record, notes=notes)
@@ -516,7 +504,7 @@ def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
         undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
         names = ", ".join(box.box for box in (record, *record.others))
         note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
-        confirm = input(f"type the job's name ({job}) to go on: ").strip()
+        confirm = ask_person(f"type the job's name ({job}) to go on: ")
     if confirm != job:
         raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
 

@@ -12,6 +12,7 @@ import msgspec
 
 from perdure.cli.running.options import RunOptions
 from perdure.cli.running.torchrun import find_rdzv_notes, parse_nnodes, parse_nproc
+from perdure.cli.speech.say import keep_given
 from perdure.launch.catalog import find_line
 from perdure.model import job
 from perdure.model.codec import decode
@@ -104,8 +105,7 @@ def _locate_all(spec: JobSpec) -> JobSpec:
         part = getattr(spec, section)
         paths = {name: _locate(getattr(part, name), cwd) for name in names}
         parts[section] = msgspec.structs.replace(part, **paths)
-    log_dir = _locate(spec.log_dir, cwd)
-    return msgspec.structs.replace(spec, cwd=cwd, log_dir=log_dir, **parts)
+    return msgspec.structs.replace(spec, cwd=cwd, log_dir=_locate(spec.log_dir, cwd), **parts)
 
 
 Faults = tuple[tuple[object, str, str], ...]
@@ -227,11 +227,9 @@ def _apply_options(document: dict[str, Any], options: RunOptions) -> None:
     """Write what was given on the command line over the job file's document."""
     if options.nnodes:
         parse_nnodes(options.nnodes)
-    for option, field in _FIELDS.items():
-        value = getattr(options, option)
-        given = value is not None and value is not False
-        if given and (option, value) != ("rdzv_id", "none"):  # Which is torchrun's default.
-            *section, name = (field or option).split(".")
+    for option, value in keep_given(**{name: getattr(options, name) for name in _FIELDS}).items():
+        if (option, value) != ("rdzv_id", "none"):  # Which is torchrun's default.
+            *section, name = (_FIELDS[option] or option).split(".")
             table = document.setdefault(section[0], {}) if section else document
             table[name] = value
     if options.nproc is not None:

@@ -97,8 +97,7 @@ def _detach(spec: JobSpec, home: str, options: o.RunOptions) -> int:
     pid = submit(plan)
     wait_for_start(paths_of(home, spec.name), pid)
     document = {"job": spec.name, "pid": pid, "log": plan.log, "attach": plan.attach}
-    text = f"job {spec.name} starts (pid {pid}); {plan.attach}"
-    answer(document, text, as_json=options.json)
+    answer(document, f"job {spec.name} starts (pid {pid}); {plan.attach}", as_json=options.json)
     return 0
 
 

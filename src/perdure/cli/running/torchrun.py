@@ -5,7 +5,6 @@ of the installed torch, and with the options of `perdure run`.
 """
 
 import os
-import subprocess
 from collections.abc import Mapping
 
 from perdure.model.errors import ConfigError
@@ -78,28 +77,11 @@ def count_cpus() -> int:
 
 def find_gpus(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return the visible NVIDIA devices, by nvidia-smi and CUDA_VISIBLE_DEVICES; often none."""
-    try:
-        listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        ).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ()
-    devices = [tuple(part.strip() for part in row.split(",")) for row in listed.splitlines() if row]
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return tuple(uuid for _, uuid in devices)
-    wanted = [part.strip() for part in visible.split(",") if part.strip()]
-    found = []
-    for want in wanted:
-        uuid = next((u for i, u in devices if want == i or (want and u.startswith(want))), "")
-        if not uuid:  # CUDA ignores everything after the first unknown device
-            break
-        found.append(uuid)
-    return tuple(found)
+    from perdure.adapters.devices import choose_visible  # Every command imports this module.
+    from perdure.launch.ssh.box import query_smi
+
+    devices = [(uuid, index) for index, uuid in query_smi("--query-gpu=index,uuid")]
+    return tuple(uuid for uuid, _ in choose_visible(devices, env.get("CUDA_VISIBLE_DEVICES")))
 
 
 def find_rdzv_notes(options: Mapping[str, str | bool | None]) -> list[str]:

@@ -3,8 +3,13 @@
 What a person asked for goes to standard output; what perdure has to add goes to standard error.
 """
 
+import ast
+import inspect
 import json
 import sys
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +44,25 @@ def answer(document: Any, text: str, *, as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        print(text)
+        print(text, flush=True)
+
+
+def keep_given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given: None, False and an empty text say nothing."""
+    return {k: v for k, v in options.items() if v is not None and v is not False and v != ""}
+
+
+@cache
+def read_meanings(type_: type) -> dict[str, str]:
+    """Return field -> what its docstring says, where it is defined."""
+    (class_,) = ast.parse(inspect.getsource(type_)).body
+    assert isinstance(class_, ast.ClassDef)
+    found: dict[str, str] = {}
+    for pair in pairwise(class_.body):
+        match pair:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                found[name] = " ".join(str(text).split())
+    return found
 
 
 def write_asked(path: Path, text: str, *, hint: str = "another FILE") -> None:
@@ -60,7 +83,7 @@ def show_cell(value: Any) -> str:
     return show_controls(str(value)).replace("\n", "\\n")
 
 
-def render_table(head: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
+def render_table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     """Return a table with columns as wide as their widest cell; numbers lean to the right."""
     cells = [head, *[tuple(show_cell(cell) for cell in row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]

@@ -10,7 +10,7 @@ import typer
 
 from perdure.cli.jobs import find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer
+from perdure.cli.speech.say import answer, keep_given
 from perdure.model.errors import ConfigError
 from perdure.model.faults import FAULTS
 from perdure.model.numbers import refuse_number
@@ -54,9 +54,7 @@ def inject(
         raise ConfigError(
             f"there is no rank {rank}", hint=f"the ranks are 0 to {found.spec.world_size - 1}"
         )
-    args: dict[str, Any] = {**given, "rank": rank, "kind": fault}
-    if at_step is not None:
-        args["at_step"] = at_step
+    args = {**given, "rank": rank, "kind": fault, **keep_given(at_step=at_step)}
     result = send_command(found, "inject", args, timeout_s=timeout_s)
     when = "now" if at_step is None else f"at step {at_step}"
     note = f" ({result['note']})" if result.get("note") else ""
@@ -204,13 +202,9 @@ def _send(
     as_json: bool,
     **flags: bool,
 ) -> None:
-    args: dict[str, Any] = {"targets": targets}
-    args |= {name: True for name, value in flags.items() if value}
-    args |= {"dry_run": True} if dry_run else {}
-    args |= {"why": why} if why else {}
-    args |= {"deadline_s": deadline_s} if deadline_s is not None else {}
+    given = keep_given(dry_run=dry_run, why=why, deadline_s=deadline_s, **flags)
     timeout_s = _ANSWER_S + (deadline_s or LEAVE_DEADLINE_S)
-    result = send_command(find_job(job), verb, args, timeout_s=timeout_s)
+    result = send_command(find_job(job), verb, {"targets": targets, **given}, timeout_s=timeout_s)
     text = f"{f'{verb} would' if dry_run else verb}: {result.get('reason', 'done')}"
     answer_of(job, result, text, as_json)
 
@@ -248,15 +242,13 @@ def notify(
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown notice `{kind}`", hint=f"one of {', '.join(KINDS)}")
-    told = {"device": device, "node": node, "machine": machine}
-    named = {key: value for key, value in told.items() if value is not None}
+    named = keep_given(device=device, node=node, machine=machine)
     if len(named) != 1:
         raise ConfigError(f"{kind} of what?", hint="a DEVICE, --node N or --machine NAME")
     if not kind.startswith("device") and device is not None:
         raise ConfigError(f"{kind} is of a node", hint="--node N or --machine NAME")
-    args: dict[str, Any] = {"kind": kind, **named}
-    args |= {"grace_s": grace_s} if kind == "preemption" else {}
-    args |= {"waits": True} if waits else {}
-    args |= {key: text for key, text in (("reason", reason), ("source", source)) if text}
+    grace = {"grace_s": grace_s} if kind == "preemption" else {}
+    args = {"kind": kind, **named, **grace}
+    args |= keep_given(waits=waits, reason=reason, source=source)
     result = send_command(find_job(job), "notify", args, timeout_s=timeout_s)
     answer_of(job, result, result.get("reason", "told"), as_json)

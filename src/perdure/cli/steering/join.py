@@ -92,15 +92,13 @@ def parse_time(text: str) -> float:
 
 
 def _list(found: Job, as_json: bool) -> None:
-    result = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)
-    rows = result["invitations"]
+    rows = send_command(found, "invite", {"list": True}, timeout_s=_ANSWER_S)["invitations"]
     if as_json:
         print_json({"job": found.name, "invitations": rows})
         return
     if not rows:
         print(f"{found.name}: nobody is invited")
         return
-    head = ("id", "state", "until", "uses", "machines", "nodes", "by")
     cells = [
         (
             row["id"],
@@ -113,7 +111,7 @@ def _list(found: Job, as_json: bool) -> None:
         )
         for row in rows
     ]
-    print(render_table(head, cells))
+    print(render_table(("id", "state", "until", "uses", "machines", "nodes", "by"), cells))
 
 
 def _revoke(found: Job, id_: str, end_login: bool, as_json: bool) -> None:

@@ -1,8 +1,5 @@
 """Commands that steer a run while it runs: set, pause, resume."""
 
-import ast
-import inspect
-from functools import cache
 from typing import Annotated, Any
 
 import msgspec
@@ -10,9 +7,8 @@ import typer
 
 from perdure.cli.jobs import Job, find_job, send_command
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import print_json, render_table
+from perdure.cli.speech.say import keep_given, print_json, read_meanings, render_table
 from perdure.cli.steering.act import JobName, Timeout, answer_of
-from perdure.model import job as job_module
 from perdure.model.errors import ConfigError
 from perdure.model.report import Snapshot
 from perdure.model.steering import KeySpec, Value, find_product_fault, parse_value, render_value
@@ -48,19 +44,14 @@ def set_(
         return
     if changes and undo:
         raise ConfigError("--undo takes no values", hint=f"perdure set {job} --undo")
-    args: dict[str, Any] = {"why": why}
-    if undo:
-        args["undo"] = True
-    else:
-        args["changes"] = _parse(found, keys, snapshot, changes or [])
-    if at_step is not None:
-        args["at"] = at_step
+    values = _parse(found, keys, snapshot, changes) if changes else None
+    args = {"why": why, **keep_given(undo=undo, changes=values, at=at_step)}
     result = send_command(found, "set", args, timeout_s=timeout_s)
     step, ranks = result.get("applied_at_step"), result.get("ranks", [])
-    values = " ".join(f"{k}={render_value(v)}" for k, v in result.get("changes", {}).items())
-    where = "by perdure's own parts, at once" if step is None else f"on {len(ranks)} ranks"
-    text = f"{values} {where}" + ("" if step is None else f" from step {step} on")
-    _answer(job, result, text, as_json)
+    set_to = " ".join(f"{k}={render_value(v)}" for k, v in result.get("changes", {}).items())
+    where = f"on {len(ranks)} ranks from step {step} on"
+    where = "by perdure's own parts, at once" if step is None else where
+    _answer(job, result, f"{set_to} {where}", as_json)
 
 
 def pause(job: JobName, why: Why = "", timeout_s: Timeout = 300.0, as_json: Json = False) -> None:
@@ -135,7 +126,12 @@ def _find_values(keys: dict[str, KeySpec], snapshot: Snapshot) -> dict[str, Any]
 
 def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool) -> None:
     values = _find_values(keys, snapshot)
-    notes = _find_notes()
+    meanings = {
+        f"{section}.{field}": text
+        for section, type_ in SECTIONS.items()
+        for field, text in read_meanings(type_).items()
+    }
+    notes = {s.name: s.note or meanings.get(s.name, "") for s in keys.values()}
     order = sorted(keys.values(), key=lambda spec: (spec.owner != "script", spec.name))
     if as_json:
         rows = [
@@ -143,35 +139,12 @@ def _list(job: str, keys: dict[str, KeySpec], snapshot: Snapshot, as_json: bool)
                 **msgspec.to_builtins(s),
                 "value": values[s.name],
                 "range": s.range,
-                "note": s.note or notes.get(s.name, ""),
+                "note": notes[s.name],
                 "owner": s.owner,
             }
             for s in order
         ]
         print_json({"job": job, "epoch": snapshot.epoch, "settings": rows})
         return
-    table = [
-        (s.name, s.type, render_value(values[s.name]), s.range, s.note or notes.get(s.name, ""))
-        for s in order
-    ]
+    table = [(s.name, s.type, render_value(values[s.name]), s.range, notes[s.name]) for s in order]
     print(render_table(("key", "type", "value", "range", "note"), table))
-
-
-@cache
-def _find_notes() -> dict[str, str]:
-    """Return key -> first sentence of what its field's docstring says, where it is defined."""
-    sections = {type_.__name__: name for name, type_ in SECTIONS.items()}
-    notes: dict[str, str] = {}
-    for node in ast.parse(inspect.getsource(job_module)).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in sections:
-            continue
-        for field, below in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(field.target, ast.Name)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                text = " ".join(str(below.value.value).split())
-                notes[f"{sections[node.name]}.{field.target.id}"] = text
-    return notes

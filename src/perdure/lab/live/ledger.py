@@ -107,8 +107,7 @@ def close_ledger(run: Run) -> dict[str, float]:
     for step in run.steps:
         places = frozenset(step.places)
         if step.at_s > 0 and before_s < run.end_s:
-            again = step.step in seen
-            _spend_step(ledger, run, step, before_s, before, again)
+            _spend_step(ledger, run, step, before_s, before, step.step in seen)
             before_s = step.at_s
         before = places
         seen.add(step.step)

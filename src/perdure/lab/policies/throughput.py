@@ -90,10 +90,9 @@ def make_linear(nodes_max: int) -> Throughput:
 
     Two seconds a step on 32 nodes, the state of 0.34 thousand million parameters.
     """
-    rates = {Shape(count, 1): float(count) for count in range(1, max(1, nodes_max) + 1)}
     return Throughput(
         "linear",
-        rates,
+        {Shape(count, 1): float(count) for count in range(1, max(1, nodes_max) + 1)},
         global_batch=64.0,
         state_bytes=0.34e9 * BYTES_A_PARAMETER,
         source="1 sample/s a node",
@@ -167,8 +166,7 @@ def read_throughput(
     Raises:
         ConfigError: It is malformed, has no such model, or does not say how large the state is.
     """
-    source = Source(name, text)
-    file: _File = source.decode(_File)
+    file: _File = Source(name, text).decode(_File)
     if model is None and len(file.models) == 1:
         model = next(iter(file.models))
     if model is None or model not in file.models:

@@ -60,6 +60,5 @@ class Ledger:
 
     def close(self, slot_s: float) -> dict[str, float]:
         """Return each account's share of all that was paid for; what is left is unattributed."""
-        rest = slot_s - sum(self.accounts.values())
-        accounts = {**self.accounts, "unattributed": rest}
+        accounts = {**self.accounts, "unattributed": slot_s - sum(self.accounts.values())}
         return {name: value / slot_s if slot_s else 0.0 for name, value in accounts.items()}

@@ -139,8 +139,7 @@ class Responder:
         if shape is None:
             return None
         rows = [*whole, *more]
-        fresh = len(more) * stages
-        return Target(Grid(tuple(rows)), shape, self._find_move_s(shape, shape, fresh))
+        return Target(Grid(tuple(rows)), shape, self._find_move_s(shape, shape, len(more) * stages))
 
     def _find_move_s(self, old: Shape | None, new: Shape, fresh: int) -> float:
         return find_move_s(self._table, old, new, fresh, self._bytes_per_s)

@@ -165,8 +165,7 @@ def draw_victims(trace: AvailabilityTrace, seed: int) -> AvailabilityTrace:
     for interval in find_intervals(trace):
         builder.go_to(interval.begin_s)
         for departure in interval.change.left:
-            gone = here.pop(chance.randrange(len(here)))
-            builder.remove(gone, departure.notice_s)
+            builder.remove(here.pop(chance.randrange(len(here))), departure.notice_s)
         here += [builder.add_new() for _ in interval.change.joined]
     drawn = builder.finish(trace.name, trace.duration_s)
     slots = max((node.slots for node in trace.nodes), default=1)

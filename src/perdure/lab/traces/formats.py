@@ -157,8 +157,7 @@ def write_parcae(trace: AvailabilityTrace, _gap_s: float) -> str:
         lasts = round((end_s - change.at_s) * 1000)
         gone = [departure.node for departure in change.left]
         if gone:
-            both = 0 if change.joined else lasts
-            detail = {"nodes": gone, "duration": both}
+            detail = {"nodes": gone, "duration": 0 if change.joined else lasts}
             rows.append(json.dumps([round(change.at_s * 1000), "remove", detail]))
         if change.joined or not gone:
             verb = "add" if change.joined else "no-op"
@@ -310,8 +309,7 @@ def write_faults(trace: AvailabilityTrace, _gap_s: float) -> str:
 
 def add_quiet(trace: AvailabilityTrace, count: int) -> AvailabilityTrace:
     """Return `trace` with nodes that were always there, so that there are `count` in all."""
-    more = range(count - len(trace.nodes))
-    quiet = tuple(TraceNode(f"quiet{n}", (Stay(0.0),)) for n in more)
+    quiet = tuple(TraceNode(f"quiet{n}", (Stay(0.0),)) for n in range(count - len(trace.nodes)))
     return msgspec.structs.replace(trace, nodes=trace.nodes + quiet)
 
 

@@ -94,8 +94,7 @@ def scale_to(trace: AvailabilityTrace, nodes_max: int) -> AvailabilityTrace:
             if node not in kept:
                 kept[node] = None
                 builder.add(node)
-    scaled = builder.finish(trace.name, trace.duration_s, named=trace.named)
-    return _with_slots(scaled, trace)
+    return _with_slots(builder.finish(trace.name, trace.duration_s, named=trace.named), trace)
 
 
 def coalesce(trace: AvailabilityTrace, window_s: float) -> AvailabilityTrace:
@@ -131,8 +130,7 @@ def coalesce(trace: AvailabilityTrace, window_s: float) -> AvailabilityTrace:
         for node in here:
             if node not in builder.here:
                 builder.add(node)
-    done = builder.finish(trace.name, trace.duration_s, named=trace.named)
-    return _with_slots(done, trace)
+    return _with_slots(builder.finish(trace.name, trace.duration_s, named=trace.named), trace)
 
 
 def _with_slots(made: AvailabilityTrace, trace: AvailabilityTrace) -> AvailabilityTrace:
