@@ -504,7 +504,7 @@ def _ask_name(job: str, confirm: str | None, record: LaunchRecord) -> None:
         undo = "its disk is deleted" if record.profile.meter_stop_irreversible else "the disk stays"
         names = ", ".join(box.box for box in (record, *record.others))
         note(f"{names}: {record.profile.meter_stop_verb}; {undo}")
-        confirm = ask_person(f"type the job's name ({job}) to go on: ")
+        confirm = input(f"type the job's name ({job}) to go on: ").strip()
     if confirm != job:
         raise SafetyError("not torn down: the job's name was not typed", hint=f"--confirm {job}")
 
