@@ -47,6 +47,10 @@ class Answer(NamedTuple):
     result: dict[str, Any]
 
 
+LEFT = ("moved", "ending")
+"""Stages of a move whose nodes are left already."""
+
+
 @dataclass(slots=True)
 class OpenMove:
     """Nodes that are being left (drain, evict): nothing of it is done before all of it is."""
@@ -55,16 +59,17 @@ class OpenMove:
     """Of the operator's command, or of a preemption notice."""
     kind: Literal["drain", "evict"]
     nodes: list[int]
-    groups: dict[int, int]
-    """Those that run ranks -> their group rank."""
+    """All of them are left, or none; of a torchft job each is a replica group."""
     who: str
     why: str
     at_s: float
     deadline_s: float
+    groups: dict[int, int] = field(default_factory=dict)
+    """Those that run ranks -> their group rank, in a world that is formed anew without them."""
     force: bool = False
     """Evict where no agreement comes about, or not in time."""
     wait: bool = False
-    """For a spare node, should none be ready."""
+    """For a spare node, should none be ready; for a spare group, should too few be left without."""
     guarded: bool = False
     """A checkpoint was agreed upon meanwhile."""
     late_s: float | None = None
@@ -72,15 +77,16 @@ class OpenMove:
     until_s: float = 0.0
     """In an elastic world: the nodes are of use until then; their members leave at the last step
     that ends before."""
-    stage: Literal["waiting", "agreeing", "held", "moved"] = "waiting"
+    stage: Literal["waiting", "agreeing", "held", "moved", "leaving", "ending"] = "waiting"
     """For a spare node or a world that trains; for the ranks' agreement; for the checkpoint, which
-    held ranks wait for; for the world without these nodes."""
+    held ranks wait for; for the world without these nodes. Of replica groups: for the quorum
+    without these; for the end of their processes."""
     generation: int = -1
     """Whose ranks agree, and then: the one that was left."""
     boundary: str = ""
     """Id of the agreement, its try included."""
     step: int = -1
-    """Agreed upon; its checkpoint is the state that moves."""
+    """Agreed upon; its checkpoint is the state that moves. Of replica groups: committed then."""
     saved: bool = False
     from_step: int = -1
     """Committed when the ranks were ended."""
@@ -93,6 +99,10 @@ class OpenMove:
     """In an elastic world: its nodes were restored after their members had begun to leave."""
     instead: str = ""
     """What was done in place of what was asked for."""
+    actives: list[int] = field(default_factory=list)
+    """Those of the replica groups that were no spares."""
+    stand_ins: list[int] = field(default_factory=list)
+    """Spare groups that were released in their place."""
 
 
 @dataclass(slots=True)
@@ -146,30 +156,6 @@ class Ending:
 
 
 @dataclass(slots=True)
-class GroupMove:
-    """Groups that are being left (drain, evict): all of them, or none."""
-
-    id: str
-    """Of the operator's command."""
-    kind: Literal["drain", "evict"]
-    groups: list[int]
-    who: str
-    why: str
-    at_s: float
-    deadline_s: float
-    wait: bool = False
-    """For a spare group, should too few be left without."""
-    stage: Literal["waiting", "leaving", "ending"] = "waiting"
-    """For a spare group; for the quorum without these; for the end of their processes."""
-    step: int = -1
-    """Committed when they were left."""
-    actives: list[int] = field(default_factory=list)
-    """Those that were no spares."""
-    stand_ins: list[int] = field(default_factory=list)
-    """Spare groups that were released in their place."""
-
-
-@dataclass(slots=True)
 class QuorumState:
     """The newest quorum, as the lighthouse has told of it, and what it was ordered."""
 
@@ -177,8 +163,6 @@ class QuorumState:
     members: tuple[str, ...] = ()
     holds: int = 0
     """Numbers the orders to it."""
-    moves: dict[str, GroupMove] = field(default_factory=dict)
-    """Groups that are being left, by command."""
     asked: dict[int, int] = field(default_factory=dict)
     """Group -> generation, of those whom the newest agreement is with."""
     asked_quorum: int = -1
@@ -363,7 +347,7 @@ class JobState:
     @property
     def leaving(self) -> set[int]:
         """Return the nodes that shall run nothing in the next world."""
-        moved = {n for m in self.moves.values() if m.stage != "moved" for n in m.nodes}
+        moved = {n for m in self.moves.values() if m.stage not in LEFT for n in m.nodes}
         return moved | self.going
 
     @property

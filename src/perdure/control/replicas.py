@@ -33,7 +33,6 @@ from perdure.control.recovery.groups import (
     withhold_eviction,
 )
 from perdure.control.steering.commands import start_waiting_command
-from perdure.control.steering.group_moves import advance_group_moves, group_moves_deadline
 from perdure.control.steering.group_notices import take_group_notice
 from perdure.control.steering.group_saving import (
     find_save_deadline,
@@ -41,6 +40,7 @@ from perdure.control.steering.group_saving import (
     open_due_checkpoint,
     reopen_lost,
 )
+from perdure.control.steering.moves import advance_moves, moves_deadline
 from perdure.control.world import WorldState
 from perdure.detect.certainty import TIMEOUT_S
 from perdure.model.actions import AnyAction, AssignNodes
@@ -71,9 +71,7 @@ def advance_groups(state: JobState, now: float) -> list[AnyAction]:
     open_due_checkpoint(state, now)
     reopen_lost(state)
     actions += start_waiting_command(state, now)
-    if state.quorum.moves:
-        actions += advance_group_moves(state, now)
-    return actions + answer_pause(state)
+    return [*actions, *advance_moves(state, now), *answer_pause(state)]
 
 
 def react_to_groups(state: JobState, now: float, event: AnyEvent) -> list[AnyAction]:
@@ -116,7 +114,7 @@ def react_to_groups(state: JobState, now: float, event: AnyEvent) -> list[AnyAct
 def find_group_deadline(state: JobState) -> float | None:
     """Return the job time at which `TimerFired` is wanted."""
     times = [group.deadline_s for group in state.worlds.values()]
-    times += [state.deadline_s, group_moves_deadline(state), find_save_deadline(state)]
+    times += [state.deadline_s, moves_deadline(state), find_save_deadline(state)]
     if state.boundary is not None and state.boundary.move == "prepare":
         times.append(state.boundary.deadline_s)
     return min((time for time in times if time is not None), default=None)

@@ -16,8 +16,8 @@ class UnknownTargetError(Exception):
 def find_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     """Return the nodes that `targets` name, each once, in order.
 
-    `1` and `node:1` are nodes, `rank:3` is the node that runs rank 3 now; anything else is the id
-    of a device.
+    `1` and `node:1` are nodes, `rank:3` is the node that runs rank 3 now, `replica:2` that of a
+    replica group (torchft); anything else is the id of a device.
 
     Raises:
         UnknownTargetError: one of them names nothing.
@@ -25,29 +25,6 @@ def find_nodes(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
     if not targets:
         raise UnknownTargetError("no target: a node, a rank or a device")
     return tuple(sorted({_find_node(state, target) for target in targets}))
-
-
-def find_groups(state: JobState, targets: Sequence[str]) -> tuple[int, ...]:
-    """Return the replica groups that `targets` name (torchft): `replica:2`, or a node of one.
-
-    Raises:
-        UnknownTargetError: one of them names nothing.
-    """
-    replicas = state.the_spec().groups
-    found: set[int] = set()
-    for target in targets:
-        kind, _, text = target.rpartition(":")
-        if kind != "replica":
-            found.add(_find_node(state, target))
-        elif text.isdigit() and int(text) < replicas:
-            found.add(int(text))
-        else:
-            raise UnknownTargetError(
-                f"there is no {target}: the replicas are 0 to {replicas - 1}"
-                if replicas
-                else f"there is no {target}: this is no torchft job"
-            )
-    return tuple(sorted(found))
 
 
 def _find_node(state: JobState, target: str) -> int:
@@ -66,7 +43,11 @@ def _find_node(state: JobState, target: str) -> int:
         group = spec.node_of(int(text))
         return group if spec.groups or not state.world.placement else state.world.placement[group]
     if kind == "replica":
-        raise UnknownTargetError(f"there is no {target}: this is no torchft job")
+        if text.isdigit() and int(text) < spec.groups:
+            return int(text)
+        there = f"the replicas are 0 to {spec.groups - 1}"
+        what = there if spec.groups else "this is no torchft job"
+        raise UnknownTargetError(f"there is no {target}: {what}")
     for node, registered in sorted(state.nodes.items()):
         slots = [f"node{node}/slot{slot}" for slot in range(registered.slots)]
         if target in registered.device_ids or target in slots:

@@ -35,7 +35,7 @@ def test_a_drain_lets_the_others_go_on_without_it_and_then_ends_it() -> None:
     assert answer is not None
     assert answer.ok
     assert (answer.result["step"], answer.result["steps_lost"]) == (12, 0)
-    assert lab.machine.state.quorum.moves == {}
+    assert lab.machine.state.moves == {}
 
 
 def test_a_spare_stands_in_within_the_same_order() -> None:

@@ -275,7 +275,7 @@ def test_a_torchft_group_that_is_merely_silent_is_left_alone() -> None:
     actions = lab.add(noticed)
     assert acted(actions) == []
     assert [e.cause for e in withheld(actions)] == ["Preemption"]
-    assert lab.machine.state.quorum.moves == {}
+    assert lab.machine.state.moves == {}
 
 
 def test_a_torchft_group_that_is_never_formed_is_given_up_even_if_its_node_was_silent() -> None:

@@ -5,6 +5,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 from perdure.control.agreements import OpenBoundary, OpenChange
 from perdure.control.job import JobState
@@ -31,6 +32,8 @@ class Outcome:
 
 class Fixed:
     """Nobody comes, nobody leaves."""
+
+    kind: Literal["one world", "replica groups"] = "one world"
 
     # --- commands ----------------------------------------------------------------------------
 

@@ -22,6 +22,8 @@ _OF_ONE_WORLD = ("probe", "join", "invite", "revoke")
 class Quorum(Fixed):
     """Groups come and go; the ranks of one are fixed."""
 
+    kind = "replica groups"
+
     def refuse(self, kind: str) -> str:
         """Return why there is no such command here; empty where there is."""
         return (

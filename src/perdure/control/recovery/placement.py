@@ -4,10 +4,13 @@ A node that is left out keeps its place in the order of group ranks for the one 
 every other node keeps its ranks, and what it has warm.
 """
 
-from perdure.control.job import JobState, OpenNotice
+from typing import Any
+
+from perdure.control.answers import answer_open
+from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed
-from perdure.model.actions import AnyAction, CordonNode, RestoreNode
+from perdure.model.actions import AnyAction, CordonNode, NoteDraining, RestoreNode
 from perdure.model.events import NodeCordoned, NodeRestored
 from perdure.model.failures import LATE_S
 from perdure.model.verdicts import Verdict
@@ -114,6 +117,32 @@ def release(state: JobState, node: int, who: str, reason: str) -> list[AnyAction
     _forget(state, node)
     state.restoring[node] = who
     return [RestoreNode(node=node, who=who, reason=reason)]
+
+
+def bar_left(state: JobState, move: OpenMove) -> list[AnyAction]:
+    """Leave out from now on the nodes that were left, at whose word it was."""
+    actions: list[AnyAction] = []
+    for node in move.nodes:
+        if move.who:
+            actions += bar(state, node, move.who, move.why)
+        else:
+            actions += cordon(state, node, move.why)
+    return actions
+
+
+def keep_nodes(
+    state: JobState, now: float, move: OpenMove, why: str, **more: Any
+) -> list[AnyAction]:
+    """Take a move back, of which nothing is done yet, and say why."""
+    del state.moves[move.id]
+    actions: list[AnyAction] = []
+    for node in move.nodes:
+        actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
+        if not move.who:
+            actions += cordon(state, node, move.why)  # It goes away all the same.
+    took_s = round(now - move.at_s, 3)
+    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s} | more
+    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
 
 
 def cordon_again(state: JobState) -> list[AnyAction]:

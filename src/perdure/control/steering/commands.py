@@ -12,7 +12,6 @@ from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
 from perdure.control.recovery.probing import receive_probe
 from perdure.control.steering.group_saving import start_group_checkpoint
-from perdure.control.steering.group_verbs import order_replicas
 from perdure.control.steering.steer import receive_resume, start_pause, start_set
 from perdure.control.steering.verbs import receive_verb
 from perdure.model.actions import AnyAction, RecordEvent
@@ -103,8 +102,7 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
         case "probe":
             return receive_probe(state, now, command)
         case "drain" | "cordon" | "evict" | "restore":
-            receive = order_replicas if state.of_replicas else receive_verb
-            return receive(state, now, command)
+            return receive_verb(state, now, command)
         case "note":
             return _note_remark(state, now, command)
         case "notify":

@@ -7,58 +7,31 @@ A drained group is held at the lighthouse, which forms the next quorum without i
 in its place: every step that it has made is one that the others have made as well, so nothing is
 lost and nothing made again. Until that quorum is formed the drain can be taken back.
 
-`advance_group_moves` is called after every event and looks at levels only; a replay leads to the
-same.
+As in `moves`, levels only are looked at after every event; a replay leads to the same.
 """
 
 from typing import Any
 
 from perdure.control.answers import answer_open
-from perdure.control.job import GroupMove, JobState
+from perdure.control.job import JobState, OpenMove
 from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.recovery.groups import find_spares, park_group, promote
-from perdure.control.recovery.placement import bar
+from perdure.control.recovery.placement import bar, keep_nodes
 from perdure.control.world import WorldState
-from perdure.model.actions import AnyAction, NoteDraining
-
-
-def group_moves_deadline(state: JobState) -> float | None:
-    """Return when the next move is overdue."""
-    if state.over:
-        return None
-    return min((move.deadline_s for move in state.quorum.moves.values()), default=None)
-
-
-def advance_group_moves(state: JobState, now: float) -> list[AnyAction]:
-    """Do what has become possible for the groups that are being left."""
-    moves = state.quorum.moves
-    if state.over:
-        moves.clear()  # Their commands are answered by the end.
-        return []
-    actions: list[AnyAction] = []
-    for id_ in list(moves):
-        for _ in range(3):  # As many as there are stages.
-            if id_ in moves:
-                actions += _advance(state, now, moves[id_])
-    return actions
+from perdure.model.actions import AnyAction
 
 
 def take_back(
-    state: JobState, now: float, move: GroupMove, why: str, *, keep: bool = True
+    state: JobState, now: float, move: OpenMove, why: str, *, keep: bool = True
 ) -> list[AnyAction]:
     """Leave everything as it was, as far as nothing is ended yet, and say why."""
-    del state.quorum.moves[move.id]
-    actions: list[AnyAction] = []
     for group in _groups(state, move):
-        actions.append(NoteDraining(node=group.number, who=move.who, over=True, reason=why))
         if group.leaving:
             group.leaving, group.active = "", group.number in move.actives
     for number in move.stand_ins if keep else []:
         state.worlds[number].active = False
-    if move.stage == "leaving":
-        actions.append(hold_groups(state, why))
-    result = {"verb": move.kind, "replicas": move.groups, "took_s": round(now - move.at_s, 3)}
-    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+    kept = keep_nodes(state, now, move, why, replicas=move.nodes)
+    return [hold_groups(state, why), *kept] if move.stage == "leaving" else kept
 
 
 def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
@@ -81,11 +54,12 @@ def count_left(state: JobState, leaving: set[int]) -> tuple[int, int]:
 # --- one move -----------------------------------------------------------------------------------
 
 
-def _groups(state: JobState, move: GroupMove) -> list[WorldState]:
-    return [state.worlds[number] for number in move.groups]
+def _groups(state: JobState, move: OpenMove) -> list[WorldState]:
+    return [state.worlds[number] for number in move.nodes]
 
 
-def _advance(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
+def advance_group_move(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    """Do what has become possible for groups that are being left."""
     match move.stage:
         case "waiting":
             return _begin(state, now, move)
@@ -95,7 +69,7 @@ def _advance(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
             if now < move.deadline_s:
                 return []
             return take_back(state, now, move, "the others formed no quorum without it in time")
-        case "ending":
+        case _:
             stopped = state.stopped
             if all(stopped.get(g.number, -1) >= g.generation for g in _groups(state, move)):
                 return _finish(state, now, move, "")
@@ -104,12 +78,12 @@ def _advance(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
             return _finish(state, now, move, "not all of its processes have ended yet")
 
 
-def _begin(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
+def _begin(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Begin what was accepted, once enough would be left."""
-    members, left = count_left(state, set(move.groups))
+    members, left = count_left(state, set(move.nodes))
     least = max(1, state.the_spec().torchft.min_replicas)
     training = any(_trains(state, group) for group in _groups(state, move))
-    spares = [g for g in find_spares(state) if g.number not in move.groups]
+    spares = [g for g in find_spares(state) if g.number not in move.nodes]
     short = training and (left < least or not members)
     if short or (move.wait and training and not spares):
         if now < move.deadline_s:
@@ -121,7 +95,7 @@ def _begin(state: JobState, now: float, move: GroupMove) -> list[AnyAction]:
         ended = _end(state, now, move)
         move.stand_ins = _find_stand_ins(state, actives)
         return ended
-    move.actives = [n for n in move.groups if n in actives]
+    move.actives = [n for n in move.nodes if n in actives]
     for group in _groups(state, move):
         group.leaving, group.active = move.why, False
     promote(state, move.why)  # One order says all of it.
@@ -139,7 +113,7 @@ def _trains(state: JobState, group: WorldState) -> bool:
     return group.alive and group.replica in state.quorum.members
 
 
-def _is_left(state: JobState, move: GroupMove) -> bool:
+def _is_left(state: JobState, move: OpenMove) -> bool:
     """Whether the others go on without it: in their quorum, or, in a pause, once it stands."""
 
     def out(group: WorldState) -> bool:
@@ -150,7 +124,7 @@ def _is_left(state: JobState, move: GroupMove) -> bool:
     return all(out(group) for group in _groups(state, move))
 
 
-def _end(state: JobState, now: float, move: GroupMove, *, grace_s: float = 0.0) -> list[AnyAction]:
+def _end(state: JobState, now: float, move: OpenMove, *, grace_s: float = 0.0) -> list[AnyAction]:
     """End the processes of all that are left, and cordon their nodes."""
     actions: list[AnyAction] = []
     move.stage = "ending"
@@ -162,20 +136,20 @@ def _end(state: JobState, now: float, move: GroupMove, *, grace_s: float = 0.0) 
     return actions
 
 
-def _finish(state: JobState, now: float, move: GroupMove, but: str) -> list[AnyAction]:
+def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAction]:
     """Answer: the groups were left."""
-    del state.quorum.moves[move.id]
+    del state.moves[move.id]
     took_s = round(now - move.at_s, 3)
     result: dict[str, Any] = {
         "verb": move.kind,
-        "replicas": move.groups,
-        "nodes": move.groups,
+        "replicas": move.nodes,
+        "nodes": move.nodes,
         "stand_ins": move.stand_ins,
         "step": move.step,
         "steps_lost": 0,
         "took_s": took_s,
     }
-    text = f"{name_replicas(move.groups)} left in {took_s:.2f} s"
+    text = f"{name_replicas(move.nodes)} left in {took_s:.2f} s"
     if move.step >= 0:
         text += f" at step {move.step}"
     if move.stand_ins:

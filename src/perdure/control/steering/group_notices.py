@@ -4,7 +4,7 @@ Nothing is lost by leaving early, and a group is a node of its own, so that noth
 waiting for what comes with it.
 """
 
-from perdure.control.job import GroupMove, JobState
+from perdure.control.job import JobState, OpenMove
 from perdure.control.observing import is_observed, note_withheld
 from perdure.control.steering.group_moves import count_left, take_back
 from perdure.model.actions import AnyAction, NoteDraining
@@ -29,7 +29,7 @@ def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyActi
     group, id_ = state.worlds.get(event.node), f"preemption-{event.node}"
     if group is None or not group.alive or state.phase != "running" or group.leaving:
         return []
-    if any(event.node in move.groups for move in state.quorum.moves.values()):
+    if any(event.node in move.nodes for move in state.moves.values()):
         return []
     members, left = count_left(state, {event.node})
     outlook = Outlook(
@@ -58,10 +58,10 @@ def _note(state: JobState, now: float, event: PreemptionNoticed) -> list[AnyActi
             would=would,
             first_seen_s=event.at_s,
         )
-    state.quorum.moves[id_] = GroupMove(
+    state.moves[id_] = OpenMove(
         id=id_,
         kind="drain" if decided.way == "drain" else "evict",
-        groups=[event.node],
+        nodes=[event.node],
         who=event.source,
         why=why,
         at_s=now,
@@ -75,7 +75,7 @@ def _withdraw(state: JobState, now: float, event: PreemptionWithdrawn) -> list[A
 
     After that an operator's `restore` starts the group again.
     """
-    move = state.quorum.moves.get(f"preemption-{event.node}")
+    move = state.moves.get(f"preemption-{event.node}")
     if move is None or move.stage == "ending":
         return []
     return take_back(state, now, move, f"{event.source}: withdrawn")

@@ -1,46 +1,52 @@
-"""Drain, cordon, evict, restore for torchft's replica groups: what a verb would do, its beginning.
+"""Drain, cordon, evict, restore for torchft's replica groups: what a verb would do.
 
 A replica group is a world of its own, so no other group ends when one is left: the lighthouse
-forms the next quorum without it, and a warm spare heals from a peer. As elsewhere `plan` says
-what would happen or why it must not, a dry run is that and nothing else, and one target that
-cannot be left refuses the command for the others, too.
+forms the next quorum without it, and a warm spare heals from a peer.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from perdure.control.answers import answer
-from perdure.control.job import Answer, GroupMove, JobState, OpenCommand
+from perdure.control.job import JobState, OpenMove
 from perdure.control.recovery.groups import find_spares, start_group
-from perdure.control.recovery.placement import bar, release
+from perdure.control.recovery.placement import release
 from perdure.control.steering.group_moves import count_left, name_replicas, take_back
-from perdure.control.targets import UnknownTargetError, find_groups
-from perdure.model.actions import AnyAction, NoteDraining
-from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
+from perdure.model.actions import AnyAction
+from perdure.model.steering import PlaceVerb
 
 
-class GroupPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verb would do to replica groups."""
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a verb would do: all of it but the words is in the answer."""
 
     verb: str
-    groups: tuple[int, ...] = ()
-    """To which something would be done."""
-    stand_ins: tuple[int, ...] = ()
-    """Spare groups that stand ready to take their places."""
-    left: int = 0
-    """How many would train afterwards."""
-    already: tuple[str, ...] = ()
+    way: Literal["drain", "cordon", "evict", "restore", "nothing"] = "nothing"
+    """As it would be carried out."""
+    nodes: list[int] = msgspec.field(default_factory=list)
+    """On which something would be done."""
+    already: list[str] = msgspec.field(default_factory=list)
+    """Where nothing is left to do, and why."""
+    steps_lost: int | None = 0
+    """None: unknown, because the script declares no steps."""
     refusal: str = ""
     words: str = ""
 
 
-def plan_group_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> GroupPlan:
+class GroupPlan(Plan, frozen=True, kw_only=True):
+    """What it would do to replica groups."""
+
+    replicas: list[int] = msgspec.field(default_factory=list)
+    """The same as `nodes`."""
+    stand_ins: list[int] = msgspec.field(default_factory=list)
+    """Spare groups that stand ready to take their places."""
+    left: int = 0
+    """How many would train afterwards."""
+
+
+def plan_groups(
+    state: JobState, verb: PlaceVerb, groups: tuple[int, ...], *, wait: bool
+) -> GroupPlan:
     """Return what `verb` would do as things stand. Changes nothing."""
-    try:
-        groups = find_groups(state, [str(target) for target in args.get("targets", ())])
-    except UnknownTargetError as error:
-        return GroupPlan(verb=verb, refusal=str(error))
     if not state.worlds:
         return GroupPlan(verb=verb, refusal="no replica group was started yet")
     match verb:
@@ -49,84 +55,25 @@ def plan_group_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> G
         case "cordon":
             return _plan_cordon(state, groups)
         case "drain" | "evict":
-            return _plan_leave(state, verb, groups, bool(args.get("wait")))
+            return _plan_leave(state, verb, groups, wait)
 
 
-def preview_group_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Answer:
-    """Return the answer to a dry run."""
-    try:
-        plan = plan_group_verb(state, verb, args)
-    except (TypeError, ValueError) as error:
-        return Answer(False, f"malformed arguments: {error}", {})
-    result = {"dry_run": True, **render_plan(plan)}
-    return Answer(not plan.refusal, plan.refusal or plan.words, result)
-
-
-def render_plan(plan: GroupPlan) -> dict[str, Any]:
-    """Return a plan as an answer carries it."""
-    return {
-        "verb": plan.verb,
-        "replicas": list(plan.groups),
-        "nodes": list(plan.groups),
-        "stand_ins": list(plan.stand_ins),
-        "left": plan.left,
-        "already": list(plan.already),
-        "steps_lost": 0,
-    }
-
-
-def order_replicas(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
-    """Begin a verb, refuse it, or say that it is done already; it is answered exactly once."""
-    verb: PlaceVerb = command.kind  # type: ignore[assignment]
-    args = command.args
-    if args.get("dry_run"):
-        return answer(state, command.id, *preview_group_verb(state, verb, args))
-    plan = plan_group_verb(state, verb, args)
-    if plan.refusal or not plan.groups:
-        text = plan.refusal or plan.words
-        return answer(state, command.id, not plan.refusal, text, render_plan(plan))
-    who = command.who or "an operator"
-    why = str(args.get("why", ""))
-    reason = f"{verb} asked for by {who}{f': {why}' if why else ''}"
-    if verb in ("drain", "evict"):
-        return _begin_move(state, command, plan, who, reason)
+def overtake(state: JobState, now: float, plan: Plan, reason: str) -> list[AnyAction]:
+    """Take back what leaves the same groups less urgently."""
     actions: list[AnyAction] = []
-    for number in plan.groups:
-        if verb == "restore":
-            actions += _restore(state, now, number, who, reason)
-        else:
-            actions += bar(state, number, who, reason)
-    result = render_plan(plan) | {"took_s": round(now - command.at_s, 3)}
-    return [*actions, *answer(state, command.id, True, plan.words, result)]
+    for move in list(state.moves.values()):
+        if set(move.nodes) & set(plan.nodes):
+            actions += take_back(state, now, move, f"overtaken: {reason}", keep=False)
+    return actions
 
 
-def _begin_move(
-    state: JobState, command: OpenCommand, plan: GroupPlan, who: str, reason: str
+def restore_group(
+    state: JobState, now: float, number: int, who: str, reason: str
 ) -> list[AnyAction]:
-    args, moves = command.args, state.quorum.moves
-    actions: list[AnyAction] = []
-    for move in list(moves.values()):  # An evict overtakes a drain.
-        if set(move.groups) & set(plan.groups):
-            actions += take_back(state, command.at_s, move, f"overtaken: {reason}", keep=False)
-    state.commands[command.id] = command
-    moves[command.id] = GroupMove(
-        id=command.id,
-        kind="drain" if plan.verb == "drain" else "evict",
-        groups=list(plan.groups),
-        who=who,
-        why=reason,
-        at_s=command.at_s,
-        deadline_s=command.at_s + float(args.get("deadline_s") or LEAVE_DEADLINE_S),
-        wait=bool(args.get("wait")),
-    )
-    noted = [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.groups]
-    return [*actions, *noted]
-
-
-def _restore(state: JobState, now: float, number: int, who: str, reason: str) -> list[AnyAction]:
+    """Let a group train again; one that has ended is started."""
     group, actions = state.worlds[number], list[AnyAction]()
-    for move in list(state.quorum.moves.values()):
-        if number in move.groups and move.stage != "ending":
+    for move in list(state.moves.values()):
+        if number in move.nodes and move.stage != "ending":
             actions += take_back(state, now, move, reason)
     if number in state.cordoned:
         actions += release(state, number, who, reason)
@@ -142,8 +89,8 @@ def _restore(state: JobState, now: float, number: int, who: str, reason: str) ->
 
 
 def _plan_restore(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
-    held = {n for m in state.quorum.moves.values() if m.stage != "ending" for n in m.groups}
-    ended = {n for m in state.quorum.moves.values() if m.stage == "ending" for n in m.groups}
+    held = {n for m in state.moves.values() if m.stage != "ending" for n in m.nodes}
+    ended = {n for m in state.moves.values() if m.stage == "ending" for n in m.nodes}
     todo, already, parts = [], [], []
     for number in groups:
         group = state.worlds[number]
@@ -162,14 +109,14 @@ def _plan_restore(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
             already.append(f"replica {number} may train already")
     left = count_left(state, set())[1]
     return GroupPlan(
-        verb="restore", groups=tuple(todo), already=tuple(already), left=left,
+        verb="restore", way="restore", nodes=todo, replicas=todo, already=already, left=left,
         words="; ".join([*parts, *already]),
     )  # fmt: skip
 
 
 def _plan_cordon(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
-    todo = tuple(n for n in groups if n not in state.barred)
-    already = tuple(f"replica {n} is cordoned already" for n in groups if n in state.barred)
+    todo = [n for n in groups if n not in state.barred]
+    already = [f"replica {n} is cordoned already" for n in groups if n in state.barred]
     least = max(1, state.the_spec().torchft.min_replicas)
     free = [n for n, g in state.worlds.items() if g.alive and n not in {*todo, *state.barred}]
     refusal = ""
@@ -178,8 +125,8 @@ def _plan_cordon(state: JobState, groups: tuple[int, ...]) -> GroupPlan:
     parts = [f"replica {n} trains on, and is not started again once it ends" for n in todo]
     left = count_left(state, set())[1]
     return GroupPlan(
-        verb="cordon", groups=todo, already=already, refusal=refusal, left=left,
-        words="; ".join([*parts, *already]),
+        verb="cordon", way="cordon", nodes=todo, replicas=todo, already=already, left=left,
+        refusal=refusal, words="; ".join([*parts, *already]),
     )  # fmt: skip
 
 
@@ -188,7 +135,7 @@ def _plan_leave(
 ) -> GroupPlan:
     todo, already = [], []
     for number in groups:
-        under_way = _find_move(state, verb, number)
+        under_way = find_move(state, verb, number)
         if under_way is not None:
             word = "drained" if under_way.kind == "drain" else "evicted"
             already.append(f"replica {number} is being {word} already ({under_way.why})")
@@ -197,24 +144,24 @@ def _plan_leave(
         else:
             todo.append(number)
     if not todo:
-        return GroupPlan(verb=verb, already=tuple(already), words="; ".join(already))
+        return GroupPlan(verb=verb, already=already, words="; ".join(already))
     before = count_left(state, set())[1]
     members, left = count_left(state, set(todo))
     spares = [g.number for g in find_spares(state) if g.number not in todo]
     lost = sum(state.worlds[n].active and state.worlds[n].alive for n in todo)
-    stand_ins = tuple(spares[:lost])
+    stand_ins = spares[:lost]
     refusal = _find_refusal(state, verb, members, left, before, wait)
     ready = f"{name_replicas(stand_ins)} stand{'' if len(stand_ins) > 1 else 's'} in"
     how = "after their step" if verb == "drain" else "at once; the step in flight is made again"
     words = [
-        f"{name_replicas(tuple(todo))} leave{'' if len(todo) > 1 else 's'} {how}",
+        f"{name_replicas(todo)} leave{'' if len(todo) > 1 else 's'} {how}",
         ready if stand_ins else "no spare stands ready",
         f"{left} train on",
         *already,
     ]
     return GroupPlan(
-        verb=verb, groups=tuple(todo), stand_ins=stand_ins, left=left, already=tuple(already),
-        refusal=refusal, words="; ".join(words),
+        verb=verb, way=verb, nodes=todo, replicas=todo, stand_ins=stand_ins, left=left,
+        already=already, refusal=refusal, words="; ".join(words),
     )  # fmt: skip
 
 
@@ -238,10 +185,10 @@ def _find_refusal(
     return ""
 
 
-def _find_move(state: JobState, verb: str, number: int) -> GroupMove | None:
-    """Return what already leaves the group no less urgently than `verb` would."""
-    for move in state.quorum.moves.values():
+def find_move(state: JobState, verb: str, number: int) -> OpenMove | None:
+    """Return what already leaves it no less urgently than `verb` would."""
+    for move in state.moves.values():
         urgent = verb == "drain" or move.kind == "evict" or move.stage == "ending"
-        if number in move.groups and urgent:
+        if number in move.nodes and urgent:
             return move
     return None

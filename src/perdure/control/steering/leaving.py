@@ -24,8 +24,8 @@ from perdure.control.membership.members import (
     order_following,
     split_called,
 )
-from perdure.control.recovery.placement import bar, cordon, find_notice
-from perdure.model.actions import AnyAction, NoteDraining
+from perdure.control.recovery.placement import bar_left, find_notice, keep_nodes
+from perdure.model.actions import AnyAction
 from perdure.model.failures import Cause
 
 
@@ -142,18 +142,12 @@ def restore_leaving(state: JobState, now: float, move: OpenMove, why: str) -> li
 def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     """Nobody of the world is on the nodes any more: answer."""
     del state.moves[move.id]
-    actions: list[AnyAction] = []
-    if not move.restored:
-        note_move(state, now, move, state.world.generation, epoch=state.world.elastic.epoch)
-    for node in move.nodes if not move.restored else ():
-        if move.who:
-            actions += bar(state, node, move.who, move.why)
-        else:
-            actions += cordon(state, node, move.why)
-    if move.restored:
-        actions += fill_slots(state, move.why)
     elastic = state.world.elastic
-    actions += end_spares(state, move.nodes, move.why) if not move.restored else []
+    if move.restored:
+        actions = fill_slots(state, move.why)
+    else:
+        note_move(state, now, move, state.world.generation, epoch=elastic.epoch)
+        actions = bar_left(state, move) + end_spares(state, move.nodes, move.why)
     ranks = list(move.ranks)
     agreed = move.kind == "drain" and move.step >= 0 and set(ranks) <= elastic.left
     took_s = round(now - move.at_s, 3)
@@ -200,14 +194,7 @@ def _put_out(
 
 def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """Leave everything as it was, and say why."""
-    actions = _drop_boundary(state, move, why)
-    del state.moves[move.id]
-    for node in move.nodes:
-        actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
-        if not move.who:
-            actions += cordon(state, node, move.why)  # It goes away all the same.
-    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": round(now - move.at_s, 3)}
-    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+    return [*_drop_boundary(state, move, why), *keep_nodes(state, now, move, why)]
 
 
 def _drop_boundary(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:

@@ -15,10 +15,12 @@ from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
 from perdure.control.answers import answer_open
-from perdure.control.job import JobState, OpenMove
+from perdure.control.job import LEFT, JobState, OpenMove
+from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import is_elastic
 from perdure.control.recovery.formation import form_world
-from perdure.control.recovery.placement import bar, cordon, find_shortage
+from perdure.control.recovery.placement import bar_left, find_shortage, keep_nodes
+from perdure.control.steering.group_moves import advance_group_move
 from perdure.control.steering.leaving import advance_leaving, guard, note_move, restore_leaving
 from perdure.model.actions import AnyAction, NoteDraining
 from perdure.model.events import BoundaryReached, CheckpointFailed, CheckpointSaved, RankExited
@@ -38,24 +40,14 @@ def moves_deadline(state: JobState) -> float | None:
 
 def advance_moves(state: JobState, now: float) -> list[AnyAction]:
     """Do what has become possible for the nodes that are being left."""
-    if not state.moves:
-        return []
     if state.over:
         state.moves.clear()  # Their commands are answered by the end.
         return []
-    actions = _settle(state, now)
-    for id_ in [*state.moves, *state.moves]:  # What was left past its deadline is answered, too.
+    actions: list[AnyAction] = []
+    for id_ in 3 * list(state.moves):  # As many as there are stages that need nobody's answer.
         if id_ in state.moves:
-            _note_late(now, state.moves[id_])
-            actions += _advance(state, now, state.moves[id_])
-            actions += _settle(state, now)
+            actions += _ADVANCE[membership_of(state).kind](state, now, state.moves[id_])
     return actions
-
-
-def _note_late(now: float, move: OpenMove) -> None:
-    """Just before the end it is saved once more, so that little is lost with the node."""
-    if move.late_s is not None and now >= move.late_s:
-        move.late_s, move.guarded = None, False
 
 
 def note_held(
@@ -119,14 +111,11 @@ def moves_again(state: JobState) -> list[AnyAction]:
     actions: list[AnyAction] = [
         NoteDraining(node=node, who=move.who, reason=move.why)
         for move in state.moves.values()
-        if move.stage != "moved"
+        if move.stage not in LEFT
         for node in move.nodes
     ]
-    for left in state.quorum.moves.values():
-        if left.stage != "ending":
-            actions += [NoteDraining(node=n, who=left.who, reason=left.why) for n in left.groups]
     released = state.released
-    if released is not None and released.generation == state.world.generation:
+    if released is not None and released.generation == state.generation:
         actions.append(released)
     return actions
 
@@ -134,9 +123,15 @@ def moves_again(state: JobState) -> list[AnyAction]:
 # --- one move -----------------------------------------------------------------------------------
 
 
+def _advance_one_world(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
+    actions = _settle(state, now)
+    if move.late_s is not None and now >= move.late_s:
+        move.late_s, move.guarded = None, False  # Saved once more, so that little is lost with it.
+    advance = advance_leaving if is_elastic(state) else _advance
+    return [*actions, *advance(state, now, move), *_settle(state, now)]
+
+
 def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
-    if is_elastic(state):
-        return advance_leaving(state, now, move)
     if move.stage == "moved":
         if state.world.phase == "running" and (state.world.stepping or stands(state)):
             return _finish(state, now, move, "")
@@ -158,7 +153,7 @@ def _advance(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
                 move.step, move.boundary = boundary.step, boundary.name
                 return []
             return _give_up(state, now, move, "the ranks did not agree on a step")
-        case "held":
+        case _:
             if not move.saved:
                 return []
             if not find_shortage(state, set()):
@@ -215,11 +210,7 @@ def _settle(state: JobState, now: float) -> list[AnyAction]:
         move.to = {node: state.world.placement[group] for node, group in move.groups.items()}
         move.generation = state.world.generation - 1
         note_move(state, now, move, move.generation)
-        for node in move.nodes:
-            if move.who:
-                actions += bar(state, node, move.who, move.why)
-            else:
-                actions += cordon(state, node, move.why)
+        actions += bar_left(state, move)
     return actions
 
 
@@ -263,15 +254,7 @@ def _give_up(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyA
 
 def _take_back(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:
     """Leave everything as it was, and say why."""
-    del state.moves[move.id]
-    actions = _free(state, move, why)
-    for node in move.nodes:
-        actions.append(NoteDraining(node=node, who=move.who, over=True, reason=why))
-        if not move.who:
-            actions += cordon(state, node, move.why)  # It goes away all the same.
-    took_s = round(now - move.at_s, 3)
-    result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s}
-    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+    return [*_free(state, move, why), *keep_nodes(state, now, move, why)]
 
 
 def _free(state: JobState, move: OpenMove, why: str) -> list[AnyAction]:
@@ -298,3 +281,9 @@ def _name_stage(move: OpenMove) -> str:
             return f"the ranks had not all come to step {move.step}"
         case _:
             return f"the checkpoint of step {move.step} was not verified yet"
+
+
+_ADVANCE = {
+    "one world": _advance_one_world,
+    "replica groups": advance_group_move,
+}

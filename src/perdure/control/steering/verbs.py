@@ -5,16 +5,25 @@ run is its answer and nothing else. `receive_verb` begins exactly what the plan 
 is all or nothing: one node that cannot be left refuses it for the others, too.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 
 from perdure.control.answers import answer
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
+from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import is_elastic
 from perdure.control.membership.members import fill_slots
 from perdure.control.recovery.placement import bar, find_shortage, release
-from perdure.control.steering.group_verbs import preview_group_verb
+from perdure.control.steering.group_verbs import (
+    GroupPlan,
+    Plan,
+    find_move,
+    overtake,
+    plan_groups,
+    restore_group,
+)
 from perdure.control.steering.leaving import find_leavers, find_objection
 from perdure.control.steering.moves import restore_move
 from perdure.control.targets import UnknownTargetError, find_nodes
@@ -23,32 +32,24 @@ from perdure.model.steering import LEAVE_DEADLINE_S, PlaceVerb
 from perdure.policy import find_restart_cost_s
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What a verb would do."""
+class WorldPlan(Plan, frozen=True, kw_only=True):
+    """What it would do to the nodes of the only world."""
 
-    verb: str
-    way: Literal["drain", "cordon", "evict", "restore", "nothing"] = "nothing"
-    """As it would be carried out."""
-    nodes: tuple[int, ...] = ()
-    """On which something would be done."""
-    moves: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
-    """(node, the one that stands in or -1 where none is ready, ranks)."""
-    already: tuple[str, ...] = ()
-    """Where nothing is left to do, and why."""
-    steps_lost: int | None = 0
-    """None: unknown, because the script declares no steps."""
+    moves: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    """Node, the one that stands `to` be in its place or None where none is ready, ranks."""
     restart_s: float = 0.0
     """About how long nothing is trained; 0 where training goes on."""
-    refusal: str = ""
-    words: str = ""
 
 
 def plan_verb(state: JobState, verb: PlaceVerb, args: dict[str, Any]) -> Plan:
     """Return what `verb` would do as things stand. Changes nothing."""
+    groups = membership_of(state).kind == "replica groups"
     try:
         nodes = find_nodes(state, [str(target) for target in args.get("targets", ())])
     except UnknownTargetError as error:
-        return Plan(verb=verb, refusal=str(error))
+        return (GroupPlan if groups else WorldPlan)(verb=verb, refusal=str(error))
+    if groups:
+        return plan_groups(state, verb, nodes, wait=bool(args.get("wait")))
     match verb:
         case "restore":
             return _plan_restore(state, nodes)
@@ -65,30 +66,18 @@ def preview_verb(state: JobState, kind: str, args: dict[str, Any]) -> Answer | N
         return None
     if state.over:
         return Answer(False, "the job is ending", {})
-    if state.spec.torchft.replicas:
-        return preview_group_verb(state, verbs[kind], args)
     try:
         plan = plan_verb(state, verbs[kind], args)
     except (TypeError, ValueError) as error:
         return Answer(False, f"malformed arguments: {error}", {})
-    result = {"dry_run": True, **render_plan(plan)}
+    result = {"dry_run": True, **_render(plan)}
     return Answer(not plan.refusal, plan.refusal or plan.words, result)
 
 
-def render_plan(plan: Plan) -> dict[str, Any]:
+def _render(plan: Plan) -> dict[str, Any]:
     """Return a plan as an answer carries it."""
-    return {
-        "verb": plan.verb,
-        "way": plan.way,
-        "nodes": list(plan.nodes),
-        "moves": [
-            {"node": node, "to": to if to >= 0 else None, "ranks": list(ranks)}
-            for node, to, ranks in plan.moves
-        ],
-        "already": list(plan.already),
-        "steps_lost": plan.steps_lost,
-        "restart_s": round(plan.restart_s, 3),
-    }
+    told = msgspec.structs.asdict(plan)
+    return {name: value for name, value in told.items() if name not in ("refusal", "words")}
 
 
 def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -99,34 +88,33 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         return answer(state, command.id, *told)
     plan = plan_verb(state, verb, command.args)
     if plan.refusal:
-        return answer(state, command.id, False, plan.refusal, render_plan(plan))
+        return answer(state, command.id, False, plan.refusal, _render(plan))
     who = command.who or "an operator"
     why = str(command.args.get("why", ""))
     reason = f"{verb} asked for by {who}{f': {why}' if why else ''}"
     if plan.way in ("drain", "evict"):
         return _begin_move(state, command, plan, reason)
+    restore = restore_group if isinstance(plan, GroupPlan) else _restore
     actions: list[AnyAction] = []
     for node in plan.nodes:
         if plan.way == "restore":
-            actions += restore_move(state, now, node, reason)
-            actions += release(state, node, who, reason) if node in state.cordoned else []
-            actions += fill_slots(state, reason) if is_elastic(state) else []
+            actions += restore(state, now, node, who, reason)
         else:
             actions += bar(state, node, who, reason)
-    result = render_plan(plan) | {"took_s": round(now - command.at_s, 3)}
+    result = _render(plan) | {"took_s": round(now - command.at_s, 3)}
     return [*actions, *answer(state, command.id, True, plan.words, result)]
 
 
 def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) -> list[AnyAction]:
-    args = command.args
+    args, of_groups = command.args, isinstance(plan, GroupPlan)
+    actions = overtake(state, command.at_s, plan, reason) if of_groups else []
+    placement = () if of_groups else state.world.placement
     state.commands[command.id] = command
     state.moves[command.id] = OpenMove(
         id=command.id,
         kind="drain" if plan.way == "drain" else "evict",
         nodes=list(plan.nodes),
-        groups={
-            node: group for group, node in enumerate(state.world.placement) if node in plan.nodes
-        },
+        groups={node: group for group, node in enumerate(placement) if node in plan.nodes},
         who=command.who or "an operator",
         why=reason,
         at_s=command.at_s,
@@ -135,15 +123,22 @@ def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) 
         wait=bool(args.get("wait")),
         instead=plan.words if plan.way != plan.verb else "",
     )
-    return [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.nodes]
+    noted = [NoteDraining(node=n, who=command.who, reason=reason) for n in plan.nodes]
+    return [*actions, *noted]
 
 
-def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> Plan:
+def _restore(state: JobState, now: float, node: int, who: str, reason: str) -> list[AnyAction]:
+    actions = restore_move(state, now, node, reason)
+    actions += release(state, node, who, reason) if node in state.cordoned else []
+    return actions + (fill_slots(state, reason) if is_elastic(state) else [])
+
+
+def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> WorldPlan:
     held = {node for move in state.moves.values() for node in move.nodes}
-    todo = tuple(node for node in nodes if node in state.cordoned or node in held)
-    already = tuple(f"node {n} may run ranks already" for n in nodes if n not in todo)
+    todo = [node for node in nodes if node in state.cordoned or node in held]
+    already = [f"node {n} may run ranks already" for n in nodes if n not in todo]
     if not todo:
-        return Plan(verb="restore", already=already, words="; ".join(already))
+        return WorldPlan(verb="restore", already=already, words="; ".join(already))
     parts = []
     for node in todo:
         kept = node in state.world.placement
@@ -151,25 +146,25 @@ def _plan_restore(state: JobState, nodes: tuple[int, ...]) -> Plan:
         if is_elastic(state) and not find_leavers(state, (node,)):
             what = "is filled with new members"
         parts.append(f"node {node} {what}")
-    return Plan(
+    return WorldPlan(
         verb="restore", way="restore", nodes=todo, already=already,
         words="; ".join([*parts, *already]),
     )  # fmt: skip
 
 
 def _plan_cordon(state: JobState, nodes: tuple[int, ...]) -> Plan:
-    todo = tuple(node for node in nodes if node not in state.barred)
-    already = tuple(f"node {n} is cordoned already" for n in nodes if n not in todo)
+    todo = [node for node in nodes if node not in state.barred]
+    already = [f"node {n} is cordoned already" for n in nodes if n not in todo]
     if not todo:
-        return Plan(verb="cordon", already=already, words="; ".join(already))
+        return WorldPlan(verb="cordon", already=already, words="; ".join(already))
     refusal = "" if is_elastic(state) else _find_refusal(state, set(todo))
     moves = _plan_moves(state, todo)
     parts = []
     for node in todo:
-        ranks = next((r for n, _, r in moves if n == node), ())
+        ranks = next((move["ranks"] for move in moves if move["node"] == node), ())
         stay = f"; {_name_ranks(ranks)} stay until the next world" if ranks else ""
         parts.append(f"node {node} takes no new ranks{stay}")
-    return Plan(
+    return WorldPlan(
         verb="cordon", way="cordon", nodes=todo, moves=moves, already=already, refusal=refusal,
         words="; ".join([*parts, *already]),
     )  # fmt: skip
@@ -180,7 +175,7 @@ def _plan_leave(
 ) -> Plan:
     already, todo = [], []
     for node in nodes:
-        under_way = _find_move(state, verb, node)
+        under_way = find_move(state, verb, node)
         if under_way is not None:
             word = "drained" if under_way.kind == "drain" else "evicted"
             already.append(f"node {node} is being {word} already ({under_way.why})")
@@ -189,15 +184,15 @@ def _plan_leave(
         else:
             todo.append(node)
     if not todo:
-        return Plan(verb=verb, already=tuple(already), words="; ".join(already))
+        return WorldPlan(verb=verb, already=already, words="; ".join(already))
     if is_elastic(state):
-        return _plan_elastic_leave(state, verb, tuple(todo), tuple(already))
-    moves = _plan_moves(state, tuple(todo))
+        return _plan_elastic_leave(state, verb, todo, already)
+    moves = _plan_moves(state, todo)
     if not moves:
         refusal = _find_refusal(state, set(todo))
         words = [f"nothing runs on node {n}; it takes no new ranks" for n in todo]
-        return Plan(
-            verb=verb, way="cordon", nodes=tuple(todo), already=tuple(already), refusal=refusal,
+        return WorldPlan(
+            verb=verb, way="cordon", nodes=todo, already=already, refusal=refusal,
             words="; ".join([*words, *already]),
         )  # fmt: skip
     supervised = state.world.stepping and not state.world.joined
@@ -209,27 +204,21 @@ def _plan_leave(
             "the script does not call perdure.init(), so perdure cannot save its state: what it "
             "has not saved itself would be lost; --force does that, as evict"
         )
-    return Plan(
-        verb=verb, way=way, nodes=tuple(todo), moves=moves, already=tuple(already),
+    return WorldPlan(
+        verb=verb, way=way, nodes=todo, moves=moves, already=already,
         steps_lost=_find_steps_lost(state, way),
-        restart_s=find_restart_cost_s(tuple(state.restarts_s)),
+        restart_s=round(find_restart_cost_s(tuple(state.restarts_s)), 3),
         refusal=refusal, words=_describe_leave(state, way, verb, moves, already),
     )  # fmt: skip
 
 
 def _plan_elastic_leave(
-    state: JobState,
-    verb: Literal["drain", "evict"],
-    nodes: tuple[int, ...],
-    already: tuple[str, ...],
+    state: JobState, verb: Literal["drain", "evict"], nodes: list[int], already: list[str]
 ) -> Plan:
     """Members leave, and the others go on; nobody has to stand in."""
-    moves = []
-    for node in nodes:
-        ranks = find_leavers(state, (node,))
-        if ranks:
-            moves.append((node, -1, ranks))
-    leavers = tuple(rank for _, _, ranks in moves for rank in ranks)
+    there = [(node, list(find_leavers(state, (node,)))) for node in nodes]
+    moves = [{"node": node, "to": None, "ranks": ranks} for node, ranks in there if ranks]
+    leavers = [rank for _, ranks in there for rank in ranks]
     left = len(state.asked) - len(leavers)
     one = len(leavers) == 1
     if verb == "drain":
@@ -241,8 +230,8 @@ def _plan_elastic_leave(
     words = f"{way}; {left} go on"
     if not leavers:
         words = "; ".join(f"no member runs on node {n}; it takes no new ranks" for n in nodes)
-    return Plan(
-        verb=verb, way=verb, nodes=nodes, moves=tuple(moves), already=already,
+    return WorldPlan(
+        verb=verb, way=verb, nodes=nodes, moves=moves, already=already,
         refusal=find_objection(state, nodes), words="; ".join([words, *already]),
     )  # fmt: skip
 
@@ -251,13 +240,14 @@ def _describe_leave(
     state: JobState,
     way: str,
     verb: str,
-    moves: tuple[tuple[int, int, tuple[int, ...]], ...],
+    moves: list[dict[str, Any]],
     already: list[str],
 ) -> str:
     parts = [
-        f"{_name_ranks(ranks)} {'move' if len(ranks) > 1 else 'moves'} from node {node} to "
-        + (f"node {to}" if to >= 0 else "the next spare node that is ready")
-        for node, to, ranks in moves
+        f"{_name_ranks(move['ranks'])} {'move' if len(move['ranks']) > 1 else 'moves'} from node "
+        f"{move['node']} to "
+        + ("the next spare node that is ready" if move["to"] is None else f"node {move['to']}")
+        for move in moves
     ]
     begin = "after a checkpoint at a step that all ranks agree on"
     if way == "evict":
@@ -275,25 +265,14 @@ def _describe_leave(
     return "; ".join([text, *already])
 
 
-def _plan_moves(
-    state: JobState, nodes: tuple[int, ...]
-) -> tuple[tuple[int, int, tuple[int, ...]], ...]:
+def _plan_moves(state: JobState, nodes: list[int]) -> list[dict[str, Any]]:
     """Return who would stand in for whom: the rules are `place_nodes`'s."""
-    spares = [node for node in state.spares if node not in nodes]
-    moves = []
-    for group, node in enumerate(state.world.placement):
-        if node in nodes:
-            ranks = tuple(state.the_spec().ranks_of(group))
-            moves.append((node, spares.pop(0) if spares else -1, ranks))
-    return tuple(moves)
-
-
-def _find_move(state: JobState, verb: str, node: int) -> OpenMove | None:
-    """Return what already empties `node` no less urgently than `verb` would."""
-    for move in state.moves.values():
-        if node in move.nodes and (verb == "drain" or move.kind == "evict"):
-            return move
-    return None
+    spares = (node for node in state.spares if node not in nodes)
+    return [
+        {"node": node, "to": next(spares, None), "ranks": list(state.the_spec().ranks_of(group))}
+        for group, node in enumerate(state.world.placement)
+        if node in nodes
+    ]
 
 
 def _find_refusal(state: JobState, nodes: set[int]) -> str:
@@ -322,5 +301,5 @@ def _find_steps_lost(state: JobState, way: str) -> int | None:
     return max(0, state.step - max(state.saved_step, 0))
 
 
-def _name_ranks(ranks: tuple[int, ...]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
