@@ -9,18 +9,19 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 from perdure.cli.speech.unread import unread_streams
 from perdure.model.errors import PerdureError
 
 PARTS = {
-    "controller": "JOB [NODE]",
-    "lighthouse": "JOB",
-    "agent": "JOB NODE",
-    "keeper": "JOB NODE",
-    "zygote": "JOB NODE FD",
+    "controller": ("service.controller.process", "JOB [NODE]"),
+    "lighthouse": ("service.lighthouse", "JOB"),
+    "agent": ("service.agent.shell", "JOB NODE"),
+    "keeper": ("keeper.keeper", "JOB NODE"),
+    "zygote": ("keeper.zygote", "JOB NODE FD"),
 }
-"""Hidden commands, started by perdure itself, and their arguments."""
+"""Hidden commands, started by perdure itself: the module of each, and its arguments."""
 
 WATCHERS = (["run"], ["join"], ["queue"])
 """Commands that watch over others, whom an unread terminal or pipe shall not stop."""
@@ -54,32 +55,12 @@ def open_streams() -> None:
 
 def run_part(part: str, args: Sequence[str]) -> int:
     """Be a part of a job; return its exit code."""
-    want = PARTS[part].split()
+    module, usage = PARTS[part]
+    want = usage.split()
     least = sum(not word.startswith("[") for word in want)
     if not least <= len(args) <= len(want) or not all(arg.isdigit() for arg in args[1:]):
-        print(f"perdure: error: usage: perdure {part} {PARTS[part]}", file=sys.stderr)
+        print(f"perdure: error: usage: perdure {part} {usage}", file=sys.stderr)
         print("hint: `perdure run` starts it; it is not meant for people", file=sys.stderr)
         return 2
-    job, numbers = args[0], [int(arg) for arg in args[1:]]
-    match part:
-        case "controller":
-            from perdure.service.controller.process import main as controller
-
-            return controller(job, *numbers)
-        case "lighthouse":
-            from perdure.service.lighthouse import main as lighthouse
-
-            return lighthouse(job)
-        case "agent":
-            from perdure.service.agent.shell import main as agent
-
-            return agent(job, numbers[0])
-        case "keeper":
-            from perdure.keeper.keeper import main as keeper
-
-            keeper(job, numbers[0])
-        case _:
-            from perdure.keeper.zygote import main as zygote
-
-            zygote(job, numbers[0], numbers[1])
-    return 0
+    main_of_part = import_module(f"perdure.{module}").main
+    return main_of_part(args[0], *map(int, args[1:])) or 0

@@ -173,9 +173,8 @@ def _convert(document: dict[str, Any], place: str, folder: str) -> tuple[Planned
 def _locate(one: Planned, folder: str) -> Planned:
     cwd = os.path.abspath(os.path.join(folder, os.path.expanduser(one.item.cwd)))
     on = one.item.on
-    if on.endswith(".toml"):  # A profile by its path.
-        on = os.path.abspath(os.path.join(folder, os.path.expanduser(on)))
-    item = structs.replace(one.item, cwd=cwd, on=on)
+    by_path = os.path.abspath(os.path.join(folder, os.path.expanduser(on)))
+    item = structs.replace(one.item, cwd=cwd, on=by_path if on.endswith(".toml") else on)
     job = os.path.join(folder, os.path.expanduser(one.job)) if one.job else ""
     return structs.replace(one, item=item, job=job)
 
@@ -251,9 +250,7 @@ def _describe(store: QueueStore, book: Book, line: Line, now: float) -> dict[str
     item = line.item
     blocked = line.state == "waiting" and bool(book.find_block(line))
     log = store.attempt(item.name, line.attempts) / OUTPUT if line.attempts else ""
-    reason = explain(book, line, now)
-    if line.state == "running":
-        reason = f"attempt {line.attempts} on {', '.join(line.slots) or 'no slot'}"
+    where = f"attempt {line.attempts} on {', '.join(line.slots) or 'no slot'}"
     return {
         "name": item.name,
         "state": "blocked" if blocked else line.state,
@@ -262,7 +259,7 @@ def _describe(store: QueueStore, book: Book, line: Line, now: float) -> dict[str
         "after": item.after,
         "gpus": item.gpus,
         "slots": line.slots,
-        "reason": reason,
+        "reason": where if line.state == "running" else explain(book, line, now),
         "log": str(log),
     }
 

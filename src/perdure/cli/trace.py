@@ -1,6 +1,5 @@
 """`perdure trace`: recorded availability read, shown, changed, made up, simulated and played."""
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,8 +8,8 @@ import typer
 from msgspec import json as msgspec_json
 
 from perdure.cli.running.options import Json
-from perdure.cli.speech.say import answer, note, print_json, write_asked
-from perdure.dash.terminal import find_stream, print_exact
+from perdure.cli.speech.say import answer, keep_given, note, print_json, write_asked
+from perdure.dash.terminal import print_exact
 from perdure.lab.policies.policies import (
     POLICIES,
     Policy,
@@ -278,18 +277,16 @@ def _change_model(
     notice_s: float | None,
 ) -> AvailabilityModel:
     """Return `model` with what is not None said by hand."""
-    changes: dict[str, object] = {}
-    if nodes is not None:
-        share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
-        changes |= {"nodes_max": nodes, "nodes_first": round(nodes * share)}
-    if mtbf_s is not None:
-        changes["losses_per_node_h"] = 3600.0 / mtbf_s
-    if absence_s is not None:
-        changes["gains_per_vacancy_h"] = 3600.0 / absence_s
-    if burst is not None:
-        changes["loss_sizes"] = tuple((size, 1) for size in range(1, burst + 1))
-    if notice_s is not None:
-        changes |= {"notice_s": notice_s, "announced": 1.0 if notice_s > 0 else 0.0}
+    share = model.nodes_first / model.nodes_max if model.nodes_max else 1.0
+    changes = keep_given(
+        nodes_max=nodes,
+        nodes_first=None if nodes is None else round(nodes * share),
+        losses_per_node_h=3600.0 / mtbf_s if mtbf_s else None,
+        gains_per_vacancy_h=3600.0 / absence_s if absence_s else None,
+        loss_sizes=tuple((size, 1) for size in range(1, burst + 1)) if burst else None,
+        notice_s=notice_s,
+        announced=None if notice_s is None else float(notice_s > 0),
+    )
     return msgspec.structs.replace(model, **changes)
 
 
@@ -454,18 +451,17 @@ def _simulate(
     html: Path | None,
     as_json: bool,
 ) -> None:
+    from perdure.cli.speech.bar import Bar
     from perdure.dash.svg import stand_alone
     from perdure.lab.screens import draw_rates, render_comparison, render_simulation_page
     from perdure.lab.simulation.compare import compare, sweep_communicator
 
-    comparison, outcomes = compare(
-        trace, table, policies, physics, seed=seed, progress=_show_progress
-    )
-    if sweep:
-        perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
-        rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, _show_progress)
-        comparison = msgspec.structs.replace(comparison, sweep=rows)
-    _show_progress("", 1.0)
+    with Bar() as bar:
+        comparison, outcomes = compare(trace, table, policies, physics, seed=seed, progress=bar.say)
+        if sweep:
+            perdure = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
+            rows = sweep_communicator(trace, table, perdure, physics, SWEEP_S, bar.say)
+            comparison = msgspec.structs.replace(comparison, sweep=rows)
     rates = {"U1": find_area_rates(trace, table)}
     rates |= {name: outcome.rates for name, outcome in outcomes.items()}
     if svg is not None:
@@ -480,14 +476,6 @@ def find_area_rates(trace: AvailabilityTrace, table: Throughput) -> tuple[tuple[
     """Return the rate of the fastest shape over time: (seconds, samples a second)."""
     best = ((i.begin_s, table.find_best(len(i.living))) for i in find_intervals(trace))
     return tuple((at_s, table.rates[shape] if shape else 0.0) for at_s, shape in best)
-
-
-def _show_progress(what: str, share: float) -> None:
-    """Show on a terminal what is being done; an empty `what` clears it."""
-    if not sys.stderr.isatty():
-        return
-    bar = f"{what:<12} {'█' * round(30 * share):<30} {share:4.0%}" if what else ""
-    print(f"\r{bar:<50}" + ("" if what else "\r"), end="", file=find_stream(sys.stderr), flush=True)
 
 
 Systems = Annotated[
@@ -571,7 +559,7 @@ def replay(
     trace = prepare(trace, nodes_max, speed, notice, coalesce_s, drawn)
     home, pace_s = resolve_home(), pace_ms / 1000.0
     wish = session.Wish(trace, systems, home, pace_s, stages, measure, speed, notice, drawn)
-    with Bar() as bar:
+    with Bar("replay") as bar:
         result = session.replay(wish, bar.say)
     if costs is not None and result.costs is not None:
         write_asked(costs, msgspec_json.format(msgspec_json.encode(result.costs)).decode() + "\n")

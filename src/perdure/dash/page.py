@@ -122,14 +122,12 @@ def _render_head(report: Report, snapshot: Snapshot | None) -> str:
 
 def _render_ledger(report: Report) -> str:
     bar = render_stack((name, account.fraction) for name, account in report.ledger.items())
-    rows = []
-    for name, account in report.ledger.items():
-        ink = INKS[name]
-        rows.append(
-            f'<tr><td><i style="background:{ink.color}"></i>{escape(name)}</td>'
-            f'<td class="n">{account.s:.2f}</td><td class="n">{account.fraction:.2%}</td>'
-            f'<td class="soft">{escape(ink.meaning)}</td></tr>'
-        )
+    rows = [
+        f'<tr><td><i style="background:{INKS[name].color}"></i>{escape(name)}</td>'
+        f'<td class="n">{account.s:.2f}</td><td class="n">{account.fraction:.2%}</td>'
+        f'<td class="soft">{escape(INKS[name].meaning)}</td></tr>'
+        for name, account in report.ledger.items()
+    ]
     return (
         f'<div class="bar">{bar}</div><table><tr><th>account</th><th class="n">slot-seconds</th>'
         f'<th class="n">share</th><th></th></tr>{"".join(rows)}</table>'
@@ -270,14 +268,20 @@ def _block(text: object) -> str:
 
 
 def _render_checkpoints(series: Series) -> str:
-    rows = []
-    for c in series.checkpoints:
-        cells = (f"{c.bytes / 1e6:.2f}", f"{c.stall_s * 1000:.1f}", f"{c.save_s:.2f}")
-        numbers = "".join(f'<td class="n">{cell}</td>' for cell in cells)
-        words = f"<td>{escape(c.reason)}</td><td>{escape(c.path)}</td>"
-        rows.append((c.at_s, c.step, numbers + words))
-    for f in series.checkpoints_failed:
-        rows.append((f.at_s, f.step, f'<td colspan="5">failed: {escape(f.error)}</td>'))
+    rows = [
+        (
+            c.at_s,
+            c.step,
+            f'<td class="n">{c.bytes / 1e6:.2f}</td><td class="n">{c.stall_s * 1000:.1f}</td>'
+            f'<td class="n">{c.save_s:.2f}</td>'
+            f"<td>{escape(c.reason)}</td><td>{escape(c.path)}</td>",
+        )
+        for c in series.checkpoints
+    ]
+    rows += [
+        (f.at_s, f.step, f'<td colspan="5">failed: {escape(f.error)}</td>')
+        for f in series.checkpoints_failed
+    ]
     if not rows:
         return ""
     shown = "".join(

@@ -1,6 +1,6 @@
-"""The shape of a pipelined elastic world, in lines."""
+"""What screens share: a table, a span of numbers, and the shape of a pipelined elastic world."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from perdure.model.report import RankRow, WorldShape
 
@@ -25,6 +25,18 @@ def render_shape(world: WorldShape, ranks: Sequence[RankRow]) -> list[str]:
         blocks, held = render_span(range(first, after)), render_span(stage.ranks)
         lines.append(f"  stage {number}  blocks {blocks}  ranks {held}{where}")
     return lines
+
+
+def align(rows: Sequence[Sequence[str]], right: Collection[int]) -> list[str]:
+    """Return rows as lines, a column as wide as its widest cell; those in `right` lean there."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if index in right else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def render_span(numbers: Sequence[int], most: int = 3) -> str:

@@ -94,8 +94,8 @@ def render_curve(
         return bottom - (y - low) / (high - low) * (bottom - _TOP)
 
     out = [begin_plot(height, f"{y_label} by {x_label}"), *draw_grid(low, high, at_y)]
-    for x in find_ticks(x0, x1, 8):
-        out.append(draw_text(at_x(x), bottom + 16, f"{x:g}", "middle"))
+    ticks = find_ticks(x0, x1, 8)
+    out += [draw_text(at_x(x), bottom + 16, f"{x:g}", "middle") for x in ticks]
     for mark in marks:
         x = at_x(mark.x)
         out.append(
@@ -117,12 +117,8 @@ def clip_value(value: float) -> float | None:
 
 def _find_gaps(rows: Sequence[tuple[float, float]]) -> list[tuple[float, str]]:
     """Return where values cease to be finite, and what they are; the first `_GAPS_MAX`."""
-    gaps, before = [], ""
-    for x, y in rows:
-        what = "" if math.isfinite(y) else f"{y:g}"
-        if what and what != before:
-            gaps.append((x, what))
-        before = what
+    said = [(x, "" if math.isfinite(y) else f"{y:g}") for x, y in rows]
+    gaps = [new for old, new in pairwise([(0.0, ""), *said]) if new[1] not in ("", old[1])]
     return gaps[:_GAPS_MAX]
 
 
@@ -180,8 +176,8 @@ def render_timeline(
             f'y2="{bottom}" stroke="{mark.color}" stroke-width="1.5"/>'
             f'<path d="M{x - 4:.1f} 2h8l-4 7z" fill="{mark.color}"/></g>'
         )
-    for t in find_ticks(0.0, end_s, 10):
-        out.append(draw_text(LEFT + t * scale, bottom + 16, f"{t:g} s", "middle"))
+    ticks = find_ticks(0.0, end_s, 10)
+    out += [draw_text(LEFT + t * scale, bottom + 16, f"{t:g} s", "middle") for t in ticks]
     return "".join([*out, "</svg>"])
 
 
@@ -293,8 +289,8 @@ def render_lines(
         return _LINES_BOTTOM - (y - y_low) / (high - y_low) * (_LINES_BOTTOM - _LINES_TOP)
 
     out = [begin_plot(_LINES_HEIGHT, f"{y_label} by {x_label}"), *draw_grid(y_low, high, at_y)]
-    for x in _find_log_ticks(x0, x1) if x_log else find_ticks(x0, x1, 8):
-        out.append(draw_text(at_x(x), _LINES_BOTTOM + 16, f"{x:g}", "middle"))
+    ticks = _find_log_ticks(x0, x1) if x_log else find_ticks(x0, x1, 8)
+    out += [draw_text(at_x(x), _LINES_BOTTOM + 16, f"{x:g}", "middle") for x in ticks]
     begin = LEFT + 40
     room = (WIDTH - begin) / len(lines)
     for index, (name, line) in enumerate(lines):
@@ -323,10 +319,8 @@ def make_stairs(
         means = find_means(rows, end_s, STEPS_MAX)
         rows = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
     ends = [*rows[1:], (end_s, 0.0)]
-    corners = []
-    for (begin_s, y), (until_s, _) in zip(rows, ends, strict=True):
-        corners += [(begin_s / unit_s, y), (until_s / unit_s, y)]
-    return corners
+    stairs = zip(rows, ends, strict=True)
+    return [(at_s / unit_s, y) for (begin_s, y), (end, _) in stairs for at_s in (begin_s, end)]
 
 
 def find_means(counts: Sequence[tuple[float, float]], end_s: float, columns: int) -> list[float]:

@@ -51,8 +51,7 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
             lines.append(_clip(f"{'':16}{r.reason}", width))
             continue
         phases = "  ".join(f"{p} {getattr(r, f'{p}_s'):.2f}" for p in PHASES)
-        lines.append(f"{'':16}{phases}")
-        lines.append(f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}")
+        lines += [f"{'':16}{phases}", f"{'':16}total {r.total_s:.2f}; {_describe_loss(r)}"]
     return "\n".join(lines)
 
 
@@ -91,21 +90,19 @@ def _render_loss(report: Report, series: Series, width: int) -> str:
         return ""
     rows = series.metrics[name]
     columns = min(width - 10, len(rows))
-    steps = [rows[i * (len(rows) - 1) // max(1, columns - 1)][0] for i in range(columns)]
-    values = [rows[i * (len(rows) - 1) // max(1, columns - 1)][1] for i in range(columns)]
-    chart = render_chart(values, height=6)
-    finite = [value for value in values if math.isfinite(value)] or [0.0]
-    high, low = max(finite), min(finite)
-    labels = [f"{high:8.3f}", *[" " * 8] * 4, f"{low:8.3f}"]
+    shown = [rows[i * (len(rows) - 1) // max(1, columns - 1)] for i in range(columns)]
+    chart = render_chart([value for _, value in shown], height=6)
+    finite = [value for _, value in shown if math.isfinite(value)] or [0.0]
+    labels = [f"{max(finite):8.3f}", *[" " * 8] * 4, f"{min(finite):8.3f}"]
     strange = sum(not math.isfinite(value) for _, value in rows)
     note = f"; x nan or inf, {strange} of {len(rows)}" if strange else ""
     lines = [f"{name} by step ({rows[0][0]} to {rows[-1][0]}; ^ incident{note})"]
     lines += [f"{label}  {line}" for label, line in zip(labels, chart, strict=True)]
+    steps = [step for step, _ in shown]
     at = {r.at_step for r in report.recoveries if r.at_step >= 0 and r.failed}
     marks = [" "] * columns
     for step in at:
-        index = next((i for i, s in enumerate(steps) if s >= step), columns - 1)
-        marks[index] = "^"
+        marks[next((i for i, s in enumerate(steps) if s >= step), columns - 1)] = "^"
     lines.append(" " * 10 + "".join(marks))
     return "\n".join(line.rstrip() for line in lines)
 
@@ -120,9 +117,8 @@ def render_chart(values: Sequence[float], height: int, *, low: float | None = No
     low, high = min(finite) if low is None else low, max(finite)
     span = (high - low) or 1.0
     eighths = [0 if v is None else 1 + round((v - low) / span * (height * 8 - 1)) for v in tame]
-    lines = []
-    for level in range(height - 1, -1, -1):
-        lines.append("".join(_BLOCKS[min(8, max(0, e - 8 * level))] for e in eighths))
+    levels = range(height - 1, -1, -1)
+    lines = ["".join(_BLOCKS[min(8, max(0, e - 8 * n))] for e in eighths) for n in levels]
     marked = ["x" if v is None else block for v, block in zip(tame, lines[-1], strict=True)]
     return [*lines[:-1], "".join(marked)]
 

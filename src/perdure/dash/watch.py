@@ -7,10 +7,11 @@ trouble comes first and stands alone as long as there is room.
 
 import time
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from perdure.dash.live import render_count, render_status
-from perdure.dash.shape import render_shape, render_span
+from perdure.dash.shape import align, render_shape, render_span
 from perdure.dash.verdicts import describe_verdict
 from perdure.model.report import RankRow, Snapshot
 from perdure.model.steering import render_value
@@ -101,10 +102,7 @@ def _fold(ranks: Sequence[RankRow], most: int) -> list[tuple[RankRow, ...]]:
 
 
 def _group(ranks: Iterable[RankRow], key: Any) -> list[tuple[RankRow, ...]]:
-    groups: dict[Any, list[RankRow]] = {}
-    for row in ranks:
-        groups.setdefault(key(row), []).append(row)
-    return [tuple(groups[k]) for k in sorted(groups)]
+    return [tuple(group) for _, group in groupby(sorted(ranks, key=key), key)]
 
 
 def _severity(state: str) -> int:
@@ -148,13 +146,9 @@ def _table(cells: list[tuple[str, ...]], styles: list[str], width: int) -> list[
         if sum(widths[i] + 2 for i in columns if i != _COLLECTIVE) <= room:
             break
         columns.remove(column)
-    lines = []
-    for row, style in zip(everything, ["bold", *styles], strict=True):
-        words = [
-            row[i].rjust(widths[i]) if i in _RIGHT else row[i].ljust(widths[i]) for i in columns
-        ]
-        lines.append(Line("  ".join(words).rstrip(), style))
-    return lines
+    right = [place for place, i in enumerate(columns) if i in _RIGHT]
+    lines = align([[row[i] for i in columns] for row in everything], right)
+    return [Line(*row) for row in zip(lines, ["bold", *styles], strict=True)]
 
 
 def _render_head(
@@ -255,9 +249,8 @@ def _render_replicas(snapshot: Snapshot) -> list[Line]:
 
 
 def _render_stages(snapshot: Snapshot) -> list[Line]:
-    if snapshot.world is None:
-        return []
-    return [Line(text) for text in render_shape(snapshot.world, snapshot.ranks)]
+    shape = render_shape(snapshot.world, snapshot.ranks) if snapshot.world else []
+    return [Line(text) for text in shape]
 
 
 def _render_settings(snapshot: Snapshot, width: int) -> list[Line]:

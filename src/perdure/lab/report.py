@@ -36,10 +36,9 @@ class Physics(msgspec.Struct, frozen=True):
     """Least time to know that a node is gone without a word."""
 
 
-class PolicyRow(msgspec.Struct, frozen=True):
-    """What one policy made of a trace."""
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What somebody made of a trace, of what was possible at all."""
 
-    policy: str
     committed: float
     """Samples."""
     fraction_of_u1: float
@@ -48,7 +47,13 @@ class PolicyRow(msgspec.Struct, frozen=True):
     ledger: dict[str, float]
     """Share of the slot-seconds by account."""
     losses: int
-    """Changes in which it lost a node that trained."""
+    """Changes, or instants, in which it lost a node that trained."""
+
+
+class PolicyRow(Share, frozen=True, kw_only=True):
+    """What one policy made of a trace."""
+
+    policy: str
     changes: int
     """Changes of its own will."""
     restarts: int
@@ -66,21 +71,32 @@ class SweepRow(msgspec.Struct, frozen=True):
     """What hindsight would have at the same cost."""
 
 
-class Comparison(msgspec.Struct, frozen=True):
-    """`perdure trace simulate --json`."""
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What was possible on a trace."""
 
     trace: str
     u1: float
     """Samples, as the two below."""
     u2: float
     u2_online: float
-    policies: tuple[PolicyRow, ...]
-    throughput: str
-    """The table's name and source."""
     duration_s: float
+    """As played; less than the trace's where a replay was interrupted."""
     slot_s: float
     seed: int | None
     """Of the victims; None: as the trace names them."""
+
+    def weigh(self, committed: float) -> dict[str, float]:
+        """Return `committed` as a share of each bound, by the names of `Share`."""
+        wholes = {name: getattr(self, name) for name in ("u1", "u2", "u2_online")}
+        return {f"fraction_of_{k}": committed / v if v else 0.0 for k, v in wholes.items()}
+
+
+class Comparison(Bounds, frozen=True, kw_only=True):
+    """`perdure trace simulate --json`."""
+
+    policies: tuple[PolicyRow, ...]
+    throughput: str
+    """The table's name and source."""
     physics: Physics
     sweep: tuple[SweepRow, ...] = ()
 
@@ -113,19 +129,10 @@ class MeasuredCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Share of the time that steps took beyond their reference, changes aside."""
 
 
-class ReplayRow(msgspec.Struct, frozen=True):
+class ReplayRow(Share, frozen=True, kw_only=True):
     """What one system made of the trace, live."""
 
     system: str
-    committed: float
-    """Samples."""
-    fraction_of_u1: float
-    fraction_of_u2: float
-    fraction_of_u2_online: float
-    ledger: dict[str, float]
-    """Share of the slot-seconds by account."""
-    losses: int
-    """Instants at which it lost nodes that trained."""
     joins: int
     steps_again: int
     """Steps that were made more than once."""
@@ -152,24 +159,15 @@ class FormedShape(msgspec.Struct, frozen=True):
     """The model is cut into stages otherwise than before."""
 
 
-class ReplayResult(msgspec.Struct, frozen=True):
+class ReplayResult(Bounds, frozen=True, kw_only=True):
     """`perdure trace replay --json`."""
 
-    trace: str
-    duration_s: float
-    """As played; less than the trace's where it was interrupted."""
     complete: bool
-    slot_s: float
     nodes_max: int
     speed: float
     notice_s: float
-    seed: int | None
-    """Of the victims; None: as the trace names them."""
     throughput: dict[str, float]
     """Measured samples a second, by number of nodes."""
-    u1: float
-    u2: float
-    u2_online: float
     systems: tuple[ReplayRow, ...]
     costs: MeasuredCosts | None = None
     """Of perdure, from this very replay."""

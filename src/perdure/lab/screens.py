@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from perdure.dash.page import render_document
+from perdure.dash.shape import align
 from perdure.dash.svg import (
     INKS,
-    STEPS_MAX,
     find_means,
     make_stairs,
     render_legend,
@@ -15,7 +15,7 @@ from perdure.dash.svg import (
     stand_alone,
 )
 from perdure.dash.text import render_chart
-from perdure.lab.report import Comparison, ReplayResult, ReplayRow
+from perdure.lab.report import Comparison, ReplayResult, ReplayRow, Share
 from perdure.lab.traces.figures import Availability
 
 Counts = Sequence[tuple[float, int]]
@@ -25,8 +25,7 @@ Counts = Sequence[tuple[float, int]]
 def render_summary(figures: Availability, counts: Counts, width: int) -> str:
     """Return a trace's figures and its plot as text."""
     rows = [(name, value) for name, value in describe(figures) if value]
-    wide = max(len(name) for name, _ in rows)
-    table = "\n".join(f"{name:<{wide}}  {value}" for name, value in rows)
+    table = "\n".join(align(rows, ()))
     return f"{table}\n\n{render_nodes(figures, counts, width)}"
 
 
@@ -101,8 +100,6 @@ def render_plot(counts: Counts, end_s: float) -> str:
 
 def render_page(figures: Availability, counts: Counts) -> str:
     """Return figures and plot as one HTML file."""
-    from perdure.dash.page import render_document
-
     rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>"
         for name, value in describe(figures)
@@ -142,35 +139,36 @@ def render_comparison(comparison: Comparison) -> str:
         f"U1 {c.u1:.0f} samples; U2 {render_share(c.u2, c.u1)} of it; "
         f"U2' {render_share(c.u2_online, c.u1)} (hindsight at perdure's cost of a change)",
     ]
-    names = ("policy", "of U1", "of U2", "of U2'", "losses", "back", *GROUPS)
     rows = [
-        (
-            row.policy,
-            *(f"{f:.4f}" for f in (row.fraction_of_u1, row.fraction_of_u2)),
-            f"{row.fraction_of_u2_online:.4f}",
-            str(row.losses),
-            str(row.restarts),
-            *(render_percent(sum(row.ledger[a] for a in accounts)) for accounts in GROUPS.values()),
-        )
-        for row in c.policies
+        ("policy", "of U1", "of U2", "of U2'", "losses", "back", *GROUPS),
+        *(_list(row.policy, row, str(row.restarts)) for row in c.policies),
     ]
-    table = render_rows(names, rows)
-    wide = max(len(name) for name, *_ in (names, *rows))
+    wide = max(len(name) for name, *_ in rows)
     sources = [f"  {row.policy:<{wide}}  {row.source}" for row in c.policies]
     note = "losses: of nodes that trained; back: to a checkpoint, since nobody had the state"
+    table = align(rows, range(1, len(rows[0])))
     return "\n".join([*head, "", *table, note, "", "parameters from", *sources, *_list_sweep(c)])
 
 
-def render_rows(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return a table whose first column leans to the left and whose others lean to the right."""
-    widths = [max(len(line[i]) for line in (names, *rows)) for i in range(len(names))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in (names, *rows)
-    ]
+def _list(name: str, row: Share, *more: str) -> tuple[str, ...]:
+    """Return a row of a table: of the bounds, losses and `more`, then the groups of accounts."""
+    return (
+        name,
+        *(f"{f:.4f}" for f in (row.fraction_of_u1, row.fraction_of_u2, row.fraction_of_u2_online)),
+        *(str(row.losses), *more),
+        *(render_percent(sum(row.ledger[a] for a in group)) for group in GROUPS.values()),
+    )
+
+
+def _render_ledgers(rows: Sequence[tuple[str, str, Share]]) -> str:
+    """Return (name, words, whose ledger) as bars, below what the colours mean."""
+    bars = "".join(
+        f"<p><b>{escape(name)}</b> {words}</p>"
+        f'<div class="bar">{render_stack(row.ledger.items(), height=24)}</div>'
+        for name, words, row in rows
+    )
+    used = [name for name in INKS if any(abs(row.ledger[name]) > 1e-6 for _, _, row in rows)]
+    return render_legend(used) + bars
 
 
 def _list_sweep(c: Comparison) -> list[str]:
@@ -195,14 +193,9 @@ def render_percent(share: float) -> str:
 
 
 def draw_rates(comparison: Comparison, rates: Rates) -> str:
-    """Return the throughput of each policy over time as SVG, means of short stretches."""
+    """Return the throughput of each policy over time as SVG."""
     end_s = comparison.duration_s
-    lines = []
-    for name, rows in rates.items():
-        if rows:
-            means = find_means(rows, end_s, STEPS_MAX)
-            steps = [(end_s * index / STEPS_MAX, mean) for index, mean in enumerate(means)]
-            lines.append((name, make_stairs(steps, end_s)))
+    lines = [(name, make_stairs(rows, end_s)) for name, rows in rates.items() if rows]
     return render_lines(lines, x_label="hours", y_label="samples/s") if lines else ""
 
 
@@ -241,18 +234,16 @@ def draw_sweep(comparison: Comparison) -> str:
 def render_simulation_page(comparison: Comparison, counts: Counts, rates: Rates) -> str:
     """Return plots, ledgers and sources as one HTML file."""
     c = comparison
-    ledgers = "".join(
-        f"<p><b>{escape(row.policy)}</b> {row.fraction_of_u2:.4f} of U2, "
-        f"{row.fraction_of_u2_online:.4f} of U2'</p>"
-        f'<div class="bar">{render_stack(row.ledger.items(), height=24)}</div>'
+    words = [
+        f"{row.fraction_of_u2:.4f} of U2, {row.fraction_of_u2_online:.4f} of U2'"
         for row in c.policies
-    )
-    used = [name for name in INKS if any(abs(row.ledger[name]) > 1e-6 for row in c.policies)]
+    ]
+    ledgers = [(row.policy, said, row) for row, said in zip(c.policies, words, strict=True)]
     sections = (
         ("Nodes", draw_nodes(counts, c.duration_s)),
         ("Throughput", draw_rates(c, rates)),
         ("Samples, those that were lost again among them", draw_committed(c, rates)),
-        ("Where the slot-seconds went", render_legend(used) + ledgers),
+        ("Where the slot-seconds went", _render_ledgers(ledgers)),
         ("Time to form the communicator", draw_sweep(c)),
         ("All figures", f"<pre>{escape(render_comparison(c))}</pre>"),
     )
@@ -265,6 +256,10 @@ def render_replay(result: ReplayResult, width: int) -> str:
     victims = "as the trace names them" if r.seed is None else f"drawn with seed {r.seed}"
     part = "" if r.complete else ", interrupted"
     tau = ", ".join(f"{n}: {rate:.0f}" for n, rate in r.throughput.items())
+    rows = [
+        ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", *GROUPS),
+        *(_list(x.system, x, str(x.joins), f"{x.longest_gap_s:.2f}") for x in r.systems),
+    ]
     lines = [
         f"{r.trace}: {render_time(r.duration_s)} played{part}, {r.slot_s / 3600:.2f} slot-hours; "
         f"victims {victims}",
@@ -272,10 +267,7 @@ def render_replay(result: ReplayResult, width: int) -> str:
         f"U1 {r.u1:.0f} samples; U2 {render_share(r.u2, r.u1)} of it; "
         f"U2' {render_share(r.u2_online, r.u1)} (hindsight at perdure's measured cost of a change)",
         "",
-        *render_rows(
-            ("system", "of U1", "of U2", "of U2'", "losses", "joins", "gap s", *GROUPS),
-            [_list(row) for row in r.systems],
-        ),
+        *align(rows, range(1, len(rows[0]))),
         "gap: the longest time without a commit",
         *_list_costs(r),
         *(line for row in r.systems for line in _list_shapes(row)),
@@ -283,15 +275,6 @@ def render_replay(result: ReplayResult, width: int) -> str:
         render_plots(r, width),
     ]
     return "\n".join(lines)
-
-
-def _list(row: ReplayRow) -> tuple[str, ...]:
-    return (
-        row.system,
-        *(f"{f:.4f}" for f in (row.fraction_of_u1, row.fraction_of_u2, row.fraction_of_u2_online)),
-        *(str(row.losses), str(row.joins), f"{row.longest_gap_s:.2f}"),
-        *(render_percent(sum(row.ledger[a] for a in group)) for group in GROUPS.values()),
-    )
 
 
 def _list_costs(r: ReplayResult) -> list[str]:
@@ -342,16 +325,11 @@ def draw_replay(r: ReplayResult) -> str:
 
 def render_replay_page(r: ReplayResult) -> str:
     """Return plots, ledgers and figures as one HTML file."""
-    ledgers = "".join(
-        f"<p><b>{escape(row.system)}</b> {row.fraction_of_u2:.4f} of U2</p>"
-        f'<div class="bar">{render_stack(row.ledger.items(), height=24)}</div>'
-        for row in r.systems
-    )
-    used = [name for name in INKS if any(abs(row.ledger[name]) > 1e-6 for row in r.systems)]
+    ledgers = [(row.system, f"{row.fraction_of_u2:.4f} of U2", row) for row in r.systems]
     sections = (
         ("Nodes", draw_nodes(r.counts, r.duration_s)),
         ("Committed", draw_replay(r)),
-        ("Where the slot-seconds went", render_legend(used) + ledgers),
+        ("Where the slot-seconds went", _render_ledgers(ledgers)),
         ("All figures", f"<pre>{escape(render_replay(r, 100))}</pre>"),
     )
     return render_document(r.trace, f"<h1>{escape(r.trace)}</h1>", sections)

@@ -253,10 +253,10 @@ def take_files(root: Path) -> Iterator[tuple[str, str]]:
         if name == "job.json" and _read_json(path) is None:
             yield f"{name}.left-out", "it is no JSON: what is secret in it cannot be told\n"
             continue
-        bounds = (FILE_HEAD_BYTES, FILE_TAIL_BYTES)
         if name == "journal.jsonl":
-            bounds = (JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES)
-        text = take_ends(path, *bounds)
+            text = take_ends(path, JOURNAL_HEAD_BYTES, JOURNAL_TAIL_BYTES)
+        else:
+            text = take_ends(path, FILE_HEAD_BYTES, FILE_TAIL_BYTES)
         left -= len(text)
         if left < 0:
             yield "left-out.txt", f"files older than {name} are left out: it is enough\n"

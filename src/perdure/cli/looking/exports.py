@@ -63,7 +63,10 @@ def metrics(
     if traces is not None or tensorboard is not None or wandb is not None:
         entries = found.entries()
         if traces is not None:
-            done["incidents"] = _send_traces(found, entries, traces)
+            spans = find_spans(make_report(entries, found.now(entries)))
+            start_s = entries[0].at_s if entries else 0.0
+            export_spans(spans, f"{job}@{start_s}", make_otlp_exporter(traces))
+            done["incidents"] = len(spans)
         rows = _find_rows(entries)
         if tensorboard is not None:
             done["tensorboard_rows"] = write_tensorboard(str(tensorboard), rows)
@@ -89,13 +92,6 @@ def _serve(job: Job, host: str, port: int, ranks_max: int) -> None:
             pass
     finally:
         server.close()
-
-
-def _send_traces(job: Job, entries: list[JournalEntry], url: str) -> int:
-    spans = find_spans(make_report(entries, job.now(entries)))
-    start_s = entries[0].at_s if entries else 0.0
-    export_spans(spans, f"{job.name}@{start_s}", make_otlp_exporter(url))
-    return len(spans)
 
 
 def _find_rows(entries: list[JournalEntry]) -> list[Row]:

@@ -67,20 +67,20 @@ def attach(job: JobName, as_json: Json = False) -> int:
     job running.
     """
     try:
-        found = find_job(job)
-    except ElsewhereError as elsewhere:
-        return _attach_there(elsewhere.record, as_json)
-    return _attach_here(found, as_json)
+        try:
+            found = find_job(job)
+        except ElsewhereError as elsewhere:
+            return _attach_there(elsewhere.record, as_json)
+        return _attach_here(found, as_json)
+    except KeyboardInterrupt:
+        note(f"the job goes on; perdure attach {job}")
+        return 130
 
 
 def _attach_here(found: Job, as_json: bool) -> int:
     from perdure.cli.looking.output import logs
 
-    try:
-        logs(found.name, follow=True, as_json=as_json)
-    except KeyboardInterrupt:
-        note(f"the job goes on; perdure attach {found.name}")
-        return 130
+    logs(found.name, follow=True, as_json=as_json)
     snapshot = found.snapshot()
     if snapshot.state not in ENDED:
         note(snapshot.reason)
@@ -90,22 +90,18 @@ def _attach_here(found: Job, as_json: bool) -> int:
 def _attach_there(record: LaunchRecord, as_json: bool) -> int:
     platform, place = find_platform(record.profile.kind), here(resolve_home())
     words = ["logs", record.job, "-f", *(["--json"] if as_json else [])]
-    try:
-        state = platform.find_state(record, place)
-        while True:
-            if state.state != "waiting":
-                # Where it broke off, the state says whether there is more to come.
-                with contextlib.suppress(PlatformError):
-                    platform.run(record, words, place)
-            before, state = state, platform.find_state(record, place)
-            if state.over and before.state != "waiting":
-                break
-            if state.state == "waiting" and before.state != "waiting":
-                note(describe_state(record, state))
-            time.sleep(_POLL_S)
-    except KeyboardInterrupt:
-        note(f"the job goes on; perdure attach {record.job}")
-        return 130
+    state = platform.find_state(record, place)
+    while True:
+        if state.state != "waiting":
+            # Where it broke off, the state says whether there is more to come.
+            with contextlib.suppress(PlatformError):
+                platform.run(record, words, place)
+        before, state = state, platform.find_state(record, place)
+        if state.over and before.state != "waiting":
+            break
+        if state.state == "waiting" and before.state != "waiting":
+            note(describe_state(record, state))
+        time.sleep(_POLL_S)
     note(describe_state(record, state))
     if state.state != "ended":
         raise PlatformError(

@@ -50,7 +50,6 @@ from perdure.model.platforms.launching import (
     Finding,
     LaunchRecord,
     PullManifest,
-    PullVerified,
 )
 from perdure.model.platforms.profile import TeardownSection
 from perdure.service.jobfiles import resolve_home
@@ -351,12 +350,8 @@ def _look(
     known: frozenset[str],
 ) -> list[Finding]:
     directory = Path(record.pulled_to) if record.pulled_to else None
-    pulled: PullManifest | None = None
-    proof: PullVerified | None = None
-    differences: list[str] = []
-    if directory is not None:
-        pulled, proof = read_manifest(directory), read_verified(directory)
-        differences = compare_files(directory, pulled) if pulled else []
+    pulled = read_manifest(directory) if directory else None
+    differences = compare_files(directory, pulled) if directory and pulled else []
     states: list[BoxState | None] = []
     on_box: PullManifest | None = None
     leave = (*waived.leave, *(pulled.leave if pulled else ()))
@@ -374,7 +369,7 @@ def _look(
         states=states,
         on_box=on_box,
         pulled=pulled,
-        verified=proof,
+        verified=read_verified(directory) if directory else None,
         differences=differences,
         box_is_gone=waived.box_is_gone,
         known=known | frozenset(on_box.others if on_box and waived.others_agree else ()),

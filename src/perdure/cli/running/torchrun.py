@@ -106,9 +106,8 @@ def find_rdzv_notes(options: Mapping[str, str | bool | None]) -> list[str]:
         )
     ignored = ("--rdzv-backend", "--rdzv-endpoint", "--rdzv-conf", "--master-addr", "--master-port")
     given = [name for name in ignored if options.get(name)]
-    if not given:
-        return []
-    return [f"{', '.join(given)} ignored: every generation gets a store and a port of its own"]
+    text = f"{', '.join(given)} ignored: every generation gets a store and a port of its own"
+    return [text] if given else []
 
 
 def parse_streams(option: str, text: str, nproc: int) -> dict[int, int]:

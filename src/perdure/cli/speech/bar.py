@@ -8,10 +8,10 @@ from perdure.model.plain import show_controls
 
 
 class Bar:
-    """How far the replay is: a bar on a terminal, else a line for each of its parts."""
+    """How far something is: a bar on a terminal, else a line for each of its parts."""
 
-    def __init__(self) -> None:
-        """Draw nothing yet."""
+    def __init__(self, name: str = "") -> None:
+        """Draw nothing yet; `name` begins the lines, of which there are none without it."""
         console = Console(stderr=True)
         self._shown = console.is_terminal
         self._bar = Progress(
@@ -23,7 +23,7 @@ class Bar:
             transient=True,
         )
         self._task = self._bar.add_task("", total=1.0, more="")
-        self._said = ""
+        self._said, self._name = "", name
 
     def __enter__(self) -> "Bar":
         """Begin to draw."""
@@ -35,7 +35,7 @@ class Bar:
         """Leave the terminal as it was."""
         self._bar.stop()
 
-    def say(self, what: str, share: float, more: str) -> None:
+    def say(self, what: str, share: float, more: str = "") -> None:
         """Show that `share` of `what` is done."""
         if self._shown:
             self._bar.update(
@@ -44,6 +44,6 @@ class Bar:
                 completed=share,
                 more=show_controls(more),
             )
-        elif what != self._said:
-            note(f"replay: {what} {more}".rstrip())
+        elif self._name and what != self._said:
+            note(f"{self._name}: {what} {more}".rstrip())
         self._said = what

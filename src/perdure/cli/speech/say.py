@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from perdure.dash.shape import align
 from perdure.model.codec import encode
 from perdure.model.errors import PlatformError
 from perdure.model.plain import show_controls
@@ -86,16 +87,9 @@ def show_cell(value: Any) -> str:
 def render_table(head: tuple[str, ...], rows: Sequence[tuple[Any, ...]]) -> str:
     """Return a table with columns as wide as their widest cell; numbers lean to the right."""
     cells = [head, *[tuple(show_cell(cell) for cell in row) for row in rows]]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     right = [
-        bool(rows) and all(isinstance(r[i], int | float) or r[i] == "-" for r in rows)
-        for i in range(len(head))
+        column
+        for column in range(len(head))
+        if rows and all(isinstance(r[column], int | float) or r[column] == "-" for r in rows)
     ]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if lean else cell.ljust(width)
-            for cell, width, lean in zip(row, widths, right, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-    return "\n".join(lines)
+    return "\n".join(align(cells, right))

@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -102,38 +102,27 @@ def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-4)
 
 
-def train_elastic(folder: Path, count: int, pace_s: float, places: str) -> None:
-    """Train under `perdure run --nodes PLACES`."""
-    import perdure.elastic
+def train_elastic(folder: Path, count: int, pace_s: float, places: str, stages: int = 0) -> None:
+    """Train under `perdure run --nodes PLACES`; with `stages`, the model is cut into so many."""
+    from perdure.worker.elastic import open_pipeline_trainer, open_trainer
 
     made = Made(folder, os.environ.get("PERDURE_NODE", "0"))
     device = Device(pace_s, count)
     model, optimizer = make_model()
-    trainer = perdure.elastic.open_trainer(
-        model, optimizer, lambda step, m: device.compute(model, step, m), micro_batches=count
-    )
-    for step in trainer.steps(_STEPS):
-        if step.first:
-            made.note(step.step, count, [member % int(places) for member in step.world])
-
-
-def train_pipeline(folder: Path, count: int, pace_s: float, places: str, stages: int) -> None:
-    """The same, the model cut into stages."""
-    from perdure.worker.elastic import open_pipeline_trainer
-
-    made = Made(folder, os.environ.get("PERDURE_NODE", "0"))
-    device = Device(pace_s, count)
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    trainer = open_pipeline_trainer(
-        [Block(device) for _ in range(BLOCKS)],
-        lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
-        lambda step, m: (device.load(step, m), None),
-        lambda outputs, _: outputs.square().mean(),
-        stages=stages,
-        micro_batches=count,
-        snapshot_every=1,  # A step takes long here, and a snapshot does not.
-    )
+    if stages:
+        trainer = open_pipeline_trainer(
+            [Block(device) for _ in range(BLOCKS)],
+            lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+            lambda step, m: (device.load(step, m), None),
+            lambda outputs, _: outputs.square().mean(),
+            stages=stages,
+            micro_batches=count,
+            snapshot_every=1,  # A step takes long here, and a snapshot does not.
+        )
+    else:
+        trainer = open_trainer(
+            model, optimizer, lambda step, m: device.compute(model, step, m), micro_batches=count
+        )
     for step in trainer.steps(_STEPS):
         if step.first:
             made.note(step.step, count, [member % int(places) for member in step.world])
@@ -211,11 +200,9 @@ def train_torchft(folder: Path, count: int, pace_s: float, places: str) -> None:
 def main(words: Sequence[str]) -> None:
     """Train as the arguments say."""
     mode, folder, count, pace_s, places, *stages = words
-    if stages:
-        train_pipeline(Path(folder), int(count), float(pace_s), places, int(stages[0]))
-        return
+    trains: dict[str, Callable[..., None]]
     trains = {"elastic": train_elastic, "ddp": train_ddp, "torchft": train_torchft}
-    trains[mode](Path(folder), int(count), float(pace_s), places)
+    trains[mode](Path(folder), int(count), float(pace_s), places, *map(int, stages))
 
 
 if __name__ == "__main__":

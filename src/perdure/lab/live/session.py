@@ -27,7 +27,7 @@ from perdure.lab.live.ledger import (
 )
 from perdure.lab.live.live import Played, play, wait_ready
 from perdure.lab.live.systems import MICRO_BATCHES, Perdure, System, Torchft, Torchrun
-from perdure.lab.policies.policies import POLICIES, apply_costs
+from perdure.lab.policies.policies import POLICIES, apply_costs, pick_names
 from perdure.lab.policies.throughput import Shape, Throughput, read_throughput
 from perdure.lab.report import Comparison, Physics, ReplayResult, ReplayRow
 from perdure.lab.simulation.compare import compare
@@ -35,7 +35,7 @@ from perdure.lab.simulation.schedule import Schedule, plan_schedule
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import cut
 from perdure.model.codec import encode
-from perdure.model.errors import ConfigError, SafetyError
+from perdure.model.errors import SafetyError
 from perdure.service.jobfiles import write_atomic
 from perdure.service.processes import guarded
 
@@ -53,9 +53,7 @@ def find_cache(home: str, count: int, pace_s: float, stages: int) -> Path:
 
 def load_throughput(path: Path) -> Throughput | None:
     """Return the table that was measured earlier; None if there is none."""
-    if not path.exists():
-        return None
-    return read_throughput(path.read_text(), str(path), None)
+    return read_throughput(path.read_text(), str(path), None) if path.exists() else None
 
 
 def measure_throughput(
@@ -136,13 +134,7 @@ class Wish(NamedTuple):
 
 def find_systems(names: str) -> list[str]:
     """Return the systems in `names`, separated by commas; `all` is every one."""
-    found = list(SYSTEMS) if names == "all" else [name.strip() for name in names.split(",")]
-    for name in found:
-        if name not in SYSTEMS:
-            raise ConfigError(
-                f"no system `{name}` to replay against", hint="all, or of " + ", ".join(SYSTEMS)
-            )
-    return found
+    return pick_names(names, SYSTEMS, "no system `{}` to replay against")
 
 
 def check_trace(trace: AvailabilityTrace) -> int:
@@ -312,9 +304,7 @@ def _make_row(name: str, one: Played, bound: Comparison) -> ReplayRow:
     return ReplayRow(
         system=name,
         committed=committed,
-        fraction_of_u1=committed / bound.u1 if bound.u1 else 0.0,
-        fraction_of_u2=committed / bound.u2 if bound.u2 else 0.0,
-        fraction_of_u2_online=committed / bound.u2_online if bound.u2_online else 0.0,
+        **bound.weigh(committed),
         ledger=close_ledger(one.run),
         losses=losses,
         joins=joins,

@@ -134,7 +134,8 @@ class System(Protocol):
         """Begin with machines in these places."""
 
     def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """These will be gone after so many seconds."""
+        """These will be gone after so many seconds; who is not perdure makes nothing of that."""
+        return None
 
     def kill(self, places: Sequence[int]) -> None:
         """These are gone."""
@@ -143,7 +144,8 @@ class System(Protocol):
         """These have a machine from now on."""
 
     def check(self) -> None:
-        """Raise PlatformError where it does not run any more."""
+        """Raise PlatformError where it does not run any more, and nobody starts it again."""
+        return None
 
     def end(self) -> None:
         """Leave nothing behind."""
@@ -314,7 +316,7 @@ def _name_targets(places: Sequence[int]) -> dict[str, object]:
     return {"targets": [f"node:{place}" for place in places]}
 
 
-class Torchrun:
+class Torchrun(System):
     """DistributedDataParallel, ended and started again from its checkpoint at each change.
 
     The new torchrun is started at once, and nobody has to find out first: kinder than its own
@@ -331,9 +333,6 @@ class Torchrun:
         """Begin."""
         self._places = set(places)
         self._launch()
-
-    def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """It makes nothing of that."""
 
     def kill(self, places: Sequence[int]) -> None:
         """End all of it, and start it without them."""
@@ -356,9 +355,6 @@ class Torchrun:
         env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         self._process = _start(self._folder / "torchrun.out", command, env)
 
-    def check(self) -> None:
-        """It is started again at the next change, whatever it does."""
-
     def end(self) -> None:
         """Kill it, with its ranks."""
         if self._process is not None:
@@ -367,7 +363,7 @@ class Torchrun:
             self._process = None
 
 
-class Torchft:
+class Torchft(System):
     """A replica group of torchft in each place, under torchft's own lighthouse with short times.
 
     Each group has its own share of every step: where one is missing, the batch is smaller.
@@ -389,9 +385,6 @@ class Torchft:
         words += ["--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "10"]
         self._popen(-1, [str(program), *words], {})
         self.add(places)
-
-    def warn(self, places: Sequence[int], notice_s: float) -> None:
-        """It makes nothing of that."""
 
     def kill(self, places: Sequence[int]) -> None:
         """Kill these groups."""
@@ -417,9 +410,6 @@ class Torchft:
     def _popen(self, place: int, command: Sequence[str], env: dict[str, str]) -> None:
         env = {"RUST_LOG": "warn"} | env
         self._processes[place] = _start(self._folder / "torchft.out", command, env)
-
-    def check(self) -> None:
-        """A group that dies by itself is started again by its torchrun."""
 
     def end(self) -> None:
         """Kill all groups, then the lighthouse."""

@@ -4,6 +4,7 @@ Published systems are taken at the kind end of what is known of them. A state th
 takes at least the time of its bytes on the link, whatever a system says of itself.
 """
 
+from collections.abc import Collection
 from typing import Literal
 
 import msgspec
@@ -207,13 +208,19 @@ def apply_costs(policy: Policy, costs: MeasuredCosts) -> Policy:
 
 def find_policies(names: str) -> list[Policy]:
     """Return the policies in `names`, separated by commas; `all` is every one."""
-    if names == "all":
-        return list(POLICIES.values())
-    found = []
-    for name in names.split(","):
-        if name.strip() not in POLICIES:
-            raise ConfigError(f"no policy `{name}`", hint="all, or of " + ", ".join(POLICIES))
-        found.append(POLICIES[name.strip()])
+    return [POLICIES[name] for name in pick_names(names, POLICIES, "no policy `{}`")]
+
+
+def pick_names(names: str, known: Collection[str], refusal: str) -> list[str]:
+    """Return the words of `names`, separated by commas; `all` is every one that is known.
+
+    Raises:
+        ConfigError: one is not; `refusal` says it, with a place for the name.
+    """
+    found = list(known) if names == "all" else [name.strip() for name in names.split(",")]
+    for name in found:
+        if name not in known:
+            raise ConfigError(refusal.format(name), hint="all, or of " + ", ".join(known))
     return found
 
 

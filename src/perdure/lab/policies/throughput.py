@@ -54,13 +54,11 @@ class Throughput:
         self.global_batch, self.state_bytes = global_batch, state_bytes
         self.rates = dict(sorted(rates.items()))
         self.nodes_max = max(shape.nodes for shape in self.rates)
-        self._best: list[Shape | None] = [None]
         order = sorted(self.rates, key=lambda s: (-self.rates[s], s.nodes, s.stages))
-        for count in range(1, self.nodes_max + 1):
-            self._best.append(next((s for s in order if s.nodes <= count), None))
-        self._rows: dict[int, list[Shape]] = {}
-        for shape in self.rates:
-            self._rows.setdefault(shape.stages, []).append(shape)
+        counts = range(self.nodes_max + 1)
+        self._best = [next((s for s in order if s.nodes <= count), None) for count in counts]
+        stages = dict.fromkeys(shape.stages for shape in self.rates)
+        self._rows = {count: [s for s in self.rates if s.stages == count] for count in stages}
 
     def find_best(self, nodes: int) -> Shape | None:
         """Return the fastest shape on so many nodes, of equals the smallest; None if none fits."""

@@ -7,7 +7,7 @@ import msgspec
 from perdure.lab.policies.oracle import ChangeCosts, find_area, find_best_plan
 from perdure.lab.policies.policies import POLICIES, Policy
 from perdure.lab.policies.throughput import Throughput
-from perdure.lab.report import Comparison, Physics, PolicyRow, SweepRow
+from perdure.lab.report import Bounds, Comparison, Physics, PolicyRow, SweepRow
 from perdure.lab.simulation.engine import Outcome, Replay
 from perdure.lab.traces import AvailabilityTrace, find_intervals
 from perdure.lab.traces.transform import delay
@@ -45,7 +45,6 @@ def compare(
     floor = ChangeCosts(loss_s=physics.detect_s, bytes_per_s=physics.bytes_per_s)
     reference = next((p for p in policies if p.name == "perdure"), POLICIES["perdure"])
     online = find_online_costs(reference, physics)
-    u1 = find_area(intervals, table)
     u2 = find_best_plan(intervals, table, floor, lambda done: progress("U2", done))
     late = find_intervals(delay(trace, reference.start_s))
     u2_online = find_best_plan(late, table, online, lambda done: progress("U2'", done))
@@ -53,17 +52,20 @@ def compare(
     for policy in policies:
         replay = Replay(policy, trace, table, physics)
         outcomes[policy.name] = replay.run(lambda done, name=policy.name: progress(name, done))  # type: ignore[misc]
-
-    def share(part: float, whole: float) -> float:
-        return part / whole if whole else 0.0
-
+    bounds = Bounds(
+        trace=trace.name,
+        u1=find_area(intervals, table),
+        u2=u2,
+        u2_online=u2_online,
+        duration_s=trace.duration_s,
+        slot_s=max((o.slot_s for o in outcomes.values()), default=0.0),
+        seed=seed,
+    )
     rows = tuple(
         PolicyRow(
             policy=p.name,
             committed=o.committed,
-            fraction_of_u1=share(o.committed, u1),
-            fraction_of_u2=share(o.committed, u2),
-            fraction_of_u2_online=share(o.committed, u2_online),
+            **bounds.weigh(o.committed),
             ledger=o.ledger,
             losses=o.losses,
             changes=o.changes,
@@ -72,19 +74,9 @@ def compare(
         )
         for p, o in zip(policies, outcomes.values(), strict=True)
     )
-    comparison = Comparison(
-        trace=trace.name,
-        u1=u1,
-        u2=u2,
-        u2_online=u2_online,
-        policies=rows,
-        throughput=f"{table.name} ({table.source})",
-        duration_s=trace.duration_s,
-        slot_s=max((o.slot_s for o in outcomes.values()), default=0.0),
-        seed=seed,
-        physics=physics,
-    )
-    return comparison, outcomes
+    source = f"{table.name} ({table.source})"
+    known = msgspec.structs.asdict(bounds)
+    return Comparison(**known, policies=rows, throughput=source, physics=physics), outcomes
 
 
 def sweep_communicator(
