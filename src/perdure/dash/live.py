@@ -5,7 +5,6 @@ written when the state changes and once in a while, so that a log stays readable
 """
 
 import sys
-from types import TracebackType
 from typing import TYPE_CHECKING, TextIO
 
 from perdure.dash.terminal import find_stream
@@ -81,12 +80,7 @@ class LiveScreen:
             self._live.start()
         return self
 
-    def __exit__(
-        self,
-        type_: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Give the last line back."""
         if self._live is not None:
             self._live.stop()

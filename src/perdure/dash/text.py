@@ -43,10 +43,9 @@ def _render_recoveries(report: Report, series: Series | None, width: int) -> str
     start_s = series.start_s if series is not None else min(r.at_s for r in report.recoveries)
     lines = ["Incidents (seconds of wall time by phase)"]
     for number, r in enumerate(report.recoveries, 1):
-        at_step = name_step(r.at_step)
-        lines.append(
-            _clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {_sentence(r, at_step)}", width)
-        )
+        rung = r.rung if r.rung != "none" else "no restart"
+        what = f"{r.culprit}: {r.cause}{name_step(r.at_step)} -> {rung}"
+        lines.append(_clip(f"{number:>3}  {r.at_s - start_s:7.1f} s  {what}", width))
         if r.rung == "none":
             lines.append(_clip(f"{'':16}{r.reason}", width))
             continue
@@ -71,10 +70,6 @@ def _render_notes(report: Report, series: Series | None, width: int) -> str:
 def name_step(step: int) -> str:
     """Return ` at step 7`, or nothing where it is not known."""
     return f" at step {step}" if step >= 0 else ""
-
-
-def _sentence(r: Recovery, at_step: str) -> str:
-    return f"{r.culprit}: {r.cause}{at_step} -> {r.rung if r.rung != 'none' else 'no restart'}"
 
 
 def _describe_loss(r: Recovery) -> str:

@@ -81,8 +81,7 @@ def render_ranks(ranks: Sequence[RankRow], rows: int, width: int = 1000) -> list
     alone = [row for row in ranks if row.state in _TROUBLE]
     groups = [(row,) for row in alone] if len(alone) <= rows // 2 else []
     rest = [row for row in ranks if not groups or row.state not in _TROUBLE]
-    folded = _fold(rest, max(1, rows - 1 - len(groups)))
-    together = [*groups, *folded]
+    together = [*groups, *_fold(rest, max(1, rows - 1 - len(groups)))]
     return _table(
         [_rank_cells(group) for group in together],
         [_STYLES.get(group[0].state, "") for group in together],

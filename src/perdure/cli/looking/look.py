@@ -33,7 +33,6 @@ from perdure.dash.verdicts import (
 from perdure.dash.watch import find_telling, render_busy
 from perdure.launch.reminding import find_cost
 from perdure.model.errors import PerdureError
-from perdure.model.events import JournalEntry
 from perdure.model.plain import REASON_MAX, shorten_line
 from perdure.model.platforms.launching import LaunchRecord
 from perdure.model.report import DeviceRow, ReplicaRow, Snapshot
@@ -241,8 +240,8 @@ def render_devices(devices: Sequence[DeviceRow]) -> str:
             d.device,
             d.node,
             ",".join(slot.rpartition("/slot")[2] for slot in d.slots),
-            _join(d.ranks) or "-",
-            _join(d.replicas) or "-",
+            ",".join(map(str, d.ranks)) or "-",
+            ",".join(map(str, d.replicas)) or "-",
             d.state,
             f"{d.health}: {d.why}" if d.why else d.health or "-",
         )
@@ -304,7 +303,11 @@ def diagnose(
     entries = found.entries()
     verdicts = find_verdicts(entries)
     vanished = None if found.alive else found.explain_vanishing(entries)
-    fate, named = found.tell_fate(entries), _name_traps(entries)
+    fate = found.tell_fate(entries)
+    named = [  # The traps that the last words of ranks that failed speak of.
+        {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
+        for s, line in name_symptoms(collect_last_words(entries))
+    ]
     attempts, asides = found.list_attempts(), find_asides(entries)
     snapshot = found.snapshot()
     if as_json:
@@ -348,14 +351,6 @@ def diagnose(
     for aside in asides:
         print("\n" + render_aside(aside, start_s))
     print("\n" + render_links(find_delay_matrix(entries), 100))
-
-
-def _name_traps(entries: list[JournalEntry]) -> list[dict[str, str]]:
-    """Return the traps that the last words of ranks that failed speak of."""
-    return [
-        {"trap": s.trap, "says": s.says, "line": line, "mend": find_trap(s.trap).mend}
-        for s, line in name_symptoms(collect_last_words(entries))
-    ]
 
 
 def _take_native_stacks(snapshot: Snapshot) -> dict[str, str]:
@@ -406,7 +401,3 @@ def report(
 
 def _render_time(at_s: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at_s)) if at_s else "-"
-
-
-def _join(numbers: tuple[int, ...]) -> str:
-    return ",".join(str(number) for number in numbers)

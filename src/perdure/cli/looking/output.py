@@ -114,7 +114,9 @@ def logs(
         if part is not None:
             path = found.paths.log(part)
             if not os.path.exists(path):
-                raise ConfigError(f"no log of a part `{part}`", hint=_name_parts(found))
+                parts = ", ".join(sorted(log.stem for log in Path(found.paths.logs).glob("*.log")))
+                hint = f"there is {parts}" if parts else "it has not been started"
+                raise ConfigError(f"no log of a part `{part}`", hint=hint)
             streams = [Stream(-1, -1, part, path)]
         else:
             streams = find_streams(folder)
@@ -132,11 +134,6 @@ def logs(
                 _print_line(stream, line, rank is None and part is None, as_json)
 
     _follow(found, poll, follow)
-
-
-def _name_parts(job: Job) -> str:
-    names = sorted(path.stem for path in Path(job.paths.logs).glob("*.log"))
-    return f"there is {', '.join(names)}" if names else "it has not been started"
 
 
 def _print_line(stream: Stream, line: str, prefixed: bool, as_json: bool) -> None:

@@ -165,22 +165,17 @@ def _read_keys() -> Iterator[Callable[[float], bool]]:
     `select`.
     """
     fd = sys.stdin.fileno() if sys.stdin.isatty() else -1
-    if fd < 0:
-
-        def sleep(seconds: float) -> bool:
-            time.sleep(seconds)
-            return False
-
-        yield sleep
-        return
-    before = termios.tcgetattr(fd)
 
     def wait(seconds: float) -> bool:
-        if not select.select([fd], [], [], seconds)[0]:
+        if not select.select([fd] if fd >= 0 else [], [], [], seconds)[0]:
             return False
         keys = os.read(fd, 1024)
         return not keys or any(key in _LEAVE for key in keys)
 
+    if fd < 0:
+        yield wait
+        return
+    before = termios.tcgetattr(fd)
     tty.setcbreak(fd)
     try:
         yield wait

@@ -1,5 +1,6 @@
 """`perdure pull`: results home, with what nobody had named, before a box is given back."""
 
+import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -131,13 +132,10 @@ def _make_roster(
 
 def find_unnamed(record: LaunchRecord, manifest: PullManifest) -> list[PulledFile]:
     """Return the files that nobody named as results."""
-    labels = [label for label, root in manifest.roots.items() if _is_area(record, label)]
-    return [f for f in manifest.files if any(f.path.startswith(f"{one}/") for one in labels)]
-
-
-def _is_area(record: LaunchRecord, label: str) -> bool:
-    name = label.split("/", 2)[2] if label.startswith("boxes/") else label
-    return any(name in find_areas(box) and name not in box.roots for box in record.boxes)
+    areas = {area for box in record.boxes for area in set(find_areas(box)) - set(box.roots)}
+    names = {label: re.sub("^boxes/[^/]*/", "", label) for label in manifest.roots}
+    labels = tuple(f"{label}/" for label, name in names.items() if name in areas)
+    return [file for file in manifest.files if file.path.startswith(labels)]
 
 
 def describe_finds(record: LaunchRecord, manifest: PullManifest) -> list[str]:

@@ -5,7 +5,7 @@ places had a machine, and the reference is the measured throughput. The job's ow
 recoveries only tells in which phases a step was late.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
@@ -56,16 +56,17 @@ def join_steps(rows: Sequence[MadeStep]) -> list[MadeStep]:
 
 def count_committed(run: Run) -> tuple[float, int]:
     """Return the samples that were committed within the replay, and the steps made again."""
+    within = [(step, again) for step, again in _tell_again(run) if 0 < step.at_s <= run.end_s]
+    samples = float(sum(step.samples for step, again in within if not again))
+    return samples, sum(again for _, again in within)
+
+
+def _tell_again(run: Run) -> Iterator[tuple[MadeStep, bool]]:
+    """Yield each commit, and whether its step had been made before."""
     seen: set[int] = set()
-    samples, again = 0.0, 0
     for step in run.steps:
-        if 0 < step.at_s <= run.end_s:
-            if step.step in seen:
-                again += 1
-            else:
-                samples += step.samples
+        yield step, step.step in seen
         seen.add(step.step)
-    return samples, again
 
 
 def refresh_rates(run: Run) -> dict[int, float]:
@@ -102,15 +103,12 @@ def _find_steady(run: Run) -> float:
 
 def close_ledger(run: Run) -> dict[str, float]:
     """Return each account's share of the slot-seconds that were paid for."""
-    ledger, seen = Ledger(), set[int]()
-    before_s, before = 0.0, frozenset[int]()
-    for step in run.steps:
-        places = frozenset(step.places)
+    ledger, before_s, before = Ledger(), 0.0, frozenset[int]()
+    for step, again in _tell_again(run):
         if step.at_s > 0 and before_s < run.end_s:
-            _spend_step(ledger, run, step, before_s, before, step.step in seen)
+            _spend_step(ledger, run, step, before_s, before, again)
             before_s = step.at_s
-        before = places
-        seen.add(step.step)
+        before = frozenset(step.places)
     for begin_s, end_s, here in _cut(run.present, before_s, run.end_s):
         ledger.spend("lost_work", (end_s - begin_s) * len(here & before))  # Of a step under way.
         ledger.spend("reconfiguration.warmup", (end_s - begin_s) * len(here - before))
@@ -146,15 +144,9 @@ def _spend_step(
 
 def _find_phases(run: Run, begin_s: float, end_s: float) -> dict[str, float]:
     """Return what the job says of its recoveries that began between two commits."""
-    found: dict[str, float] = {}
-    for recovery in run.recoveries:
-        if begin_s < recovery.at_s + recovery.total_s and recovery.at_s < end_s:
-            for phase in PHASES:
-                seconds = getattr(recovery, f"{phase}_s")
-                if seconds > 0:
-                    name = f"reconfiguration.{phase}"
-                    found[name] = found.get(name, 0.0) + seconds
-    return found
+    began = [r for r in run.recoveries if begin_s < r.at_s + r.total_s and r.at_s < end_s]
+    sums = {phase: sum(getattr(r, f"{phase}_s") for r in began) for phase in PHASES}
+    return {f"reconfiguration.{phase}": seconds for phase, seconds in sums.items() if seconds > 0}
 
 
 def _cut(
@@ -257,12 +249,10 @@ def find_rates(run: Run) -> tuple[tuple[float, float], ...]:
     if run.end_s <= 0:
         return ()
     columns = max(10, min(120, len(run.steps) // 4))  # Of a few steps each, or they look ragged.
-    width_s, seen = run.end_s / columns, set[int]()
-    sums = [0.0] * columns
-    for step in run.steps:
-        if 0 < step.at_s <= run.end_s and step.step not in seen:
+    width_s, sums = run.end_s / columns, [0.0] * columns
+    for step, again in _tell_again(run):
+        if 0 < step.at_s <= run.end_s and not again:
             sums[min(columns - 1, int(step.at_s / width_s))] += step.samples
-        seen.add(step.step)
     return tuple((width_s * i, total / width_s) for i, total in enumerate(sums))
 
 

@@ -99,7 +99,6 @@ def find_neighbours_lost(grid: Grid, lost: Collection[str]) -> bool:
         return grid.without(lost).count_copies() == 0
     for row in grid.rows:
         gone = [node in lost for node in row]
-        ring = [*gone, gone[0]]
-        if any(a and b for a, b in pairwise(ring)):
+        if any(a and b for a, b in pairwise([*gone, gone[0]])):
             return True
     return False

@@ -48,11 +48,11 @@ class Responder:
         alive = set(living)
         broken = old.without([node for node in old.members if node not in alive])
         if self._policy.response == "reroute":
-            kept = self._keep_holes(broken)
+            kept = self._table.find_row(broken.count_copies(), broken.stages)
             best = self._table.find_best(len(living))
             rates = self._table.rates
-            if kept and best and rates[best] <= REPLAN_FACTOR * rates[kept.shape]:
-                return kept
+            if kept and best and rates[best] <= REPLAN_FACTOR * rates[kept]:
+                return Target(broken, kept, 0.0)
         elif self._policy.response == "groups":
             return self._regroup(broken, living)
         return self._find_shape(broken, shape, living, dwell_s)
@@ -123,10 +123,6 @@ class Responder:
     def _reach(self, old: Grid, old_shape: Shape, shape: Shape, living: Sequence[str]) -> Target:
         grid, fresh = place(old, shape, living)
         return Target(grid, shape, self._find_move_s(old_shape, shape, fresh))
-
-    def _keep_holes(self, broken: Grid) -> Target | None:
-        found = self._table.find_row(broken.count_copies(), broken.stages)
-        return Target(broken, found, 0.0) if found else None
 
     def _regroup(self, broken: Grid, living: Sequence[str]) -> Target | None:
         """Return the whole groups, and as many more as the nodes outside of them fill."""
