@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 from perdure.control.agreements import OpenBoundary, SteeringState
 from perdure.control.failures import FailureBook
 from perdure.control.world import WorldState
+from perdure.model.actions import AnswerCommand, AnyAction
 from perdure.model.events import NodeRegistered
 from perdure.model.job import JobSpec
 from perdure.model.orders import Assignment, ResumeRanks, SendBoundary
@@ -266,6 +267,23 @@ class JobState:
     """The newest end of ranks' wait after an agreed checkpoint."""
     steering: SteeringState = field(default_factory=SteeringState)
     quorum: QuorumState = field(default_factory=QuorumState)
+
+    def answer(self, id_: str, ok: bool, reason: str, result: dict[str, Any]) -> list[AnyAction]:
+        """Close a command with its answer, which is kept for a client that asks again."""
+        self.commands.pop(id_, None)
+        self.answered[id_] = Answer(ok, reason, result)
+        return self.answer_again(id_)
+
+    def answer_again(self, id_: str) -> list[AnyAction]:
+        """Return the answer that a command has got, for a client that asks once more."""
+        ok, reason, result = self.answered[id_]
+        return [AnswerCommand(id=id_, ok=ok, result=result, reason=reason)]
+
+    def answer_open(
+        self, id_: str, ok: bool, reason: str, result: dict[str, Any]
+    ) -> list[AnyAction]:
+        """Close a command if it is still open; otherwise do nothing."""
+        return self.answer(id_, ok, reason, result) if id_ in self.commands else []
 
     def enter(self, on: JobStep) -> None:
         """Take the one step of `PHASES` that `on` leads to from here."""

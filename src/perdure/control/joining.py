@@ -1,20 +1,151 @@
-"""Places for machines from elsewhere: who is given which node of the job.
+"""Machines from elsewhere: who may take a place, and who is given which node of the job.
 
 A place is one of the last `remote` nodes. It is free if no machine was given it, or if the one that
 was is lost; a machine that asks again gets the place that it had. Whoever has a place registers as
-that node, as any other does, and everything else follows from that.
+that node, as any other does, and everything else follows from that. Who may ask is who holds an
+invitation: they expire, serve once, and can be revoked.
+
+An invitation serves the machine that used it first for as long as the job lives: after a reboot it
+asks with the same one, expired or not. Anybody else with a copy of it is refused. What is kept is
+the digest of its secret, so that the journal, which viewers read, invites nobody.
 """
 
 import math
+from typing import Any
 
-from perdure.control.answers import answer
-from perdure.control.invitations import refuse_use
-from perdure.control.job import JobState, OpenCommand
+from perdure.control.job import Answer, Invited, JobState, OpenCommand
 from perdure.model.actions import AnyAction, RecordEvent
-from perdure.model.events import InvitationUsed
+from perdure.model.events import KEPT_MAX, InvitationMade, InvitationRevoked, InvitationUsed
 
+FINAL = {"final": True}
+"""In the answer to a request that will be refused whenever it is made again."""
 _CLAIM_S = 30.0
 """A machine that was given a place, and has not registered within this time, has given it up."""
+
+
+def receive_invite(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Remember an invitation that its maker hands out once this is answered."""
+    args, spec = command.args, state.the_spec()
+    if not spec.remote:
+        why = "no node of this job comes from elsewhere: perdure run --remote K"
+        return state.answer(command.id, False, why, {})
+    id_, digest = str(args["id"]), str(args["digest"])
+    expires_s = float(args.get("expires_s", 0.0))
+    until_s = float(args.get("until_s", now + expires_s if expires_s else 0.0))
+    uses = int(args.get("uses", 1))
+    machines = {str(k)[:64]: str(v)[:64] for k, v in dict(args.get("machines", {})).items()}
+    if not (0 < len(id_) <= 32 and len(digest) == 64 and 0 <= expires_s < 1e12 and uses >= 0):
+        return state.answer(command.id, False, "not an invitation", {})
+    if id_ in state.invitations:
+        return state.answer(command.id, True, "known", {"id": id_})
+    event = InvitationMade(
+        id=id_, digest=digest, at_s=now, until_s=until_s, uses=uses, who=command.who,
+        machines=machines,
+    )  # fmt: skip
+    made = RecordEvent(event=event, reason=f"asked for by {command.who or 'an operator'}")
+    return [made, *state.answer(command.id, True, "", {"id": id_, "until_s": until_s})]
+
+
+def receive_revoke(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
+    """Let nobody come by an invitation any more; name who is there, and the nodes it served."""
+    id_ = str(command.args["id"])
+    known = state.invitations.get(id_)
+    if known is None:
+        names = ", ".join(state.invitations) or "none"
+        return state.answer(command.id, False, f"there is no invitation {id_:.40}: {names}", {})
+    there = [n for n, (m, _) in state.claims.items() if m in known.machines and n in state.nodes]
+    there = sorted(node for node in there if node not in state.lost)
+    result = {"id": id_, "nodes": there, "served": sorted(known.nodes)}
+    revoked = InvitationRevoked(id=id_, at_s=now, who=command.who)
+    reason = f"asked for by {command.who or 'an operator'}"
+    return [RecordEvent(event=revoked, reason=reason), *state.answer(command.id, True, "", result)]
+
+
+def preview_invitations(
+    state: JobState, now: float, kind: str, args: dict[str, Any]
+) -> Answer | None:
+    """Return the answer to a request for the list of invitations; None where it is none."""
+    if kind != "invite" or not args.get("list"):
+        return None
+    return Answer(True, "", {"invitations": _list_invitations(state, now)})
+
+
+def _list_invitations(state: JobState, now: float) -> list[dict[str, Any]]:
+    """Return all that are known, the oldest first, without what would let anybody in."""
+    return [
+        {
+            "id": id_,
+            "state": _describe(each, now),
+            "until_s": each.until_s,
+            "uses": each.uses,
+            "machines": dict(each.machines),
+            "nodes": sorted(n for n, (m, _) in state.claims.items() if m in each.machines),
+            "who": each.who,
+            "made_s": each.at_s,
+        }
+        for id_, each in state.invitations.items()
+    ]
+
+
+def note_invitation(
+    state: JobState, event: InvitationMade | InvitationUsed | InvitationRevoked
+) -> list[AnyAction]:
+    """Remember what has become of an invitation; nothing follows from it."""
+    known = state.invitations.get(event.id)
+    match event:
+        case InvitationMade():
+            state.invitations[event.id] = Invited(
+                digest=event.digest, at_s=event.at_s, until_s=event.until_s, uses=event.uses,
+                who=event.who, machines=dict(event.machines),
+            )  # fmt: skip
+            over = [
+                id_
+                for id_, each in state.invitations.items()
+                if _describe(each, event.at_s) in ("revoked", "expired") and not each.machines
+            ]
+            for id_ in over[: max(0, len(state.invitations) - KEPT_MAX)]:
+                del state.invitations[id_]
+        case InvitationUsed() if known is not None:
+            known.machines[event.machine] = event.host
+            known.nodes.add(event.node)
+        case InvitationRevoked() if known is not None:
+            known.revoked = True
+        case _:
+            pass
+    return []
+
+
+def refuse_use(
+    state: JobState, now: float, id_: str, proof: str, machine: str
+) -> tuple[str, dict[str, Any]]:
+    """Return why `machine` may not come by invitation `id_`, and more for the answer; or ''."""
+    known = state.invitations.get(id_)
+    if known is None or known.digest != proof:
+        return "the invitation is not one of this job's", FINAL
+    if known.revoked:
+        return f"invitation {id_} was revoked", FINAL
+    if machine in known.machines:
+        return "", {}
+    if known.until_s and now >= known.until_s:
+        good_s = known.until_s - known.at_s
+        return f"invitation {id_} has expired: it was good for {good_s:.0f} s", FINAL
+    if known.uses and len(known.machines) >= known.uses:
+        hosts = ", ".join(sorted(known.machines.values()))
+        return f"invitation {id_} is spent: it has served {hosts:.80}", FINAL
+    for other, each in state.invitations.items():
+        if machine in each.machines and other != id_:
+            place = next((n for n, (m, _) in state.claims.items() if m == machine), None)
+            if place is not None and place in state.nodes and place not in state.lost:
+                return f"this machine is node {place} already, by another invitation", {}
+    return "", {}
+
+
+def _describe(invited: Invited, now: float) -> str:
+    if invited.revoked:
+        return "revoked"
+    if invited.uses and len(invited.machines) >= invited.uses:
+        return "spent"
+    return "expired" if invited.until_s and now >= invited.until_s else "open"
 
 
 def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -26,10 +157,10 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         proof = str(command.args["proof"])
         why, more = refuse_use(state, now, str(id_), proof, machine)
         if why:
-            return answer(state, command.id, False, why, dict(more))
+            return state.answer(command.id, False, why, dict(more))
     if not places:
         why = "no node of this job comes from elsewhere: perdure run --remote K"
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     mine = next((n for n in places if state.claims.get(n, ("", 0.0))[0] == machine), None)
     free = [node for node in places if _is_free(state, now, node)]
     node = mine if mine is not None else min(free, default=None)
@@ -37,11 +168,11 @@ def receive_join(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         names = ", ".join(map(str, places))
         verb = "s {} are" if len(places) > 1 else " {} is"
         why = f"no place is free: node{verb.format(names)} taken"
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     state.claims[node] = (machine, now)
     host = str(command.args.get("host") or "a machine")
     state.hosts[host] = node
-    actions = answer(state, command.id, True, f"{host} is node {node}", {"node": node})
+    actions = state.answer(command.id, True, f"{host} is node {node}", {"node": node})
     if id_ is None:
         return actions
     used = InvitationUsed(id=str(id_), machine=machine, host=host, node=node, at_s=now)

@@ -13,12 +13,12 @@ from perdure.control.agreement.boundary import (
     note_pace,
     retry_boundary,
     send_boundary,
+    send_boundary_again,
 )
-from perdure.control.agreement.changes import note_change, note_high
-from perdure.control.agreement.pauses import note_pause
-from perdure.control.answers import answer
-from perdure.control.invitations import note_invitation
+from perdure.control.agreement.changes import changes_again, note_change, note_high
+from perdure.control.agreement.pauses import note_pause, pauses_again
 from perdure.control.job import JobState, OpenNotice
+from perdure.control.joining import note_invitation
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import (
     free_slot,
@@ -39,15 +39,11 @@ from perdure.control.progress import (
     settle_members,
 )
 from perdure.control.recovery.culprits import correct_culprit
-from perdure.control.recovery.evidence import (
-    ask_stacks,
-    hold_action,
-    note_stacks,
-    withdraw,
-)
 from perdure.control.recovery.formation import (
     REGISTER_TIMEOUT_S,
     advance_end,
+    assign_again,
+    close_job,
     end_job,
     form_world,
     has_enough,
@@ -59,8 +55,9 @@ from perdure.control.recovery.formation import (
     wait_for_nodes,
 )
 from perdure.control.recovery.notices import note_device
-from perdure.control.recovery.placement import find_notice, note_cordon
+from perdure.control.recovery.placement import cordon_again, find_notice, note_cordon
 from perdure.control.recovery.probing import (
+    probe_again,
     probe_overdue,
     probe_verdict,
     take_probe,
@@ -69,16 +66,21 @@ from perdure.control.recovery.response import (
     ACTED_UPON,
     SLOW,
     STACKS_FOR,
+    ask_stacks,
+    ask_stacks_again,
     blame,
     blame_device,
+    hold_action,
+    note_stacks,
     weigh_verdict,
+    withdraw,
 )
-from perdure.control.reissue import issue_again
 from perdure.control.replicas import advance_groups, find_group_deadline, react_to_groups
 from perdure.control.steering.commands import (
     find_reached_stop,
     finish_job,
     give_up_stop,
+    inject_again,
     note_fault,
     receive_command,
     start_waiting_command,
@@ -86,6 +88,7 @@ from perdure.control.steering.commands import (
 )
 from perdure.control.steering.moves import (
     advance_moves,
+    moves_again,
     moves_deadline,
     note_left,
 )
@@ -240,7 +243,7 @@ class Controller:
         match event:
             case ControllerStarted():
                 self.state.book.begin(event)
-                return issue_again(self.state, now, f"controller {event.incarnation} took over")
+                return self._issue_again(now, f"controller {event.incarnation} took over")
             case StoreReady():
                 return note_store(self.state, now, event)
             case GenerationStopped():
@@ -300,6 +303,25 @@ class Controller:
                 return []
             case _:
                 assert_never(event)
+
+    def _issue_again(self, now: float, reason: str) -> list[AnyAction]:
+        """Return all that may have been lost with the last controller, once more.
+
+        Everything here is a level, so that whoever has heard it before does nothing.
+        """
+        state = self.state
+        if state.phase == "ended":
+            return close_job(state)
+        actions = assign_again(state, reason)
+        if not actions and not state.of_replicas:
+            return actions
+        actions += send_boundary_again(state, reason)
+        if not state.of_replicas:
+            actions += ask_stacks_again(state, reason)
+        actions += [*cordon_again(state), *moves_again(state)]
+        actions += [*changes_again(state), *pauses_again(state, now), *probe_again(state)]
+        actions += membership_of(state).again(state, reason)
+        return actions + inject_again(state, reason)
 
     # --- nodes and ranks ---------------------------------------------------------------------
 
@@ -562,7 +584,7 @@ class Controller:
         if stopped is not None:
             state.book.decide(found, "give up", world, nodes)
             why = f"stopped by {stopped.who or 'an operator'}; then {culprit}: {cause}"
-            done = answer(state, stopped.id, True, why, {"step": state.step})
+            done = state.answer(stopped.id, True, why, {"step": state.step})
             return [*done, *end_job(state, now, "stopped", 0, why)]
         decision = decide_recovery(failure, tuple(state.failures), state.the_spec().restart)
         state.note_failure(state.world, failure)

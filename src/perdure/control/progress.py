@@ -23,7 +23,6 @@ from perdure.control.agreement.pauses import (
     settle_resume,
 )
 from perdure.control.agreements import OpenBoundary
-from perdure.control.answers import answer
 from perdure.control.job import JobState
 from perdure.control.membership.elastic import admit, note_ready
 from perdure.control.steering.commands import inject_again, start_waiting_command
@@ -120,9 +119,9 @@ def note_checkpoint(
         if command.kind == "checkpoint" and command.args.get("at_step") == event.step:
             if isinstance(event, CheckpointSaved):
                 result = {"step": event.step, "path": event.path, "bytes": event.bytes}
-                actions += answer(state, command.id, True, "saved and verified", result)
+                actions += state.answer(command.id, True, "saved and verified", result)
             else:
-                actions += answer(state, command.id, False, event.error, {"step": event.step})
+                actions += state.answer(command.id, False, event.error, {"step": event.step})
     return actions
 
 
@@ -206,7 +205,7 @@ def after_boundary(state: JobState, now: float, actions: list[AnyAction]) -> lis
         for command in sorted(state.commands.values(), key=lambda c: c.id):
             if command.kind == "checkpoint" and "at_step" not in command.args:
                 why = "the ranks could not agree on a step"
-                actions += answer(state, command.id, False, why, {})
+                actions += state.answer(command.id, False, why, {})
         return actions
     return actions + start_waiting_command(state, now)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.control.driver import Driver, one
 
-from perdure.control.invitations import preview_invitations
+from perdure.control.joining import preview_invitations
 from perdure.model.actions import AnswerCommand, RecordEvent
 from perdure.model.codec import encode
 from perdure.model.events import CommandReceived, JournalEntry, NodeLost

@@ -38,7 +38,6 @@ from perdure.control.agreement.changes import (
 )
 from perdure.control.agreement.pauses import commit_pause
 from perdure.control.agreements import ANSWER_TIMEOUT_S, TRIES_MAX, OpenBoundary
-from perdure.control.answers import answer_open
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
@@ -194,7 +193,7 @@ def retry_boundary(state: JobState, now: float, reason: str) -> list[AnyAction]:
         if boundary.kind in ("stop", "drain"):
             return actions
         why = f"the ranks could not agree on a step: {reason}"
-        return actions + answer_open(state, boundary.command, False, why, {})
+        return actions + state.answer_open(boundary.command, False, why, {})
     state.boundary = boundary
     if boundary.change is not None:  # An epoch that was sent once is never used again.
         state.steering.epoch += 1

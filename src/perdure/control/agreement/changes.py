@@ -19,7 +19,6 @@ from collections.abc import Mapping
 import msgspec
 
 from perdure.control.agreements import OpenBoundary, OpenChange
-from perdure.control.answers import answer_open
 from perdure.control.job import JobState
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction, RecordEvent
@@ -127,7 +126,7 @@ def commit_open(state: JobState, boundary: OpenBoundary) -> list[AnyAction]:
 def refuse_change(state: JobState, command: str, rank: int, why: str) -> list[AnyAction]:
     """One rank cannot do it, so none does."""
     result = {"rank": rank}
-    return answer_open(state, command, False, f"rank {rank}: {why}", result)
+    return state.answer_open(command, False, f"rank {rank}: {why}", result)
 
 
 def plan_change(state: JobState, id_: str) -> list[AnyAction]:
@@ -151,7 +150,7 @@ def reach_change(state: JobState, event: BoundaryReached) -> list[AnyAction]:
         if event.error:
             state.steering.open.remove(open_)
             why = f"rank {event.rank}: {event.error}"
-            return answer_open(state, open_.command, False, why, {"rank": event.rank})
+            return state.answer_open(open_.command, False, why, {"rank": event.rank})
         open_.reached.add(event.rank)
     return close_changes(state)
 
@@ -198,7 +197,7 @@ def _answer(state: JobState, open_: OpenChange, reason: str) -> list[AnyAction]:
         "epoch": change.epoch,
         "before": change.before,
     }
-    return answer_open(state, open_.command, True, reason, result)
+    return state.answer_open(open_.command, True, reason, result)
 
 
 def tell_lighthouse(state: JobState, values: Mapping[str, Value]) -> list[AnyAction]:

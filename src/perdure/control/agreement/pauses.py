@@ -6,7 +6,6 @@ agreements go on in a pause, at its step: the ranks that stand there carry them 
 """
 
 from perdure.control.agreements import OpenBoundary, Pause, Resume
-from perdure.control.answers import answer, answer_open
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.lighthouse.holds import hold_groups
 from perdure.model.actions import AnyAction, RecordEvent
@@ -49,10 +48,10 @@ def hold_all(state: JobState, now: float, command: OpenCommand) -> list[AnyActio
     comes back meanwhile is held as well.
     """
     if state.phase != "running":
-        return answer(state, command.id, False, f"the job is {state.phase}", {})
+        return state.answer(command.id, False, f"the job is {state.phase}", {})
     if state.the_spec().torchft.lighthouse != "perdure":
         why = 'only perdure\'s own lighthouse can hold replicas (torchft.lighthouse = "perdure")'
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     who, why = command.who or "an operator", str(command.args.get("why", ""))
     pause = Pause(command.id, max(state.step, 0), who, why, command.id)
     state.steering.pause = pause
@@ -79,7 +78,7 @@ def answer_pause(state: JobState) -> list[AnyAction]:
     for id_ in waiting:
         result = {"step": pause.step, "ranks": list(state.asked), "paused": True}
         already = "" if id_ == pause.command else "it is paused already"
-        actions += answer(state, id_, True, reason or already, result)
+        actions += state.answer(id_, True, reason or already, result)
     return actions
 
 
@@ -207,5 +206,5 @@ def answer_all(
     """Answer all open commands of a kind alike."""
     actions: list[AnyAction] = []
     for id_ in sorted(c.id for c in state.commands.values() if c.kind == kind):
-        actions += answer_open(state, id_, ok, reason, dict(result))
+        actions += state.answer_open(id_, ok, reason, dict(result))
     return actions

@@ -11,11 +11,11 @@ from msgspec import structs
 from perdure.control.agreement.changes import note_high, restart_changes
 from perdure.control.agreement.pauses import restart_pause
 from perdure.control.agreements import find_steering
-from perdure.control.job import Answer, Ending, JobState
+from perdure.control.job import Ending, JobState
 from perdure.control.membership import membership_of
 from perdure.control.recovery.placement import place_nodes
 from perdure.control.world import WorldState
-from perdure.model.actions import AnswerCommand, AnyAction, AssignNodes, EndJob
+from perdure.model.actions import AnyAction, AssignNodes, EndJob
 from perdure.model.events import GenerationStopped, JobSubmitted, RanksStarted, StoreReady
 from perdure.model.orders import Assignment
 from perdure.model.steering import Steering
@@ -208,7 +208,9 @@ def end_job(
     state.deadline_s = now + _END_TIMEOUT_S + grace_s
     state.ending = Ending(status, exit_code, reason)
     state.boundary = None
-    answers = _answer_all(state, reason)
+    why, answers = f"the job has ended: {reason}", list[AnyAction]()
+    for id_, command in sorted(state.commands.items()):  # The end is all that can become of it.
+        answers += state.answer(id_, command.kind in ("stop", "kill"), why, {})
     all_ = WorldState(generation=state.generation) if state.of_replicas else state.world
     state.farewell = _number(state, all_, "end", reason, grace_s)
     for world in state.worlds.values():
@@ -217,17 +219,6 @@ def end_job(
     nodes = tuple(sorted(state.nodes))
     told = AssignNodes(nodes=nodes, assignment=state.farewell, reason=reason)
     return [*answers, told, *advance_end(state, now)]
-
-
-def _answer_all(state: JobState, reason: str) -> list[AnyAction]:
-    """Answer every command that is still open: the end is all that can become of it."""
-    actions: list[AnyAction] = []
-    for id_ in sorted(state.commands):
-        ok, why = state.commands[id_].kind in ("stop", "kill"), f"the job has ended: {reason}"
-        state.answered[id_] = Answer(ok, why, {})
-        actions.append(AnswerCommand(id=id_, ok=ok, reason=why))
-    state.commands.clear()
-    return actions
 
 
 def advance_end(state: JobState, now: float) -> list[AnyAction]:

@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 
-from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.recovery.placement import cordon
 from perdure.control.recovery.response import weigh_verdict
@@ -33,16 +32,16 @@ def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[An
     try:
         notice = msgspec.convert(command.args, Notice)
     except msgspec.ValidationError as error:
-        return answer(state, command.id, False, f"malformed notice: {error}", {})
+        return state.answer(command.id, False, f"malformed notice: {error}", {})
     try:
         node = _find_node(state, notice)
     except UnknownTargetError as error:
-        return answer(state, command.id, False, str(error), {})
+        return state.answer(command.id, False, str(error), {})
     source = notice.source or command.who or "notify"
     result: dict[str, Any] = {"node": node, "kind": notice.kind}
     if notice.kind == "preemption":
         if not 0 <= notice.grace_s <= _GRACE_S_MAX:
-            return answer(state, command.id, False, f"grace_s of {notice.grace_s:g} s", {})
+            return state.answer(command.id, False, f"grace_s of {notice.grace_s:g} s", {})
         noticed = PreemptionNoticed(
             node=node,
             at_s=now,
@@ -53,13 +52,13 @@ def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[An
         )
         told = f"node {node} goes away in {notice.grace_s:g} s"
         record = RecordEvent(event=noticed, reason=f"told by {source}")
-        return [record, *answer(state, command.id, True, told, result)]
+        return [record, *state.answer(command.id, True, told, result)]
     if notice.kind == "preemption-withdrawn":
         withdrawn = PreemptionWithdrawn(
             node=node, at_s=now, source=source, reason=notice.reason or "not going away after all"
         )
         record = RecordEvent(event=withdrawn, reason=f"told by {source}")
-        return [record, *answer(state, command.id, True, f"node {node} stays", result)]
+        return [record, *state.answer(command.id, True, f"node {node} stays", result)]
     if notice.kind == "machine":
         reported = MachineReported(
             node=node,
@@ -70,7 +69,7 @@ def receive_notice(state: JobState, now: float, command: OpenCommand) -> list[An
             ended_s=notice.ended_s,
         )
         record = RecordEvent(event=reported, reason=f"told by {source}")
-        return [record, *answer(state, command.id, True, f"node {node}: {reported.reason}", result)]
+        return [record, *state.answer(command.id, True, f"node {node}: {reported.reason}", result)]
     return _report_device(state, now, command, notice, node)
 
 
@@ -91,7 +90,7 @@ def _report_device(
     )
     told = f"{name_device(reported)} is {'healthy' if healthy else 'unhealthy'}"
     record = RecordEvent(event=reported, reason=f"told by {source}")
-    return [record, *answer(state, command.id, True, told, result | {"device": device})]
+    return [record, *state.answer(command.id, True, told, result | {"device": device})]
 
 
 def _find_node(state: JobState, notice: Notice) -> int:

@@ -6,7 +6,6 @@ every other node keeps its ranks, and what it has warm.
 
 from typing import Any
 
-from perdure.control.answers import answer_open
 from perdure.control.job import JobState, OpenMove, OpenNotice
 from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed
@@ -142,7 +141,7 @@ def keep_nodes(
             actions += cordon(state, node, move.why)  # It goes away all the same.
     took_s = round(now - move.at_s, 3)
     result = {"verb": move.kind, "nodes": list(move.nodes), "took_s": took_s} | more
-    return actions + answer_open(state, move.id, False, f"{why}; nothing was moved", result)
+    return actions + state.answer_open(move.id, False, f"{why}; nothing was moved", result)
 
 
 def cordon_again(state: JobState) -> list[AnyAction]:

@@ -4,7 +4,6 @@ One runs at a time. It touches none of the training's communicators, and what it
 the journal (`ProbeJudged`), where the detector hears of it as of every other event.
 """
 
-from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership.members import find_home
 from perdure.control.observing import is_observed, withhold_verdict
@@ -35,7 +34,7 @@ def probe_verdict(state: JobState, now: float, verdict: Verdict) -> list[AnyActi
 def receive_probe(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
     """Begin a probe of all nodes for an operator; refused while another runs."""
     if state.probe is not None:
-        return answer(state, command.id, False, "a probe is running already", {})
+        return state.answer(command.id, False, "a probe is running already", {})
     state.commands[command.id] = command
     why = f"asked for by {command.who or 'an operator'}"
     return _begin(state, now, [], [], why, command.id)
@@ -88,5 +87,5 @@ def _go_on(state: JobState, step: RunProbe | ProbeFinding | None) -> list[AnyAct
             "confidence": step.confidence,
             **step.evidence,
         }
-        actions += answer(state, command, True, step.reason, result)
+        actions += state.answer(command, True, step.reason, result)
     return actions

@@ -1,12 +1,21 @@
-"""From an actionable verdict to the policy's answer: what the controller knows, put before it."""
+"""From an actionable verdict to the policy's answer: what the controller knows, put before it.
+
+Stacks are taken before harm: what a hanging rank was doing is gone once its world is ended. They
+are asked for at the first verdict, which usually comes long before it is acted upon. Where it does
+not, the action waits for them, but for no more than `_STACKS_TIMEOUT_S`: a rank whose stack cannot
+be taken must not hold up everybody's recovery.
+"""
 
 import math
 
 from perdure.control.job import JobState
 from perdure.control.membership.members import find_home, find_spares
 from perdure.control.recovery.placement import cordon, find_blamed_node
+from perdure.control.world import StackRequest
 from perdure.model.actions import AnyAction
+from perdure.model.events import StacksTaken, VerdictWithdrawn
 from perdure.model.failures import ExitRecord
+from perdure.model.orders import TakeStacks
 from perdure.model.verdicts import Culprit, Verdict
 from perdure.policy import Reaction, Situation, find_device_error, find_restart_cost_s, react
 
@@ -15,6 +24,7 @@ STACKS_FOR = frozenset({"CommHang", "ComputeHang", "EarlyExit", "Desync"})
 SLOW = frozenset({"CommSlow", "Straggler"})
 """Verdicts that stand while training goes on, and are weighed again as things change."""
 ACTED_UPON = STACKS_FOR | SLOW | {"UnhealthyDevice"}
+_STACKS_TIMEOUT_S = 2.0
 _AT_ONCE_S = 120.0
 """Whoever is slow again so soon after another node has taken over is slow by its work."""
 
@@ -127,3 +137,59 @@ def blame_device(state: JobState, record: ExitRecord) -> tuple[list[AnyAction], 
     reaction = weigh_verdict(state, verdict)
     actions, node = blame(state, record.at_s, verdict, reaction)
     return actions, node, f"{verdict.reason}; {reaction.reason}"
+
+
+def ask_stacks(state: JobState, now: float, verdict: Verdict) -> list[AnyAction]:
+    """Ask for the stacks of the culprit and of one rank that waits for it.
+
+    Of ranks that wait in a circle for the stacks of all: whether they are blocked settles it.
+    """
+    culprit = verdict.culprit.rank
+    living = [rank for rank in state.asked if rank not in state.world.exits]
+    circle = verdict.evidence.get("circle", ())
+    ranks = tuple(rank for rank in living if rank in circle) or (
+        *(rank for rank in living if rank == culprit),
+        *[rank for rank in living if rank != culprit][:1],
+    )
+    if not ranks:
+        return []
+    if state.world.stacks is None:
+        state.world.stacks = StackRequest(due_s=now + _STACKS_TIMEOUT_S)
+    state.world.stacks.missing.update(ranks)
+    reason = f"{verdict.kind} of {verdict.culprit}"
+    return [TakeStacks(generation=state.world.generation, ranks=ranks, reason=reason)]
+
+
+def hold_action(state: JobState, now: float, verdict: Verdict) -> bool:
+    """Keep an actionable verdict if stacks are on their way; return whether it is kept."""
+    request = state.world.stacks
+    if request is None or not request.missing or now >= request.due_s:
+        return False
+    request.held = request.held or verdict
+    return True
+
+
+def ask_stacks_again(state: JobState, reason: str) -> list[AnyAction]:
+    """Return the request that is open, once more."""
+    if state.world.stacks is None or not state.world.stacks.missing:
+        return []
+    ranks = tuple(sorted(state.world.stacks.missing))
+    return [TakeStacks(generation=state.world.generation, ranks=ranks, reason=reason)]
+
+
+def note_stacks(state: JobState, event: StacksTaken) -> Verdict | None:
+    """Take what arrived; return the verdict that need wait no longer."""
+    request = state.world.stacks
+    if request is None or event.generation != state.world.generation:
+        return None
+    request.missing.difference_update(event.stacks)
+    return None if request.missing else request.held
+
+
+def withdraw(state: JobState, event: VerdictWithdrawn) -> list[AnyAction]:
+    """Act no more upon a suspect that has moved again; nothing else is to be done."""
+    request, gone = state.world.stacks, event.verdict
+    state.world.standing.pop(f"{gone.kind} {gone.culprit}", None)
+    if request is not None and request.held is not None and request.held.culprit == gone.culprit:
+        request.held = None
+    return []

@@ -3,10 +3,8 @@
 from collections.abc import Callable
 
 from perdure.control.agreement.boundary import note_pace, open_boundary
-from perdure.control.answers import answer, answer_again, answer_open
-from perdure.control.invitations import receive_invite, receive_revoke
 from perdure.control.job import JobState, OpenCommand
-from perdure.control.joining import receive_join
+from perdure.control.joining import receive_invite, receive_join, receive_revoke
 from perdure.control.membership import membership_of
 from perdure.control.recovery.formation import end_job
 from perdure.control.recovery.notices import receive_notice
@@ -47,7 +45,7 @@ def finish_job(state: JobState, now: float) -> list[AnyAction]:
     stop = next((c for c in state.commands.values() if c.kind == "stop"), None)
     if stop is None:
         return end_job(state, now, "done", 0, "every rank ended with exit code 0")
-    done = answer(state, stop.id, True, "stopped", {"step": state.step})
+    done = state.answer(stop.id, True, "stopped", {"step": state.step})
     who = f"stopped by {stop.who or 'an operator'} at step {state.step}"
     return [*done, *end_job(state, now, "stopped", 0, who)]
 
@@ -58,7 +56,7 @@ def give_up_stop(state: JobState, now: float) -> list[AnyAction]:
     actions: list[AnyAction] = []
     for command in sorted(state.commands.values(), key=lambda c: c.id):
         if command.kind == "stop":
-            actions += answer(state, command.id, True, reason, {"step": state.step})
+            actions += state.answer(command.id, True, reason, {"step": state.step})
     grace_s = state.the_spec().restart.grace_s
     return [*actions, *end_job(state, now, "stopped", 1, reason, grace_s=grace_s)]
 
@@ -76,25 +74,25 @@ def receive_command(
         return _receive(state, now, event)
     except (TypeError, ValueError, KeyError) as error:
         state.injects.pop(event.id, None)
-        return answer(state, event.id, False, f"malformed arguments: {error}", {})
+        return state.answer(event.id, False, f"malformed arguments: {error}", {})
 
 
 def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAction]:
     if event.id in state.answered:
-        return answer_again(state, event.id)
+        return state.answer_again(event.id)
     if event.id in state.commands:
         return []
     if state.over:
-        return answer(state, event.id, event.kind in ("stop", "kill"), "the job is ending", {})
+        return state.answer(event.id, event.kind in ("stop", "kill"), "the job is ending", {})
     note_pace(state, event.pace)
     command = OpenCommand(event.id, event.kind, dict(event.args), event.who, now)
     membership = membership_of(state)
     why = membership.refuse(event.kind)
     if why:
-        return answer(state, event.id, False, why, {})
+        return state.answer(event.id, False, why, {})
     match event.kind:
         case "kill":
-            done = answer(state, event.id, True, "killed", {})
+            done = state.answer(event.id, True, "killed", {})
             reason = f"killed by {event.who or 'an operator'}"
             return [*done, *end_job(state, now, "stopped", 1, reason)]
         case "inject":
@@ -121,7 +119,7 @@ def _receive(state: JobState, now: float, event: CommandReceived) -> list[AnyAct
                 return _START[event.kind](state, now, command)
             return start_waiting_command(state, now)
         case _:
-            return answer(state, event.id, False, f"{event.kind} is not known here", {})
+            return state.answer(event.id, False, f"{event.kind} is not known here", {})
 
 
 def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyAction]:
@@ -129,24 +127,24 @@ def _note_remark(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     text, who = command.args.get("text"), command.who or "an operator"
     fault = find_note_fault(text)
     if fault:
-        return answer(state, command.id, False, fault, {})
+        return state.answer(command.id, False, fault, {})
     pace = state.steering.pace  # What heartbeats say is newer than what the journal knows.
     step = max(state.step, pace.step if pace is not None else -1)
     noted = OperatorNoted(id=command.id, text=str(text), step=step, at_s=now, who=command.who)
     record = RecordEvent(event=noted, reason=f"remarked by {who}")
-    return [record, *answer(state, command.id, True, "", {"step": step})]
+    return [record, *state.answer(command.id, True, "", {"step": step})]
 
 
 def _receive_inject(state: JobState, command: OpenCommand) -> list[AnyAction]:
     rank = int(command.args.get("rank", -1))
     world = state.find_home(rank)
     if world is None:
-        return answer(state, command.id, False, f"there is no rank {rank}", {})
+        return state.answer(command.id, False, f"there is no rank {rank}", {})
     state.injects[command.id] = command
     reason = f"asked for by {command.who or 'an operator'}"
     action = inject_action(command, world.generation, reason)
     if int(command.args.get("at_step", -1)) >= 0:
-        return [action, *answer(state, command.id, True, "armed", dict(command.args))]
+        return [action, *state.answer(command.id, True, "armed", dict(command.args))]
     state.commands[command.id] = command
     return [action]
 
@@ -177,7 +175,7 @@ def note_fault(state: JobState, event: FaultInjected) -> list[AnyAction]:
     result = {"rank": event.rank, "kind": event.kind}
     result |= {"note": event.note} if event.note else {}
     error = event.error
-    return answer_open(state, event.id, not error, error or "done", dict(result))
+    return state.answer_open(event.id, not error, error or "done", dict(result))
 
 
 def start_waiting_command(state: JobState, now: float) -> list[AnyAction]:
@@ -199,7 +197,7 @@ def _start_checkpoint(state: JobState, now: float, command: OpenCommand) -> list
         return open_boundary(state, now, "checkpoint", reason=reason, command=command.id)
     if state.world.stepping and not state.world.joined:
         why = "the script does not call perdure.init(), so perdure cannot save its state"
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     return []
 
 
@@ -211,7 +209,7 @@ def _start_stop(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
         state.world.checkpoint_due_s = None
         reason = f"stop asked for by {command.who or 'an operator'}"
         return open_boundary(state, now, "stop", reason=reason, command=command.id)
-    done = answer(state, command.id, True, "stopped", {"step": state.step})
+    done = state.answer(command.id, True, "stopped", {"step": state.step})
     grace_s = state.the_spec().restart.grace_s
     reason = f"stopped by {command.who or 'an operator'}"
     return [*done, *end_job(state, now, "stopped", 0, reason, grace_s=grace_s)]

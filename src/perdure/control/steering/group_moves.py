@@ -12,7 +12,6 @@ As in `moves`, levels only are looked at after every event; a replay leads to th
 
 from typing import Any
 
-from perdure.control.answers import answer_open
 from perdure.control.job import JobState, OpenMove
 from perdure.control.lighthouse.holds import hold_groups
 from perdure.control.recovery.groups import find_spares, park_group, promote
@@ -156,7 +155,7 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         text += f"; {name_replicas(move.stand_ins)} stood in"
     if move.kind == "evict":
         text += "; the step in flight was made again"
-    return answer_open(state, move.id, True, "; ".join(p for p in (text, but) if p), result)
+    return state.answer_open(move.id, True, "; ".join(p for p in (text, but) if p), result)
 
 
 def name_replicas(groups: list[int] | tuple[int, ...]) -> str:

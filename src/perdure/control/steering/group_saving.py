@@ -12,7 +12,6 @@ later run under the same name would go on from them.
 from typing import Any
 
 from perdure.control.agreement.boundary import open_boundary
-from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
@@ -67,7 +66,7 @@ def start_group_checkpoint(state: JobState, now: float, command: OpenCommand) ->
     spec = state.the_spec()
     if spec.torchft.lighthouse != "perdure":
         why = "who has the state is known to perdure's own lighthouse only (torchft.lighthouse)"
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     if not membership_of(state).is_whole(state):
         return []
     reason, every = f"asked for by {command.who or 'an operator'}", 0
@@ -93,9 +92,9 @@ def note_group_checkpoint(
             del state.commands[_OWN]
         elif isinstance(event, CheckpointSaved):
             result: dict[str, Any] = {"step": event.step, "path": event.path, "bytes": event.bytes}
-            actions += answer(state, command.id, True, "saved and verified", result)
+            actions += state.answer(command.id, True, "saved and verified", result)
         else:
-            actions += answer(state, command.id, False, event.error, {"step": event.step})
+            actions += state.answer(command.id, False, event.error, {"step": event.step})
     return actions
 
 

@@ -11,7 +11,6 @@ from collections.abc import Collection
 
 from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreements import OpenBoundary
-from perdure.control.answers import answer_open
 from perdure.control.job import JobState, OpenMove
 from perdure.control.membership.elastic import is_elastic, order_world
 from perdure.control.membership.members import (
@@ -168,7 +167,7 @@ def _finish(state: JobState, now: float, move: OpenMove) -> list[AnyAction]:
     how = "was ended" if move.kind == "evict" or move.instead else f"left in {took_s:.2f} s"
     how = how.replace("was", "were") if len(ranks) > 1 else how
     words = f"{names} {how}{where}; {len(find_living(state))} go on"
-    return actions + answer_open(state, move.id, True, words, result)
+    return actions + state.answer_open(move.id, True, words, result)
 
 
 def _overdue(

@@ -14,7 +14,6 @@ been changed, so that a drain can be taken back: its ranks are released and go o
 from perdure.control.agreement.boundary import drop_boundary, open_boundary
 from perdure.control.agreement.pauses import stands
 from perdure.control.agreements import OpenBoundary
-from perdure.control.answers import answer_open
 from perdure.control.job import LEFT, JobState, OpenMove
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import is_elastic
@@ -240,7 +239,7 @@ def _finish(state: JobState, now: float, move: OpenMove, but: str) -> list[AnyAc
         cost = "no step is" if not lost else f"{lost} step{'s are' if lost > 1 else ' is'}"
         parts[0] += f", at step {resumed}: {cost} made again"
     parts += [part for part in (move.instead, but) if part]
-    return answer_open(state, move.id, True, "; ".join(parts), result)
+    return state.answer_open(move.id, True, "; ".join(parts), result)
 
 
 def _give_up(state: JobState, now: float, move: OpenMove, why: str) -> list[AnyAction]:

@@ -14,7 +14,6 @@ from perdure.control.agreement.changes import (
     tell_lighthouse,
 )
 from perdure.control.agreement.pauses import answer_all, answer_pause, begin_resume, hold_all
-from perdure.control.answers import answer
 from perdure.control.job import JobState, OpenCommand
 from perdure.control.membership import membership_of
 from perdure.model.actions import AnyAction
@@ -30,21 +29,21 @@ def start_set(state: JobState, now: float, command: OpenCommand) -> list[AnyActi
         undoes, values = find_values(state, command)
     except ConfigError as error:
         if membership.has_declared(state):
-            return answer(state, command.id, False, error.message, {})
+            return state.answer(command.id, False, error.message, {})
         return []  # The script may yet declare it.
     own = all(is_kept_elsewhere(name) for name in values)
     if own and membership.sets_at_once(state):
         return set_alone(state, now, command, undoes, values) + tell_lighthouse(state, values)
     why = membership.refuse_step(state)
     if why:
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     if not membership.can_ask(state):
         return []
     note_high(state, state.step)
     first = max(steering.high, int(command.args.get("not_before", 0)))
     wanted = int(command.args.get("at", -1))
     if 0 <= wanted < first:
-        return answer(state, command.id, False, f"step {wanted} is over: {first} were made", {})
+        return state.answer(command.id, False, f"step {wanted} is over: {first} were made", {})
     change, reason = draw_change(state, now, command, undoes, values)
     at_step = wanted if wanted >= 0 else None
     return open_boundary(
@@ -120,7 +119,7 @@ def set_alone(
         "ranks": [],
         "epoch": change.epoch,
     }
-    return actions + answer(state, command.id, True, "", result)
+    return actions + state.answer(command.id, True, "", result)
 
 
 # --- pauses -------------------------------------------------------------------------------------
@@ -134,7 +133,7 @@ def start_pause(state: JobState, now: float, command: OpenCommand) -> list[AnyAc
         return hold_all(state, now, command)
     why = membership_of(state).refuse_step(state)
     if why:
-        return answer(state, command.id, False, why, {})
+        return state.answer(command.id, False, why, {})
     if not state.agrees or state.steering.resuming is not None:
         return []
     reason = f"pause asked for by {command.who or 'an operator'}"
@@ -150,11 +149,11 @@ def receive_resume(state: JobState, now: float, command: OpenCommand) -> list[An
         state.commands[command.id] = command
         return []
     if state.of_replicas and state.phase != "running":
-        return answer(state, command.id, False, f"the job is {state.phase}", {})
+        return state.answer(command.id, False, f"the job is {state.phase}", {})
     who = command.who or "an operator"
     actions = answer_all(state, "pause", False, f"resumed by {who} before it began", {})
     if state.boundary is not None and state.boundary.kind == "pause":
         actions += drop_boundary(state, f"resumed by {who}")
     done = {"step": max(state.step, 0), "ranks": list(state.asked), "paused": False}
     reason = "the pause had not begun" if actions else "it is not paused"
-    return actions + answer(state, command.id, True, reason, done)
+    return actions + state.answer(command.id, True, reason, done)

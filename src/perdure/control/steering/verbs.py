@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from perdure.control.answers import answer
 from perdure.control.job import Answer, JobState, OpenCommand, OpenMove
 from perdure.control.membership import membership_of
 from perdure.control.membership.elastic import is_elastic
@@ -85,10 +84,10 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
     verb: PlaceVerb = command.kind  # type: ignore[assignment]
     if command.args.get("dry_run"):
         told = preview_verb(state, verb, command.args) or Answer(False, "", {})
-        return answer(state, command.id, *told)
+        return state.answer(command.id, *told)
     plan = plan_verb(state, verb, command.args)
     if plan.refusal:
-        return answer(state, command.id, False, plan.refusal, _render(plan))
+        return state.answer(command.id, False, plan.refusal, _render(plan))
     who = command.who or "an operator"
     why = str(command.args.get("why", ""))
     reason = f"{verb} asked for by {who}{f': {why}' if why else ''}"
@@ -102,7 +101,7 @@ def receive_verb(state: JobState, now: float, command: OpenCommand) -> list[AnyA
         else:
             actions += bar(state, node, who, reason)
     result = _render(plan) | {"took_s": round(now - command.at_s, 3)}
-    return [*actions, *answer(state, command.id, True, plan.words, result)]
+    return [*actions, *state.answer(command.id, True, plan.words, result)]
 
 
 def _begin_move(state: JobState, command: OpenCommand, plan: Plan, reason: str) -> list[AnyAction]:

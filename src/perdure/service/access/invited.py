@@ -9,8 +9,8 @@ import contextlib
 import os
 from typing import Any
 
-from perdure.control.invitations import note_invitation
 from perdure.control.job import JobState
+from perdure.control.joining import note_invitation
 from perdure.model.codec import decode
 from perdure.model.errors import ProtocolError
 from perdure.model.events import InvitationMade, InvitationRevoked, InvitationUsed, JournalEntry

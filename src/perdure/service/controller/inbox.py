@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from perdure.control.invitations import FINAL
+from perdure.control.joining import FINAL
 from perdure.control.senders import describe_sender, is_sender
 from perdure.model.bus.access import ASKED_BY, Role
 from perdure.model.bus.version import can_talk

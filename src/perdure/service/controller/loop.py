@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from perdure.control import Memory
-from perdure.control.invitations import preview_invitations
+from perdure.control.joining import preview_invitations
 from perdure.control.lighthouse.watch import ReplicaWatch
 from perdure.control.orders import OrderBook, Sending
 from perdure.control.records import find_record
